@@ -73,7 +73,7 @@ def test_a_local_conversation(terminal: OpenTerminal, tmp_path: Path) -> None:
     _say_and_save(chat, '"""one\r', 'two"""\r', "b.json")
     for name, said in (("a.json", "one\ntwo"), ("b.json", "one\ntwo")):
         messages = json.loads((tmp_path / name).read_text())["messages"]
-        assert [one["content"] for one in messages if one["role"] == "user"][-1] == said
+        assert [message["content"] for message in messages if message["role"] == "user"][-1] == said
     chat.type("/system Be brief.\r")
     chat.wait_for("a new conversation")
     chat.type("/load a.json\r")

@@ -199,10 +199,10 @@ def test_failed_jobs_are_submitted_again(ktqueue: Run, stack: Stack) -> None:
             await lease.close()
 
     asyncio.run(fail({"cli-f1": PoisonJob("x"), "cli-f2": EngineFailure("x"), "cli-f3": EngineFailure("x")}))
-    one = retry("cli-f1", "cli-nobody")
-    assert one.returncode == 1
-    assert one.stdout.startswith("cli-f1 -> cli-f1-r2 queued")
-    assert "no job 'cli-nobody'" in one.stderr
+    retried = retry("cli-f1", "cli-nobody")
+    assert retried.returncode == 1
+    assert retried.stdout.startswith("cli-f1 -> cli-f1-r2 queued")
+    assert "no job 'cli-nobody'" in retried.stderr
     asked = retry("--error", "engine_failure")
     assert (asked.returncode, "--yes" in asked.stderr) == (2, True)
     many = json.loads(retry("--error", "engine_failure", "--yes", "--json").stdout)

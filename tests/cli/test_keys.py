@@ -23,7 +23,7 @@ def test_the_printed_settings_accept_the_new_key(ktqueue: Run, tmp_path: Path) -
         gateway = load_config(path).gateway
         hashed = hashlib.sha256(key.encode()).hexdigest()
         if words:
-            assert [(one.name, one.keys) for one in gateway.tenants] == [("acme", (hashed,))]
+            assert [(tenant.name, tenant.keys) for tenant in gateway.tenants] == [("acme", (hashed,))]
         else:
             assert gateway.api_keys == (hashed,)
     first, second = (json.loads(ktqueue("keys", "new", "--json").stdout) for _ in range(2))

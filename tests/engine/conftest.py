@@ -240,8 +240,8 @@ def answered(run: Callable[..., dict[tuple[str, int], Result]]) -> Callable[[Eng
 
     def go(engine: Engine) -> dict[str, list[int]]:
         results = run(engine)
-        assert all(one.error is None for one in results.values())
-        return {request: one.token_ids for (request, _), one in results.items()}
+        assert all(result.error is None for result in results.values())
+        return {request: result.token_ids for (request, _), result in results.items()}
 
     return go
 

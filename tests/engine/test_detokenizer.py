@@ -28,14 +28,14 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 def run(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool, Detokenizer]:
-    one = Detokenizer(pieces.__getitem__, StopStrings(stops) if stops else None)
+    detokenizer = Detokenizer(pieces.__getitem__, StopStrings(stops) if stops else None)
     out = []
     for token in range(len(pieces)):
-        out.append(one.push(token))
-        if one.stopped:
-            return out, True, one
-    out.append(one.finish())
-    return out, one.stopped, one
+        out.append(detokenizer.push(token))
+        if detokenizer.stopped:
+            return out, True, detokenizer
+    out.append(detokenizer.finish())
+    return out, detokenizer.stopped, detokenizer
 
 
 @settings(max_examples=300, deadline=None)
@@ -44,9 +44,9 @@ def run(pieces: list[bytes], stops: list[str]) -> tuple[list[str], bool, Detoken
 @example(b"\xe2\x82", [1])
 @example(b"\xf0\x9f\x98\xe2\x82\xac\xff", [1, 2, 3, 4, 5, 6])
 def test_text_is_complete_however_its_tokens_arrive(data: Any, cuts: Any) -> None:
-    out, _, one = run(pieces_of(data, cuts), [])
+    out, _, detokenizer = run(pieces_of(data, cuts), [])
     assert "".join(out) == data.decode("utf-8", errors="replace")
-    assert one.emitted == sum(map(len, out))
+    assert detokenizer.emitted == sum(map(len, out))
 
 
 @settings(max_examples=300, deadline=None)
@@ -92,10 +92,10 @@ def test_incomplete_characters_wait_and_invalid_bytes_do_not() -> None:
 
 def test_a_stop_string_before_min_tokens_does_not_stop() -> None:
     pieces = [b"a", b"b", b"a", b"b", b"c"]
-    one = Detokenizer(pieces.__getitem__, StopStrings(["ab"]))
-    assert [one.push(0, may_stop=False), one.push(1, may_stop=False)] == ["", "ab"]
-    assert [one.push(2, may_stop=False), one.push(3)] == ["", ""]
-    assert one.stopped
+    detokenizer = Detokenizer(pieces.__getitem__, StopStrings(["ab"]))
+    assert [detokenizer.push(0, may_stop=False), detokenizer.push(1, may_stop=False)] == ["", "ab"]
+    assert [detokenizer.push(2, may_stop=False), detokenizer.push(3)] == ["", ""]
+    assert detokenizer.stopped
     again = Detokenizer([b"aba", b"ba"].__getitem__, StopStrings(["aba"]))
     assert [again.push(0, may_stop=False), again.push(1)] == ["ab", ""] and again.stopped
     overlapping = Detokenizer([b"aba", b"ba"].__getitem__, StopStrings(["ababa", "aba"]))
@@ -133,8 +133,8 @@ def test_long_stop_strings_are_cheap() -> None:
     import time
 
     stops = StopStrings(["a" * 1023 + chr(200 + i) for i in range(16)])
-    one = Detokenizer([b"aaaa"].__getitem__, stops)
+    detokenizer = Detokenizer([b"aaaa"].__getitem__, stops)
     began = time.process_time()
     for _ in range(2000):
-        one.push(0)
+        detokenizer.push(0)
     assert (time.process_time() - began) / 2000 < 1e-3

@@ -64,9 +64,9 @@ def test_a_prefix_is_reused_but_never_the_last_token(
 def test_equal_pages_of_different_prefixes_are_different(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
-    one, other = PROMPT[:4], PROMPT[4:8]
+    first, other = PROMPT[:4], PROMPT[4:8]
     engine = make_engine(model, vocabulary)
-    for i, prompt in enumerate(([*one, *other, 7], [*other, *one, 7], [*one, *one, 7], [*other, *other, 7])):
+    for i, prompt in enumerate(([*first, *other, 7], [*other, *first, 7], [*first, *first, 7], [*other, *other, 7])):
         engine.add(f"r{i}", prompt, SamplingParams(temperature=0.0, max_tokens=3))
         result = run(engine)[f"r{i}", 0]
         assert result.token_ids == greedy(prompt, 3) and result.usage.cached_tokens == (0, 0, 4, 4)[i]
@@ -334,15 +334,17 @@ def test_logprobs_describe_the_unedited_distribution(
     results = run(engine)
     context = list(PROMPT)
     assert len(results["x", 0].logprobs) == 8
-    for token, told in zip(results["x", 0].token_ids, results["x", 0].logprobs, strict=True):
+    for token, logprobs in zip(results["x", 0].token_ids, results["x", 0].logprobs, strict=True):
         raw = scores(context).astype(np.float64)
         expected = raw - np.log(np.exp(raw).sum())
-        assert told.chosen.token_id == token and told.chosen.token_bytes == vocabulary.token_bytes(token)
-        assert told.chosen.logprob == pytest.approx(expected[token], abs=1e-6)
-        assert [one.token_id for one in told.top] == np.argsort(-expected)[:4].tolist()
-        assert [one.logprob for one in told.top] == pytest.approx(np.sort(expected)[::-1][:4].tolist(), abs=1e-6)
+        assert logprobs.chosen.token_id == token and logprobs.chosen.token_bytes == vocabulary.token_bytes(token)
+        assert logprobs.chosen.logprob == pytest.approx(expected[token], abs=1e-6)
+        assert [alternative.token_id for alternative in logprobs.top] == np.argsort(-expected)[:4].tolist()
+        assert [alternative.logprob for alternative in logprobs.top] == pytest.approx(
+            np.sort(expected)[::-1][:4].tolist(), abs=1e-6
+        )
         context.append(token)
-    assert [one.top for one in results["zero", 0].logprobs] == [(), ()]
+    assert [logprob.top for logprob in results["zero", 0].logprobs] == [(), ()]
 
 
 def test_an_error_of_the_model_reaches_the_caller(

@@ -137,9 +137,9 @@ def test_find_ends_at_the_first_gap() -> None:
 
 
 def test_a_digest_covers_the_whole_prefix() -> None:
-    one, two = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
-    root = page_digest(b"", one)
-    assert page_digest(root, two) == page_digest(page_digest(b"", one.copy()), two.copy())
-    assert page_digest(root, two) != page_digest(b"", two)
-    assert page_digest(page_digest(b"", two), one) != page_digest(root, two)
+    first, second = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
+    root = page_digest(b"", first)
+    assert page_digest(root, second) == page_digest(page_digest(b"", first.copy()), second.copy())
+    assert page_digest(root, second) != page_digest(b"", second)
+    assert page_digest(page_digest(b"", second), first) != page_digest(root, second)
     assert len(root) == 16

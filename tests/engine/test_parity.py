@@ -90,9 +90,9 @@ def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) ->
         while arrivals and arrivals[0][0] <= step:
             i = arrivals.pop(0)[1]
             engine.add(str(i), prompts[i], sampling)
-        for one in engine.step():
-            assert one.error is None
-            found[int(one.request_id)] += one.token_ids
+        for output in engine.step():
+            assert output.error is None
+            found[int(output.request_id)] += output.token_ids
         step += 1
     engine.check()
     stats = engine.stats()
@@ -203,8 +203,8 @@ def run_all(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]
         engine.add(name, prompt, sampling)
     found: dict[str, list[int]] = {name: [] for name in requests}
     while engine.has_work:
-        for one in engine.step():
-            found[one.request_id] += one.token_ids
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
     return found
 
 
@@ -237,7 +237,7 @@ def test_resumed_at_every_token(tiny: Any, sampling: Any) -> None:
         engine.add("x", prompt, sampling, emitted=emitted)
         found = []
         while engine.has_work:
-            found += [token for one in engine.step() for token in one.token_ids]
+            found += [token for output in engine.step() for token in output.token_ids]
         assert expected[:cut] + found == expected
 
 

@@ -42,12 +42,12 @@ def test_resume_at_every_token(
             gather_outputs(journal, first.step())
         emitted = []
         for index in range(2):
-            one = journal.get(("x", index))
+            result = journal.get(("x", index))
             emitted.append(
                 EmittedChoice(
-                    token_ids=tuple(one.token_ids), text_length=len(one.text), finish_reason=one.finish_reason
+                    token_ids=tuple(result.token_ids), text_length=len(result.text), finish_reason=result.finish_reason
                 )
-                if one
+                if result
                 else EmittedChoice()
             )
         model = make_model()

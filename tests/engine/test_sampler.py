@@ -152,8 +152,8 @@ def test_distribution(settings: Any) -> None:
     draws = 40_000
     rows = make_rows(draws, seed=77, position=np.arange(draws), **settings)
     counts = np.bincount(sample(np.tile(logits, (draws, 1)), rows), minlength=8)
-    one = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
-    expected = np.array(reference_kept(logits, **one))
+    parameters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
+    expected = np.array(reference_kept(logits, **parameters))
     expected *= draws / expected.sum()
     assert (counts[expected == 0.0] == 0).all()
     kept = expected > 0.0
@@ -172,14 +172,14 @@ def test_noise_is_uniform_and_independent() -> None:
         uniform(streams(steps, zero), zero),  # neighbouring seeds
         uniform(streams(zero + 1, steps), zero),  # choices
     ]
-    for one in every:
-        assert one.min() >= 0.0 and one.max() < 1.0
-        counts = np.bincount((one * 100).astype(int), minlength=100)
+    for numbers in every:
+        assert numbers.min() >= 0.0 and numbers.max() < 1.0
+        counts = np.bincount((numbers * 100).astype(int), minlength=100)
         assert ((counts - 500) ** 2 / 500).sum() < 160  # chi-squared, 99 degrees, 99.99 %
-        assert abs(np.corrcoef(one[1:], one[:-1])[0, 1]) < 0.02
-    for i, one in enumerate(every):
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
+    for i, first in enumerate(every):
         for other in every[i + 1 :]:
-            assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
+            assert abs(np.corrcoef(first, other)[0, 1]) < 0.02
 
 
 def test_noise_never_changes() -> None:

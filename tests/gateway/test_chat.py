@@ -73,7 +73,7 @@ async def test_stream_is_the_same_text_in_valid_chunks(
     assert last["choices"] == []
     assert last["usage"] == whole["usage"]
     assert not any(chunk.get("usage") for chunk in chunks)
-    assert texts(chunks) == {one["index"]: one["message"]["content"] for one in whole["choices"]}
+    assert texts(chunks) == {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
 
 
 async def test_no_usage_chunk_unless_asked_for(worker: ScriptedWorker, stream: PostStream) -> None:
@@ -100,11 +100,11 @@ async def test_logprobs_without_text_make_no_empty_chunk(
         conforms(chunk, "CreateChatCompletionStreamResponse")
     assert texts(frames.data) == {0: "€"}
     choices = [chunk["choices"][0] for chunk in frames.data]
-    positions = [one for choice in choices for one in (choice.get("logprobs") or {"content": []})["content"]]
-    assert [one["token"] for one in positions] == ["", "€", "st", ""]
-    assert [bytes(one["bytes"]) for one in positions] == [b"\xe2\x82", b"\xac", b"st", b""]
-    assert all(top["logprob"] <= 0 for one in positions for top in one["top_logprobs"])
-    assert [len(one["top_logprobs"]) for one in positions] == [2] * 4
+    positions = [position for choice in choices for position in (choice.get("logprobs") or {"content": []})["content"]]
+    assert [position["token"] for position in positions] == ["", "€", "st", ""]
+    assert [bytes(position["bytes"]) for position in positions] == [b"\xe2\x82", b"\xac", b"st", b""]
+    assert all(top["logprob"] <= 0 for position in positions for top in position["top_logprobs"])
+    assert [len(position["top_logprobs"]) for position in positions] == [2] * 4
 
 
 async def test_logprobs_include_half_a_character_at_the_end(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
@@ -118,7 +118,7 @@ async def test_logprobs_include_half_a_character_at_the_end(http: httpx.AsyncCli
 
     worker.script = cut
     choice = (await http.post(PATH, json={**BODY, "logprobs": True})).json()["choices"][0]
-    assert [one["token"] for one in choice["logprobs"]["content"]] == ["a", "\ufffd"]
+    assert [position["token"] for position in choice["logprobs"]["content"]] == ["a", "\ufffd"]
     assert choice["message"]["content"] == "a\ufffd"
 
 
@@ -126,7 +126,7 @@ async def test_logprobs_of_a_whole_answer(http: httpx.AsyncClient, worker: Scrip
     body = (await http.post(PATH, json={**BODY, "logprobs": True, "top_logprobs": 2})).json()
     conforms(body, "CreateChatCompletionResponse")
     choice = body["choices"][0]
-    assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
+    assert "".join(position["token"] for position in choice["logprobs"]["content"]) == choice["message"]["content"]
     assert worker.claims[0].request.sampling.logprobs == 2
     without = (await http.post(PATH, json=BODY)).json()
     assert without["choices"][0]["logprobs"] is None

@@ -51,8 +51,8 @@ async def test_a_prompt_may_have_any_form(
     response = await http.post(PATH, json={**BODY, "prompt": prompt, "n": 2})
     body = response.json()
     conforms(body, "CreateCompletionResponse")
-    assert {one["index"]: one["text"] for one in body["choices"]} == expected
-    assert [one["index"] for one in body["choices"]] == sorted(expected)
+    assert {choice["index"]: choice["text"] for choice in body["choices"]} == expected
+    assert [choice["index"] for choice in body["choices"]] == sorted(expected)
     assert body["usage"]["total_tokens"] == 8 * len(said)
     assert len(response.headers["x-job-id"].split(",")) == len(said)
     assert body["id"] == f"cmpl-{response.headers['x-job-id'].split(',')[0]}"
@@ -135,10 +135,10 @@ async def test_a_refused_request_cancels_no_job_of_its_idempotency_key(
     serve_with: ServeWith, worker: ScriptedWorker, broker: Broker
 ) -> None:
     """The job of the first prompt exists already, and an earlier client waits for it."""
-    go_on = asyncio.Event()
+    first_may_end = asyncio.Event()
 
     async def wait(claim: Claim) -> AsyncIterator[Step]:
-        while not go_on.is_set():
+        while not first_may_end.is_set():
             yield 0.01
         yield token("x", finish_reason=FinishReason.STOP)
         yield ended(claim)
@@ -152,5 +152,5 @@ async def test_a_refused_request_cancels_no_job_of_its_idempotency_key(
         assert other.json()["error"]["code"] == "idempotency_conflict"
         await server.gateway.finish_background()
         assert not any(job.cancel_requested for job in await broker.jobs.list())
-        go_on.set()
+        first_may_end.set()
         assert (await first).status_code == 200

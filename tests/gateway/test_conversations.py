@@ -73,7 +73,7 @@ async def blocks(response: httpx.Response, at_most: int = 10_000) -> list[str]:
     async for piece in response.aiter_text():
         text += piece
         *whole, text = text.split("\n\n")
-        found += [one for one in whole if not one.startswith(":")]
+        found += [block for block in whole if not block.startswith(":")]
         if len(found) >= at_most:
             return found[:at_most]
     return found
@@ -213,12 +213,12 @@ async def test_a_conversation_belongs_to_its_tenant(serve_with: ServeWith, slow_
     tenants = tuple(TenantConfig(name=name, keys=(hash_of(f"key-{name}"),)) for name in ("one", "two"))
     slow_tale.go.set()
     async with serve_with(tenants=tenants) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
-        one, two = ({"authorization": f"Bearer key-{tenant.name}"} for tenant in tenants)
-        job_id = (await http.post(CHAT, json=body(CHAT), headers={**NAMED, **one})).headers["x-job-id"]
-        assert (await http.get(STREAM, params=query(), headers=two)).status_code == 404
+        first, second = ({"authorization": f"Bearer key-{tenant.name}"} for tenant in tenants)
+        job_id = (await http.post(CHAT, json=body(CHAT), headers={**NAMED, **first})).headers["x-job-id"]
+        assert (await http.get(STREAM, params=query(), headers=second)).status_code == 404
         assert (await http.get(STREAM, params=query())).status_code == 401
-        other = (await http.post(CHAT, json=body(CHAT), headers={**NAMED, **two})).headers["x-job-id"]
-        for headers, job in ((one, job_id), (two, other)):
+        other = (await http.post(CHAT, json=body(CHAT), headers={**NAMED, **second})).headers["x-job-id"]
+        for headers, job in ((first, job_id), (second, other)):
             assert job in (await http.get(STREAM, params=query(), headers=headers)).text
     assert (await broker.jobs.get(job_id)).state is JobState.DONE
 

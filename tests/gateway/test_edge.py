@@ -106,7 +106,7 @@ async def test_the_gateway_is_ready_only_with_a_worker(http: httpx.AsyncClient, 
 async def test_models(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
     body = (await http.get("/v1/models")).json()
     conforms(body, "ListModelsResponse")
-    assert [one["id"] for one in body["data"]] == ["tale"]
+    assert [entry["id"] for entry in body["data"]] == ["tale"]
     model = (await http.get("/v1/models/tale")).json()
     conforms(model, "Model")
     assert model == body["data"][0]

@@ -56,17 +56,17 @@ async def test_webhooks_are_refused_if_they_could_not_be_called(
     off = await http.post(JOBS, json={**BODY, "webhook": hook})
     assert (off.status_code, off.json()["error"]["param"]) == (400, "webhook")
     control = ControlConfig(webhook_secret="secret", webhook_hosts=("intern",))
-    async with serving(replace(config, control=control)) as (_, base), httpx.AsyncClient(base_url=base) as one:
-        plain = await one.post(JOBS, json={**BODY, "webhook": hook})
+    async with serving(replace(config, control=control)) as (_, base), httpx.AsyncClient(base_url=base) as client:
+        plain = await client.post(JOBS, json={**BODY, "webhook": hook})
         assert (plain.status_code, plain.json()["error"]["param"]) == (400, "webhook.url")
         for url in PRIVATE:
-            private = await one.post(JOBS, json={**BODY, "webhook": {"url": url}})
+            private = await client.post(JOBS, json={**BODY, "webhook": {"url": url}})
             assert (private.status_code, private.json()["error"]["param"]) == (400, "webhook.url"), url
-        wrong = await one.post(JOBS, json={**BODY, "webhook": {**hook, "events": ["done"]}})
+        wrong = await client.post(JOBS, json={**BODY, "webhook": {**hook, "events": ["done"]}})
         assert wrong.status_code == 400
         for body in (BODY, {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}):
             for url in ("https://example.org/hook", "http://intern:8080/hook"):
-                taken = await one.post(JOBS, json={**body, "webhook": {"url": url}})
+                taken = await client.post(JOBS, json={**body, "webhook": {"url": url}})
                 assert taken.status_code == 202, taken.text
 
 
@@ -79,7 +79,7 @@ async def test_a_job_may_have_a_prompt_ids_or_messages(http: httpx.AsyncClient, 
     ):
         assert (await http.post(JOBS, json=body)).status_code == 202
     await worker.claimed(3)
-    requests = {bool(one.request.messages) + one.request.sampling.n: one.request for one in worker.claims}
+    requests = {bool(claim.request.messages) + claim.request.sampling.n: claim.request for claim in worker.claims}
     assert requests[1].prompt_token_ids == (1, 2)
     assert (requests[1].job_class, requests[1].priority, requests[3].priority) == (JobClass.BATCH, -100, 0)
     assert (requests[3].sampling.logit_bias, requests[3].sampling.stop) == ({5: 1}, ("x",))
@@ -109,8 +109,8 @@ async def test_a_wrong_body_is_refused_by_field(http: httpx.AsyncClient, worker:
 
 async def test_jobs_are_listed_by_state_and_limit(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     ids = [(await http.post(JOBS, json=BODY)).json()["id"] for _ in range(3)]
-    for one in ids:
-        await wait_for_end(http, one)
+    for job_id in ids:
+        await wait_for_end(http, job_id)
     listed = (await http.get(JOBS)).json()
     assert {job["id"] for job in listed["data"]} == set(ids)
     assert len((await http.get(f"{JOBS}?limit=2&state=done")).json()["data"]) == 2
@@ -140,13 +140,13 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url: str, worke
                 if response.status_code == 204:
                     break
                 frames = await read_frames(response, until=lambda frames: len(frames.data) >= 5)
-                assert frames.ids == [one["seq"] for one in frames.data][: len(frames.ids)]
+                assert frames.ids == [entry["seq"] for entry in frames.data][: len(frames.ids)]
                 seen += frames.data
         else:
             raise AssertionError("the stream never ended")
-        assert [one["seq"] for one in seen] == list(range(1, 63))
-        assert "".join(one.get("text", "") for one in seen) == "".join(f"{word} " for word in range(60))
-        assert [one["state"] for one in seen if "state" in one] == ["done"]
+        assert [event["seq"] for event in seen] == list(range(1, 63))
+        assert "".join(event.get("text", "") for event in seen) == "".join(f"{word} " for word in range(60))
+        assert [event["state"] for event in seen if "state" in event] == ["done"]
         assert seen[0]["logprobs"][0]["token"] == "x"
         # A reader that left has cancelled nothing, and another reader gets the whole journal.
         async with http.stream("GET", job["events_url"]) as response:

@@ -147,20 +147,20 @@ def test_logprobs(client: Any, model: Any, conforms: Conforms) -> None:
     conforms(whole.to_dict(), "CreateChatCompletionResponse")
     content = whole.choices[0].logprobs.content
     assert len(content) == 8
-    assert "".join(one.token for one in content) == whole.choices[0].message.content
-    for one in content:
-        assert one.logprob <= 0
-        assert len(one.top_logprobs) == 3
-        assert one.top_logprobs[0].token == one.token  # greedy
+    assert "".join(position.token for position in content) == whole.choices[0].message.content
+    for position in content:
+        assert position.logprob <= 0
+        assert len(position.top_logprobs) == 3
+        assert position.top_logprobs[0].token == position.token  # greedy
     chunks = list(client.chat.completions.create(**ask, logprobs=True, top_logprobs=3, stream=True))
     streamed = [
-        one.logprob
+        position.logprob
         for chunk in chunks
         for choice in chunk.choices
         if choice.logprobs
-        for one in choice.logprobs.content
+        for position in choice.logprobs.content
     ]
-    assert streamed == pytest.approx([one.logprob for one in content], abs=1e-4)
+    assert streamed == pytest.approx([position.logprob for position in content], abs=1e-4)
 
 
 def test_completions(client: Any, model: Any, conforms: Conforms) -> None:
@@ -237,8 +237,8 @@ def test_a_full_queue_is_a_rate_limit_error(client: Any, model: Any, stack: Any)
             client.chat.completions.create(model=model, messages=MESSAGES, service_tier="flex")
         assert int(full.value.response.headers["retry-after"]) >= 1
     finally:
-        for one in ids:
-            httpx.delete(f"{stack[0]}/v1/jobs/{one}", headers=headers)
+        for job_id in ids:
+            httpx.delete(f"{stack[0]}/v1/jobs/{job_id}", headers=headers)
 
 
 def test_fields_of_vllm_are_honoured(client: Any, model: Any) -> None:

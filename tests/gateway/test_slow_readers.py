@@ -104,9 +104,9 @@ async def test_a_reader_that_stops_reading_does_not_affect_others(
             waits = feed.buffered[0]
 
             async def other(number: int) -> str:
-                one = (await http.post(JOBS, json=body(str(number)))).json()
+                other_job = (await http.post(JOBS, json=body(str(number)))).json()
                 text = ""
-                async with http.stream("GET", one["events_url"]) as response:
+                async with http.stream("GET", other_job["events_url"]) as response:
                     async for line in response.aiter_lines():
                         if line.startswith("data: "):
                             text += json.loads(line[6:]).get("text", "")

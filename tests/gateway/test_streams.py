@@ -138,12 +138,12 @@ async def test_two_hundred_streams_at_once(url: str, worker: ScriptedWorker) -> 
 
     worker.script = talk
 
-    async def one(number: int) -> str:
+    async def read_stream(number: int) -> str:
         body = {"model": "tale", "messages": [{"role": "user", "content": str(number)}], "stream": True}
         chunks = await post_raw(url, CHAT, body)
         return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
 
-    texts = await asyncio.gather(*(one(number) for number in range(200)))
+    texts = await asyncio.gather(*(read_stream(number) for number in range(200)))
     assert texts == ["".join(f"{number}-{word} " for word in range(10)) for number in range(200)]
     async with httpx.AsyncClient(base_url=url) as http:
         metrics = (await http.get("/metrics")).text

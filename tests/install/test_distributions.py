@@ -54,7 +54,7 @@ def test_every_source_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
 def test_the_worker_extra_requires_kernels_of_the_same_version(wheel: Path) -> None:
     metadata = contents(wheel)[f"ktqueue-{__version__}.dist-info/METADATA"]
     asked = map(Requirement, message_from_bytes(metadata).get_all("Requires-Dist", []))
-    (kernels,) = [one for one in asked if one.name == "ktqueue-kernels"]
+    (kernels,) = [requirement for requirement in asked if requirement.name == "ktqueue-kernels"]
     assert str(kernels.specifier) == f"=={__version__}"
     assert str(kernels.marker) == 'extra == "worker"'
 

@@ -94,7 +94,9 @@ def test_commands_have_verbs_and_flags_that_exist() -> None:
                 of_all = words in (["COMMAND", "--help"], ["--install-completion"], ["--show-completion"])
                 assert of_all or (words[0] in groups and len(words) == 1), f"{place}: {command}"
                 continue
-            known = {option for one in leaves[path].params for option in (*one.opts, *one.secondary_opts)} | {"--help"}
+            known = {option for param in leaves[path].params for option in (*param.opts, *param.secondary_opts)} | {
+                "--help"
+            }
             for word in words[len(path) :]:
                 if re.fullmatch(r"--?[a-z][a-z-]*", word):
                     assert word in known, f"{place}: {command}: no {word}"
@@ -121,7 +123,7 @@ def test_show_chooses_tests_that_exist() -> None:
     for command in re.findall(r"ARGS=\"([^\"]+)\"", (ROOT / "docs" / "show.md").read_text()):
         before, _, chosen = command.partition(" -k ")
         files = [ROOT / name for name in before.split() if name.startswith("tests")]
-        sources = [path for one in files for path in ([one] if one.is_file() else one.rglob("*.py"))]
+        sources = [path for file in files for path in ([file] if file.is_file() else file.rglob("*.py"))]
         for word in re.findall(r"\w+", chosen.strip("'")):
             if word not in ("and", "or", "not"):
                 assert any(word in f"{path.stem} {path.read_text()}" for path in sources), f"{command}: {word}"

@@ -23,8 +23,8 @@ def test_the_settings_page_is_made_from_the_settings() -> None:
 
 
 def test_flags_of_settings_exist() -> None:
-    flags = {option for command in tree().values() for one in command.params for option in one.opts}
-    named = {flag.partition("/")[0] for one in all_settings() for flag in one.about.flags}
+    flags = {option for command in tree().values() for param in command.params for option in param.opts}
+    named = {flag.partition("/")[0] for described in all_settings() for flag in described.about.flags}
     assert named <= flags
 
 
@@ -56,7 +56,7 @@ def test_every_error_of_the_api_is_documented_under_its_status() -> None:
         for status, codes in re.findall(r"^\| (\d{3}) \| (.+?) \|", page, re.MULTILINE)
         for code in re.findall(r"`(\w+)`", codes)
     }
-    every = {(one.status, one.code) for one in error_classes() if one.__module__.startswith(OVER_HTTP)}
+    every = {(error.status, error.code) for error in error_classes() if error.__module__.startswith(OVER_HTTP)}
     internal = {
         "codec_error",
         "config_error",

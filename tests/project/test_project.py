@@ -49,14 +49,17 @@ def makefile_targets() -> set[str]:
 def test_every_dependency_is_pinned_within_its_bounds() -> None:
     exact = pins()
     book = project()["project"]
-    asked = [*book["dependencies"], *(one for extra in book["optional-dependencies"].values() for one in extra)]
+    asked = [
+        *book["dependencies"],
+        *(requirement for extra in book["optional-dependencies"].values() for requirement in extra),
+    ]
     asked += [*project()["build-system"]["requires"], *project("csrc")["build-system"]["requires"]]
-    for one in map(Requirement, asked):
-        if one.name == project("csrc")["project"]["name"]:
+    for requirement in map(Requirement, asked):
+        if requirement.name == project("csrc")["project"]["name"]:
             continue  # our own distribution
-        name = canonicalize_name(one.name)
+        name = canonicalize_name(requirement.name)
         assert name in exact, f"{name} is not in constraints.txt"
-        assert one.specifier.contains(exact[name]), f"{one} does not allow the pinned {exact[name]}"
+        assert requirement.specifier.contains(exact[name]), f"{requirement} does not allow the pinned {exact[name]}"
 
 
 def test_the_pythons_are_the_same_everywhere() -> None:
@@ -69,11 +72,13 @@ def test_the_pythons_are_the_same_everywhere() -> None:
         book = project(folder)["project"]
         assert book["requires-python"] == f">={named[0]},<3.{PYTHONS[-1] + 1}"
         of_python = "Programming Language :: Python :: "
-        assert [one.removeprefix(of_python) for one in book["classifiers"] if one.startswith(of_python)] == named
+        assert [
+            classifier.removeprefix(of_python) for classifier in book["classifiers"] if classifier.startswith(of_python)
+        ] == named
     makefile = (ROOT / "Makefile").read_text()
     assert f"(3, {PYTHONS[0]}) <= sys.version_info[:2] <= (3, {PYTHONS[-1]})" in makefile
     for names in re.findall(r"for name in (python3[^;]*);", makefile):
-        assert names.split() == [*(f"python{one}" for one in named), "python3"]
+        assert names.split() == [*(f"python{version}" for version in named), "python3"]
     listed = f"{', '.join(named[:-1])} or {named[-1]}"
     assert f"No Python {listed} with venv is on PATH" in makefile
     assert f"On Linux with Python {listed}" in (ROOT / "README.md").read_text()
@@ -83,11 +88,11 @@ def test_the_pythons_are_the_same_everywhere() -> None:
 def test_modules_that_need_no_extra_import_none() -> None:
     book = project()["project"]
     extras = {name: book["optional-dependencies"][name] for name in ("gateway", "worker", "embedded", "arq", "gpu")}
-    optional = {Requirement(one).name for extra in extras.values() for one in extra}
-    optional -= {Requirement(one).name for one in book["dependencies"]}
+    optional = {Requirement(requirement).name for extra in extras.values() for requirement in extra}
+    optional -= {Requirement(requirement).name for requirement in book["dependencies"]}
     called = {"pyyaml": "yaml", "flashinfer-python": "flashinfer"}
     assert "ktqueue-kernels" in optional
-    modules = {called.get(one, one.replace("-", "_")) for one in optional}
+    modules = {called.get(name, name.replace("-", "_")) for name in optional}
     verbs = ("batch.session", "jobs", "submit", "top")
     imports = ["import sys", "sys.modules.update(dict.fromkeys(sys.argv[1:]))", "import ktqueue.client"]
     code = "\n".join([*imports, "import ktqueue.batches.run", *(f"import ktqueue.cli.{verb}" for verb in verbs)])

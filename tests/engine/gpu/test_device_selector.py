@@ -40,10 +40,10 @@ def sequence(sampling: SamplingParams, vocab: int, generated: list[int], prompt:
         end_ids=frozenset({vocab - 1}),
     )
     edits = LogitEdits(sampling, ids, request.end_ids, vocab) if LogitEdits.needed(sampling) else None
-    one = Sequence(request, 0, Detokenizer(token_bytes, None), edits, 16)
+    made = Sequence(request, 0, Detokenizer(token_bytes, None), edits, 16)
     for token in generated:
-        one.append(token)
-    return one
+        made.append(token)
+    return made
 
 
 def random_sequences(noise: np.random.Generator, count: int, vocab: int, **fixed: Any) -> list[Sequence]:
@@ -105,8 +105,8 @@ def test_the_device_selects_the_same_tokens_as_the_host(vocab: Any, scale: Any, 
 
 def same_logprobs(found: Any, expected: Any) -> None:
     """Assert equality, except for rounding and for the choice between equally likely tokens."""
-    for one, other in itertools.zip_longest((found.chosen, *found.top), (expected.chosen, *expected.top)):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+    for entry, other in itertools.zip_longest((found.chosen, *found.top), (expected.chosen, *expected.top)):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-9)
     assert found.chosen.token_id == expected.chosen.token_id
     assert found.chosen.token_bytes == expected.chosen.token_bytes
 

@@ -226,7 +226,7 @@ def test_choosing_in_halves_gives_the_same_tokens(
             engine.add(f"r{i}", PROMPT[: 1 + i], dataclasses.replace(sampling, seed=i))
         found = run(engine)
         assert (engine.stats().out_of_memory > 0) == (limit < 8)
-        return {key: (one.token_ids, one.logprobs) for key, one in found.items()}
+        return {key: (result.token_ids, result.logprobs) for key, result in found.items()}
 
     assert answers(8) == answers(3) == answers(1)
 

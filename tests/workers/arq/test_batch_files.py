@@ -90,9 +90,9 @@ async def test_files_are_found_run_and_moved(broker: Broker, config: Config, fol
     assert {path.name for path in (folder / "done").iterdir()} == {"good.jsonl", "half.jsonl"}
     assert {path.name for path in (folder / "failed").iterdir()} == {"bad.jsonl", "bad.jsonl.txt"}
     assert "bad.jsonl:1: custom_id" in (folder / "failed" / "bad.jsonl.txt").read_text()
-    answers = {one["custom_id"]: one["response"] for one in records(folder / "out" / "good.jsonl")}
+    answers = {record["custom_id"]: record["response"] for record in records(folder / "out" / "good.jsonl")}
     assert answers.keys() == {f"c{number}" for number in range(5)}
-    assert {one["body"]["usage"]["completion_tokens"] for one in answers.values()} == {8}
+    assert {answer["body"]["usage"]["completion_tokens"] for answer in answers.values()} == {8}
     (failed,) = records(folder / "out" / "half.errors.jsonl")
     assert failed["response"]["status_code"] == 400
     assert good == b"" or json.loads(good)["r"] == {"lines": 5, "answered": 5, "failed": 0}
@@ -121,7 +121,7 @@ async def test_an_interrupted_batch_file_continues(
         assert (folder / "in" / "long.jsonl").exists()
         async with running(broker, config):  # the job is still in arq's queue
             await until(lambda: (folder / "done" / "long.jsonl").exists())
-    assert Counter(one["custom_id"] for one in records(out)) == {f"c{number}": 1 for number in range(40)}
+    assert Counter(record["custom_id"] for record in records(out)) == {f"c{number}": 1 for number in range(40)}
     assert len(await broker.jobs.list(limit=1000)) == 40  # no line was computed twice
 
 
@@ -173,16 +173,16 @@ async def test_the_clock_starts_chores_once(broker: Broker, config: Config, fold
     old = folder / "out" / "old.jsonl"
     old.write_text("")
     os.utime(old, (1.0, 1.0))
-    async with running(broker, hourly) as one, running(broker, hourly) as other:
-        jobs = [job for control in (one, other) for job in control.cron_jobs]
+    async with running(broker, hourly) as first, running(broker, hourly) as other:
+        jobs = [job for control in (first, other) for job in control.cron_jobs]
         await until(lambda: all(job.next_run is not None for job in jobs))
-        due = datetime.now(tz=one.timezone) - timedelta(seconds=1)
+        due = datetime.now(tz=first.timezone) - timedelta(seconds=1)
         for job in jobs:
             job.next_run = due  # both are due at the same time, as with a real clock
         await until(lambda: not old.exists())
-        await until(lambda: one.jobs_complete + other.jobs_complete == 1)
-        await until(lambda: all(is_in_the_future(worker) for worker in (one, other)))
+        await until(lambda: first.jobs_complete + other.jobs_complete == 1)
+        await until(lambda: all(is_in_the_future(worker) for worker in (first, other)))
         async with asyncio.timeout(30.0):  # arq counts a job before it removes it from the queue
-            while await one.pool.zcard("ktqueue:control") > 0:  # noqa: ASYNC110 # as one held for later would stay
+            while await first.pool.zcard("ktqueue:control") > 0:  # noqa: ASYNC110 # as one held for later would stay
                 await asyncio.sleep(0.01)
-    assert one.jobs_complete + other.jobs_complete == 1
+    assert first.jobs_complete + other.jobs_complete == 1

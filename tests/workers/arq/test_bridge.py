@@ -66,19 +66,19 @@ def config(broker: Broker) -> Config:
 @pytest.fixture
 async def bridge(broker: Broker, config: Config) -> AsyncIterator[Bridge]:
     """A bridge in this process."""
-    async with running(broker, config) as one:
-        yield one
+    async with running(broker, config) as opened:
+        yield opened
 
 
 @contextlib.asynccontextmanager
 async def running(broker: Broker, config: Config) -> AsyncIterator[Bridge]:
-    one = Bridge(broker, config, broker.config.url or "")
-    task = asyncio.create_task(one.async_run())
-    yield one
+    worker = Bridge(broker, config, broker.config.url or "")
+    task = asyncio.create_task(worker.async_run())
+    yield worker
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    await one.leave()
+    await worker.leave()
 
 
 async def result(job: Job | None, within: float = 20.0) -> Any:
@@ -116,11 +116,11 @@ async def test_an_arq_client_gets_the_same_result_as_over_http(
     record = await broker.jobs.get("tale-1")
     assert record.request is not None
     undisturbed = model.undisturbed(replace(record.request, prompt=BODY["prompt"]))
-    assert [(one["token_ids"], one["text"]) for one in answer["choices"]] == undisturbed
+    assert [(choice["token_ids"], choice["text"]) for choice in answer["choices"]] == undisturbed
     assert (answer["job_id"], answer["text"]) == ("tale-1", undisturbed[0][1])
     assert answer["usage"]["completion_tokens"] == sum(len(ids) for ids, _ in undisturbed)
-    assert [one["finish_reason"] for one in answer["choices"]] == ["length", "length"]
-    assert [one["token_id"] for one in answer["choices"][1]["logprobs"]] == answer["choices"][1]["token_ids"]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+    assert [logprob["token_id"] for logprob in answer["choices"][1]["logprobs"]] == answer["choices"][1]["token_ids"]
     assert len(chat["token_ids"]) == 5
     assert record.tenant == "arq"
 
@@ -228,9 +228,9 @@ async def is_ended(broker: Broker, job_id: str) -> bool:
 
 async def test_an_abort_while_no_bridge_runs_cancels_our_job(client: Any, broker: Broker, config: Config) -> None:
     pool = await client()
-    async with running(broker, config) as one:
+    async with running(broker, config) as stopped_bridge:
         job = await pool.enqueue_job("generate", ENDLESS, _job_id="left/alone")  # an id that our jobs may not have
-        await until(lambda: one.job_tasks)
+        await until(lambda: stopped_bridge.job_tasks)
         await until(lambda: jobs_of(broker))
     (job_id,) = [record.id for record in await broker.jobs.list()]
     assert job_id.startswith("arq-")
@@ -317,7 +317,7 @@ async def test_the_bridge_survives_a_restart_of_redis(model: Any, config: Config
     try:
         async with await Broker.open(config.broker) as broker:
             await (await Lease.register(broker, model.card())).close()
-            async with running(broker, config) as one:
+            async with running(broker, config) as restarted:
                 pools.append(
                     await arq.create_pool(
                         settings(url), default_queue_name=QUEUE, job_serializer=dumps, job_deserializer=loads
@@ -343,7 +343,7 @@ async def test_the_bridge_survives_a_restart_of_redis(model: Any, config: Config
                 await broker.jobs.cancel("patient")
                 with pytest.raises(Cancelled):
                     await result(Job("patient", pools[-1], _queue_name=QUEUE, _deserializer=loads))
-                await until(lambda: one.job_counter == 0)
+                await until(lambda: restarted.job_counter == 0)
     finally:
         for pool in pools:
             await pool.aclose()
@@ -369,7 +369,7 @@ async def test_killing_the_bridge_during_a_job_loses_nothing(
             bridge.wait()
             bridge = start()
             answer = await result(job, within=40)
-        assert [one.id for one in await broker.jobs.list()] == ["survivor"]
+        assert [record.id for record in await broker.jobs.list()] == ["survivor"]
         record = await broker.jobs.get("survivor")
         assert record.request is not None
         undisturbed = model.undisturbed(replace(record.request, prompt=ENDLESS["prompt"]))

@@ -88,9 +88,9 @@ class Receiver:
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    one = Receiver()
-    yield one
-    one.close()
+    opened = Receiver()
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
@@ -103,13 +103,13 @@ def config(broker: Broker, receiver: Receiver) -> Config:
 
 @contextlib.asynccontextmanager
 async def running(broker: Broker, config: Config) -> AsyncIterator[ControlWorker]:
-    one = ControlWorker(broker, config, broker.config.url or "")
-    task = asyncio.create_task(one.async_run())
-    yield one
+    control = ControlWorker(broker, config, broker.config.url or "")
+    task = asyncio.create_task(control.async_run())
+    yield control
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    await one.leave()
+    await control.leave()
 
 
 async def until(predicate: Callable[[], Any], within: float = 20.0) -> None:
@@ -159,12 +159,12 @@ async def test_a_finished_job_is_posted_with_a_signature_until_the_receiver_acce
     for headers, body in receiver.got:
         check_signature(headers, body)
         assert headers["host"] == f"localhost:{receiver.port}"
-    told = json.loads(receiver.got[-1][1])
-    assert (told["type"], told["object"], told["id"]) == ("job.completed", "event", headers["webhook-id"])
-    assert told["data"]["id"] == record.id
-    assert told["data"]["metadata"] == {"order": "7"}
-    assert told["data"]["result"] == [{"index": 0, "text": observed.choices[0][1], "finish_reason": "length"}]
-    assert told["data"]["usage"]["completion_tokens"] == 8
+    event = json.loads(receiver.got[-1][1])
+    assert (event["type"], event["object"], event["id"]) == ("job.completed", "event", headers["webhook-id"])
+    assert event["data"]["id"] == record.id
+    assert event["data"]["metadata"] == {"order": "7"}
+    assert event["data"]["result"] == [{"index": 0, "text": observed.choices[0][1], "finish_reason": "length"}]
+    assert event["data"]["usage"]["completion_tokens"] == 8
 
 
 async def test_other_ends_are_failures_and_only_subscribed_events_are_posted(
@@ -176,9 +176,9 @@ async def test_other_ends_are_failures_and_only_subscribed_events_are_posted(
         await until(lambda: receiver.got)
         await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
     ((_, body),) = receiver.got
-    told = json.loads(body)
-    assert (told["type"], told["data"]["id"], told["data"]["state"]) == ("job.failed", wanted.id, "cancelled")
-    assert told["data"]["error"]["code"] == "cancelled"
+    event = json.loads(body)
+    assert (event["type"], event["data"]["id"], event["data"]["state"]) == ("job.failed", wanted.id, "cancelled")
+    assert event["data"]["error"]["code"] == "cancelled"
 
 
 async def test_a_webhook_has_a_limited_number_of_attempts(broker: Broker, config: Config, receiver: Receiver) -> None:

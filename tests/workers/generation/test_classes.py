@@ -74,8 +74,8 @@ async def test_a_worker_claims_only_as_many_jobs_as_its_engine_can_run(
         (depth,) = await broker.jobs.depth()
         assert (depth.running, depth.batch_running, depth.interactive) == (2 * ROWS - FLOOR, ROWS, ROWS + FLOOR)
         assert running.engine.stats().running == ROWS
-        for one in [*batch[1:], *interactive]:
-            await broker.jobs.cancel(one)
+        for job_id in [*batch[1:], *interactive]:
+            await broker.jobs.cancel(job_id)
         assert (await finished(batch[0])).state is JobState.DONE
     assert running.engine.stats().free_pages == running.engine.stats().total_pages
 

@@ -39,14 +39,14 @@ async def test_many_jobs_stream_the_same_text_as_an_engine_alone(
     async with start_worker() as running:
         jobs = [await broker.jobs.submit(request) for request in requests]
         seen = [await finished(job.id) for job in jobs]
-        for request, one in zip(requests, seen, strict=True):
-            assert one.state is JobState.DONE
-            assert one.choices == model.undisturbed(request)
-            assert one.last.finish_reason is FinishReason.LENGTH
-            assert one.last.usage is not None
-            assert one.last.usage.completion_tokens == request.sampling.max_tokens
-            assert one.last.usage.prompt_tokens == len(model.tokenizer.encode_request(request).token_ids)
-            assert len(one.events) > 4  # tokens were streamed
+        for request, observed in zip(requests, seen, strict=True):
+            assert observed.state is JobState.DONE
+            assert observed.choices == model.undisturbed(request)
+            assert observed.last.finish_reason is FinishReason.LENGTH
+            assert observed.last.usage is not None
+            assert observed.last.usage.completion_tokens == request.sampling.max_tokens
+            assert observed.last.usage.prompt_tokens == len(model.tokenizer.encode_request(request).token_ids)
+            assert len(observed.events) > 4  # tokens were streamed
         await running.drained()
         assert running.engine.stats().running == running.engine.stats().waiting == 0
 
@@ -69,8 +69,8 @@ async def test_steps_on_a_device_are_launched_early(
         jobs = [await broker.jobs.submit(request) for request in requests]
         await broker.jobs.cancel(jobs[3].id)
         seen = [await finished(job.id) for job in jobs]
-    for number, (request, one) in enumerate(zip(requests, seen, strict=True)):
-        assert number == 3 or one.choices == model.undisturbed(request)
+    for number, (request, observed) in enumerate(zip(requests, seen, strict=True)):
+        assert number == 3 or observed.choices == model.undisturbed(request)
     assert sum(launched) > 10
     assert engine.stats().running == engine.stats().waiting == 0
 
@@ -79,11 +79,11 @@ async def test_choices_share_a_job(model: Any, broker: Broker, start_worker: Any
     request = ask(n=3, **SEEDED)
     async with start_worker():
         job = await broker.jobs.submit(request)
-        one = await finished(job.id, n=3)
-    assert one.choices == model.undisturbed(request)
-    assert one.last.usage is not None
-    assert one.last.usage.completion_tokens == 3 * 24
-    assert sum(event.finish_reason is not None for event in one.events) == 3
+        observed = await finished(job.id, n=3)
+    assert observed.choices == model.undisturbed(request)
+    assert observed.last.usage is not None
+    assert observed.last.usage.completion_tokens == 3 * 24
+    assert sum(event.finish_reason is not None for event in observed.events) == 3
 
 
 async def test_jobs_with_more_choices_than_rows_run_one_after_another(
@@ -140,12 +140,12 @@ async def test_a_running_job_can_be_cancelled(broker: Broker, start_worker: Any,
         async for event in broker.journal.follow(job.id):
             if event.seq == 5:
                 await broker.jobs.cancel(job.id)
-        one = await finished(job.id)
-        assert one.state is JobState.CANCELLED
-        assert one.last.error is not None
-        assert one.last.error.code == "cancelled"
-        assert one.last.usage is not None
-        assert one.last.usage.completion_tokens == len(one.choices[0][0]) < 40
+        observed = await finished(job.id)
+        assert observed.state is JobState.CANCELLED
+        assert observed.last.error is not None
+        assert observed.last.error.code == "cancelled"
+        assert observed.last.usage is not None
+        assert observed.last.usage.completion_tokens == len(observed.choices[0][0]) < 40
         assert (await finished(other.id)).choices == model.undisturbed(ask())
         await running.drained()
         assert_empty(running.engine)
@@ -163,9 +163,9 @@ async def test_a_job_can_be_cancelled_in_the_queue_and_during_prefill(
         for job in jobs:
             await broker.jobs.cancel(job.id)
         for job in jobs[1:]:
-            one = await finished(job.id)
-            assert one.state is JobState.CANCELLED
-        assert one.choices == [([], "")]
+            observed = await finished(job.id)
+            assert observed.state is JobState.CANCELLED
+        assert observed.choices == [([], "")]
         await running.drained()
         assert_empty(running.engine)
 
@@ -181,11 +181,11 @@ class SlowEngine(Engine):
 async def test_a_deadline_ends_the_job(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
     async with start_worker(model.engine(kind=SlowEngine)) as running:
         job = await broker.jobs.submit(replace(ask(max_tokens=480), expires_in=0.5))
-        one = await finished(job.id)
-        assert one.state is JobState.EXPIRED
-        assert one.last.error is not None
-        assert one.last.error.code == "deadline_exceeded"
-        assert 0 < len(one.choices[0][0]) < 480
+        observed = await finished(job.id)
+        assert observed.state is JobState.EXPIRED
+        assert observed.last.error is not None
+        assert observed.last.error.code == "deadline_exceeded"
+        assert 0 < len(observed.choices[0][0]) < 480
         await running.drained()
         assert_empty(running.engine)
 
@@ -205,16 +205,16 @@ async def test_a_resumed_job_gives_the_same_text(
         if how == "killed":
             await first.killed()
             async with start_worker():
-                one = await finished(job.id, n=request.sampling.n)
+                observed = await finished(job.id, n=request.sampling.n)
         else:
             lose_lease(first.worker.lease_id)
-            one = await finished(job.id, n=request.sampling.n)
+            observed = await finished(job.id, n=request.sampling.n)
             assert first.worker.incarnations == 2
             await first.drained()
             assert_empty(first.engine)
-    assert one.choices == expected
-    assert one.last.usage is not None
-    assert one.last.usage.completion_tokens == 60 * request.sampling.n
+    assert observed.choices == expected
+    assert observed.last.usage is not None
+    assert observed.last.usage.completion_tokens == 60 * request.sampling.n
     assert (await broker.jobs.get(job.id)).attempts == 2
 
 
@@ -230,13 +230,13 @@ async def test_a_job_with_a_complete_journal_only_gets_its_last_event(
     await lease.commit([(claim.job_id, whole)])
     await lease.release([claim.job_id])
     async with start_worker():
-        one = await finished(job.id)
+        observed = await finished(job.id)
     await lease.close()
-    assert one.state is JobState.DONE
-    assert one.choices == [(ids, text)]
-    assert len(one.events) == 2
-    assert one.last.usage is not None
-    assert one.last.usage.completion_tokens == 2
+    assert observed.state is JobState.DONE
+    assert observed.choices == [(ids, text)]
+    assert len(observed.events) == 2
+    assert observed.last.usage is not None
+    assert observed.last.usage.completion_tokens == 2
 
 
 async def test_a_draining_worker_finishes_its_running_jobs(
@@ -290,8 +290,8 @@ async def test_jobs_that_a_drain_returns_do_not_lose_an_attempt(
     record = await broker.jobs.get(job.id)
     assert (record.state, record.attempts) == (JobState.QUEUED, 0)
     async with start_worker():
-        one = await finished(job.id)
-    assert one.choices == model.undisturbed(request)
+        observed = await finished(job.id)
+    assert observed.choices == model.undisturbed(request)
     assert (await broker.jobs.get(job.id)).attempts == 1
 
 

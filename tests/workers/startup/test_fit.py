@@ -92,8 +92,8 @@ def test_the_host_must_hold_the_weights(reports: Reports) -> None:
         assert not found.fits
         assert sum(found.host.values()) > 16 * GIB and "16.0 GiB are free" in found.why_not
     sizes = [ask(reports, machine(host)) for host in (20, 24, 32, 64, 256)]
-    assert all(one.fits and sum(one.host.values()) <= one.host_limit for one in sizes)
-    caches = [one.host["cache"] for one in sizes]
+    assert all(fit.fits and sum(fit.host.values()) <= fit.host_limit for fit in sizes)
+    caches = [fit.host["cache"] for fit in sizes]
     assert caches == sorted(caches) and caches[-1] == 32 * 4096 * 192 << 10
     assert sizes[0].config.max_num_seqs < 32 == sizes[-1].config.max_num_seqs
 
