@@ -18,7 +18,7 @@ constexpr size_t kTokensAtOnce = 2048;    // limits the workspace
 constexpr size_t kTaskBytes = 64 * 1024;  // of weights in one task, at most
 constexpr size_t kTokensPerPass = 64;     // of one expert; limits the buffers on a task's stack
 constexpr size_t kTileTokens = 256;       // the same for tiles, if few panels leave room for it
-constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task produces whole slabs of mid
+constexpr size_t kMaxTaskPanels = 8;      // of gate; even, so that a task produces whole slabs of activations
 constexpr size_t kPairRows = 2 * kPanelRows;
 constexpr size_t kMaxSlots = 64;  // experts of one token
 constexpr int64_t kNoExpert = -1;
@@ -51,8 +51,8 @@ struct ExpertLayer::Span {
 struct ExpertLayer::Forms {
     RowForm gate, up, down;
     Forms(const ExpertLayer& layer, size_t tokens)
-        : gate(row_form(layer.kernels_, layer.gate_.quant, layer.options_.precision, tokens, layer.mid_unit_)),
-          up(row_form(layer.kernels_, layer.up_.quant, layer.options_.precision, tokens, layer.mid_unit_)),
+        : gate(row_form(layer.kernels_, layer.gate_.quant, layer.options_.precision, tokens, layer.gate_up_unit_)),
+          up(row_form(layer.kernels_, layer.up_.quant, layer.options_.precision, tokens, layer.gate_up_unit_)),
           down(row_form(layer.kernels_, layer.down_.quant, layer.options_.precision, tokens, layer.down_unit_)) {}
 };
 
@@ -66,12 +66,12 @@ struct ExpertLayer::Workspace {
     std::vector<std::array<bool, 2>> tiled;  // [experts] whether gate, up run on tiles
     // Rows prepared for gate (and for up, if its form is equal), and rows prepared for up if not: [tokens], and for
     // tiles [pairs], sorted.
-    AlignedBuffer<uint8_t> rows[2][2];  // [tiled][gate, up]
-    AlignedBuffer<const void*> x[2];    // [gate, up][pairs] sorted
-    AlignedBuffer<uint8_t> mid;         // [pairs] prepared for down, sorted
-    AlignedBuffer<const void*> mid_x;   // [pairs] sorted
-    AlignedBuffer<float> partial;       // [pairs, hidden up to 16], sorted
-    size_t mid_bytes = 0, partial_stride = 0;
+    AlignedBuffer<uint8_t> rows[2][2];       // [tiled][gate, up]
+    AlignedBuffer<const void*> x[2];         // [gate, up][pairs] sorted
+    AlignedBuffer<uint8_t> activated;        // [pairs] prepared for down, sorted
+    AlignedBuffer<const void*> activated_x;  // [pairs] sorted
+    AlignedBuffer<float> partial;            // [pairs, hidden up to 16], sorted
+    size_t activated_bytes = 0, partial_stride = 0;
 };
 
 ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices down, const ExpertOptions& options,
@@ -83,8 +83,8 @@ ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices 
       kernels_(kernels),
       gate_panel_(bytes_of(gate_)),
       up_panel_(bytes_of(up_)),
-      mid_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.rows), gate_panel_ + up_panel_),
-      hidden_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.columns), bytes_of(down_)) {
+      gate_up_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.rows), gate_panel_ + up_panel_),
+      down_panels_(shared_pool()->nodes(), gate_.data.size(), panel_count(gate_.columns), bytes_of(down_)) {
     if (gate_.data.empty() || gate_.rows == 0)
         throw std::invalid_argument("gate must have at least one expert and one row");
     check(gate_, "gate", experts(), intermediate(), hidden());
@@ -94,7 +94,7 @@ ExpertLayer::ExpertLayer(ExpertMatrices gate, ExpertMatrices up, ExpertMatrices 
 }
 
 void ExpertLayer::pack() {
-    std::atomic<float> mid_bound = 0, down_bound = 0;
+    std::atomic<float> gate_up_bound = 0, down_bound = 0;
     const auto pack_one = [](const ExpertMatrices& from, const char* name, size_t expert, size_t panel, uint8_t* to) {
         try {
             return pack_panel({from.quant, from.rows, from.columns, from.data[expert]}, panel, to);
@@ -110,22 +110,22 @@ void ExpertLayer::pack() {
         const size_t step = std::max<size_t>(2, panels.panels() * experts() / (8 * pool->threads()));
         return PanelJob{panels, experts(), std::min(panels.panels(), step)};
     };
-    const PanelJob mid = job(mid_panels_), hidden = job(hidden_panels_);
-    pool->for_each(mid.tasks(), [&](size_t task) {
-        const auto [expert, first, last] = mid.block(task);
-        uint8_t* to = mid_panels_.range(expert, first, last).data();
-        for (size_t p = first; p < last; ++p, to += mid_panels_.panel_bytes()) {
-            raise(mid_bound, pack_one(gate_, "gate", expert, p, to));
-            raise(mid_bound, pack_one(up_, "up", expert, p, to + gate_panel_));
+    const PanelJob gate_up = job(gate_up_panels_), down = job(down_panels_);
+    pool->for_each(gate_up.tasks(), [&](size_t task) {
+        const auto [expert, first, last] = gate_up.block(task);
+        uint8_t* to = gate_up_panels_.range(expert, first, last).data();
+        for (size_t p = first; p < last; ++p, to += gate_up_panels_.panel_bytes()) {
+            raise(gate_up_bound, pack_one(gate_, "gate", expert, p, to));
+            raise(gate_up_bound, pack_one(up_, "up", expert, p, to + gate_panel_));
         }
     });
-    pool->for_each(hidden.tasks(), [&](size_t task) {
-        const auto [expert, first, last] = hidden.block(task);
-        uint8_t* to = hidden_panels_.range(expert, first, last).data();
-        for (size_t p = first; p < last; ++p, to += hidden_panels_.panel_bytes())
+    pool->for_each(down.tasks(), [&](size_t task) {
+        const auto [expert, first, last] = down.block(task);
+        uint8_t* to = down_panels_.range(expert, first, last).data();
+        for (size_t p = first; p < last; ++p, to += down_panels_.panel_bytes())
             raise(down_bound, pack_one(down_, "down", expert, p, to));
     });
-    mid_unit_ = tile_unit(mid_bound);
+    gate_up_unit_ = tile_unit(gate_up_bound);
     down_unit_ = tile_unit(down_bound);
     for (ExpertMatrices* matrices : {&gate_, &up_, &down_})
         std::fill(matrices->data.begin(), matrices->data.end(), nullptr);
@@ -238,7 +238,7 @@ ExpertLayer::Jobs ExpertLayer::jobs(const ThreadPool& pool, size_t spans, bool t
         const size_t target = std::clamp<size_t>(spans * panels.panels() * bytes / slices, 8192, task_bytes);
         return PanelJob{panels, spans, std::clamp<size_t>(target / bytes / 2 * 2, 2, most)};
     };
-    return {job(mid_panels_, kMaxTaskPanels), job(hidden_panels_, hidden_panels_.panels() + 1)};
+    return {job(gate_up_panels_, kMaxTaskPanels), job(down_panels_, down_panels_.panels() + 1)};
 }
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
@@ -247,24 +247,25 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
     prepare_rows(x, ids, tokens, slots, space);
     space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // pairs that have an expert
-    space.mid_bytes = 0;  // an expert with many rows has another form of mid than one with few
+    space.activated_bytes = 0;  // an expert with many rows has another form of activations than one with few
     for (const Span& span : space.spans)
-        space.mid_bytes = std::max(space.mid_bytes, row_distance(Forms(*this, span.size()).down, intermediate()));
-    space.mid.grow(pairs * space.mid_bytes);
-    space.mid_x.grow(pairs);
+        space.activated_bytes =
+            std::max(space.activated_bytes, row_distance(Forms(*this, span.size()).down, intermediate()));
+    space.activated.grow(pairs * space.activated_bytes);
+    space.activated_x.grow(pairs);
     space.partial.grow(pairs * space.partial_stride);
     for (size_t position = 0; position < pairs; ++position)
-        space.mid_x[position] = space.mid.data() + position * space.mid_bytes;
+        space.activated_x[position] = space.activated.data() + position * space.activated_bytes;
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
     const bool tiles = std::ranges::any_of(space.tiled, [](const auto& tiled) { return tiled[0] || tiled[1]; });
     const Jobs both = jobs(*pool, space.spans.size(), tiles);
-    pool->for_each(both.mid.tasks(), [&](size_t task) {
-        const auto [span, first, last] = both.mid.block(task);
+    pool->for_each(both.gate_up.tasks(), [&](size_t task) {
+        const auto [span, first, last] = both.gate_up.block(task);
         gate_up(space.spans[span], first, last, space);
     });
-    pool->for_each(both.hidden.tasks(), [&](size_t task) {
-        const auto [span, first, last] = both.hidden.block(task);
+    pool->for_each(both.down.tasks(), [&](size_t task) {
+        const auto [span, first, last] = both.down.block(task);
         down(space.spans[span], first, last, space);
     });
     auto merge_token = [&](size_t t) { merge(weights, t * slots, (t + 1) * slots, out + t * hidden(), space); };
@@ -278,14 +279,14 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
 // Multiplies panels first..last-1 of gate and up, applies the activation, and prepares the result for down.
 void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const {
     const Forms forms(*this, span.size());
-    const size_t pair_bytes = mid_panels_.panel_bytes(), panels = last - first, stride = panels * kPairRows;
-    const uint8_t* weights = mid_panels_.range(span.expert, first, last).data();
-    const float unit = mid_unit_;
+    const size_t pair_bytes = gate_up_panels_.panel_bytes(), panels = last - first, stride = panels * kPairRows;
+    const uint8_t* weights = gate_up_panels_.range(span.expert, first, last).data();
+    const float unit = gate_up_unit_;
     const bool together = gate_.quant == up_.quant;  // else one panel at a time, each with its own kernel
     const PanelKernel gate_kernel = panel_kernel(kernels_, gate_.quant, forms.gate);
     const PanelKernel up_kernel = panel_kernel(kernels_, up_.quant, forms.up);
     alignas(64) float both[kTokensPerPass * kMaxTaskPanels * kPairRows];
-    alignas(64) float mid[kMaxTaskPanels * kPanelRows];
+    alignas(64) float activated[kMaxTaskPanels * kPanelRows];
     const size_t column = first * kPanelRows, count = std::min(last * kPanelRows, intermediate()) - column;
     const bool shuffled = forms.gate.kind == RowForm::Kind::Shuffled || forms.up.kind == RowForm::Kind::Shuffled;
     const size_t room = std::min(kTileTokens, kTokensPerPass * kMaxTaskPanels / panels);
@@ -314,18 +315,18 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
         }
         const auto activation = static_cast<size_t>(options_.activation);
         // Only this task's columns of the rows are written.
-        uint8_t* out = const_cast<uint8_t*>(space.mid.data()) + begin * space.mid_bytes;
+        uint8_t* out = const_cast<uint8_t*>(space.activated.data()) + begin * space.activated_bytes;
         const bool tiles = forms.down.kind == RowForm::Kind::Shuffled;
         if (tiles || forms.down.kind == RowForm::Kind::Slabs) {
-            (tiles ? kernels_.mid_tiles : kernels_.mid)[activation](
-                {both, stride, tokens, panels, out + prepared_bytes(forms.down, column), space.mid_bytes,
+            (tiles ? kernels_.activate_tiles : kernels_.activate)[activation](
+                {both, stride, tokens, panels, out + prepared_bytes(forms.down, column), space.activated_bytes,
                  forms.down.activation, forms.down.unit, options_.alpha, options_.limit});
             continue;
         }
-        for (size_t t = 0; t < tokens; ++t, out += space.mid_bytes) {
+        for (size_t t = 0; t < tokens; ++t, out += space.activated_bytes) {
             const float* row = both + t * stride;
-            kernels_.gate[activation]({row, row + kPanelRows, mid, panels, options_.alpha, options_.limit});
-            prepare_columns(kernels_, forms.down, mid, column, count, out);
+            kernels_.gate[activation]({row, row + kPanelRows, activated, panels, options_.alpha, options_.limit});
+            prepare_columns(kernels_, forms.down, activated, column, count, out);
         }
     }
 }
@@ -335,10 +336,10 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
     const size_t stride = space.partial_stride, row = first * kPanelRows;
     float* y =
         const_cast<float*>(space.partial.data()) + span.begin * stride + row;  // only this task's columns are written
-    const uint8_t* weights = hidden_panels_.range(span.expert, first, last).data();
+    const uint8_t* weights = down_panels_.range(span.expert, first, last).data();
     panel_kernel(kernels_, down_.quant,
-                 forms.down)({weights, last - first, hidden_panels_.panel_bytes(), intermediate(),
-                              &space.mid_x[span.begin], span.size(), y, stride, forms.down.unit});
+                 forms.down)({weights, last - first, down_panels_.panel_bytes(), intermediate(),
+                              &space.activated_x[span.begin], span.size(), y, stride, forms.down.unit});
     if (down_.bias.empty()) return;
     const float* bias = &down_.bias[span.expert * hidden() + row];
     for (size_t t = 0; t < span.size(); ++t)

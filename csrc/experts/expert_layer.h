@@ -59,7 +59,7 @@ class ExpertLayer {
     size_t experts() const { return gate_.data.size(); }
     size_t hidden() const { return gate_.columns; }
     size_t intermediate() const { return gate_.rows; }
-    size_t bytes() const { return mid_panels_.bytes() + hidden_panels_.bytes(); }  // of packed weights
+    size_t bytes() const { return gate_up_panels_.bytes() + down_panels_.bytes(); }  // of packed weights
     const char* isa() const { return kernels_.isa; }
 
   private:
@@ -67,7 +67,7 @@ class ExpertLayer {
     struct Span;
     struct Forms;
     struct Jobs {  // one after the other
-        PanelJob mid, hidden;
+        PanelJob gate_up, down;
     };
 
     void pack();
@@ -86,10 +86,10 @@ class ExpertLayer {
     ExpertMatrices gate_, up_, down_;
     ExpertOptions options_;
     const KernelTable& kernels_;
-    size_t gate_panel_, up_panel_;  // bytes
-    float mid_unit_, down_unit_;    // tile_unit() of gate and up together, and of down
-    ExpertPanels mid_panels_;       // along the intermediate size: each a panel of gate, then one of up
-    ExpertPanels hidden_panels_;    // along the hidden size: panels of down
+    size_t gate_panel_, up_panel_;    // bytes
+    float gate_up_unit_, down_unit_;  // tile_unit() of gate and up together, and of down
+    ExpertPanels gate_up_panels_;     // along the intermediate size: each a panel of gate, then one of up
+    ExpertPanels down_panels_;        // along the hidden size: panels of down
 };
 
 }  // namespace ktqueue

@@ -19,7 +19,7 @@ std::vector<std::span<const uint8_t>> ExpertLayer::ranges(size_t expert) const {
         throw std::invalid_argument("expert must be from 0 to " + std::to_string(experts() - 1) + ", got " +
                                     std::to_string(expert));
     std::vector<std::span<const uint8_t>> found;
-    for (const ExpertPanels* stack : {&mid_panels_, &hidden_panels_})
+    for (const ExpertPanels* stack : {&gate_up_panels_, &down_panels_})
         for (size_t p = 0; p < stack->panels(); ++p) {
             const std::span<const uint8_t> panel = stack->range(expert, p, p + 1);
             if (!found.empty() && found.back().data() + found.back().size() == panel.data())
@@ -38,7 +38,7 @@ void ExpertLayer::walk(ThreadPool& pool, std::span<const size_t> experts, size_t
     const Jobs both = jobs(pool, experts.size(), false);
     pool.for_each(pool.threads(), [&](size_t thread) {
         size_t left = most_bytes / kFetchedAtOnce * kFetchedAtOnce;
-        for (const PanelJob* job : {&both.mid, &both.hidden}) {
+        for (const PanelJob* job : {&both.gate_up, &both.down}) {
             const auto [begin, end] = pool.thread_range(thread, job->tasks());
             for (size_t task = begin; task < end; ++task) {
                 const auto [span, first, last] = job->block(task);

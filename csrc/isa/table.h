@@ -28,7 +28,8 @@ constexpr KernelTable make_table(const char* isa) {
         nullptr,
         merge,
         {gate_silu, gate_gelu, gate_gelu_tanh, gate_swiglu_clamped},
-        {mid_slabs<gate_silu>, mid_slabs<gate_gelu>, mid_slabs<gate_gelu_tanh>, mid_slabs<gate_swiglu_clamped>},
+        {activate_slabs<gate_silu>, activate_slabs<gate_gelu>, activate_slabs<gate_gelu_tanh>,
+         activate_slabs<gate_swiglu_clamped>},
         {},
         attention,
     };

@@ -73,28 +73,28 @@ void gate_swiglu_clamped(const GateTask& task) {
 // through the first chain, then through the second. The loops are short enough that the processor overlaps several
 // rows. The operations are those of the two kernels alone, so results are equal bit for bit.
 
-constexpr size_t kMidRows = 16;  // rows at once
+constexpr size_t kActivatedRows = 16;  // rows at once
 
-// Calls write(mid[32], out) for each slab of each row. A slab takes `bytes` bytes of output.
+// Calls write(activated[32], out) for each slab of each row. A slab takes `bytes` bytes of output.
 template <GateKernel Gate, class Write>
-inline void mid_rows(const MidTask& task, size_t bytes, Write write) {
+inline void activate_rows(const ActivationTask& task, size_t bytes, Write write) {
     constexpr size_t kPanels = kSlab / kPanelRows;
-    alignas(64) float mid[kMidRows][kSlab];
+    alignas(64) float activated[kActivatedRows][kSlab];
     for (size_t p = 0; p < task.panels; p += kPanels)
-        for (size_t first = 0; first < task.tokens; first += kMidRows) {
-            const size_t rows = std::min(kMidRows, task.tokens - first);
+        for (size_t first = 0; first < task.tokens; first += kActivatedRows) {
+            const size_t rows = std::min(kActivatedRows, task.tokens - first);
             const float* row = task.both + first * task.stride + p * 2 * kPanelRows;
             uint8_t* out = task.out + first * task.out_stride + p / kPanels * bytes;
             for (size_t t = 0; t < rows; ++t, row += task.stride)
-                Gate({row, row + kPanelRows, mid[t], kPanels, task.alpha, task.limit});
-            for (size_t t = 0; t < rows; ++t, out += task.out_stride) write(mid[t], out);
+                Gate({row, row + kPanelRows, activated[t], kPanels, task.alpha, task.limit});
+            for (size_t t = 0; t < rows; ++t, out += task.out_stride) write(activated[t], out);
         }
 }
 
 template <GateKernel Gate>
-void mid_slabs(const MidTask& task) {
-    mid_rows<Gate>(task, sizeof(ActivationSlab), [&](const float* mid, uint8_t* out) {
-        quantize_slab(mid, task.kind, *reinterpret_cast<ActivationSlab*>(out));
+void activate_slabs(const ActivationTask& task) {
+    activate_rows<Gate>(task, sizeof(ActivationSlab), [&](const float* activated, uint8_t* out) {
+        quantize_slab(activated, task.kind, *reinterpret_cast<ActivationSlab*>(out));
     });
 }
 

@@ -51,7 +51,7 @@ using GateKernel = void (*)(const GateTask& task);
 // The same for rows t < tokens, then converted to slabs or to rows for tiles. 16 columns of gate and 16 of up alternate
 // at both + t * stride; the output starts at out + t * out_stride. Block formats have whole slabs of columns, so the
 // number of panels is even.
-struct MidTask {
+struct ActivationTask {
     const float* both;
     size_t stride;  // floats
     size_t tokens, panels;
@@ -61,7 +61,7 @@ struct MidTask {
     float unit;           // of rows for tiles
     float alpha, limit;
 };
-using MidKernel = void (*)(const MidTask& task);
+using ActivationKernel = void (*)(const ActivationTask& task);
 
 // out[i] = sum over k of weights[k] * terms[k][i], in order of k, for i < count.
 struct MergeTask {
@@ -106,9 +106,9 @@ struct KernelTable {
     Bf16RowKernel bf16_row;
     ShuffleKernel shuffle;  // null if no block format has tiles
     MergeKernel merge;
-    GateKernel gate[4];      // by Activation
-    MidKernel mid[4];        // by Activation, to slabs
-    MidKernel mid_tiles[4];  // by Activation, to shuffled rows; null as `shuffle`
+    GateKernel gate[4];                  // by Activation
+    ActivationKernel activate[4];        // by Activation, to slabs
+    ActivationKernel activate_tiles[4];  // by Activation, to shuffled rows; null as `shuffle`
     AttentionKernel attention;
 };
 

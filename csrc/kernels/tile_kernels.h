@@ -306,10 +306,10 @@ void add_block_tiles(KernelTable& table, const size_t (&tokens)[kQuantCount]) {
         std::type_identity<PanelQ6_K>{}, std::type_identity<PanelIQ4_NL>{}, std::type_identity<PanelIQ4_XS>{},
         std::type_identity<PanelMXFP4>{});
     table.shuffle = shuffle;
-    table.mid_tiles[0] = mid_tile_rows<quick_silu>;
-    table.mid_tiles[1] = mid_tile_rows<gate_gelu>;
-    table.mid_tiles[2] = mid_tile_rows<gate_gelu_tanh>;
-    table.mid_tiles[3] = mid_tile_rows<gate_swiglu_clamped>;
+    table.activate_tiles[0] = activate_tile_rows<quick_silu>;
+    table.activate_tiles[1] = activate_tile_rows<gate_gelu>;
+    table.activate_tiles[2] = activate_tile_rows<gate_gelu_tanh>;
+    table.activate_tiles[3] = activate_tile_rows<gate_swiglu_clamped>;
 }
 
 }  // namespace

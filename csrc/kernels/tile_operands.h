@@ -188,9 +188,9 @@ inline void quick_silu(const GateTask& task) {
 }
 
 template <GateKernel Gate>
-void mid_tile_rows(const MidTask& task) {
-    mid_rows<Gate>(task, kSlab * sizeof(uint16_t), [&](const float* mid, uint8_t* out) {
-        shuffle_slab(mid, task.unit, reinterpret_cast<uint16_t*>(out));
+void activate_tile_rows(const ActivationTask& task) {
+    activate_rows<Gate>(task, kSlab * sizeof(uint16_t), [&](const float* activated, uint8_t* out) {
+        shuffle_slab(activated, task.unit, reinterpret_cast<uint16_t*>(out));
     });
 }
 

@@ -69,8 +69,8 @@ def experts(
         tokens, slots = torch.where(top_k_index == expert)
         x = hidden_states[tokens]
         gate, up = linear(x, weights.gate, expert), linear(x, weights.up, expert)
-        mid = activate(activation, gate, up, alpha, limit)
-        out.index_add_(0, tokens, linear(mid, weights.down, expert) * top_k_weights[tokens, slots, None].to(dtype))
+        activated = activate(activation, gate, up, alpha, limit)
+        out.index_add_(0, tokens, linear(activated, weights.down, expert) * top_k_weights[tokens, slots, None].to(dtype))
     return out
 
 
