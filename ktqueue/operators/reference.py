@@ -70,7 +70,8 @@ def experts(
         x = hidden_states[tokens]
         gate, up = linear(x, weights.gate, expert), linear(x, weights.up, expert)
         activated = activate(activation, gate, up, alpha, limit)
-        out.index_add_(0, tokens, linear(activated, weights.down, expert) * top_k_weights[tokens, slots, None].to(dtype))
+        slot_weights = top_k_weights[tokens, slots, None].to(dtype)
+        out.index_add_(0, tokens, linear(activated, weights.down, expert) * slot_weights)
     return out
 
 
