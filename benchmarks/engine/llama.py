@@ -46,17 +46,17 @@ class Llama:
         """Greedy decode of all rows at once: tokens a second and milliseconds a step over `tokens` - 1 steps."""
         api.llama_memory_clear(api.llama_get_memory(self._context), True)
         row_tokens = [self._prefill(row, prompt) for row, prompt in enumerate(prompts)]
-        taken = []
+        seconds = []
         for step in range(tokens - 1):
             self._fill([(token, len(prompts[row]) + step, row, True) for row, token in enumerate(row_tokens)])
             began = time.perf_counter()
             self._run()
-            taken.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
             row_tokens = [self._likeliest(row) for row in range(len(prompts))]
         return {
-            "tokens_per_second": len(prompts) * len(taken) / sum(taken),
-            "step_ms": 1e3 * sum(taken) / len(taken),
-            "fastest_step_ms": 1e3 * min(taken),
+            "tokens_per_second": len(prompts) * len(seconds) / sum(seconds),
+            "step_ms": 1e3 * sum(seconds) / len(seconds),
+            "fastest_step_ms": 1e3 * min(seconds),
         }
 
     def prefill(self, prompt: list[int]) -> dict[str, float]:

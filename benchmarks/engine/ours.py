@@ -18,21 +18,21 @@ class OurEngine:
 
     def decode(self, prompts: list[list[int]], tokens: int, **sampling: Any) -> dict[str, float]:
         """Decode with all rows running: tokens a second, milliseconds a step, and the host's share of a step."""
-        taken = measure_decode(self._built.engine, prompts, tokens, **sampling)
+        measured = measure_decode(self._built.engine, prompts, tokens, **sampling)
         return {
-            "tokens_per_second": taken.tokens_per_second,
-            "step_ms": 1e3 * taken.seconds * taken.rows / taken.tokens,
-            "fastest_step_ms": 1e3 * taken.fastest_step,
-            "host_share": taken.host_share,
-            **{f"{part}_ms": 1e3 * value for part, value in taken.parts.items()},
+            "tokens_per_second": measured.tokens_per_second,
+            "step_ms": 1e3 * measured.seconds * measured.rows / measured.tokens,
+            "fastest_step_ms": 1e3 * measured.fastest_step,
+            "host_share": measured.host_share,
+            **{f"{part}_ms": 1e3 * value for part, value in measured.parts.items()},
         }
 
     def prefill(self, prompt: list[int]) -> dict[str, float]:
         """One prompt alone, to its first token."""
-        taken = measure_prefill(self._built.engine, [prompt])
-        milliseconds = 1e3 * taken.seconds
+        measured = measure_prefill(self._built.engine, [prompt])
+        milliseconds = 1e3 * measured.seconds
         return {
-            "tokens_per_second": taken.tokens_per_second,
+            "tokens_per_second": measured.tokens_per_second,
             "step_ms": milliseconds,
             "fastest_step_ms": milliseconds,
         }

@@ -78,7 +78,7 @@ class QueueClient:
             self._starts.forget()
             began = time.monotonic_ns()
             await self._submit(number, hold=False)
-            milliseconds.append(((await self._first_start()).at - began) / 1e6)
+            milliseconds.append(((await self._first_start()).nanoseconds - began) / 1e6)
         return milliseconds
 
     async def fill(self, jobs: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class QueueClient:
         starts = await self._starts.wait(jobs, 120.0)
         if len({start.number for start in starts}) < jobs:
             raise SystemExit(f"{len(starts)} of {jobs} jobs began")
-        return {"jobs_per_second": (jobs - 1) / (starts[-1].at - starts[0].at) * 1e9}
+        return {"jobs_per_second": (jobs - 1) / (starts[-1].nanoseconds - starts[0].nanoseconds) * 1e9}
 
     async def hold(self, seconds: float) -> dict[str, Any]:
         """Start the job that never ends; which process has it, and how often it began within `seconds` of that."""
@@ -113,7 +113,7 @@ class QueueClient:
         """When that job began for the second time, in nanoseconds of the monotonic clock; None: not in `seconds`."""
         await self._trickle(seconds)
         held = self._held()
-        return held[1].at if len(held) > 1 else None
+        return held[1].nanoseconds if len(held) > 1 else None
 
     async def _first_start(self) -> Start:
         starts = await self._starts.wait(1, START_SECONDS)

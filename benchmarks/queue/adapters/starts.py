@@ -18,10 +18,10 @@ F_SETPIPE_SZ = 1031  # linux/fcntl.h
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Job `number` began in the process `process`, `at` nanoseconds of the monotonic clock."""
+    """Job `number` began in process `process`, at `nanoseconds` of the monotonic clock."""
 
     number: int
-    at: int
+    nanoseconds: int
     process: int
 
 
