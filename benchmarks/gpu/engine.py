@@ -40,11 +40,11 @@ def decode(loaded: LoadedGpuModel, rows: int, rounds: int) -> dict[str, Any]:
         predicted = after.predicted - before.predicted
         if predicted > 0:
             figure["expert_prediction_rate"] = (after.predicted_used - before.predicted_used) / predicted
-    experts = loaded.decoder.expert_statistics
-    if experts is not None:
-        figure["expert_fetched_share"] = experts.fetched_shares.of(rows)
-        if experts.hit_rate is not None:
-            figure["expert_hit_rate"] = experts.hit_rate
+    experts = loaded.decoder.statistics()
+    if experts:
+        figure["expert_fetched_share"] = experts[f"expert_fetched_share_{'one' if rows == 1 else 'several'}"]
+    if "expert_hit_rate" in experts:
+        figure["expert_hit_rate"] = experts["expert_hit_rate"]
     return figure
 
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.gpu.device_selector import DeviceSelector
@@ -12,6 +10,7 @@ from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.token_selector import HostSelector, Selector
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
 
@@ -41,7 +40,7 @@ def make_parts(
     for a GPU without a planner.
     """
     device = config.device
-    on_gpu = torch.device(device).type != "cpu"
+    on_gpu = is_gpu(device)
     if planner is None:
         if on_gpu:
             raise ValueError(f"an engine on {device} needs an attention planner")

@@ -10,7 +10,7 @@ from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import FEW_ROWS, few_rows_linear
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
-from ktqueue.operators.gpu.kernels.router import route
+from ktqueue.operators.gpu.kernels.router import Routing, route
 from ktqueue.workers.startup.gpu_memory import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -60,8 +60,8 @@ def tensors(*results: Any) -> list[torch.Tensor]:
             flat.append(x)
         elif isinstance(x, (list, tuple)):
             flat += tensors(*x)
-        elif hasattr(x, "cpu_ids"):
-            flat += [x.ids, x.cpu_ids, x.weights]
+        elif isinstance(x, Routing):
+            flat += [x.ids, x.weights]
     return flat
 
 
@@ -188,22 +188,23 @@ def test_route(tokens: int, experts: int, chosen: int, renormalise: bool, dtype:
         "on_gpu": torch.where(torch.rand(experts) < 0.5, torch.arange(experts) * 64, -1),
         "live_tokens": torch.tensor([max(tokens - 1, 1)], dtype=torch.int32),
         "counts": torch.ones(experts, dtype=torch.int32),
+        "for_cpu": (torch.zeros(tokens, chosen, dtype=torch.int64), torch.zeros(tokens, chosen)),
     }
     routing = {"logits": logits.to(dtype), "experts_per_token": chosen, "renormalise": renormalise, **options}
-    check(route, routing, ("counts",))
+    check(route, routing, ("counts", "for_cpu"))
 
 
 def test_copies_may_lie_in_pinned_memory() -> None:
     torch.manual_seed(0)
     logits, residual = torch.randn(3, 128).cuda(), torch.randn(3, 2048).bfloat16().cuda()
-    copies = torch.zeros(3, 8, dtype=torch.int64).pin_memory(), torch.zeros(3, 8).pin_memory()
+    for_cpu = torch.zeros(3, 8, dtype=torch.int64).pin_memory(), torch.zeros(3, 8).pin_memory()
     copy, added = torch.zeros(3, 2048).pin_memory(), torch.randn(3, 2048).pin_memory()
-    routing = route(logits, 8, renormalise=True, copies=copies)
+    routing = route(logits, 8, renormalise=True, for_cpu=for_cpu)
     expected = residual.cpu().float() + added
     normed = add_rms_norm(residual, torch.ones(2048, device="cuda"), 1e-6, added=added, copy=copy)
     torch.cuda.synchronize()
-    assert torch.equal(copies[0], routing.cpu_ids.cpu())
-    assert torch.equal(copies[1], routing.weights.cpu())
+    assert torch.equal(for_cpu[0], routing.ids.cpu())
+    assert torch.equal(for_cpu[1], routing.weights.cpu())
     assert torch.equal(copy, normed.cpu().float())
     assert torch.equal(residual.cpu(), expected.bfloat16())
 

@@ -151,7 +151,7 @@ def test_kernels_read_and_write_the_buffers(handoff: Handoff, layers: list[nativ
         for number, normed in zip(numbers, kept, strict=False):
             buffers = handoff.buffers(tokens)
             normed.copy_(add_rms_norm(residual, ones, 1e-6, copy=buffers.x))
-            route(logits, K, renormalise=True, copies=(buffers.cpu_ids, buffers.weights))
+            route(logits, K, renormalise=True, for_cpu=(buffers.cpu_ids, buffers.weights))
             handoff.request(number, tokens)
             handoff.wait(number, tokens)
             added = buffers.result

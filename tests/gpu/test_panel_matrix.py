@@ -98,8 +98,8 @@ def test_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]) -> None:
 def test_rows_far_away(random_weights: Callable[..., Bytes]) -> None:
     """Offsets beyond 32 bits."""
     panels, weights = make_panels(random_weights, "Q8_0", 64, 256, "cuda")
-    repeats = (5 << 29) // panels.packed.numel()
-    far = type(panels)(panels.packed.repeat(repeats), "Q8_0", 64 * repeats, 256)
+    repeats = (5 << 29) // panels.panels.numel()
+    far = type(panels)(panels.panels.repeat(repeats), "Q8_0", 64 * repeats, 256)
     ids = torch.tensor([64 * (repeats - 1) + 17, 3])
     out = torch.empty(2, 256, device="cuda")
     far.decode(out, ids=ids.cuda())

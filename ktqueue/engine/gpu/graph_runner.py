@@ -14,6 +14,7 @@ from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.staging import Staging
 from ktqueue.engine.runner import Model
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
@@ -93,7 +94,7 @@ class GraphRunner:
 
     def wait(self) -> None:
         """See Runner."""
-        if self._device.type == "cuda":
+        if is_gpu(self._device):
             torch.cuda.current_stream(self._device).synchronize()
 
     def _bucket(self, batch: Batch) -> DecodeBucket | None:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from ktqueue.operators.gpu.device import is_gpu
+
 _ALIGNED = 64  # bytes; every array starts at a multiple of it
 _FIRST_SIZE = 1 << 16  # bytes
 
@@ -20,7 +22,7 @@ class _Buffers:
     """A buffer of `size` bytes on the host, pinned for a GPU, and one of the same size on the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
+        on_gpu = is_gpu(device)
         self.size = size
         self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
         self.device = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -110,7 +112,7 @@ class ResultFetcher:
     def __init__(self, device: str) -> None:
         self._pinned: torch.Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
-        if torch.device(device).type == "cuda":
+        if is_gpu(device):
             self._pinned = torch.empty(0, dtype=torch.int64, pin_memory=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
 

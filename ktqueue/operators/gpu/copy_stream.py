@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ktqueue.core.units import format_bytes
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.handoff.driver import Driver
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class CopyStream:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self.on_gpu = self.device.type == "cuda"
+        self.on_gpu = is_gpu(self.device)
         self._stream = torch.cuda.Stream(self.device) if self.on_gpu else None  # type: ignore[no-untyped-call]
         self._driver = Driver.load() if self.on_gpu else None
         self._pinned: list[int] = []

@@ -16,9 +16,9 @@ from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
-from ktqueue.operators.gpu.experts.memory import ExpertMemory, ExpertStatistics
+from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
-from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
@@ -126,33 +126,16 @@ class GpuDecoder(Operator):
         """Statistics of the CPU's experts; None before `prepare_device`, or if all experts are on the GPU."""
         return self._experts.handoff.statistics if self._experts and self._experts.handoff else None
 
-    @property
-    def expert_statistics(self) -> ExpertStatistics | None:
-        """Statistics of experts in GPU memory; None before `prepare_device`."""
-        return self._experts.statistics if self._experts else None
-
     def statistics(self) -> dict[str, float]:
         """Values for the worker's metrics.
 
-        Gauges: `experts`, `experts_on_gpu`, `expert_hit_rate` (if known), and `expert_fetched_share_one` (in steps of
-        one token) and `expert_fetched_share_several`. Counters: `expert_moves`, `expert_streamed_bytes`,
-        `expert_predictions`, and `expert_prediction_hits`, the predictions that came true.
+        Gauges: `experts`, `experts_on_gpu`, `expert_bytes`, `expert_hit_rate` (share of recent uses whose expert was on
+        the GPU, if known), and `expert_fetched_share_one` (in steps of one token) and `expert_fetched_share_several`.
+        Counters: `expert_moves`, `expert_streamed_steps` (long steps that copied experts), `expert_streamed_bytes`,
+        `expert_predictions`, and `expert_prediction_hits`, the predictions that came true. Empty before
+        `prepare_device`.
         """
-        experts, handoff = self.expert_statistics, self.handoff_statistics
-        if experts is None:
-            return {}
-        known: dict[str, float] = {} if experts.hit_rate is None else {"expert_hit_rate": experts.hit_rate}
-        if handoff is not None:
-            known |= {"expert_predictions": handoff.predicted, "expert_prediction_hits": handoff.predicted_used}
-        return known | {
-            "experts": experts.experts,
-            "experts_on_gpu": experts.on_gpu,
-            "expert_bytes": sum(layer.experts * layer.record.bytes for layer in self._routed),
-            "expert_moves": experts.moves,
-            "expert_streamed_bytes": experts.streamed_bytes,
-            "expert_fetched_share_one": experts.fetched_shares.one,
-            "expert_fetched_share_several": experts.fetched_shares.several,
-        }
+        return self._experts.statistics() if self._experts else {}
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes by device: experts on the CPU; dense weights and the memory of `prepare_device` on this device."""

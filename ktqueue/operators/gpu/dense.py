@@ -187,7 +187,7 @@ class DenseWeights:
             data = np.concatenate([part.data for part in same]) if len(same) > 1 else same[0].data
             matrix = PackedMatrix(quant, sum(part.rows for part in same), columns, data)
             packed.append(PanelMatrix.pack(matrix, self._device))
-            self.bytes += packed[-1].packed.nbytes
+            self.bytes += packed[-1].panels.nbytes
         return packed
 
     def _warn_decoded(self, quants: set[str]) -> None:

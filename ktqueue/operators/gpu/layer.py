@@ -180,14 +180,14 @@ class DecoderLayer:
         if self._mlp is not None:
             return PendingResidual(added=self._mlp(projected.add_to(residual, self._norm, self._epsilon)))
         assert self._routed is not None
-        task = experts.cpu_task(self._routed, len(residual))
-        x = projected.add_to(residual, self._norm, self._epsilon, copy=None if task is None else task.buffers.x)
+        buffers = experts.cpu_buffers(self._routed, len(residual))
+        x = projected.add_to(residual, self._norm, self._epsilon, copy=None if buffers is None else buffers.x)
         return experts.run(
             self._routed,
             x,
             few_rows_linear(x, self._router, dtype=torch.float32),
             live,
-            task=task,
+            buffers=buffers,
             shared=self._shared_expert if self._shared else None,
             next_logits=self._next_logits if self._next else None,
         )

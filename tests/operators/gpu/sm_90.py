@@ -18,10 +18,10 @@ from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefil
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.kernels import expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
-from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
@@ -74,7 +74,7 @@ def between_matrices() -> None:
         }
         for options in (nothing, everything, {**everything, "shared_gate": None}):
             add_rms_norm(rows, rows[0], 1e-6, **options)
-    for activation in ("silu", "gelu", "gelu_tanh", "swiglu_clamped"):
+    for activation in ("silu", "gelu", "gelu_tanh"):
         gated(activation, torch.zeros(2, 6144, dtype=torch.bfloat16))
 
     fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
@@ -111,7 +111,7 @@ def between_matrices() -> None:
             "on_gpu": torch.zeros(experts, dtype=torch.int64),
             "live_tokens": torch.zeros(1, dtype=torch.int32),
             "counts": torch.zeros(experts, dtype=torch.int32),
-            "copies": (torch.zeros(2, chosen, dtype=torch.int64), torch.zeros(2, chosen)),
+            "for_cpu": (torch.zeros(2, chosen, dtype=torch.int64), torch.zeros(2, chosen)),
         }
         for extras in (extra, dict.fromkeys(extra)):
             logits = torch.zeros(2, experts, dtype=dtype)
@@ -166,9 +166,8 @@ def experts(tokens: int) -> None:
     pool, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(EXPERTS, dtype=torch.int64)
     ids, weights = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, SLOTS)
     x, pairs = expert_int8.prepare(torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16), ids, offsets)
-    quants = (RECORD.gate, RECORD.up)
-    mid = expert_int8.gate_up(pool, offsets, ids, x, pairs, quants, RECORD.intermediate, "silu")
-    expert_int8.down(pool, offsets, ids, mid, pairs, weights, RECORD.down, RECORD.hidden, RECORD.down_start)
+    mid = expert_int8.gate_up(pool, offsets, ids, x, pairs, RECORD, "silu")
+    expert_int8.down(pool, offsets, ids, mid, pairs, weights, RECORD)
 
 
 def fetched(tokens: int, slots: int) -> None:

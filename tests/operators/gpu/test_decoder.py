@@ -99,10 +99,11 @@ def test_experts_in_gpu_memory_change_nothing(
     decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **streaming)
     for _ in range(2):
         assert_close(fed(decoder), expected, 1e-5)
-    found = decoder.expert_statistics
-    assert found.on_gpu == round(share * found.experts)
+    found = decoder.statistics()
+    assert found["experts_on_gpu"] == round(share * found["experts"])
     assert (decoder.expert_layers_run == 0) == (share == 1)
-    assert (found.streamed_steps > 0) == (found.streamed_bytes > 0) == (streamed is not None and share < 1)
+    streams = found["expert_streamed_steps"] > 0
+    assert streams == (found["expert_streamed_bytes"] > 0) == (streamed is not None and share < 1)
 
 
 @pytest.mark.parametrize("fetched", [0.5, 1.0])
@@ -141,19 +142,19 @@ def test_steps_of_one_token_have_their_own_share(one: float, several: float, mak
             assert on_cpu == 4 * (1 - share) if len(rows) == 1 else (on_cpu == 0) == (share == 1)
 
 
-@pytest.mark.parametrize(("asked", "taken"), [("float32", "float"), ("int8", "auto")])
+@pytest.mark.parametrize(("asked", "exact"), [("float32", True), ("int8", False)])
 def test_the_activations_option_decides_whether_the_gpu_may_round(
-    asked: str, taken: str, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    asked: str, exact: bool, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
 
-    def spied(*args: Any, activations: Any, **others: Any) -> torch.Tensor:
-        seen.add(activations)
-        return experts(*args, activations=activations, **others)
+    def spied(*args: Any, exact: bool) -> torch.Tensor:
+        seen.add(exact)
+        return experts(*args, exact=exact)
 
     monkeypatch.setattr(step_module, "experts", spied)
     fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", activations=asked, expert_memory_bytes=ALL))
-    assert seen == {taken}
+    assert seen == {exact}
 
 
 def test_norms_and_router_use_the_memory_of_the_hand_off(
@@ -163,7 +164,7 @@ def test_norms_and_router_use_the_memory_of_the_hand_off(
     from the memory that the CPU writes."""
     buffers, add_rms_norm, route = Handoff.buffers, norm.add_rms_norm, router.route
     places: dict[str, list[int]] = {name: [] for name in (*HandoffBuffers._fields, "copy", "added")}
-    copies: list[tuple[int, ...]] = []
+    for_cpu: list[tuple[int, ...]] = []
 
     def note_buffers(*arguments: Any, **options: Any) -> Any:
         found = buffers(*arguments, **options)
@@ -178,8 +179,8 @@ def test_norms_and_router_use_the_memory_of_the_hand_off(
         return add_rms_norm(*arguments, **options)
 
     def note_router(*arguments: Any, **options: Any) -> Any:
-        if options["copies"]:
-            copies.append(tuple(one.data_ptr() for one in options["copies"]))
+        if options["for_cpu"]:
+            for_cpu.append(tuple(tensor.data_ptr() for tensor in options["for_cpu"]))
         return route(*arguments, **options)
 
     monkeypatch.setattr(Handoff, "buffers", note_buffers)
@@ -190,7 +191,7 @@ def test_norms_and_router_use_the_memory_of_the_hand_off(
     assert_close(fed(decoder), answers(model), 1e-5)
     assert decoder.expert_layers_run == len(places["x"]) > 0
     assert places["copy"] == places["x"]
-    rows = [one for one in copies if one[0] not in places["predicted"]]
+    rows = [addresses for addresses in for_cpu if addresses[0] not in places["predicted"]]
     assert rows == list(zip(places["cpu_ids"], places["weights"], strict=True))
     assert [one for one in places["added"] if one in places["result"]] == places["result"]
 
@@ -209,12 +210,9 @@ def test_experts_that_are_used_often_move_to_the_gpu(make_decoder: Callable[...,
             if decoder.device == "cuda":
                 torch.cuda.synchronize()
             decoder.after_step()
-    found = decoder.expert_statistics
-    assert found.on_gpu == 4 and 1 <= found.moves <= 4
-    assert found.hit_rate > 0.5
-    statistics = decoder.statistics()
-    names = ("experts_on_gpu", "expert_moves", "expert_hit_rate")
-    assert tuple(statistics[name] for name in names) == (4, found.moves, found.hit_rate)
+    found = decoder.statistics()
+    assert found["experts_on_gpu"] == 4 and 1 <= found["expert_moves"] <= 4
+    assert found["expert_hit_rate"] > 0.5
 
 
 def test_only_scored_tokens_are_computed(make_decoder: Callable[..., Any], device: str) -> None:
@@ -251,7 +249,7 @@ def test_captured_steps_stream_nothing(make_decoder: Callable[..., Any], device:
         for live in (None, 3, None):
             cache.step({"a": [3], "b": [4], "c": [5]}, live_tokens=live)
             decoder.after_step()
-            streamed.append(decoder.expert_statistics.streamed_steps)
+            streamed.append(decoder.statistics()["expert_streamed_steps"])
     assert streamed == [1, 1, 2]
 
 

@@ -18,6 +18,7 @@ from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShap
 from ktqueue.operators.gpu.attention.latent import LatentPlanner
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
@@ -52,7 +53,7 @@ def make_planner(
         device=device,
         dtype=dtype or (torch.bfloat16 if layout.dtype.itemsize == 1 else layout.dtype),
     )
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = is_gpu(device)
     if backend == "torch" or (backend == "auto" and not on_gpu):
         return TorchPlanner(layout.page_size)
     if not on_gpu:

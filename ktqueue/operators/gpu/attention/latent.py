@@ -162,6 +162,8 @@ class LatentDecodePlan(LatentPlan, TritonDecodePlan):
 class LatentPlanner(TritonPlanner):
     """An AttentionPlanner over a latent cache."""
 
+    _decode_plan_type = LatentDecodePlan
+
     def plan(self, host: StepContext) -> LatentPlan:
         """See AttentionPlanner."""
         lists = page_lists(host, self._layout.page_size)
@@ -174,14 +176,6 @@ class LatentPlanner(TritonPlanner):
         page_starts, seen, rows, pages = sent(arrays, self._device)
         decode = self._decode_rows(len(tokens), rows, int(contexts.max()))
         return LatentPlan(Tables(page_starts=page_starts, contexts=seen, pages=pages), decode, None)
-
-    def decode_plan(self, rows: int, max_pages: int) -> LatentDecodePlan:
-        """See AttentionPlanner."""
-        page_size = self._layout.page_size
-        decode = self._decode_rows(rows, None, max_pages * page_size)
-        plan = LatentDecodePlan(rows, max_pages, page_size, self._device, decode)
-        self._index_bytes += plan.bytes
-        return plan
 
     def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
         heads = self._shape.heads

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.step import StepContext
 
 Indices = npt.NDArray[np.int32]
@@ -71,7 +72,7 @@ def staged(arrays: list[Indices], device: torch.device) -> tuple[torch.Tensor, l
     for array in arrays:
         offsets.append(size)
         size += -(-array.size // ALIGNMENT) * ALIGNMENT
-    host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.empty(size, dtype=torch.int32, pin_memory=is_gpu(device))
     view = host.numpy()
     for array, offset in zip(arrays, offsets, strict=True):
         view[offset : offset + array.size] = array.reshape(-1)

@@ -16,6 +16,7 @@ from ktqueue.operators.gpu.attention.page_lists import (
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.attention.triton_decode import decode, partial_bytes, split_count
 from ktqueue.operators.gpu.attention.triton_prefill import prefill, tile_tokens
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
@@ -83,6 +84,7 @@ class TritonPlanner:
     """An AttentionPlanner whose plans launch our own kernels."""
 
     backend = "triton"
+    _decode_plan_type = TritonDecodePlan
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
@@ -90,8 +92,9 @@ class TritonPlanner:
         self._device = torch.device(shape.device)
         self._workspace = SharedWorkspace(self._device)
         self._index_bytes = 0
-        on_gpu = self._device.type == "cuda"
-        self.processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 4
+        self.processors = 4
+        if is_gpu(self._device):
+            self.processors = torch.cuda.get_device_properties(self._device).multi_processor_count
 
     @property
     def workspace_bytes(self) -> int:
@@ -118,7 +121,7 @@ class TritonPlanner:
         """See AttentionPlanner."""
         page_size = self._layout.page_size
         decode = self._decode_rows(rows, None, max_pages * page_size)
-        plan = TritonDecodePlan(rows, max_pages, page_size, self._device, decode)
+        plan = self._decode_plan_type(rows, max_pages, page_size, self._device, decode)
         self._index_bytes += plan.bytes
         return plan
 

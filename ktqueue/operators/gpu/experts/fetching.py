@@ -6,8 +6,10 @@ known which experts it will use, so kernels choose and copy them (kernels/fetch.
 The two use the same staging memory, which is safe because no step does both and steps follow one another.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -115,29 +117,12 @@ def split_into_parts(experts: Sequence[Ranges]) -> tuple[list[tuple[int, int]], 
     Returns the parts as (start, bytes) in a record, and for each expert the address of each part. Raises ValueError if
     the experts differ in size.
     """
-    starts = sorted({start for ranges in experts for start in _starts(ranges)})
-    size = sum(length for _, length in experts[0])
-    parts = [(start, end - start) for start, end in zip(starts, [*starts[1:], size], strict=True)]
+    bounds = [[0, *accumulate(size for _, size in ranges)] for ranges in experts]  # of the ranges, in the record
+    starts = sorted({start for ends in bounds for start in ends})
     addresses = []
-    for ranges in experts:
-        if sum(length for _, length in ranges) != size:
-            raise ValueError(f"experts of a layer have {size} bytes, not {sum(length for _, length in ranges)}")
-        addresses.append([_address_of(ranges, start) for start, _ in parts])
-    return parts, addresses
-
-
-def _starts(ranges: Ranges) -> list[int]:
-    """Where each range begins in the record."""
-    starts, start = [], 0
-    for _, size in ranges:
-        starts.append(start)
-        start += size
-    return starts
-
-
-def _address_of(ranges: Ranges, offset: int) -> int:
-    """The address of byte `offset` of the record."""
-    for (address, size), begin in zip(ranges, _starts(ranges), strict=True):
-        if begin <= offset < begin + size:
-            return address + offset - begin
-    raise ValueError(f"a record ends before byte {offset}")
+    for ranges, ends in zip(experts, bounds, strict=True):
+        if ends[-1] != bounds[0][-1]:
+            raise ValueError(f"experts of a layer have {bounds[0][-1]} bytes, not {ends[-1]}")
+        within = [bisect_right(ends, start) - 1 for start in starts[:-1]]
+        addresses.append([ranges[i][0] + start - ends[i] for i, start in zip(within, starts, strict=False)])
+    return [(start, end - start) for start, end in pairwise(starts)], addresses

@@ -1,7 +1,6 @@
 """ExpertMemory: everything that the routed experts of a model need on a device, from the first step to the last."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,24 +14,6 @@ from ktqueue.operators.gpu.experts.streaming import AREAS, Streamer, StreamingSt
 from ktqueue.operators.gpu.experts.streaming_choice import SHARES, SOME_SHARES, StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.settings import GpuSettings
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStatistics:
-    """Totals since the start.
-
-    on_gpu: experts that have a slot in GPU memory, of `experts`. hit_rate: share of recent uses whose expert was there,
-    None: not known. moves: experts that replaced others. streamed_steps, streamed_bytes: long steps that copied
-    experts, and what they copied. fetched_shares: the share of their missing experts that short steps fetch.
-    """
-
-    experts: int
-    on_gpu: int
-    hit_rate: float | None
-    moves: int
-    streamed_steps: int
-    streamed_bytes: int
-    fetched_shares: FetchedShares
 
 
 class ResidentExperts(ExpertResidency):
@@ -132,19 +113,26 @@ class ExpertMemory:
         """Bytes of device memory."""
         return self._pool.bytes
 
-    @property
-    def statistics(self) -> ExpertStatistics:
-        """What has happened so far."""
-        placement, streaming, fetched = self._placement, self._streaming, self._fetched
-        return ExpertStatistics(
-            experts=sum(layer.experts for layer in self._layers),
-            on_gpu=sum(self._pool.slots),
-            hit_rate=placement.hit_rate if placement else None,
-            moves=placement.moves if placement else 0,
-            streamed_steps=streaming.steps if streaming else 0,
-            streamed_bytes=streaming.bytes if streaming else 0,
-            fetched_shares=fetched.shares if fetched else FetchedShares(0.0, 0.0),
-        )
+    def statistics(self) -> dict[str, float]:
+        """See GpuDecoder.statistics."""
+        placement, streaming = self._placement, self._streaming
+        shares = self._fetched.shares if self._fetched else FetchedShares(0.0, 0.0)
+        known: dict[str, float] = {
+            "experts": sum(layer.experts for layer in self._layers),
+            "experts_on_gpu": sum(self._pool.slots),
+            "expert_bytes": sum(layer.experts * layer.record.bytes for layer in self._layers),
+            "expert_moves": placement.moves if placement else 0,
+            "expert_streamed_steps": streaming.steps if streaming else 0,
+            "expert_streamed_bytes": streaming.bytes if streaming else 0,
+            "expert_fetched_share_one": shares.one,
+            "expert_fetched_share_several": shares.several,
+        }
+        if placement is not None and placement.hit_rate is not None:
+            known["expert_hit_rate"] = placement.hit_rate
+        if self.handoff is not None:
+            cpu = self.handoff.statistics
+            known |= {"expert_predictions": cpu.predicted, "expert_prediction_hits": cpu.predicted_used}
+        return known
 
     def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
         """The experts for a step of `tokens` tokens.

@@ -72,16 +72,51 @@ def measure_shares(
     where fetching gains too little.
 
     `make_step(share)` returns the experts of a step that fetches this share. The steps are captured, like those of
-    decode: otherwise the launches would take most of the time. Needs a CUDA device.
+    decode: otherwise the launches would take most of the time. Shares are measured in turns, since other processes use
+    memory bandwidth now and then. Needs a CUDA device.
     """
-    shares = []
+    norm = torch.ones(hidden, dtype=dtype, device=device)
+    probed = layers[:PROBED_LAYERS]
+    fastest_shares = []
     for tokens in (1, min(SEVERAL_TOKENS, max_tokens)):
+        random = torch.Generator(device).manual_seed(tokens)
+        residual = torch.randn(tokens, hidden, generator=random, device=device).to(dtype)
+        logits = [torch.randn(tokens, layer.experts, generator=random, device=device) for layer in probed]
         with torch.inference_mode():
-            relative = _relative_seconds(make_step, layers, hidden, dtype, device, tokens)
-        shares.append(fastest(relative))
-        times = ", ".join(f"{share:g}: {seconds:.2f}" for share, seconds in relative.items())
-        logger.info("steps of %d tokens fetch %g of the absent experts; time by share: %s", tokens, shares[-1], times)
-    return FetchedShares(*shares)
+            graphs = {share: _capture(make_step(share), residual, norm, logits) for share in SHARES}
+            seconds: dict[float, list[float]] = {share: [] for share in SHARES}
+            for _ in range(STEP_ROUNDS):
+                for share, graph in graphs.items():
+                    begun = time.perf_counter()
+                    graph.replay()
+                    torch.cuda.synchronize(device)
+                    seconds[share].append(time.perf_counter() - begun)
+        relative = {share: median(times) / median(seconds[0.0]) for share, times in seconds.items()}
+        fastest_shares.append(fastest(relative))
+        times = ", ".join(f"{share:g}: {ratio:.2f}" for share, ratio in relative.items())
+        logger.info(
+            "steps of %d tokens fetch %g of the absent experts; time by share: %s", tokens, fastest_shares[-1], times
+        )
+    return FetchedShares(*fastest_shares)
+
+
+def _capture(
+    experts: StepExperts, residual: torch.Tensor, norm: torch.Tensor, logits: list[torch.Tensor]
+) -> torch.cuda.CUDAGraph:
+    """Capture the experts of one layer for each of `logits`, [tokens, experts]."""
+
+    def run() -> None:
+        for index, scores in enumerate(logits):
+            buffers = experts.cpu_buffers(index, len(residual))
+            x = add_rms_norm(residual, norm, 1e-6, copy=None if buffers is None else buffers.x)
+            experts.run(index, x, scores, None, buffers=buffers)
+
+    run()  # compiles
+    torch.cuda.synchronize(residual.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
 
 
 def fastest(relative: dict[float, float]) -> float:
@@ -130,47 +165,3 @@ def _copy_rate(staging_copies: list[Copy], copies: CopyStream) -> float:
         copies.finish()
         rates.append(sum(target.nbytes for _, target in staging_copies) / (time.perf_counter() - begun))
     return max(rates)
-
-
-def _relative_seconds(
-    make_step: Callable[[float], StepExperts],
-    layers: Sequence[RoutedLayer],
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tokens: int,
-) -> dict[float, float]:
-    """The time of a step by share, divided by the time of a step that fetches nothing.
-
-    The shares are measured in turns, since other processes use memory bandwidth now and then.
-    """
-    random = torch.Generator(device).manual_seed(tokens)
-    residual = torch.randn(tokens, hidden, generator=random, device=device).to(dtype)
-    norm = torch.ones(hidden, dtype=dtype, device=device)
-    probed = layers[:PROBED_LAYERS]
-    logits = [torch.randn(tokens, layer.experts, generator=random, device=device) for layer in probed]
-
-    def run(experts: StepExperts) -> None:
-        for index, scores in enumerate(logits):
-            task = experts.cpu_task(index, tokens)
-            x = add_rms_norm(residual, norm, 1e-6, copy=None if task is None else task.buffers.x)
-            experts.run(index, x, scores, None, task=task)
-
-    def capture(share: float) -> torch.cuda.CUDAGraph:
-        experts = make_step(share)
-        run(experts)  # compiles
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run(experts)
-        return graph
-
-    graphs = {share: capture(share) for share in SHARES}
-    seconds: dict[float, list[float]] = {share: [] for share in SHARES}
-    for _ in range(STEP_ROUNDS):
-        for share, graph in graphs.items():
-            begun = time.perf_counter()
-            graph.replay()
-            torch.cuda.synchronize(device)
-            seconds[share].append(time.perf_counter() - begun)
-    return {share: median(times) / median(seconds[0.0]) for share, times in seconds.items()}

@@ -5,18 +5,19 @@ Both work at the same time. This module knows where the experts are, not who dec
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
-from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord, experts
+from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
 
 
-@dataclass(frozen=True, slots=True)
-class PendingResidual:
+class PendingResidual(NamedTuple):
     """Results of a sublayer that are not added to the residual yet. The next norm adds them (see add_rms_norm).
 
     added, shared: [tokens, hidden] and shared_gate: [tokens, 1], of any float type; partials: [tokens, slots, hidden]
@@ -32,16 +33,7 @@ class PendingResidual:
         self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float, *, copy: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add the results to the residual [tokens, hidden] in place. Returns the RMSNorm of the sum, also in `copy`."""
-        return add_rms_norm(
-            residual,
-            norm,
-            epsilon,
-            added=self.added,
-            partials=self.partials,
-            shared=self.shared,
-            shared_gate=self.shared_gate,
-            copy=copy,
-        )
+        return add_rms_norm(residual, norm, epsilon, **self._asdict(), copy=copy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +126,14 @@ class StepExperts:
         self._handoff = handoff
         self._predicts = predicts
 
-    def cpu_task(self, index: int, tokens: int) -> "CpuTask | None":
-        """The CPU's half of layer `index`; None: the CPU has none of its experts.
+    def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
+        """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts.
 
-        The kernel that computes the layer's input x [tokens, hidden] must also write it to the task's buffers.
+        The kernel that computes the layer's input x [tokens, hidden] must also write it to these buffers.
         """
         if self._handoff is None or not self._residency.locations(index).on_cpu:
             return None
-        return CpuTask(self._handoff, index, tokens)
+        return self._handoff.buffers(tokens)
 
     def run(
         self,
@@ -150,34 +142,34 @@ class StepExperts:
         logits: torch.Tensor,
         live_tokens: torch.Tensor | None,
         *,
-        task: "CpuTask | None",
+        buffers: HandoffBuffers | None,
         shared: SharedExpert | None = None,
         next_logits: NextLogits | None = None,
     ) -> PendingResidual:
         """x [tokens, hidden] and the router's logits [tokens, experts] -> the output of the experts of layer `index`.
 
-        `live_tokens`: see StepContext. `task`: from `cpu_task`, with x in its buffers. `shared` is computed on the GPU
+        `live_tokens`: see StepContext. `buffers`: from `cpu_buffers`, with x in them. `shared` is computed on the GPU
         while the CPU works. `next_logits`: given if the next layer has routed experts too. The CPU's result is not
         copied: `added` is the memory that the CPU writes to.
         """
-        predicts = self._predicts and next_logits is not None and task is not None
-        routing = self._route(
-            index,
-            logits,
-            live_tokens,
-            counts=self._residency.use_counts(index),
-            copies=None if task is None else (task.buffers.cpu_ids, task.buffers.weights),
-        )
-        if task is not None:
-            task.request(predicts=predicts)
+        on_cpu = self._handoff if buffers is not None else None
+        for_cpu = None if buffers is None else (buffers.cpu_ids, buffers.weights)
+        counts = self._residency.use_counts(index)
+        routing = self._route(index, logits, live_tokens, counts=counts, for_cpu=for_cpu)
+        predicts = self._predicts and next_logits is not None
+        if on_cpu is not None:
+            on_cpu.request(index, len(x), predicts=predicts)
         partials = self._compute_on_gpu(index, x, routing)
         shared_output = (None, None) if shared is None else shared(x)
-        if task is not None:
+        if on_cpu is not None and buffers is not None:
             if predicts and next_logits is not None:
-                self._predict(index + 1, next_logits(x), live_tokens, task.buffers.predicted)
-            task.wait()
+                # What the CPU would compute of the next layer, if its router's logits were these.
+                unused = torch.empty_like(routing.weights)
+                for_cpu = buffers.predicted, unused
+                self._route(index + 1, next_logits(x), live_tokens, counts=None, for_cpu=for_cpu)
+            on_cpu.wait(index, len(x))
         self._residency.layer_done(index)
-        return PendingResidual(None if task is None else task.buffers.result, partials, *shared_output)
+        return PendingResidual(None if buffers is None else buffers.result, partials, *shared_output)
 
     def _route(
         self,
@@ -186,9 +178,9 @@ class StepExperts:
         live_tokens: torch.Tensor | None,
         *,
         counts: torch.Tensor | None,
-        copies: tuple[torch.Tensor, torch.Tensor] | None,
+        for_cpu: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> Routing:
-        """Choose the experts of each token. `copies` receive what the CPU computes: its ids and their weights."""
+        """Choose the experts of each token. counts, for_cpu: see route."""
         layer, locations = self._layers[index], self._residency.locations(index)
         routing = route(
             logits,
@@ -197,13 +189,13 @@ class StepExperts:
             on_gpu=locations.gate_up if locations.on_gpu and locations.fixed else None,
             live_tokens=live_tokens,
             counts=counts,
-            copies=copies,
+            for_cpu=for_cpu,
             choice=layer.scoring.choice(logits),
             sigmoid=layer.scoring.sigmoid,
             scale=layer.scoring.scale,
         )
-        if copies is not None and not locations.fixed:
-            self._residency.choose(index, routing.ids, copies[0])
+        if for_cpu is not None and not locations.fixed:
+            self._residency.choose(index, routing.ids, for_cpu[0])
         return routing
 
     def _compute_on_gpu(self, index: int, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
@@ -215,34 +207,7 @@ class StepExperts:
         residency.wait_for_arrival(index)
         partials = experts(
             residency.memory, locations.gate_up, locations.down, routing.ids, x, routing.weights, layer.record,
-            layer.activation,
-            activations="float" if layer.exact else "auto",
+            layer.activation, exact=layer.exact,
         )  # fmt: skip
         residency.release(index)
         return partials
-
-    def _predict(
-        self, index: int, logits: torch.Tensor, live_tokens: torch.Tensor | None, predicted: torch.Tensor
-    ) -> None:
-        """Write the experts that the CPU would compute of layer `index` to `predicted` [tokens, experts_per_token]
-        int64, if its router's logits were `logits` [tokens, experts]."""
-        weights = torch.empty(predicted.shape, dtype=torch.float32, device=logits.device)
-        self._route(index, logits, live_tokens, counts=None, copies=(predicted, weights))
-
-
-class CpuTask:
-    """The CPU's half of one layer: a task of the hand-off."""
-
-    def __init__(self, handoff: Handoff, layer: int, tokens: int) -> None:
-        self._handoff = handoff
-        self._layer = layer
-        self._tokens = tokens
-        self.buffers: HandoffBuffers = handoff.buffers(tokens)
-
-    def request(self, *, predicts: bool) -> None:
-        """Enqueue the request; the input is in `buffers`. predicts: `buffers.predicted` is filled in before `wait`."""
-        self._handoff.request(self._layer, self._tokens, predicts=predicts)
-
-    def wait(self) -> None:
-        """Enqueue a wait for the result in `buffers`."""
-        self._handoff.wait(self._layer, self._tokens)

@@ -105,8 +105,8 @@ class Streamer:
             on_cpu.append(count < len(absent))
             start = self._pool.staging_start + index % AREAS * self._area
             record, order = layer.record, np.arange(len(chosen))
-            down_start = start + len(chosen) * record.gate_up_bytes
-            tables[index, 0, chosen] = start + order * record.gate_up_bytes
+            down_start = start + len(chosen) * record.down_start
+            tables[index, 0, chosen] = start + order * record.down_start
             # The kernel of `down` adds down_start to the beginning of a record, so it is subtracted here.
             tables[index, 1, chosen] = down_start + order * (record.bytes - record.down_start) - record.down_start
             copies.append(self._copy_list(index, chosen, start, down_start))

@@ -1,12 +1,13 @@
 """The activation between the products of an MLP: gate activation times up."""
 
-from typing import get_args
-
 import torch
 
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
 from ktqueue.operators.native import ActivationName
+
+ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
+"""Activations of the gate that GPU kernels have."""
 
 _MOST_COLUMNS = 1024
 """Columns that one program computes."""
@@ -25,9 +26,7 @@ def activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated(
-    gate_up, out, alpha, limit, INTERMEDIATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _gated(gate_up, out, INTERMEDIATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """One program for BLOCK columns of a token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -35,35 +34,26 @@ def _gated(
     source = gate_up + token * (2 * INTERMEDIATE) + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "swiglu_clamped":  # clamped by comparisons, so that NaN stays NaN
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
-        gate = gate * tl.sigmoid(alpha * gate)
-    else:
-        gate = activated(gate, ACTIVATION)
-    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    gate = activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + token * INTERMEDIATE + column, (gate * up).to(out.dtype.element_ty), mask=inside)
 
 
-def gated(
-    activation: ActivationName, gate_up: torch.Tensor, *, alpha: float = 1.702, limit: float = 7.0
-) -> torch.Tensor:
+def gated(activation: ActivationName, gate_up: torch.Tensor) -> torch.Tensor:
     """activation(gate) * up of a dense MLP: gate_up [tokens, 2 * intermediate] -> [tokens, intermediate], its dtype.
 
-    The first half of a row is gate, the second up. alpha and limit belong to swiglu_clamped. Raises ValueError for an
-    unknown activation.
+    The first half of a row is gate, the second up. Raises ValueError for an activation that is not in ACTIVATIONS.
     """
-    fits = activation in get_args(ActivationName) and gate_up.shape[1] % 2 == 0
+    fits = activation in ACTIVATIONS and gate_up.shape[1] % 2 == 0
     check_fits(fits, f"gated by {activation}", gate_up=gate_up)
     if not runs_kernel(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
-        return reference.activate(activation, gate, up, alpha, limit)
+        return reference.activate(activation, gate, up, 0.0, 0.0)
     tokens, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, intermediate)
     if tokens:
         block = min(triton.next_power_of_2(intermediate), _MOST_COLUMNS)
         _gated[(tokens, triton.cdiv(intermediate, block))](
-            gate_up, out, alpha, limit,
+            gate_up, out,
             INTERMEDIATE=intermediate, ACTIVATION=activation, BLOCK=block, num_warps=max(block // 256, 1),
         )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ import torch
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import activated
 from ktqueue.operators.gpu.kernels.operation import tl, triton
-from ktqueue.operators.gpu.kernels.panel_layout import SLAB
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB, ExpertRecord
 
 OWN_PAIRS = 32
 """Up to this number, each pair has its own programs. A weight that two of them read comes from the cache."""
@@ -253,17 +253,15 @@ def _experts_kernel(
         done += M
 
 
-def prepare(
-    x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor, *, own_pairs: int = OWN_PAIRS
-) -> tuple[Int8Rows, SortedPairs | None]:
+def prepare(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[Int8Rows, SortedPairs | None]:
     """Quantise x [tokens, columns] and sort the pairs of ids [tokens, k] by expert, in one launch.
 
-    Returns no sorted pairs if there are at most `own_pairs`, each with its own programs.
+    Returns no sorted pairs if there are at most OWN_PAIRS, each with its own programs.
     """
     tokens, columns = x.shape
     rows = Int8Rows.empty(tokens, columns, x.device)
     slabs = columns // SLAB
-    own = ids.numel() <= own_pairs
+    own = ids.numel() <= OWN_PAIRS
     experts = offsets.numel()
     lists = SortedPairs(
         *(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts))
@@ -286,7 +284,6 @@ def _launch(
     pairs: SortedPairs | None,
     quants: tuple[str, str],
     outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    tile: Tile | None,
     *,
     start: int,
     activation: str,
@@ -299,7 +296,7 @@ def _launch(
     programs = number if pairs is None else experts
     average = number / min(experts, number)
     tiles = TILES_OF_MANY if average > MANY_PAIRS else TILES
-    tile = tile or (tiles.gate_up if activation else tiles.down)
+    tile = tiles.gate_up if activation else tiles.down
     lists = (ids, ids, ids) if pairs is None else pairs
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
         pool, offsets, ids, x.codes, x.scales, x.sums, weights, *outs, *lists,
@@ -325,18 +322,16 @@ def gate_up(
     ids: torch.Tensor,
     x: Int8Rows,
     pairs: SortedPairs | None,
-    quants: tuple[str, str],
-    intermediate: int,
+    record: ExpertRecord,
     activation: str,
-    tile: Tile | None = None,
 ) -> Int8Rows:
     """Return activation(gate x) * (up x), quantised: rows of pairs [tokens * k, intermediate].
 
     Rows of skipped pairs are undefined.
     """
-    mid = Int8Rows.empty(ids.numel(), intermediate, ids.device)
-    outs = (mid.codes, mid.scales, mid.sums)
-    _launch(pool, offsets, ids, x, pairs, quants, outs, tile, start=0, activation=activation, weights=x.scales)
+    mid = Int8Rows.empty(ids.numel(), record.intermediate, ids.device)
+    outs, quants = (mid.codes, mid.scales, mid.sums), (record.gate, record.up)
+    _launch(pool, offsets, ids, x, pairs, quants, outs, start=0, activation=activation, weights=x.scales)
     return mid
 
 
@@ -347,13 +342,10 @@ def down(
     mid: Int8Rows,
     pairs: SortedPairs | None,
     weights: torch.Tensor,
-    quant: str,
-    hidden: int,
-    start: int,
-    tile: Tile | None = None,
+    record: ExpertRecord,
 ) -> torch.Tensor:
-    """Return weight * (down mid): [tokens * k, hidden] float32, zero where the pair is skipped."""
-    out = torch.empty(ids.numel(), hidden, dtype=torch.float32, device=ids.device)
-    outs = (out, mid.scales, mid.sums)
-    _launch(pool, offsets, ids, mid, pairs, (quant, quant), outs, tile, start=start, activation="", weights=weights)
-    return out
+    """Return weight * (down mid): [tokens, k, hidden] float32, zero where the pair is skipped."""
+    out = torch.empty(ids.numel(), record.hidden, dtype=torch.float32, device=ids.device)
+    outs, quants = (out, mid.scales, mid.sums), (record.down, record.down)
+    _launch(pool, offsets, ids, mid, pairs, quants, outs, start=record.down_start, activation="", weights=weights)
+    return out.view(*ids.shape, record.hidden)

@@ -2,6 +2,7 @@
 
 import torch
 
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
 
 FEW_ROWS = 4
@@ -54,7 +55,7 @@ def few_rows_linear(
         return _launch(x, weight, bias, dtype)
     if dtype in (None, x.dtype):
         return torch.nn.functional.linear(x, weight, bias)
-    if x.is_cuda:
+    if is_gpu(x.device):
         return torch.mm(x, weight.t(), out_dtype=dtype)
     return torch.nn.functional.linear(x.float(), weight.float())
 

@@ -6,6 +6,7 @@ captured in a CUDA graph.
 
 import torch
 
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
 
 
@@ -90,7 +91,7 @@ def add_rms_norm(
         if tokens:
             _add_rms_norm[(tokens,)](
                 residual, weight, added, partials, shared, shared_gate, normed, copy, epsilon,
-                FROM_HOST=added is not None and added.device.type == "cpu",
+                FROM_HOST=added is not None and not is_gpu(added.device),
                 SLOTS=0 if partials is None else partials.shape[1],
                 HIDDEN=hidden,
                 BLOCK=block,

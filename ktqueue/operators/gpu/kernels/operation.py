@@ -11,6 +11,8 @@ from typing import Any, Never
 
 import torch
 
+from ktqueue.operators.gpu.device import is_gpu
+
 __all__ = ["INTERPRETED", "check_fits", "kernels_on_any_device", "runs_kernel", "tl", "triton"]
 
 
@@ -43,7 +45,7 @@ _ANY_DEVICE = ContextVar("kernels_on_any_device", default=False)
 
 def runs_kernel(x: torch.Tensor) -> bool:
     """Whether an operation on `x` launches its kernel. Otherwise its torch twin computes the result."""
-    return x.is_cuda or _ANY_DEVICE.get()
+    return is_gpu(x.device) or _ANY_DEVICE.get()
 
 
 @contextmanager

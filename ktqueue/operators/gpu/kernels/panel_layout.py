@@ -1,10 +1,11 @@
-"""Weights packed as the CPU's kernels read them: sizes of the layout, and how its bytes are decoded.
+"""Weights packed as the CPU's kernels read them: sizes of matrices and experts, and how the bytes are decoded.
 
 csrc/formats/panel_layout.h describes the layout: *panels* of 16 rows, each a run of *superblocks* of up to eight
-*slabs* of 32 columns. Plain torch decodes it here on any device: the twin of formats.py. Knows no expert.
+*slabs* of 32 columns. Plain torch decodes it here on any device: the twin of formats.py.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +65,52 @@ def constants(quant: str, columns: int, prefix: str = "") -> dict[str, Any]:
         f"{prefix}SUPERBLOCK_BYTES": superblock_bytes(quant),
         f"{prefix}PANEL_BYTES": panel_bytes(quant, columns),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRecord:
+    """The bytes of one expert: panel 0 of gate, panel 0 of up, panel 1 of gate and so on, then the panels of down.
+
+    gate, up, down: the formats of these matrices, [intermediate, hidden] twice and [hidden, intermediate]. A record
+    begins at a multiple of 64 bytes. Raises ValueError for an unknown format.
+    """
+
+    gate: str
+    up: str
+    down: str
+    hidden: int
+    intermediate: int
+
+    def __post_init__(self) -> None:
+        for quant in (self.gate, self.up, self.down):
+            superblock_bytes(quant)
+            if quant not in FLOATS and (self.hidden % 32 or self.intermediate % 32):
+                raise ValueError(f"{quant} needs multiples of 32, got {self.hidden} and {self.intermediate}")
+
+    @property
+    def gate_panel_bytes(self) -> int:
+        """Bytes of a panel of gate."""
+        return panel_bytes(self.gate, self.hidden)
+
+    @property
+    def up_panel_bytes(self) -> int:
+        """Bytes of a panel of up."""
+        return panel_bytes(self.up, self.hidden)
+
+    @property
+    def down_panel_bytes(self) -> int:
+        """Bytes of a panel of down."""
+        return panel_bytes(self.down, self.intermediate)
+
+    @property
+    def down_start(self) -> int:
+        """Byte of the record where down begins."""
+        return panel_count(self.intermediate) * (self.gate_panel_bytes + self.up_panel_bytes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the record."""
+        return self.down_start + panel_count(self.hidden) * self.down_panel_bytes
 
 
 def dequantize(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:

@@ -83,7 +83,7 @@ def _eight_columns(
 
 @triton.jit
 def _few_rows_panel(
-    packed,
+    matrix,  # pointer of its first panel
     program,  # which panel
     x,
     bias,  # of this part, or None
@@ -106,7 +106,7 @@ def _few_rows_panel(
     WIDE: tl.constexpr = SIGNED or FORMAT == "Q8_0"
     OFFSET: tl.constexpr = 128 if SIGNED else dots.offset(FORMAT)
     row = tl.arange(0, 16)[None, :]
-    base = packed + program.to(tl.int64) * PANEL_BYTES
+    base = matrix + program.to(tl.int64) * PANEL_BYTES
     sums = ()
     for _ in tl.static_range(TOKENS):
         sums = sums + (tl.zeros((S, 16), tl.float32),)
@@ -158,7 +158,7 @@ def _few_rows_panel(
 
 @triton.jit(do_not_specialize=["magic"])
 def _few_rows_kernel(
-    packed, second_packed, x, bias, out, x_stride, out_stride, magic,
+    matrix, second_matrix, x, bias, out, x_stride, out_stride, magic,
     ROWS: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr, PANEL_BYTES: tl.constexpr,
     SECOND_ROWS: tl.constexpr, SECOND_FORMAT: tl.constexpr, SECOND_SUPERBLOCK_BYTES: tl.constexpr,
     SECOND_PANEL_BYTES: tl.constexpr, SLAB_COUNT: tl.constexpr, TOKENS: tl.constexpr, S: tl.constexpr,
@@ -168,12 +168,12 @@ def _few_rows_kernel(
     panels: tl.constexpr = (ROWS + 15) // 16
     if SECOND_ROWS == 0 or program < panels:
         _few_rows_panel(
-            packed, program, x, bias, out, x_stride, out_stride, magic,
+            matrix, program, x, bias, out, x_stride, out_stride, magic,
             ROWS, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES, PANEL_BYTES, TOKENS, S,
         )  # fmt: skip
     else:
         _few_rows_panel(
-            second_packed, program - panels, x, bias + ROWS if bias is not None else None, out + ROWS, x_stride,
+            second_matrix, program - panels, x, bias + ROWS if bias is not None else None, out + ROWS, x_stride,
             out_stride, magic,
             SECOND_ROWS, SLAB_COUNT, SECOND_FORMAT, SECOND_SUPERBLOCK_BYTES, SECOND_PANEL_BYTES, TOKENS, S,
         )  # fmt: skip
@@ -198,7 +198,7 @@ def _launch_few_rows(
     slabs, panels = columns // SLAB, sum(panel_layout.panel_count(part.rows) for part in parts)
     at_once = _slabs_at_once(panels, slabs)
     _few_rows_kernel[(panels,)](
-        first.packed, second.packed, x, bias, out, x.stride(0), out.stride(0), 0x43000000,
+        first.panels, second.panels, x, bias, out, x.stride(0), out.stride(0), 0x43000000,
         ROWS=first.rows,
         **panel_layout.constants(first.quant, columns),
         SECOND_ROWS=second.rows if len(parts) > 1 else 0,
@@ -219,7 +219,7 @@ def _two_parts(codes, more, scale, minimum, PART: tl.constexpr, FORMAT: tl.const
 
 @triton.jit(do_not_specialize=["first", "count"])
 def _decode_kernel(
-    packed, ids, out, first, count,
+    matrix, ids, out, first, count,
     LOOKUP: tl.constexpr, SLAB_COUNT: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr,
     PANEL_BYTES: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -233,8 +233,8 @@ def _decode_kernel(
     word = tl.arange(0, 32)[:, None]
     slabs = tl.minimum(SLAB_COUNT - block * 8, 8)
     slab = tl.minimum(word // 4, slabs - 1)
-    codes, more = formats.planes(packed, panel, slab, word, row, slabs, FORMAT)
-    scale, minimum = formats.scales(packed, panel, slab, word, row, slabs, FORMAT)
+    codes, more = formats.planes(matrix, panel, slab, word, row, slabs, FORMAT)
+    scale, minimum = formats.scales(matrix, panel, slab, word, row, slabs, FORMAT)
     # Part i has columns 8w + i of each word. The lowest bit of i must become the last dimension.
     even = tl.join(
         _two_parts(codes, more, scale, minimum, 0, FORMAT), _two_parts(codes, more, scale, minimum, 2, FORMAT)
@@ -250,9 +250,9 @@ def _decode_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PanelMatrix:
-    """Rows of a matrix in GPU memory. packed: [bytes] uint8, panels of a block format one after the other."""
+    """Rows of a matrix in GPU memory. panels: [bytes] uint8, of a block format, one after the other."""
 
-    packed: torch.Tensor
+    panels: torch.Tensor
     quant: str
     rows: int
     columns: int
@@ -261,8 +261,7 @@ class PanelMatrix:
     def pack(cls, matrix: PackedMatrix, device: str) -> "PanelMatrix":
         """Pack the matrix with the CPU's kernels and copy it. Raises ValueError for a scale that is not finite."""
         linear = native.Linear(matrix.quant, matrix.rows, matrix.columns, matrix.data)
-        packed = host_bytes(*linear.range).to(device, copy=True)
-        return cls(packed, matrix.quant, matrix.rows, matrix.columns)
+        return cls(host_bytes(*linear.range).to(device, copy=True), matrix.quant, matrix.rows, matrix.columns)
 
     def decode(self, out: torch.Tensor, *, first: int = 0, ids: torch.Tensor | None = None) -> None:
         """Decode rows to `out` [count, columns] of any float type: from `first` on, or those of `ids` [count] int64."""
@@ -270,14 +269,14 @@ class PanelMatrix:
             count, columns = out.shape
             rows = 16
             _decode_kernel[(triton.cdiv(count, rows), triton.cdiv(columns, SLAB * SLABS))](
-                self.packed, out if ids is None else ids, out, first, count,
+                self.panels, out if ids is None else ids, out, first, count,
                 LOOKUP=ids is not None,
                 SLAB_COUNT=columns // SLAB,
                 **panel_layout.constants(self.quant, columns),
                 N=rows,
             )  # fmt: skip
             return
-        panels = self.packed.view(panel_layout.panel_count(self.rows), -1)
+        panels = self.panels.view(panel_layout.panel_count(self.rows), -1)
         numbers = torch.arange(first, first + len(out)) if ids is None else ids
         used, place = np.unique(numbers.numpy() // PANEL_ROWS, return_inverse=True)
         decoded = panel_layout.dequantize(panels[torch.from_numpy(used)], self.quant, self.columns)

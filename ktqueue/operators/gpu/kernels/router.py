@@ -1,7 +1,7 @@
 """The router: from its logits to each token's experts and their weights, in one launch.
 
-The kernel also says which experts the CPU computes and counts how often each is used. No host sync: it can be captured
-in a CUDA graph.
+The kernel also tells the CPU which experts it computes, and counts how often each is used. No host sync: it can be
+captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,10 @@ _CHOSEN = tl.constexpr(-(2**63) + 1)  # below the rank of every logit that is no
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of each token: `ids`, `cpu_ids` [tokens, experts_per_token] int64, `weights` float32 of that shape.
-
-    ids: -1 for padding tokens. cpu_ids: the same, and also -1 where the GPU has the expert.
-    """
+    """The experts of each token: `ids` [tokens, experts_per_token] int64, -1 for padding tokens; `weights` float32 of
+    that shape."""
 
     ids: torch.Tensor
-    cpu_ids: torch.Tensor
     weights: torch.Tensor
 
 
@@ -77,7 +74,7 @@ def _sortable(bits):
 
 @triton.jit
 def _route(
-    logits, on_gpu, live_tokens, counts, ids_out, cpu_ids_out, weights_out, cpu_ids_copy, weights_copy, choice,
+    logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice,
     scale, stride,
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
@@ -134,15 +131,13 @@ def _route(
     element = token.to(tl.int64) * CHOSEN + place
     tl.store(ids_out + element, ids, mask=inside)
     tl.store(weights_out + element, weights, mask=inside)
-    cpu_ids = ids
-    if on_gpu is not None:
-        cpu_ids = tl.where(tl.load(on_gpu + ids, mask=counted, other=-1) >= 0, -1, ids)
-        tl.store(cpu_ids_out + element, cpu_ids, mask=inside)
-    if cpu_ids_copy is not None:
-        tl.store(cpu_ids_copy + element, cpu_ids, mask=inside)
-        tl.store(weights_copy + element, weights, mask=inside)
     if counts is not None:
         tl.atomic_add(counts + ids, 1, mask=counted, sem="relaxed")
+    if cpu_ids is not None:
+        if on_gpu is not None:
+            ids = tl.where(tl.load(on_gpu + ids, mask=counted, other=-1) >= 0, -1, ids)
+        tl.store(cpu_ids + element, ids, mask=inside)
+        tl.store(cpu_weights + element, weights, mask=inside)
 
 
 def route(
@@ -153,7 +148,7 @@ def route(
     on_gpu: torch.Tensor | None = None,
     live_tokens: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
-    copies: tuple[torch.Tensor, torch.Tensor] | None = None,
+    for_cpu: tuple[torch.Tensor, torch.Tensor] | None = None,
     choice: torch.Tensor | None = None,
     sigmoid: bool = False,
     scale: float = 1.0,
@@ -165,9 +160,10 @@ def route(
     ordered by their weights, highest first. sigmoid: weights are sigmoids of the logits, not the softmax. scale: all
     weights are multiplied by it at the end. renormalise: weights add up to 1 (Mixtral, norm_topk_prob), or stay 0 if
     all sigmoids are 0; otherwise weights are those of the softmax.
-    on_gpu [experts] int64: >= 0 where the GPU has the expert. live_tokens [1] int32: tokens from there on are padding
-    and get ids -1 and weights 0. counts [experts] int32: the uses by all other tokens are added. copies: a second place
-    for cpu_ids and weights, with their dtypes and shape; it may be pinned host memory.
+    live_tokens [1] int32: tokens from there on are padding and get ids -1 and weights 0. counts [experts] int32: the
+    uses by all other tokens are added. for_cpu: where the CPU reads the ids, -1 where the GPU has the expert, and the
+    weights; of the shapes and dtypes of a Routing, may be pinned host memory. on_gpu [experts] int64: >= 0 where the
+    GPU has the expert.
     A row with NaN or +infinity, or of -infinity alone, gets ids 0, 1, ... and weights of NaN.
     Raises ValueError for shapes that do not fit.
     """
@@ -178,19 +174,17 @@ def route(
     fits &= live_tokens is None or (live_tokens.numel() == 1 and live_tokens.dtype == torch.int32)
     fits &= counts is None or (counts.shape == (experts,) and counts.dtype == torch.int32)
     fits &= choice is None or (choice.shape == logits.shape and choice.dtype == torch.float32)
-    fits &= copies is None or [(x.shape, x.dtype) for x in copies] == [(shape, torch.int64), (shape, torch.float32)]
+    fits &= for_cpu is None or [(x.shape, x.dtype) for x in for_cpu] == [(shape, torch.int64), (shape, torch.float32)]
     check_fits(
         fits, f"route to {experts_per_token}", logits=logits, on_gpu=on_gpu, live_tokens=live_tokens, counts=counts
     )
     if runs_kernel(logits):
         ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
-        cpu_ids = ids if on_gpu is None else torch.empty_like(ids)
         weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-        cpu_ids_copy, weights_copy = copies or (None, None)
         block = triton.next_power_of_2(experts)
         if tokens:
             _route[(tokens,)](
-                logits, on_gpu, live_tokens, counts, ids, cpu_ids, weights, cpu_ids_copy, weights_copy, choice,
+                logits, on_gpu, live_tokens, counts, ids, weights, *(for_cpu or (None, None)), choice,
                 scale, logits.stride(0),
                 EXPERTS=experts,
                 EXPERT_BLOCK=block,
@@ -201,7 +195,7 @@ def route(
                 SUM_FLOOR=SIGMOID_SUM_FLOOR,
                 num_warps=1 if block <= 256 else 4,
             )  # fmt: skip
-        return Routing(ids, cpu_ids, weights)
+        return Routing(ids, weights)
     order = torch.sort((logits if choice is None else choice).float(), dim=-1, descending=True, stable=True)
     ids = order.indices[:, :experts_per_token].contiguous()
     if choice is not None:
@@ -218,10 +212,9 @@ def route(
     if live_tokens is not None:
         padding = torch.arange(tokens, device=ids.device)[:, None] >= live_tokens
         ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0)
-    cpu_ids = ids if on_gpu is None else torch.where(on_gpu[ids] >= 0, -1, ids)
     if counts is not None:
         counts += torch.bincount(ids[ids >= 0], minlength=experts)
-    if copies is not None:
-        copies[0].copy_(cpu_ids)
-        copies[1].copy_(weights)
-    return Routing(ids, cpu_ids, weights)
+    if for_cpu is not None:
+        for_cpu[0].copy_(ids if on_gpu is None else torch.where(on_gpu[ids] >= 0, -1, ids))
+        for_cpu[1].copy_(weights)
+    return Routing(ids, weights)

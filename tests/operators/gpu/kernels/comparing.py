@@ -20,7 +20,13 @@ def assert_same(ours: torch.Tensor, twin: torch.Tensor) -> None:
 
 def clones(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments with their own tensors."""
-    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+
+    def clone(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(clone(part) for part in x)
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
+    return {name: clone(x) for name, x in arguments.items()}
 
 
 def config_sizes(**changes: Any) -> dict[str, Any]:

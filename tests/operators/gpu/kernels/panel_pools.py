@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.kernels.expert_products import ExpertRecord
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 

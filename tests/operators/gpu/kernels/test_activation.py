@@ -32,11 +32,11 @@ def test_gates_are_those_of_transformers(ours: Any, theirs: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_the_kernel_equals_its_twin(activation: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for tokens, intermediate in ((2, 30), (1, 1100)):
         gate_up = (torch.randn(tokens, 2 * intermediate) * 3).to(dtype)
-        ours = by_kernel(gated, activation, gate_up, alpha=1.702, limit=2.0)
-        twin = gated(activation, gate_up.float(), alpha=1.702, limit=2.0)
+        ours = by_kernel(gated, activation, gate_up)
+        twin = gated(activation, gate_up.float())
         torch.testing.assert_close(ours.float(), twin, rtol=1e-5 if dtype == torch.float32 else 2**-6, atol=1e-5)

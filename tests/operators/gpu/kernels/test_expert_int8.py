@@ -9,6 +9,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
+from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.packed import Bytes
@@ -36,17 +37,15 @@ def assert_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     activation: ActivationName = "silu",
-    own_pairs: int = expert_int8.OWN_PAIRS,
 ) -> None:
     """Each launch computes what plain torch does of the same inputs; rows of skipped pairs are zero."""
-    record, slots = pool.record, ids.shape[1]
-    rows, pairs = by_kernel(expert_int8.prepare, x, ids, offsets, own_pairs=own_pairs)
+    record = pool.record
+    rows, pairs = by_kernel(expert_int8.prepare, x, ids, offsets)
     expected = Int8Rows.quantise(x)
     assert torch.equal(rows.codes, expected.codes)
     assert torch.equal(rows.sums, expected.sums)
     torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
-    quants = (record.gate, record.up)
-    mid = by_kernel(expert_int8.gate_up, pool.bytes, offsets, ids, rows, pairs, quants, record.intermediate, activation)
+    mid = by_kernel(expert_int8.gate_up, pool.bytes, offsets, ids, rows, pairs, record, activation)
     computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
     products.gate_up_twin(pool.bytes, offsets, ids, rows.floats(), record, activation, exact)
@@ -61,12 +60,11 @@ def assert_experts(
         assert (mid.codes != wanted.codes)[computed].float().mean() < 1e-2
         again = mid.codes[computed].int().view(len(mid.sums[computed]), -1, 2, 16).sum(3, dtype=torch.int32)
         assert torch.equal(mid.sums[computed], again[:, :, 0] + 65536 * again[:, :, 1])
-    start = record.down_start
-    got = by_kernel(expert_int8.down, pool.bytes, offsets, ids, mid, pairs, weights, record.down, record.hidden, start)
-    partials = torch.empty(len(ids), slots, record.hidden)
+    got = by_kernel(expert_int8.down, pool.bytes, offsets, ids, mid, pairs, weights, record)
+    partials = torch.empty(*ids.shape, record.hidden)
     products.down_twin(pool.bytes, offsets, ids, mid.floats().nan_to_num(), weights, record, partials)
-    assert_close(got.view_as(partials), partials)
-    assert got[~computed].eq(0).all()
+    assert_close(got, partials)
+    assert got.flatten(0, 1)[~computed].eq(0).all()
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
@@ -88,6 +86,7 @@ def test_ways_to_find_pairs(
     slots: int,
     own: bool,
     random_weights: Callable[..., Bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pairs on their own and by expert; unused experts, experts that the GPU lacks, and pairs without an expert."""
     pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), experts, 64, 32)
@@ -96,29 +95,31 @@ def test_ways_to_find_pairs(
     offsets[1] = -1
     ids[ids == 2] = -1
     ids[-1, 0] = -1
-    assert_experts(pool, offsets, ids, x.bfloat16(), weights, own_pairs=32 if own else 0)
+    if not own:
+        monkeypatch.setattr(expert_int8, "OWN_PAIRS", 0)
+    assert_experts(pool, offsets, ids, x.bfloat16(), weights)
 
 
-@pytest.mark.parametrize("activation", products.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
     assert_experts(pool, pool.offsets, ids, x, weights, activation)
 
 
-def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes]) -> None:
+def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles of few pairs, since those of many add in another order."""
+    monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
     pool = make_pool(random_weights, ("Q6_K", "Q4_K", "Q8_0"), 1, 256, 32)
     x, weights = activations(4, 256), torch.ones(4, 1)
-    start, tiles = pool.record.down_start, expert_int8.TILES
     results = []
     for tokens, own_pairs in ((4, 0), (2, 32)):
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
-        rows, pairs = by_kernel(expert_int8.prepare, x[:tokens], ids, pool.offsets, own_pairs=own_pairs)
+        monkeypatch.setattr(expert_int8, "OWN_PAIRS", own_pairs)
+        rows, pairs = by_kernel(expert_int8.prepare, x[:tokens], ids, pool.offsets)
         packed = pool.bytes, pool.offsets, ids
-        mid = by_kernel(expert_int8.gate_up, *packed, rows, pairs, ("Q6_K", "Q4_K"), 32, "silu", tiles.gate_up)
-        results.append(
-            by_kernel(expert_int8.down, *packed, mid, pairs, weights[:tokens], "Q8_0", 256, start, tiles.down)
-        )
+        mid = by_kernel(expert_int8.gate_up, *packed, rows, pairs, pool.record, "silu")
+        results.append(by_kernel(expert_int8.down, *packed, mid, pairs, weights[:tokens], pool.record))
     assert torch.equal(results[0][:2], results[1])
 
 
@@ -133,24 +134,21 @@ def test_rows_that_are_not_finite_poison_themselves() -> None:
     assert (rows.floats()[3] - x[3]).abs().max() <= x[3].abs().max() / 254 * 1.0001
 
 
-def test_the_type_of_activations_can_be_chosen(random_weights: Callable[..., Bytes]) -> None:
+def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Bytes]) -> None:
+    """Unless they are float32, the caller wants exact products, or a matrix is stored as floats."""
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     x, (ids, weights) = activations(3, 64), route(3, 2, 1)
 
-    def run(x: torch.Tensor, kind: products.ActivationType) -> torch.Tensor:
+    def run(x: torch.Tensor, pool: Pool, **options: bool) -> torch.Tensor:
         offsets = (pool.offsets, pool.offsets)
-        return products.experts(pool.bytes, *offsets, ids, x, weights, pool.record, "silu", activations=kind)
+        return products.experts(pool.bytes, *offsets, ids, x, weights, pool.record, "silu", **options)
 
-    assert torch.equal(run(x, "auto"), run(x, "float"))
-    rounded = run(x.bfloat16(), "int8")
-    assert torch.equal(run(x.bfloat16(), "auto"), rounded)
-    assert not torch.equal(rounded, run(x.bfloat16(), "float"))
-    assert (rounded - run(x, "float")).norm() < 0.02 * rounded.norm()
+    assert torch.equal(run(x, pool), run(x, pool, exact=True))
+    rounded = run(x.bfloat16(), pool)
+    assert not torch.equal(rounded, run(x.bfloat16(), pool, exact=True))
+    assert (rounded - run(x, pool)).norm() < 0.02 * rounded.norm()
     floats = make_pool(random_weights, "F16", 2, 64, 32)
-    with pytest.raises(ValueError, match="int8 activations need block formats"):
-        products.experts(
-            floats.bytes, floats.offsets, floats.offsets, ids, x, weights, floats.record, "silu", activations="int8"
-        )
+    assert torch.equal(run(x.bfloat16(), floats), run(x.bfloat16(), floats, exact=True))
 
 
 def test_an_h200_takes_them(tmp_path: Path) -> None:
