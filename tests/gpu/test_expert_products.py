@@ -9,7 +9,7 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
-from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.packed import Bytes
 
 from ..operators.gpu.kernels.panel_pools import make_pool, route, small
@@ -26,22 +26,20 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     assert error <= BOUNDS[dtype] * expected.double().norm()
 
 
-def assert_experts(
-    pool: torch.Tensor,
-    offsets: torch.Tensor,
-    ids: torch.Tensor,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    record: ExpertRecord,
-) -> None:
+def on_gpu(pairs: ExpertPairs) -> ExpertPairs:
+    """The same pairs in GPU memory."""
+    return ExpertPairs(pairs.pool.cuda(), pairs.offsets.cuda(), pairs.ids.cuda(), pairs.record)
+
+
+def assert_experts(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -> None:
     """Both products on the GPU, against the twins of the same inputs."""
-    on_gpu = pool.cuda(), offsets.cuda(), ids.cuda()
-    mid = products.gate_up(*on_gpu, x.cuda(), record, "silu")
-    partials = products.down(*on_gpu, mid, weights.cuda(), record)
-    computed = (ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)
-    expected = products.gate_up(pool, offsets, ids, x, record, "silu")
+    there = on_gpu(pairs)
+    mid = products.gate_up(there, x.cuda(), "silu")
+    partials = products.down(there, mid, weights.cuda())
+    computed = (pairs.ids >= 0) & (pairs.offsets[pairs.ids.clamp(min=0)] >= 0)
+    expected = products.gate_up(pairs, x, "silu")
     assert_close(mid.cpu()[computed], expected[computed], x.dtype)
-    wanted = products.down(pool, offsets, ids, mid.cpu().nan_to_num(), weights, record)
+    wanted = products.down(pairs, mid.cpu().nan_to_num(), weights)
     assert_close(partials, wanted, x.dtype)
     assert partials.cpu()[~computed].eq(0).all()
 
@@ -59,14 +57,14 @@ def test_equals_the_twins(quant: str, dtype: torch.dtype, random_weights: Callab
         for tokens in (1, 5, 90, 200, 700):
             x, (ids, weights) = torch.randn(tokens, hidden).to(dtype), route(tokens, EXPERTS, SLOTS, tokens)
             ids[-1, 0] = -1
-            assert_experts(pool.bytes, offsets, ids, x, weights, pool.record)
+            assert_experts(pool.pairs(ids, offsets), x, weights)
 
 
 def test_all_pairs_on_one_expert(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     for tokens in (3, 100, 600):
         x, ids = torch.randn(tokens, 512).bfloat16(), torch.full((tokens, 2), 4)
-        assert_experts(pool.bytes, pool.offsets, ids, x, torch.rand(tokens, 2), pool.record)
+        assert_experts(pool.pairs(ids), x, torch.rand(tokens, 2))
 
 
 def test_records_far_away(random_weights: Callable[..., Bytes]) -> None:
@@ -75,33 +73,26 @@ def test_records_far_away(random_weights: Callable[..., Bytes]) -> None:
     far = torch.empty((5 << 30) + pool.bytes.numel(), dtype=torch.uint8, device="cuda")
     far[5 << 30 :] = pool.bytes.cuda()
     x, (ids, weights) = torch.randn(9, 256).bfloat16(), route(9, 2, 1)
-    near = pool.bytes.cuda(), pool.offsets.cuda(), ids.cuda()
-    distant = far, pool.offsets.cuda() + (5 << 30), ids.cuda()
-    mids = [products.gate_up(*packed, x.cuda(), pool.record, "silu") for packed in (near, distant)]
+    near = on_gpu(pool.pairs(ids))
+    distant = near._replace(pool=far, offsets=near.offsets + (5 << 30))
+    mids = [products.gate_up(pairs, x.cuda(), "silu") for pairs in (near, distant)]
     assert torch.equal(*mids)
-    assert torch.equal(*(products.down(*packed, mids[0], weights.cuda(), pool.record) for packed in (near, distant)))
+    assert torch.equal(*(products.down(pairs, mids[0], weights.cuda()) for pairs in (near, distant)))
 
 
-def assert_rounded(
-    pool: torch.Tensor,
-    offsets: torch.Tensor,
-    ids: torch.Tensor,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    record: ExpertRecord,
-) -> None:
+def assert_rounded(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -> None:
     """Each launch of the integer kernel, against plain torch of the same inputs; and all of them in one call."""
-    packed, places, chosen, factors = (one.cuda() for one in (pool, offsets, ids, weights))
-    rows, pairs = expert_int8.prepare(x.cuda(), chosen, places)
+    there, ids, record = on_gpu(pairs), pairs.ids, pairs.record
+    rows, lists = expert_int8.prepare(there, x.cuda())
     expected = Int8Rows.quantise(x)
     assert (rows.codes.cpu().int() - expected.codes.int()).abs().max() <= 1
-    x = Int8Rows(*(one.cpu() for one in (rows.codes, rows.scales, rows.sums))).floats()
-    mid = expert_int8.gate_up(packed, places, chosen, rows, pairs, record, "silu")
-    got = expert_int8.down(packed, places, chosen, mid, pairs, factors, record)
-    computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
+    x = Int8Rows(*(part.cpu() for part in (rows.codes, rows.scales, rows.sums))).floats()
+    mid = expert_int8.gate_up(there, lists, rows, "silu")
+    got = expert_int8.down(there, lists, mid, weights.cuda())
+    computed = ((ids >= 0) & (pairs.offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
-    products.gate_up_twin(pool, offsets, ids, x, record, "silu", exact)
-    between = Int8Rows(*(one.cpu() for one in (mid.codes, mid.scales, mid.sums)))
+    products.gate_up_twin(pairs, x, "silu", exact)
+    between = Int8Rows(*(part.cpu() for part in (mid.codes, mid.scales, mid.sums)))
     wanted = Int8Rows.quantise(exact.view(-1, record.intermediate))
     torch.testing.assert_close(
         between.scales[computed], wanted.scales[computed], rtol=1e-4, atol=1e-6 * float(wanted.scales[computed].max())
@@ -109,7 +100,7 @@ def assert_rounded(
     assert (between.codes.int() - wanted.codes.int())[computed].abs().max() <= 1
     assert (between.codes != wanted.codes)[computed].float().mean() < 1e-2
     partials = torch.empty(*ids.shape, record.hidden)
-    products.down_twin(pool, offsets, ids, between.floats().nan_to_num(), weights, record, partials)
+    products.down_twin(pairs, between.floats().nan_to_num(), weights, partials)
     assert_close(got, partials, torch.float32)
     assert got.cpu().flatten(0, 1)[~computed].eq(0).all()
 
@@ -124,16 +115,16 @@ def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[
         for tokens in (1, 2, 9, 13, 40):
             x, (ids, weights) = torch.randn(tokens, hidden).bfloat16(), route(tokens, EXPERTS, SLOTS, tokens)
             ids[-1, 0] = -1
-            assert_rounded(pool.bytes, offsets, ids, x, weights, pool.record)
+            assert_rounded(pool.pairs(ids, offsets), x, weights)
 
 
 def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
-    packed, offsets = pool.bytes.cuda(), pool.offsets.cuda()
+    there = on_gpu(pool.pairs(ids))
     results = [
-        products.experts(packed, offsets, offsets, ids[:n], x[:n], weights[:n], pool.record, "silu") for n in (1, 5, 23)
+        products.experts(there._replace(ids=ids[:n]), there.offsets, x[:n], weights[:n], "silu") for n in (1, 5, 23)
     ]
     assert torch.equal(results[0], results[1][:1])
     assert torch.equal(results[1], results[2][:5])
@@ -148,7 +139,7 @@ def test_few_tokens_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]
     ids, weights = (one.cuda() for one in route(tokens, EXPERTS, SLOTS))
 
     def forward() -> torch.Tensor:
-        return products.experts(packed, offsets, offsets, ids, x, weights, pool.record, "silu")
+        return products.experts(ExpertPairs(packed, offsets, ids, pool.record), offsets, x, weights, "silu")
 
     forward()
     graph = torch.cuda.CUDAGraph()
@@ -166,13 +157,13 @@ def test_few_tokens_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]
 def test_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]) -> None:
     """Replays see new activations, ids and offsets."""
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
-    record, packed, offsets = pool.record, pool.bytes.cuda(), pool.offsets.cuda()
+    packed, offsets = pool.bytes.cuda(), pool.offsets.cuda()
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     ids, weights = (one.cuda() for one in route(tokens, EXPERTS, SLOTS))
+    pairs = ExpertPairs(packed, offsets, ids, pool.record)
 
     def forward() -> torch.Tensor:
-        mid = products.gate_up(packed, offsets, ids, x, record, "silu")
-        return products.down(packed, offsets, ids, mid, weights, record)
+        return products.down(pairs, products.gate_up(pairs, x, "silu"), weights)
 
     forward()
     graph = torch.cuda.CUDAGraph()

@@ -18,6 +18,7 @@ from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefil
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.kernels import expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
@@ -165,9 +166,10 @@ def experts(tokens: int) -> None:
     """Experts with few tokens: all three launches."""
     pool, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(EXPERTS, dtype=torch.int64)
     ids, weights = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, SLOTS)
-    x, pairs = expert_int8.prepare(torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16), ids, offsets)
-    mid = expert_int8.gate_up(pool, offsets, ids, x, pairs, RECORD, "silu")
-    expert_int8.down(pool, offsets, ids, mid, pairs, weights, RECORD)
+    pairs = ExpertPairs(pool, offsets, ids, RECORD)
+    x, lists = expert_int8.prepare(pairs, torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16))
+    mid = expert_int8.gate_up(pairs, lists, x, "silu")
+    expert_int8.down(pairs, lists, mid, weights)
 
 
 def fetched(tokens: int, slots: int) -> None:

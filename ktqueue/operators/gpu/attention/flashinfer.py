@@ -120,9 +120,7 @@ class FlashInferPlanner:
     backend = "flashinfer"
 
     def __init__(self, shape: AttentionShape) -> None:
-        layout = self._layout = shape.layout
-        self._heads = shape.heads
-        self._scaling = shape.scaling
+        self._shape, layout = shape, shape.layout
         self._device = torch.device(shape.device)
         prepare_compiler(self._device)
         import flashinfer
@@ -155,7 +153,7 @@ class FlashInferPlanner:
 
     def plan(self, host: StepContext) -> FlashInferPlan:
         """See AttentionPlanner."""
-        lists = page_lists(host, self._layout.page_size)
+        lists = page_lists(host, self._shape.layout.page_size)
         starts = host.query_starts.numpy()
         arrays = [starts, lists.starts, lists.pages, lists.last, lists.contexts]
         pinned, offsets = staged(arrays, self._device)
@@ -166,17 +164,17 @@ class FlashInferPlanner:
                 firsts,
                 pages,
                 last,
-                head_dim_qk=self._layout.head_dim,
+                head_dim_qk=self._shape.layout.head_dim,
                 causal=True,
                 seq_lens=contexts,
                 max_token_per_sequence=int(np.diff(starts).max()),
                 **self._options[window],
             )
-        return FlashInferPlan(self._prefill, self._scaling)
+        return FlashInferPlan(self._prefill, self._shape.scaling)
 
     def decode_plan(self, rows: int, max_pages: int) -> FlashInferDecodePlan:
         """See AttentionPlanner."""
-        group = self._heads // self._layout.kv_heads
+        group = self._shape.heads // self._shape.layout.kv_heads
         tile = 16 if group <= 16 else 64 if group <= 64 else 128
         parts = max(self._most_parts(), -(-rows * group // tile) + rows - 1)
         with torch.inference_mode(False):
@@ -202,11 +200,10 @@ class FlashInferPlanner:
                 self._plan_bytes += plan.nbytes
                 wrappers[window] = Wrapper(wrapper)
             self._plan_bytes += firsts.nbytes + last.nbytes + pages.nbytes
-            limits = rows, max_pages, self._layout.page_size
-            options = {
-                window: {**common, "head_dim": self._layout.head_dim} for window, common in self._options.items()
-            }
-            return FlashInferDecodePlan(wrappers, self._scaling, pages, limits, options)
+            limits = rows, max_pages, self._shape.layout.page_size
+            head_dim = {"head_dim": self._shape.layout.head_dim}
+            options = {window: common | head_dim for window, common in self._options.items()}
+            return FlashInferDecodePlan(wrappers, self._shape.scaling, pages, limits, options)
 
     def _prefill_wrapper(self, partial: torch.Tensor) -> Any:
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(partial, kv_layout="NHD", backend="fa2")
@@ -215,11 +212,11 @@ class FlashInferPlanner:
 
     def _most_parts(self) -> int:
         """Most parts of a step when FlashInfer splits its keys: two for each processor."""
-        return 2 * self._processors // self._layout.kv_heads
+        return 2 * self._processors // self._shape.layout.kv_heads
 
     def _partial_bytes(self, parts: int, tile: int) -> int:
         """Bytes of the float32 results of `parts` tiles of `tile` query rows and logs of their sums, for all heads."""
-        return self._heads * parts * tile * (self._layout.head_dim + 1) * 4 + 4096
+        return self._shape.heads * parts * tile * (self._shape.layout.head_dim + 1) * 4 + 4096
 
 
 def prepare_compiler(device: torch.device) -> None:

@@ -25,7 +25,8 @@ class ResidentExperts(ExpertResidency):
         on_gpu = any(pool.slots)
         on_cpu = any(count < layer.experts for count, layer in zip(pool.slots, layers, strict=True))
         self._experts = [layer.experts for layer in layers]
-        self._locations = [pool.locations(index, on_gpu=on_gpu, on_cpu=on_cpu) for index in range(len(layers))]
+        rows = [pool.offsets[index, :experts] for index, experts in enumerate(self._experts)]
+        self._locations = [ExpertLocations(row, row, on_gpu, on_cpu) for row in rows]
 
     def locations(self, layer: int) -> ExpertLocations:
         """See ExpertResidency."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, host_bytes
-from ktqueue.operators.gpu.experts.step import ExpertLocations, RoutedLayer
+from ktqueue.operators.gpu.experts.step import RoutedLayer
 
 ABSENT = -1
 
@@ -60,11 +60,6 @@ class ExpertPool:
     def bytes(self) -> int:
         """Bytes of device memory."""
         return self.memory.nbytes + self.offsets.nbytes
-
-    def locations(self, layer: int, *, on_gpu: bool, on_cpu: bool) -> ExpertLocations:
-        """Where steps find the layer's experts. `on_gpu`, `on_cpu`: see ExpertLocations."""
-        row = self.offsets[layer, : self._layers[layer].experts]
-        return ExpertLocations(row, row, on_gpu, on_cpu)
 
     def upload(self, layer: int, expert: int, offset: int) -> None:
         """Copy an expert's record to `offset` in `memory`, on the copy stream."""

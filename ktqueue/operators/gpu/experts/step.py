@@ -11,6 +11,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
@@ -205,9 +206,7 @@ class StepExperts:
         if not locations.on_gpu:
             return None
         residency.wait_for_arrival(index)
-        partials = experts(
-            residency.memory, locations.gate_up, locations.down, routing.ids, x, routing.weights, layer.record,
-            layer.activation, exact=layer.exact,
-        )  # fmt: skip
+        pairs = ExpertPairs(residency.memory, locations.gate_up, routing.ids, layer.record)
+        partials = experts(pairs, locations.down, x, routing.weights, layer.activation, exact=layer.exact)
         residency.release(index)
         return partials

@@ -8,6 +8,7 @@ the pool's, so steps that do not stream see no difference.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +45,14 @@ class StreamPlan:
     copies: list[list[Copy]]
 
 
-class Streamer:
-    """Streams experts of `layers`. `pool` holds their slots and AREAS * `area_bytes` of staging memory."""
+class Streamer(ExpertResidency):
+    """Streams experts of `layers`, in one step at a time, and says where the experts are in that step.
+
+    `pool` holds their slots and AREAS * `area_bytes` of staging memory.
+    """
 
     def __init__(self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream) -> None:
+        self.memory = pool.memory
         self._layers = layers
         self._pool = pool
         self._copies = copies
@@ -57,10 +62,10 @@ class Streamer:
         self._tables = torch.full((len(layers), 2, experts), ABSENT, dtype=torch.int64, device=copies.device)
         self._copy_lists: list[dict[bytes, list[Copy]]] = [{} for _ in layers]  # by the experts' numbers
         self._plan = StreamPlan(-1, (), [], [])
-        self._freed: list[Mark | None] = [None] * AREAS
+        self._freed: list[Mark | None] = [None] * AREAS  # after it nothing reads the area
         self.bytes_streamed = 0
 
-    def begin(self, resident: ExpertResidency, share: float, *, last_too: bool) -> "StreamedExperts":
+    def begin(self, resident: ExpertResidency, share: float, *, last_too: bool) -> Self:
         """Start a step that streams `share` (from 0 to 1) of the experts that are not in GPU memory.
 
         `last_too`: also those of the last layer. `resident`: where steps that stream nothing find the experts.
@@ -73,26 +78,66 @@ class Streamer:
         if (self._plan.version, self._plan.counts) != (self._pool.version, counts):
             self._plan = self._make_plan(counts)
         self._copies.wait_for(self._copies.mark_step())  # earlier short steps may have fetched experts to the areas
-        return StreamedExperts(self, self._copies, self._pool.memory, resident, self._plan)
+        self._resident = resident
+        self._arriving: dict[int, Mark] = {}
+        self._copy_spans: list[tuple[Mark, Mark]] = []
+        self._gpu_spans: list[tuple[Mark, Mark]] = []  # from the end of one layer's experts to the next layer's
+        self._last_done: Mark | None = None
+        for layer in range(AREAS):
+            self._load(layer)
+        return self
 
-    def locations(self, layer: int, on_cpu: bool) -> ExpertLocations:
-        """Where the experts of a layer are in the current step."""
+    def locations(self, layer: int) -> ExpertLocations:
+        """See ExpertResidency."""
+        if self._plan.counts[layer] == 0:
+            return self._resident.locations(layer)
         gate_up, down = self._tables[layer, :, : self._layers[layer].experts]
-        return ExpertLocations(gate_up, down, on_gpu=True, on_cpu=on_cpu)
+        return ExpertLocations(gate_up, down, on_gpu=True, on_cpu=self._plan.on_cpu[layer])
 
-    def load(self, copies: list[Copy], layer: int) -> tuple[Mark, Mark]:
-        """Copy the experts of a layer as soon as its area is free. Returns marks before and after the copies."""
+    def use_counts(self, layer: int) -> torch.Tensor | None:
+        """See ExpertResidency."""
+        return self._resident.use_counts(layer)
+
+    def wait_for_arrival(self, layer: int) -> None:
+        """See ExpertResidency."""
+        if self._last_done is not None:
+            self._gpu_spans.append((self._last_done, self._copies.mark_step()))
+        if layer in self._arriving:
+            self._copies.let_steps_wait_for(self._arriving.pop(layer))
+
+    def release(self, layer: int) -> None:
+        """See ExpertResidency."""
+        self._freed[layer % AREAS] = self._copies.mark_step()
+        self._load(layer + AREAS)
+
+    def layer_done(self, layer: int) -> None:
+        """See ExpertResidency."""
+        self._last_done = self._copies.mark_step()
+
+    @property
+    def layers(self) -> int:
+        """Number of layers whose experts are streamed in this step."""
+        return sum(count > 0 for count in self._plan.counts)
+
+    def seconds(self) -> tuple[float, float] | None:
+        """Mean seconds for a layer: of its copies, and of the GPU between the experts of the layer before and its own;
+        0: not known. None if the step is not finished."""
+        if self._last_done is None or not self._last_done.passed():
+            return None
+        return _mean(self._copy_spans), _mean(self._gpu_spans)
+
+    def _load(self, layer: int) -> None:
+        """Copy the experts of a layer as soon as its area is free."""
+        if layer >= len(self._layers) or self._plan.counts[layer] == 0:
+            return
         freed = self._freed[layer % AREAS]
         if freed is not None:
             self._copies.wait_for(freed)
         begun = self._copies.mark()
-        self._copies.copy(copies)
-        self.bytes_streamed += sum(target.nbytes for _, target in copies)
-        return begun, self._copies.mark()
-
-    def free_area(self, layer: int, mark: Mark) -> None:
-        """Allow copies to the area of this layer after `mark`: nothing reads it from there on."""
-        self._freed[layer % AREAS] = mark
+        self._copies.copy(self._plan.copies[layer])
+        self.bytes_streamed += sum(target.nbytes for _, target in self._plan.copies[layer])
+        self._arriving[layer] = self._copies.mark()
+        self._copy_spans.append((begun, self._arriving[layer]))
 
     def _make_plan(self, counts: tuple[int, ...]) -> StreamPlan:
         """Choose the absent experts with the lowest numbers, lay them out in the areas and fill the tables."""
@@ -144,74 +189,6 @@ class Streamer:
         return [(host_bytes(address, size), memory[offset : offset + size]) for address, offset, size in runs]
 
 
-class StreamedExperts(ExpertResidency):
-    """Where the experts are during one step that streams."""
-
-    def __init__(
-        self,
-        streamer: Streamer,
-        copies: CopyStream,
-        memory: torch.Tensor,
-        resident: ExpertResidency,
-        plan: StreamPlan,
-    ) -> None:
-        self.memory = memory
-        self._streamer = streamer
-        self._copies = copies
-        self._resident = resident
-        self._plan = plan
-        self._arriving: dict[int, Mark] = {}
-        self._copy_spans: list[tuple[Mark, Mark]] = []
-        self._gpu_spans: list[tuple[Mark, Mark]] = []  # from the end of one layer's experts to the next layer's
-        self._last_done: Mark | None = None
-        for layer in range(AREAS):
-            self._load(layer)
-
-    def locations(self, layer: int) -> ExpertLocations:
-        """See ExpertResidency."""
-        if self._plan.counts[layer] == 0:
-            return self._resident.locations(layer)
-        return self._streamer.locations(layer, on_cpu=self._plan.on_cpu[layer])
-
-    def use_counts(self, layer: int) -> torch.Tensor | None:
-        """See ExpertResidency."""
-        return self._resident.use_counts(layer)
-
-    def wait_for_arrival(self, layer: int) -> None:
-        """See ExpertResidency."""
-        if self._last_done is not None:
-            self._gpu_spans.append((self._last_done, self._copies.mark_step()))
-        if layer in self._arriving:
-            self._copies.let_steps_wait_for(self._arriving.pop(layer))
-
-    def release(self, layer: int) -> None:
-        """See ExpertResidency."""
-        self._streamer.free_area(layer, self._copies.mark_step())
-        self._load(layer + AREAS)
-
-    def layer_done(self, layer: int) -> None:
-        """See ExpertResidency."""
-        self._last_done = self._copies.mark_step()
-
-    @property
-    def layers(self) -> int:
-        """Number of layers whose experts are streamed."""
-        return sum(count > 0 for count in self._plan.counts)
-
-    def seconds(self) -> tuple[float, float] | None:
-        """Mean seconds for a layer: of its copies, and of the GPU between the experts of the layer before and its own;
-        0: not known. None if the step is not finished."""
-        if self._last_done is None or not self._last_done.passed():
-            return None
-        return _mean(self._copy_spans), _mean(self._gpu_spans)
-
-    def _load(self, layer: int) -> None:
-        if layer < len(self._plan.counts) and self._plan.counts[layer] > 0:
-            begun, arrived = self._streamer.load(self._plan.copies[layer], layer)
-            self._copy_spans.append((begun, arrived))
-            self._arriving[layer] = arrived
-
-
 @dataclass(frozen=True, slots=True)
 class _LongStep:
     """The current long step. begun: its start in seconds; cpu_busy: seconds that the CPU's experts had worked before
@@ -221,7 +198,7 @@ class _LongStep:
     share: float
     begun: float
     cpu_busy: float
-    streamed: StreamedExperts | None
+    streamed: Streamer | None
 
 
 class StreamingSteps:

@@ -18,8 +18,9 @@ import torch
 
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import activated
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, list_pairs
 from ktqueue.operators.gpu.kernels.operation import tl, triton
-from ktqueue.operators.gpu.kernels.panel_layout import SLAB, ExpertRecord
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB
 
 OWN_PAIRS = 32
 """Up to this number, each pair has its own programs. A weight that two of them read comes from the cache."""
@@ -63,14 +64,6 @@ class Int8Rows:
         """Dequantise: [rows, columns] float32."""
         slabs = self.codes.view(*self.scales.shape, SLAB).float() * self.scales[:, :, None]
         return slabs.view(self.codes.shape)
-
-
-class SortedPairs(NamedTuple):
-    """Pairs by expert, as expert_tensor_cores.sort_pairs returns them."""
-
-    sorted: torch.Tensor
-    starts: torch.Tensor
-    counts: torch.Tensor
 
 
 class Tile(NamedTuple):
@@ -126,14 +119,7 @@ def _prepare_kernel(
     program = tl.program_id(0)
     if CHUNK > 0:
         if program < experts:
-            pair = tl.arange(0, CHUNK)
-            chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
-            match = (chosen == program).to(tl.int32)
-            start = tl.sum(((chosen >= 0) & (chosen < program)).to(tl.int32), 0)
-            found = tl.sum(match, 0)
-            tl.store(sorted_pairs + start + tl.cumsum(match, 0) - 1, pair, mask=match > 0)
-            tl.store(starts + program, start)
-            tl.store(counts + program, tl.where(tl.load(offsets + program) >= 0, found, 0))
+            list_pairs(program, ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK)
     line = program - experts if CHUNK > 0 else program
     if line >= 0:
         for begin in tl.static_range(0, SLAB_COUNT, SLABS):
@@ -253,35 +239,29 @@ def _experts_kernel(
         done += M
 
 
-def prepare(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor) -> tuple[Int8Rows, SortedPairs | None]:
-    """Quantise x [tokens, columns] and sort the pairs of ids [tokens, k] by expert, in one launch.
+def prepare(pairs: ExpertPairs, x: torch.Tensor) -> tuple[Int8Rows, SortedPairs | None]:
+    """Quantise x [tokens, columns] and sort the pairs by expert, in one launch.
 
     Returns no sorted pairs if there are at most OWN_PAIRS, each with its own programs.
     """
     tokens, columns = x.shape
-    rows = Int8Rows.empty(tokens, columns, x.device)
-    slabs = columns // SLAB
-    own = ids.numel() <= OWN_PAIRS
-    experts = offsets.numel()
-    lists = SortedPairs(
-        *(torch.empty(size, dtype=torch.int32, device=x.device) for size in (ids.numel(), experts, experts))
-    )
+    rows, lists = Int8Rows.empty(tokens, columns, x.device), SortedPairs.empty(pairs)
+    number, experts = pairs.ids.numel(), pairs.offsets.numel()
+    own, slabs = number <= OWN_PAIRS, columns // SLAB
     _prepare_kernel[(tokens + (0 if own else experts),)](
-        x, ids, offsets, rows.codes, rows.scales, rows.sums, *lists,
-        ids.numel(), experts, x.stride(0),
+        x, pairs.ids, pairs.offsets, rows.codes, rows.scales, rows.sums, *lists,
+        number, experts, x.stride(0),
         SLAB_COUNT=slabs,
         SLABS=min(triton.next_power_of_2(slabs), 128),
-        CHUNK=0 if own else triton.next_power_of_2(ids.numel()),
+        CHUNK=0 if own else triton.next_power_of_2(number),
     )  # fmt: skip
     return rows, None if own else lists
 
 
 def _launch(
-    pool: torch.Tensor,
-    offsets: torch.Tensor,
-    ids: torch.Tensor,
+    pairs: ExpertPairs,
+    lists: SortedPairs | None,
     x: Int8Rows,
-    pairs: SortedPairs | None,
     quants: tuple[str, str],
     outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
@@ -292,22 +272,21 @@ def _launch(
     """quants: the formats of gate and up, or twice that of one matrix. outs: `out`, `out_scales`, `out_sums`."""
     number, rows = outs[0].shape
     tokens, columns = x.codes.shape
-    experts = offsets.numel()
-    programs = number if pairs is None else experts
+    experts = pairs.offsets.numel()
+    programs = number if lists is None else experts
     average = number / min(experts, number)
     tiles = TILES_OF_MANY if average > MANY_PAIRS else TILES
     tile = tiles.gate_up if activation else tiles.down
-    lists = (ids, ids, ids) if pairs is None else pairs
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
-        pool, offsets, ids, x.codes, x.scales, x.sums, weights, *outs, *lists,
+        pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums, weights, *outs, *(lists or 3 * (pairs.ids,)),
         number, number // tokens, start, triton.cdiv(number, programs),
         ACTIVATION=activation,
         SLAB_COUNT=columns // SLAB,
         ROWS=rows,
         **panel_layout.constants(quants[0], columns),
         **panel_layout.constants(quants[1], columns, "UP_"),
-        OWN=pairs is None,
-        M=1 if pairs is None else 2 if average <= MANY_PAIRS else 4,
+        OWN=lists is None,
+        M=1 if lists is None else 2 if average <= MANY_PAIRS else 4,
         S=tile.slabs,
         N=tile.rows,
         STAGES=tile.stages or None,
@@ -316,36 +295,22 @@ def _launch(
     )  # fmt: skip
 
 
-def gate_up(
-    pool: torch.Tensor,
-    offsets: torch.Tensor,
-    ids: torch.Tensor,
-    x: Int8Rows,
-    pairs: SortedPairs | None,
-    record: ExpertRecord,
-    activation: str,
-) -> Int8Rows:
+def gate_up(pairs: ExpertPairs, lists: SortedPairs | None, x: Int8Rows, activation: str) -> Int8Rows:
     """Return activation(gate x) * (up x), quantised: rows of pairs [tokens * k, intermediate].
 
     Rows of skipped pairs are undefined.
     """
-    mid = Int8Rows.empty(ids.numel(), record.intermediate, ids.device)
+    record = pairs.record
+    mid = Int8Rows.empty(pairs.ids.numel(), record.intermediate, pairs.ids.device)
     outs, quants = (mid.codes, mid.scales, mid.sums), (record.gate, record.up)
-    _launch(pool, offsets, ids, x, pairs, quants, outs, start=0, activation=activation, weights=x.scales)
+    _launch(pairs, lists, x, quants, outs, start=0, activation=activation, weights=x.scales)
     return mid
 
 
-def down(
-    pool: torch.Tensor,
-    offsets: torch.Tensor,
-    ids: torch.Tensor,
-    mid: Int8Rows,
-    pairs: SortedPairs | None,
-    weights: torch.Tensor,
-    record: ExpertRecord,
-) -> torch.Tensor:
+def down(pairs: ExpertPairs, lists: SortedPairs | None, mid: Int8Rows, weights: torch.Tensor) -> torch.Tensor:
     """Return weight * (down mid): [tokens, k, hidden] float32, zero where the pair is skipped."""
-    out = torch.empty(ids.numel(), record.hidden, dtype=torch.float32, device=ids.device)
+    record = pairs.record
+    out = torch.empty(pairs.ids.numel(), record.hidden, dtype=torch.float32, device=pairs.ids.device)
     outs, quants = (out, mid.scales, mid.sums), (record.down, record.down)
-    _launch(pool, offsets, ids, mid, pairs, quants, outs, start=record.down_start, activation="", weights=weights)
-    return out.view(*ids.shape, record.hidden)
+    _launch(pairs, lists, mid, quants, outs, start=record.down_start, activation="", weights=weights)
+    return out.view(*pairs.ids.shape, record.hidden)

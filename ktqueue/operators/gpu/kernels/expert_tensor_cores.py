@@ -12,15 +12,13 @@ import torch
 
 from ktqueue.operators.gpu.kernels import formats, panel_layout
 from ktqueue.operators.gpu.kernels.activation import activated
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, sort_pairs
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.gpu.kernels.panel_layout import FLOATS, SLAB, SLABS
 
 LEADER = tl.constexpr(0)
 EXPERT = tl.constexpr(1)
 SORTED = tl.constexpr(2)
-
-_SORTED_AT_ONCE = 2048
-"""Pairs that a program of the sort reads at a time."""
 
 
 @triton.jit
@@ -86,46 +84,6 @@ def product(
             x = tl.load(x_parts + i * 32, mask=live[:, None], other=0.0) if PERMUTED else parts[i]
             acc = tl.dot(x, weights.to(x.dtype), acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def _sort_kernel(ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK: tl.constexpr):
-    """Program e lists the pairs of expert e, in order, behind those of experts with lower ids."""
-    expert = tl.program_id(0)
-    on_gpu = tl.load(offsets + expert) >= 0
-    lower = tl.zeros((CHUNK,), tl.int32)
-    begin = expert * 0
-    while begin < pairs:  # the interpreter has no range over run-time values
-        pair = begin + tl.arange(0, CHUNK)
-        chosen = tl.load(ids + pair, mask=pair < pairs, other=-1)
-        lower += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
-        begin += CHUNK
-    start = tl.sum(lower, 0)
-    found = tl.zeros((), tl.int32)
-    begin = expert * 0
-    while begin < pairs:
-        pair = begin + tl.arange(0, CHUNK)
-        match = tl.load(ids + pair, mask=pair < pairs, other=-1) == expert
-        place = start + found + tl.cumsum(match.to(tl.int32), 0) - 1
-        tl.store(sorted_pairs + place, pair, mask=match)
-        found += tl.sum(match.to(tl.int32), 0)
-        begin += CHUNK
-    tl.store(starts + expert, start)
-    tl.store(counts + expert, tl.where(on_gpu, found, 0))
-
-
-def sort_pairs(ids: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort pairs by expert on the device: ids [pairs] int64 (negative: skip), offsets [experts] int64 (negative: skip).
-
-    Returns the sorted pairs [pairs] int32, and for each expert where its pairs begin [experts] int32 and how many it
-    has [experts] int32 (0 if skipped).
-    """
-    sorted_pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
-    starts = torch.empty(2, offsets.numel(), dtype=torch.int32, device=ids.device)
-    _sort_kernel[(offsets.numel(),)](
-        ids, offsets, ids.numel(), sorted_pairs, *starts, CHUNK=_SORTED_AT_ONCE, num_warps=8
-    )
-    return sorted_pairs, starts[0], starts[1]
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "slots", "zero_pairs"])
@@ -269,13 +227,11 @@ def _power(value: int, low: int, high: int) -> int:
 
 
 def launch(
-    pool: torch.Tensor,
+    pairs: ExpertPairs,
     x: torch.Tensor,
     out: torch.Tensor,
     quants: tuple[str, ...],
     *,
-    ids: torch.Tensor,
-    offsets: torch.Tensor,
     start: int = 0,
     activation: str = "",
     weights: torch.Tensor | None = None,
@@ -283,41 +239,41 @@ def launch(
 ) -> None:
     """Write x times the transposed weights of each pair's expert to out [pairs, rows].
 
-    quants: the format of one matrix, or of gate and up, which `activation` joins. x [pairs / slots, columns]: `slots`
-    pairs share a row. weights [pairs]: factors of the rows. zero_skipped: rows of skipped pairs become zero. The other
-    arguments are those of expert_products.gate_up.
+    quants: the format of one matrix, or of gate and up, which `activation` joins. start: byte of a record where the
+    matrix begins. x [pairs / slots, columns]: `slots` pairs share a row. weights [pairs]: factors of the rows.
+    zero_skipped: rows of skipped pairs become zero; otherwise they are undefined.
     """
-    pairs, rows = out.shape
-    if pairs == 0:
+    number, rows = out.shape
+    if number == 0:
         return
     columns = x.shape[1]
-    experts = offsets.numel()
+    experts = pairs.offsets.numel()
     exact = x.dtype == torch.float32
     largest_block = 32 if exact else 64 if "F32" in quants else 128  # the largest that fits into shared memory
-    lists = (out, out, out)  # not used
-    if pairs <= 512:
-        find, block_m, scan = (LEADER if pairs <= experts else EXPERT), 16, (64 if pairs <= 64 else 512)
-        programs = min(pairs, experts)
+    lists: tuple[torch.Tensor, ...] = (out, out, out)  # not used
+    if number <= 512:
+        find, block_m, scan = (LEADER if number <= experts else EXPERT), 16, (64 if number <= 64 else 512)
+        programs = min(number, experts)
     else:
         find, scan = SORTED, triton.next_power_of_2(experts)
         # 1.5 times the pairs of an average expert: few experts need a second block, which decodes the weights again.
-        block_m = _power(pairs * 3 // experts // 2, 16, largest_block)
-        programs = pairs // block_m + min(pairs, experts)
-        lists = sort_pairs(ids, offsets)
+        block_m = _power(number * 3 // experts // 2, 16, largest_block)
+        programs = number // block_m + min(number, experts)
+        lists = sort_pairs(pairs)
     permuted = block_m > 16
     if permuted:
         x = _permuted(x)
     elif x.stride(1) != 1:  # rows may be strided, columns not
         x = x.contiguous()
     # The more rows of weights a warp has, the less of x it loads for each. With one token, every warp needs some rows.
-    block_n = (64 if exact else 128) if permuted else (32 if pairs <= 16 else 64)
+    block_n = (64 if exact else 128) if permuted else (32 if number <= 16 else 64)
     if activation:
         block_n //= 2
     gate, up = quants[0], quants[-1]
     zero = 0 if not zero_skipped else 1 if find == LEADER else block_m
     _panels_kernel[(triton.cdiv(rows, block_n), programs)](
-        pool, offsets, ids, x, out if weights is None else weights, out, *lists,
-        pairs, experts, pairs // len(x), x.stride(0), start, triton.cdiv(pairs, programs),
+        pairs.pool, pairs.offsets, pairs.ids, x, out if weights is None else weights, out, *lists,
+        number, experts, number // len(x), x.stride(0), start, triton.cdiv(number, programs),
         ACTIVATION=activation,
         COLUMNS=columns,
         ROWS=rows,

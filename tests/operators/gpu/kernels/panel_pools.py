@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
@@ -18,6 +19,10 @@ class Pool(NamedTuple):
     bytes: torch.Tensor
     offsets: torch.Tensor
     layer: native.ExpertLayer
+
+    def pairs(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> ExpertPairs:
+        """Pairs of these experts. `offsets`: in place of the pool's own."""
+        return ExpertPairs(self.bytes, self.offsets if offsets is None else offsets, ids, self.record)
 
 
 def make_pool(

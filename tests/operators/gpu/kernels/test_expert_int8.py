@@ -11,6 +11,7 @@ from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.packed import Bytes
 
@@ -39,16 +40,16 @@ def assert_experts(
     activation: ActivationName = "silu",
 ) -> None:
     """Each launch computes what plain torch does of the same inputs; rows of skipped pairs are zero."""
-    record = pool.record
-    rows, pairs = by_kernel(expert_int8.prepare, x, ids, offsets)
+    step, record = pool.pairs(ids, offsets), pool.record
+    rows, lists = by_kernel(expert_int8.prepare, step, x)
     expected = Int8Rows.quantise(x)
     assert torch.equal(rows.codes, expected.codes)
     assert torch.equal(rows.sums, expected.sums)
     torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
-    mid = by_kernel(expert_int8.gate_up, pool.bytes, offsets, ids, rows, pairs, record, activation)
+    mid = by_kernel(expert_int8.gate_up, step, lists, rows, activation)
     computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
-    products.gate_up_twin(pool.bytes, offsets, ids, rows.floats(), record, activation, exact)
+    products.gate_up_twin(step, rows.floats(), activation, exact)
     exact = exact.view(-1, record.intermediate)
     wanted = Int8Rows.quantise(exact)
     if computed.any():
@@ -60,9 +61,9 @@ def assert_experts(
         assert (mid.codes != wanted.codes)[computed].float().mean() < 1e-2
         again = mid.codes[computed].int().view(len(mid.sums[computed]), -1, 2, 16).sum(3, dtype=torch.int32)
         assert torch.equal(mid.sums[computed], again[:, :, 0] + 65536 * again[:, :, 1])
-    got = by_kernel(expert_int8.down, pool.bytes, offsets, ids, mid, pairs, weights, record)
+    got = by_kernel(expert_int8.down, step, lists, mid, weights)
     partials = torch.empty(*ids.shape, record.hidden)
-    products.down_twin(pool.bytes, offsets, ids, mid.floats().nan_to_num(), weights, record, partials)
+    products.down_twin(step, mid.floats().nan_to_num(), weights, partials)
     assert_close(got, partials)
     assert got.flatten(0, 1)[~computed].eq(0).all()
 
@@ -116,17 +117,19 @@ def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkey
     for tokens, own_pairs in ((4, 0), (2, 32)):
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
         monkeypatch.setattr(expert_int8, "OWN_PAIRS", own_pairs)
-        rows, pairs = by_kernel(expert_int8.prepare, x[:tokens], ids, pool.offsets)
-        packed = pool.bytes, pool.offsets, ids
-        mid = by_kernel(expert_int8.gate_up, *packed, rows, pairs, pool.record, "silu")
-        results.append(by_kernel(expert_int8.down, *packed, mid, pairs, weights[:tokens], pool.record))
+        pairs = pool.pairs(ids)
+        rows, lists = by_kernel(expert_int8.prepare, pairs, x[:tokens])
+        mid = by_kernel(expert_int8.gate_up, pairs, lists, rows, "silu")
+        results.append(by_kernel(expert_int8.down, pairs, lists, mid, weights[:tokens]))
     assert torch.equal(results[0][:2], results[1])
 
 
 def test_rows_that_are_not_finite_poison_themselves() -> None:
     x = activations(4, 96)
     x[0, 3], x[1, 40], x[2, 64:] = torch.inf, torch.nan, 0.0
-    rows, _ = by_kernel(expert_int8.prepare, x, torch.zeros(4, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    record = panel_layout.ExpertRecord("Q8_0", "Q8_0", "Q8_0", 96, 32)
+    ids, offsets = torch.zeros(4, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    rows, _ = by_kernel(expert_int8.prepare, ExpertPairs(torch.empty(0), offsets, ids, record), x)
     expected = Int8Rows.quantise(x)
     for got, wanted in ((rows.codes, expected.codes), (rows.scales, expected.scales), (rows.sums, expected.sums)):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0, equal_nan=True)
@@ -140,8 +143,7 @@ def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Byt
     x, (ids, weights) = activations(3, 64), route(3, 2, 1)
 
     def run(x: torch.Tensor, pool: Pool, **options: bool) -> torch.Tensor:
-        offsets = (pool.offsets, pool.offsets)
-        return products.experts(pool.bytes, *offsets, ids, x, weights, pool.record, "silu", **options)
+        return products.experts(pool.pairs(ids), pool.offsets, x, weights, "silu", **options)
 
     assert torch.equal(run(x, pool), run(x, pool, exact=True))
     rounded = run(x.bfloat16(), pool)

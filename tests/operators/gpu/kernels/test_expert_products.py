@@ -8,6 +8,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.packed import Bytes
@@ -28,23 +29,20 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND
 
 
 def assert_experts(
-    pool: torch.Tensor,
-    offsets: torch.Tensor,
-    ids: torch.Tensor,
+    pairs: ExpertPairs,
     x: torch.Tensor,
     weights: torch.Tensor,
-    record: ExpertRecord,
     activation: ActivationName = "silu",
     bound: float = BOUND,
 ) -> None:
     """The kernels compute what the twins do; rows of skipped pairs are zero."""
-    mid = by_kernel(products.gate_up, pool, offsets, ids, x, record, activation)
-    partials = by_kernel(products.down, pool, offsets, ids, mid, weights, record)
-    expected = products.gate_up(pool, offsets, ids, x, record, activation)
-    computed = (ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)
+    mid = by_kernel(products.gate_up, pairs, x, activation)
+    partials = by_kernel(products.down, pairs, mid, weights)
+    expected = products.gate_up(pairs, x, activation)
+    computed = (pairs.ids >= 0) & (pairs.offsets[pairs.ids.clamp(min=0)] >= 0)
     if computed.any():
         assert_close(mid[computed].float(), expected[computed].float(), bound)
-        wanted = products.down(pool, offsets, ids, mid.nan_to_num(), weights, record)
+        wanted = products.down(pairs, mid.nan_to_num(), weights)
         assert_close(partials, wanted, bound)
     assert partials[~computed].eq(0).all()
 
@@ -56,8 +54,8 @@ def test_twins_equal_the_cpu_kernels(quant: str, random_weights: Callable[..., B
     x, (ids, weights) = activations(9, hidden), route(9, 5, 3)
     expected = torch.empty_like(x)
     pool.layer.forward(x.numpy(), ids.numpy(), weights.numpy(), expected.numpy())
-    mid = products.gate_up(pool.bytes, pool.offsets, ids, x, pool.record, "silu")
-    assert_close(products.down(pool.bytes, pool.offsets, ids, mid, weights, pool.record).sum(1), expected)
+    mid = products.gate_up(pool.pairs(ids), x, "silu")
+    assert_close(products.down(pool.pairs(ids), mid, weights).sum(1), expected)
 
 
 def test_record_sizes(random_weights: Callable[..., Bytes]) -> None:
@@ -75,21 +73,21 @@ def test_kernels_equal_the_twins(quant: str, random_weights: Callable[..., Bytes
     quants, hidden, intermediate = small(quant)
     pool = make_pool(random_weights, quants, 3, hidden, intermediate)
     x, (ids, weights) = activations(3, hidden), route(3, 3, 2)
-    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
+    assert_experts(pool.pairs(ids), x, weights)
 
 
 def test_three_formats_and_float16(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, ("Q8_0", "Q4_0", "IQ4_NL"), 2, 160, 64)
     x, (ids, weights) = activations(3, 160), route(3, 2, 1)
-    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
-    assert_experts(pool.bytes, pool.offsets, ids, x.half(), weights, pool.record, bound=2e-3)
+    assert_experts(pool.pairs(ids), x, weights)
+    assert_experts(pool.pairs(ids), x.half(), weights, bound=2e-3)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
-    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record, activation)
+    assert_experts(pool.pairs(ids), x, weights, activation)
 
 
 @pytest.mark.parametrize(
@@ -101,39 +99,39 @@ def test_ways_to_find_pairs(tokens: int, experts: int, slots: int, random_weight
     """With unused experts, experts that the GPU lacks, and pairs without an expert."""
     pool = make_pool(random_weights, "MXFP4", experts, 32, 32)
     x, (ids, weights) = activations(tokens, 32), route(tokens, experts, slots)
-    assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
+    assert_experts(pool.pairs(ids), x, weights)
     offsets = pool.offsets.clone()
     offsets[1] = -1
     ids[ids == 2] = -1
     ids[-1, 0] = -1
-    assert_experts(pool.bytes, offsets, ids, x, weights, pool.record)
+    assert_experts(pool.pairs(ids, offsets), x, weights)
 
 
 @pytest.mark.parametrize("ids", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[-1, -1]] * 3])
 def test_repeated_and_no_experts(ids: list[list[int]], random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q4_0", 8, 64, 32)
     x, weights = activations(3, 64), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
-    assert_experts(pool.bytes, pool.offsets, torch.tensor(ids), x, weights, pool.record)
+    assert_experts(pool.pairs(torch.tensor(ids)), x, weights)
 
 
 def test_all_pairs_on_one_expert(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 8, 32, 32)
     for tokens in (70, 600):
         x, ids, weights = activations(tokens, 32), torch.full((tokens, 1), 6), torch.ones(tokens, 1)
-        assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
+        assert_experts(pool.pairs(ids), x, weights)
 
 
 def test_strided_columns(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q8_0", 3, 64, 32)
     for tokens in (3, 130):
         x, (ids, weights) = activations(64, tokens).T, route(tokens, 3, 2)
-        assert_experts(pool.bytes, pool.offsets, ids, x, weights, pool.record)
+        assert_experts(pool.pairs(ids), x, weights)
 
 
 def test_arguments_that_do_not_fit_are_refused(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     ids = torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="one of silu, gelu, gelu_tanh"):
-        products.gate_up(pool.bytes, pool.offsets, ids, activations(2, 64), pool.record, "swiglu_clamped")
+        products.gate_up(pool.pairs(ids), activations(2, 64), "swiglu_clamped")
     with pytest.raises(ValueError, match="do not fit"):
-        products.gate_up(pool.bytes, pool.offsets, ids, activations(3, 64), pool.record, "silu")
+        products.gate_up(pool.pairs(ids), activations(3, 64), "silu")
