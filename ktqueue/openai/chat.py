@@ -14,11 +14,12 @@ from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import TokenLogprob, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
-from ktqueue.openai.choices import Delta, Position, token_text
+from ktqueue.openai.choices import Delta, Position
 from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
 from ktqueue.openai.endpoint import Json, ReplyHead
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
+from ktqueue.openai.prompt_reply import prompt_ids, prompt_logprobs
 from ktqueue.openai.validation import parse
 
 
@@ -26,7 +27,7 @@ class ChatBody(CommonFields):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_ID, description="Preferred over max_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_ID, description="Preferred over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=128, description="Accepted only with tool_choice: none.")
@@ -46,12 +47,13 @@ class ChatBody(CommonFields):
         extras = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             extras.setdefault("reasoning_effort", self.reasoning_effort)
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return GenerationRequest(
             model=self.model,
             messages=tuple(message.plain() for message in self.messages),
             sampling=self.sampling(
                 card,
-                max_tokens=self.max_completion_tokens or self.max_tokens,
+                max_tokens=max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             ),
             job_class=self.class_of_job(),
@@ -60,6 +62,9 @@ class ChatBody(CommonFields):
             chat_template_kwargs=extras,
             user=self.user,
             metadata=self.metadata or {},
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncation(card, max_tokens),
+            return_prompt=bool(self.return_token_ids),
             reply_options=self.reply_options(),
         )
 
@@ -70,7 +75,7 @@ class ChatBody(CommonFields):
 
 def parse_chat(body: Mapping[str, Any]) -> ChatBody:
     """A validated chat body. Raises InvalidRequest."""
-    ours, names = translate(body, special_tokens=False)
+    ours, names = translate(body, chat=True)
     if names.get("max_tokens") and ours["max_tokens"] in (-1, -2):
         del ours["max_tokens"]  # in llama.cpp "no limit" and "to the end of the context"; both are the default here
     return parse(ChatBody, ours, names)
@@ -82,8 +87,10 @@ class ChatReply:
 
     head: ReplyHead
 
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
-        choice: Json = {"index": index, "delta": delta, "finish_reason": finish}
+    def _chunk(
+        self, index: int, delta: Json, logprobs: Json | None = None, finish: str | None = None, **more: Any
+    ) -> Json:
+        choice: Json = {"index": index, "delta": delta, "finish_reason": finish, **more}
         if logprobs is not None:
             choice["logprobs"] = logprobs
         return self.head.body("chat.completion.chunk", [choice])
@@ -91,18 +98,29 @@ class ChatReply:
     def _logprobs(self, positions: Sequence[Position]) -> Json | None:
         if not self.head.logprobs or not positions:
             return None
-        return {"content": [_chat_logprob(position) for position in positions], "refusal": None}
+        return {"content": [self._logprob(position) for position in positions], "refusal": None}
+
+    def _logprob(self, position: Position) -> Json:
+        chosen, top = position.logprobs.chosen, position.logprobs.top
+        return {
+            **_chat_token(chosen, self.head.token_name(chosen, position.token)),
+            "top_logprobs": [_chat_token(token, self.head.token_name(token)) for token in top],
+        }
+
+    def _ids(self, delta: Delta) -> Json:
+        return {"token_ids": delta.token_ids} if self.head.wants("token_ids") else {}
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
         """The role first, then text, then the finish reason with logprobs that no text chunk had."""
         if delta.first:
-            yield self._chunk(delta.index, {"role": "assistant", "content": ""})
-        logprobs = self._logprobs(delta.positions)
+            chunk = self._chunk(delta.index, {"role": "assistant", "content": ""})
+            yield {**chunk, **prompt_ids(self.head, delta.prompt)}
+        logprobs, ids = self._logprobs(delta.positions), self._ids(delta)
         if delta.text:
-            yield self._chunk(delta.index, {"content": delta.text}, logprobs)
-            logprobs = None
+            yield self._chunk(delta.index, {"content": delta.text}, logprobs, **ids)
+            logprobs, ids = None, {}
         if delta.finish_reason is not None:
-            yield self._chunk(delta.index, {}, logprobs, delta.finish_reason)
+            yield self._chunk(delta.index, {}, logprobs, delta.finish_reason, **ids)
 
     def usage_chunk(self, usage: Usage) -> Json:
         """A chunk with token counts and no choices."""
@@ -118,19 +136,14 @@ class ChatReply:
                 if self.head.logprobs
                 else None,
                 "finish_reason": choice.finish_reason,
+                **self._ids(choice),
             }
             for choice in choices
         ]
-        return {**self.head.body("chat.completion", listed), "usage": self.head.usage(usage)}
+        prompt = choices[0].prompt
+        more = {**prompt_ids(self.head, prompt), **prompt_logprobs(self.head, prompt)}
+        return {**self.head.body("chat.completion", listed), "usage": self.head.usage(usage), **more}
 
 
 def _chat_token(token: TokenLogprob, text: str) -> Json:
     return {"token": text, "logprob": token.logprob, "bytes": list(token.token_bytes)}
-
-
-def _chat_logprob(position: Position) -> Json:
-    logprobs = position.logprobs
-    return {
-        **_chat_token(logprobs.chosen, position.token),
-        "top_logprobs": [_chat_token(token, token_text(token)) for token in logprobs.top],
-    }

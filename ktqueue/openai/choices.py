@@ -8,7 +8,7 @@ import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ktqueue.core.events import FinishReason, PositionLogprobs, TokenEvent, TokenLogprob, Usage
+from ktqueue.core.events import FinishReason, PositionLogprobs, PromptPart, TokenEvent, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,15 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The part of a choice that is new since its last delta."""
+    """The part of a choice that is new since its last delta. `prompt`: all of it, in the first delta, if asked for."""
 
     index: int
     first: bool
     text: str
     positions: tuple[Position, ...]
     finish_reason: FinishReason | None
+    token_ids: tuple[int, ...] = ()
+    prompt: PromptPart | None = None
 
 
 def token_text(token: TokenLogprob) -> str:
@@ -36,11 +38,33 @@ def token_text(token: TokenLogprob) -> str:
     return token.token_bytes.decode("utf-8", errors="replace")
 
 
-class Choice:
-    """One choice of a response: takes events and makes deltas."""
+class JoinedPrompt:
+    """The prompt of a job, which its events have in parts."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self) -> None:
+        self._parts: list[PromptPart] = []
+
+    def add(self, part: PromptPart) -> None:
+        """Add the next part."""
+        self._parts.append(part)
+
+    def whole(self) -> PromptPart | None:
+        """All parts as one, or None if there are none."""
+        if len(self._parts) > 1:
+            token_ids = [token_id for part in self._parts for token_id in part.token_ids]
+            logprobs = [entry for part in self._parts for entry in part.logprobs]
+            text = "".join(part.text for part in self._parts)
+            self._parts = [PromptPart(token_ids=tuple(token_ids), text=text, logprobs=tuple(logprobs))]
+        return self._parts[0] if self._parts else None
+
+
+class Choice:
+    """One choice of a response: takes events and makes deltas. `prompt` is that of its job."""
+
+    def __init__(self, index: int, prompt: JoinedPrompt) -> None:
         self.index = index
+        self._prompt = prompt
+        self._token_ids: list[int] = []
         self.started = False
         self._text: list[str] = []
         self._positions: list[Position] = []
@@ -51,6 +75,7 @@ class Choice:
 
     def absorb(self, event: TokenEvent) -> None:
         """Add one event of this choice."""
+        self._token_ids += event.token_ids
         if event.text:
             self._text.append(event.text)
         remaining = len(event.logprobs) if event.finish_reason is not None else 0
@@ -66,8 +91,17 @@ class Choice:
         """The new part, or None if there is nothing to show yet."""
         if not self._text and self._finish is None:
             return None
-        delta = Delta(self.index, not self.started, "".join(self._text), tuple(self._positions), self._finish)
+        delta = Delta(
+            self.index,
+            not self.started,
+            "".join(self._text),
+            tuple(self._positions),
+            self._finish,
+            tuple(self._token_ids),
+            None if self.started else self._prompt.whole(),
+        )
         self.started = True
+        self._token_ids.clear()
         self._text.clear()
         self._positions.clear()
         self._finish = None
@@ -79,13 +113,16 @@ class Choices:
 
     def __init__(self, jobs: int, n: int) -> None:
         self._n = n
-        self._choices = [Choice(index) for index in range(jobs * n)]
+        self._prompts = [JoinedPrompt() for _ in range(jobs)]
+        self._choices = [Choice(index, self._prompts[index // n]) for index in range(jobs * n)]
         self._usage: dict[int, Usage] = {}
 
     def absorb(self, events: Iterable[tuple[int, TokenEvent]]) -> list[Delta]:
         """Add (place of the job, event) pairs. Returns one delta for each changed choice, oldest first."""
         touched: dict[int, Choice] = {}
         for place, event in events:
+            if event.prompt is not None:
+                self._prompts[place].add(event.prompt)
             if event.index < self._n:
                 choice = self._choices[place * self._n + event.index]
                 choice.absorb(event)

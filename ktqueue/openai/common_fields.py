@@ -11,12 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import (
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_SEED,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
     JobClass,
     SamplingParams,
 )
@@ -112,7 +114,7 @@ class CommonFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
-    max_tokens: int | None = Field(None, ge=1, le=MAX_ID)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_ID, description="0: only the prompt is computed.")
     seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -127,6 +129,25 @@ class CommonFields(BaseModel):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     min_tokens: int | None = Field(None, ge=0, le=MAX_ID)
     ignore_eos: bool | None = None
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS, description="Texts that must not appear in the answer."
+    )
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, max_length=MAX_LOGIT_BIAS, description="If it is not empty, no other tokens are chosen."
+    )
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text.")
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its own tokens to the prompt. Default: not to messages."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_ID, description="Use only the last tokens of the prompt. -1: as many as there is room for."
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Likeliest tokens at each place of the prompt. Not in streams."
+    )
+    return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs have token_id:ID instead of texts.")
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Within the class, lower values run first. Default 0."
     )
@@ -135,8 +156,26 @@ class CommonFields(BaseModel):
     job_class: Literal["interactive", "batch"] | None = None
     expires_in: float | None = Field(None, ge=0.001, le=366 * 86400, description="Seconds until the job expires.")
 
-    def sampling(self, card: ModelCard | None, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The sampling parameters of this body, with the defaults of the model on `card`. Raises InvalidRequest."""
+    def sampling(
+        self,
+        card: ModelCard | None,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """The sampling parameters of this body, with the defaults of the model on `card`. Raises InvalidRequest.
+
+        `prompt_logprobs`: for the answer, besides those of the field.
+        """
+        if self.prompt_logprobs is not None and self.stream:
+            raise UnsupportedParameter(
+                "prompt_logprobs is not allowed with stream: true; use echo with logprobs in /v1/completions",
+                param="prompt_logprobs",
+                limit="stream: false",
+                value=self.prompt_logprobs,
+            )
+        alternatives = [count for count in (self.prompt_logprobs, prompt_logprobs) if count is not None]
         defaults = card.sampling_defaults if card else {}
         return SamplingParams(
             temperature=_or(self.temperature, defaults.get("temperature", 1.0)),
@@ -156,11 +195,28 @@ class CommonFields(BaseModel):
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             n=self.n or 1,
+            prompt_logprobs=max(alternatives, default=None),
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
+
+    def truncation(self, card: ModelCard | None, max_tokens: int | None) -> int | None:
+        """The number of tokens of the prompt that are used; None: all."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return None if card is None else max(1, card.max_model_len - max(1, max_tokens or 1))
 
     def reply_options(self) -> dict[str, Any]:
         """What the form of the answer depends on: see GenerationRequest."""
-        return {"timings": True} if self.timings else {}
+        options = {
+            "timings": self.timings,
+            "token_ids": self.return_token_ids,
+            "tokens_as_ids": self.return_tokens_as_token_ids,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+        }
+        return {name: True for name, value in options.items() if value}
 
     def class_of_job(self) -> JobClass:
         """The priority class: `job_class` if set, else by the service tier."""

@@ -4,8 +4,9 @@ Answers follow OpenAI's description 2.3.0: one id, created and model for a whole
 with a finish reason.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, SkipValidation
@@ -14,10 +15,12 @@ from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import PositionLogprobs, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
-from ktqueue.openai.choices import Delta, Position, token_text
+from ktqueue.openai.choices import Delta
 from ktqueue.openai.common_fields import CommonFields
 from ktqueue.openai.endpoint import Json, ReplyHead
+from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.foreign_fields import translate
+from ktqueue.openai.prompt_reply import prompt_ids, prompt_logprobs, prompt_positions
 from ktqueue.openai.validation import must_be, parse
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for max_tokens of /v1/completions
@@ -50,6 +53,13 @@ class CompletionBody(CommonFields):
         str | list[int] | list[str] | list[list[int]] | list[Prompt], SkipValidation, BeforeValidator(_prompt)
     ]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = Field(None, description="Begin the text with the prompt, and logprobs with the prompt's.")
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Generate as many choices and return the n likeliest. Not in streams."
+    )
+    suffix: str | None = Field(
+        None, description="The text after the answer, for models with tokens for filling in the middle."
+    )
 
     def prompts(self) -> list[Prompt]:
         """The prompts, one for each job."""
@@ -59,17 +69,55 @@ class CompletionBody(CommonFields):
         single = type(self.prompt[0]) is int
         return [cast(list[int], self.prompt)] if single else cast(list[Prompt], self.prompt)
 
+    def _choices(self) -> int:
+        """Number of choices that are generated for each prompt. Raises InvalidRequest."""
+        n = self.n or 1
+        if self.best_of is None or self.best_of == n:
+            return n
+        if self.best_of < n:
+            raise InvalidRequest(
+                f"best_of must be at least n ({n}), got {self.best_of}", param="best_of", limit=n, value=self.best_of
+            )
+        if self.stream:
+            raise UnsupportedParameter(
+                f"best_of must be equal to n ({n}) with stream: true, since the best choice is known at the end",
+                param="best_of",
+                limit=n,
+                value=self.best_of,
+            )
+        return self.best_of
+
+    def reply_options(self) -> dict[str, Any]:
+        """See CommonFields. `best`: number of choices that are returned, if more are generated."""
+        options = super().reply_options()
+        if self.echo:
+            options["echo"] = True
+        if self._choices() > (self.n or 1):
+            options["best"] = self.n or 1
+            if self.logprobs is None:
+                options["hidden_logprobs"] = True
+        return options
+
     def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
         """One request for each prompt. `card`: of the model, if it is known. Raises InvalidRequest."""
-        prompts = self.prompts()
-        if len(prompts) * (self.n or 1) > MAX_CHOICES:
+        prompts, choices = self.prompts(), self._choices()
+        if len(prompts) * choices > MAX_CHOICES:
             raise InvalidRequest(
-                f"prompt times n must give at most {MAX_CHOICES} choices, got {len(prompts)} times {self.n}",
+                f"prompt times n must give at most {MAX_CHOICES} choices, got {len(prompts)} times {choices}",
                 param="n",
                 limit=MAX_CHOICES,
-                value=len(prompts) * (self.n or 1),
+                value=len(prompts) * choices,
             )
-        sampling = self.sampling(card, max_tokens=self.max_tokens or DEFAULT_COMPLETION_TOKENS, logprobs=self.logprobs)
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        ranks = choices > (self.n or 1)
+        sampling = self.sampling(
+            card,
+            max_tokens=max_tokens,
+            logprobs=0 if ranks and self.logprobs is None else self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+        if choices != sampling.n:
+            sampling = replace(sampling, n=choices)
         return tuple(
             GenerationRequest(
                 model=self.model,
@@ -81,6 +129,10 @@ class CompletionBody(CommonFields):
                 expires_in=self.expires_in,
                 user=self.user,
                 metadata=self.metadata or {},
+                suffix=self.suffix,
+                add_special_tokens=self.add_special_tokens,
+                truncate_prompt_tokens=self.truncation(card, max_tokens),
+                return_prompt=bool(self.echo or self.return_token_ids),
                 reply_options=self.reply_options(),
             )
             for prompt in prompts
@@ -89,34 +141,73 @@ class CompletionBody(CommonFields):
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
     """A validated completion body. Raises InvalidRequest."""
-    return parse(CompletionBody, *translate(body, special_tokens=True))
+    return parse(CompletionBody, *translate(body, chat=False))
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionReply:
-    """Answers of POST /v1/completions."""
+    """Answers of POST /v1/completions. `echoed`: length in characters of the prompt that each choice began with."""
 
     head: ReplyHead
+    echoed: dict[int, int] = field(default_factory=dict)
 
     def _body(self, choices: list[Json]) -> Json:
         return self.head.body("text_completion", choices)
 
-    def _choice(self, index: int, text: str, positions: Sequence[Position], finish: str | None) -> Json:
+    def _choice(self, delta: Delta, text: str, finish: str | None, *, rest: bool = True) -> Json:
+        """One choice. `rest`: it has everything of the delta besides text, else that was in the chunk before."""
+        prompt = delta.prompt if rest else None
+        token_ids = {"token_ids": delta.token_ids if rest else ()} if self.head.wants("token_ids") else {}
         return {
-            "index": index,
+            "index": delta.index,
             "text": text,
-            "logprobs": _completion_logprobs(positions) if self.head.logprobs else None,
+            "logprobs": self._logprobs(delta if rest else replace(delta, positions=(), prompt=None)),
             "finish_reason": finish,
+            **prompt_ids(self.head, prompt),
+            **prompt_logprobs(self.head, prompt),
+            **token_ids,
         }
 
+    def _logprobs(self, delta: Delta) -> Json | None:
+        """Four lists of equal length, which begin with the prompt if it is part of the text."""
+        if not self.head.logprobs:
+            return None
+        entries: list[tuple[str, int, PositionLogprobs | None]] = []
+        if delta.prompt is not None and self.head.wants("echo"):
+            entries += prompt_positions(self.head, delta.prompt)
+        begin = self.echoed.get(delta.index, 0)
+        entries += [
+            (self.head.token_name(position.logprobs.chosen, position.token), begin + position.offset, position.logprobs)
+            for position in delta.positions
+        ]
+        return {
+            "tokens": [text for text, _, _ in entries],
+            "token_logprobs": [None if entry is None else entry.chosen.logprob for _, _, entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry) for _, _, entry in entries],
+            "text_offset": [offset for _, offset, _ in entries],
+        }
+
+    def _top(self, logprobs: PositionLogprobs) -> dict[str, float]:
+        """Logprobs of the likeliest tokens by text, always with the chosen one, as OpenAI and vLLM return them."""
+        table: dict[str, float] = {}
+        for token in (*logprobs.top, logprobs.chosen):
+            table.setdefault(self.head.token_name(token), token.logprob)
+        return table
+
+    def _text(self, delta: Delta) -> str:
+        """The delta's text, after the prompt in the first delta if that is wanted."""
+        if delta.prompt is None or not self.head.wants("echo"):
+            return delta.text
+        self.echoed[delta.index] = len(delta.prompt.text)
+        return delta.prompt.text + delta.text
+
     def chunks(self, delta: Delta) -> Iterator[Json]:
-        """Text, then the finish reason with logprobs that no text chunk had."""
-        positions = delta.positions
-        if delta.text:
-            yield self._body([self._choice(delta.index, delta.text, positions, None)])
-            positions = ()
+        """Text, then the finish reason with all that no text chunk had."""
+        text = self._text(delta)
+        if text:
+            yield self._body([self._choice(delta, text, None)])
         if delta.finish_reason is not None:
-            yield self._body([self._choice(delta.index, "", positions, delta.finish_reason)])
+            yield self._body([self._choice(delta, "", delta.finish_reason, rest=not text)])
 
     def usage_chunk(self, usage: Usage) -> Json:
         """A chunk with token counts and no choices."""
@@ -124,22 +215,23 @@ class CompletionReply:
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `text_completion` object."""
-        listed = [self._choice(choice.index, choice.text, choice.positions, choice.finish_reason) for choice in choices]
+        listed = [self._choice(choice, self._text(choice), choice.finish_reason) for choice in self._best(choices)]
         return {**self._body(listed), "usage": self.head.usage(usage)}
 
+    def _best(self, choices: Sequence[Delta]) -> Sequence[Delta]:
+        """The choices that are returned: all, or of each prompt those with the highest mean log probability."""
+        kept = self.head.request.reply_options.get("best")
+        if not kept:
+            return choices
+        best: list[Delta] = []
+        generated = self.head.request.sampling.n
+        for first in range(0, len(choices), generated):
+            ranked = sorted(choices[first : first + generated], key=_mean_logprob, reverse=True)[:kept]
+            best += [replace(choice, index=len(best) + place) for place, choice in enumerate(ranked)]
+        return best
 
-def _completion_logprobs(positions: Sequence[Position]) -> Json:
-    return {
-        "tokens": [position.token for position in positions],
-        "token_logprobs": [position.logprobs.chosen.logprob for position in positions],
-        "top_logprobs": [_top(position.logprobs) for position in positions],
-        "text_offset": [position.offset for position in positions],
-    }
 
-
-def _top(logprobs: PositionLogprobs) -> dict[str, float]:
-    """Logprobs of the likeliest tokens by text, always with the chosen one, as OpenAI and vLLM return them."""
-    table: dict[str, float] = {}
-    for token in (*logprobs.top, logprobs.chosen):
-        table.setdefault(token_text(token), token.logprob)
-    return table
+def _mean_logprob(choice: Delta) -> float:
+    """Mean log probability of a choice's tokens, which is minus infinity for a choice without tokens."""
+    values = [position.logprobs.chosen.logprob for position in choice.positions]
+    return sum(values) / len(values) if values else -math.inf

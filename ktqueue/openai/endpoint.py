@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from ktqueue.core.events import Usage
+from ktqueue.core.events import TokenLogprob, Usage
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.request import GenerationRequest
-from ktqueue.openai.choices import Delta
+from ktqueue.openai.choices import Delta, token_text
 
 Json = dict[str, Any]
 
@@ -78,7 +78,17 @@ class ReplyHead:
     @property
     def logprobs(self) -> bool:
         """Whether log probabilities were asked for."""
-        return self.request.sampling.logprobs is not None
+        return self.request.sampling.logprobs is not None and not self.wants("hidden_logprobs")
+
+    def wants(self, option: str) -> bool:
+        """Whether a reply option of the request is set."""
+        return bool(self.request.reply_options.get(option))
+
+    def token_name(self, token: TokenLogprob, text: str | None = None) -> str:
+        """How a token is shown beside its log probability: by its text, or by its id if the request wants that."""
+        if self.wants("tokens_as_ids"):
+            return f"token_id:{token.token_id}"
+        return token_text(token) if text is None else text
 
     def body(self, kind: str, choices: list[Json]) -> Json:
         """A body or chunk of the object type `kind`, in OpenAI's form."""
@@ -89,7 +99,7 @@ class ReplyHead:
 
     def usage(self, usage: Usage) -> Json:
         """Token counts, with the seconds of each part if the request asked for them."""
-        return usage_json(usage, timings=bool(self.request.reply_options.get("timings")))
+        return usage_json(usage, timings=self.wants("timings"))
 
 
 class ReplyFactory(Protocol):

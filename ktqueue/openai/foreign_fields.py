@@ -101,8 +101,8 @@ _KEPT, _PART = "the prompt is always kept whole", "it means something only besid
 _CALLS, _TOOLS = "no tools are called", "tool calls are not served"
 _CONSTRAINED, _BIAS = "output cannot be constrained", "use logit_bias"
 _SAMPLER, _PENALTY = "use top_p or min_p", "use repetition_penalty, presence_penalty or frequency_penalty"
-_EVENTS, _TEMPLATE = "the events of /v1/jobs have them", "use chat_template_kwargs, which the chat template reads"
-_BEAMS, _UNCUT, _LOGPROBS = "there is no beam search", "prompts are not cut", "use logprobs"
+_TEMPLATE = "use chat_template_kwargs, which the chat template reads"
+_BEAMS, _UNCUT, _LOGPROBS = "there is no beam search", "use truncate_prompt_tokens", "use logprobs"
 _DRY = "there is no DRY sampling: use repetition_penalty"
 _RANGE = "penalties look at the whole text"
 _REASONING = "reasoning is part of the text"
@@ -156,12 +156,11 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "web_search_options": _absent("there is no web search"),
     "verbosity": _only("medium", advice="say in the prompt how long the answer should be"),
     # How the prompt is read
-    "add_bos_token": _only(True, advice="send prompt as token ids"),
+    "add_bos_token": _only(True, advice="use add_special_tokens"),
     "add_generation_prompt": _only(True, advice="a new message is always begun"),
     "chat_template": _empty("the model's own is used"),
     "continue_final_message": _empty("a new message is always begun"),
     "documents": _empty("give them in chat_template_kwargs"),
-    "echo": _empty("the prompt is not repeated"),
     "enable_thinking": _absent(_TEMPLATE),
     "negative_prompt": _empty("there is no guidance"),
     "num_ctx": _absent("the server's max_model_len is the context"),
@@ -169,25 +168,20 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "prompt_embeds": _empty("send text or token ids"),
     "raw": _empty("use /v1/completions"),
     "reasoning": _empty("use reasoning_effort or chat_template_kwargs"),
-    "return_full_text": _empty("the prompt is not repeated"),
-    "suffix": _empty("there is no insertion"),
+    "return_full_text": _empty("use echo in /v1/completions"),
     "template": _empty("the model's own is used"),
     "think": _absent(_TEMPLATE),
     "thinking": _absent(_TEMPLATE),
     "token_healing": _empty("prompts are taken as they are"),
     "truncate": _absent(_UNCUT),
-    "truncate_prompt_tokens": _absent(_UNCUT),
     "truncation": _only("disabled", advice=_UNCUT),
     # How tokens are chosen
     "adaptive_target": FieldRefusal("negative or `0`", _is_off, _SAMPLER),
-    "allowed_token_ids": _empty(_BIAS),
-    "bad_words": _empty(_BIAS),
-    "banned_strings": _empty(_BIAS),
+    "banned_strings": _empty("use bad_words"),
     "banned_tokens": _empty(_BIAS),
     "custom_logit_processor": _empty(_BIAS),
     "custom_token_bans": _empty(_BIAS),
     "logits_processors": _empty(_BIAS),
-    "best_of": FieldRefusal("equal to `n`", _is_n, "all choices are returned"),
     "cfg_scale": _only(1, advice="there is no guidance"),
     "guidance_scale": _only(1, advice="there is no guidance"),
     "penalty_alpha": _only(0, advice="there is no contrastive search"),
@@ -236,9 +230,7 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "t_max_predict_ms": _only(0, -1, advice="use expires_in"),
     "thinking_token_budget": _empty("use max_completion_tokens"),
     "thinking_budget": _empty("use max_completion_tokens"),
-    "include_stop_str_in_output": _empty("the stop string is never in the text"),
-    "no_stop_trim": _empty("the stop string is never in the text"),
-    "skip_special_tokens": _only(True, advice="special tokens are never in the text"),
+    "no_stop_trim": _empty("use include_stop_str_in_output"),
     "include_reasoning": _only(True, advice=_REASONING),
     "separate_reasoning": _only(False, advice=_REASONING),
     "reasoning_format": _only("none", advice=_REASONING),
@@ -246,15 +238,12 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "post_sampling_probs": _empty(_LOGPROBS),
     "return_logprob": _empty(_LOGPROBS),
     "top_n_tokens": _only(0, advice=_LOGPROBS),
-    "prompt_logprobs": _absent("only generated tokens have logprobs"),
-    "decoder_input_details": _empty("only generated tokens have logprobs"),
+    "decoder_input_details": _empty("use prompt_logprobs"),
     "details": _empty("use logprobs, or the events of /v1/jobs"),
     "response_fields": _empty("answers are whole"),
     "return_hidden_states": _empty("only text is returned"),
     "return_progress": _empty("a stream begins with the first token"),
-    "return_token_ids": _empty(_EVENTS),
-    "return_tokens": _empty(_EVENTS),
-    "return_tokens_as_token_ids": _empty(_EVENTS),
+    "return_tokens": _empty("use return_token_ids"),
     "timings_per_token": _empty("/metrics has the times"),
     # Weights and caches
     "adapter_id": _empty("there are no adapters"),
@@ -267,22 +256,27 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "custom_params": _empty("there are no extensions"),
 }  # fmt: skip
 
+REFUSED_IN_CHATS: Mapping[str, FieldRefusal] = {
+    "echo": _empty("use continue_final_message"),
+    "suffix": _empty("use /v1/completions"),
+    "best_of": FieldRefusal("equal to `n`", _is_n, "use /v1/completions"),
+}
 
-def translate(body: Body, *, special_tokens: bool) -> tuple[dict[str, Any], dict[str, str]]:
+
+def translate(body: Body, *, chat: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """The body with our names instead of aliases, and the client's name of each field that was renamed.
 
-    `special_tokens`: whether the tokenizer adds special tokens to such a prompt. A chat template has them already.
+    `chat`: whether the prompt is a conversation.
 
     Raises UnsupportedParameter for the first field that asks for something we cannot do, and InvalidRequest if an alias
     contradicts the field that it stands for.
     """
-    always = _only(special_tokens, advice=f"it is always {str(special_tokens).lower()} here")
     translated = dict(body)
     names: dict[str, str] = {}
     for name, value in body.items():
         if value is None:
             continue
-        rule = always if name == "add_special_tokens" else REFUSED.get(name)
+        rule = REFUSED.get(name) or (REFUSED_IN_CHATS.get(name) if chat else None)
         if rule is not None and not rule.is_neutral(value, body):
             raise _unsupported(name, value, rule)
         if name in ALIASES:
@@ -312,7 +306,9 @@ def field_rows() -> list[tuple[str, str]]:
     handling = {name: f"means `{ours}`" for name, ours in ALIASES.items()}
     handling |= {name: f"changes nothing: {why}" for name, why in HINTS.items()}
     handling |= {name: f"refused unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED.items()}
-    handling["add_special_tokens"] = "refused unless as it is: `false` for chats, `true` for completions"
+    handling |= {
+        name: f"refused in chats unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED_IN_CHATS.items()
+    }
     by_way: dict[str, list[str]] = {}
     for name, way in handling.items():
         by_way.setdefault(way, []).append(f"`{name}`")
@@ -321,4 +317,4 @@ def field_rows() -> list[tuple[str, str]]:
 
 def refused_fields() -> tuple[str, ...]:
     """The names of all fields that can be refused."""
-    return (*sorted(REFUSED), "add_special_tokens")
+    return tuple(sorted({*REFUSED, *REFUSED_IN_CHATS}))

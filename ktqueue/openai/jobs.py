@@ -14,10 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidati
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import (
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PRIORITY,
     MAX_SEED,
+    MAX_STOP_LENGTH,
+    MAX_TOP_LOGPROBS,
     GenerationRequest,
     JobClass,
     SamplingParams,
@@ -58,18 +61,28 @@ class SamplingBody(BaseModel):
     stop: Stop = None
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_LOGIT_BIAS)
     min_tokens: int = Field(0, ge=0, le=MAX_ID)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_ID)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_ID)
     ignore_eos: bool = False
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] = Field(
+        [], max_length=MAX_BAD_WORDS
+    )
+    allowed_token_ids: list[TokenId] = Field([], max_length=MAX_LOGIT_BIAS)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def params(self) -> SamplingParams:
         """The SamplingParams. Raises InvalidRequest."""
-        values = self.model_dump(exclude={"logit_bias", "stop", "stop_token_ids"})
+        lists = ("stop_token_ids", "bad_words", "allowed_token_ids")
+        values = self.model_dump(exclude={"logit_bias", "stop", *lists})
         return SamplingParams(
             logit_bias={int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids),
+            bad_words=tuple(self.bad_words),
+            allowed_token_ids=tuple(self.allowed_token_ids),
             **values,
         )
 
@@ -103,6 +116,11 @@ class GenerationBody(BaseModel):
     user: str | None = None
     metadata: Metadata = None
     webhook: WebhookBody | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_ID)
+    return_prompt: bool = Field(False, description="The first events have the prompt's text and tokens.")
+    prompt_only: bool = Field(False, description="The answer is the prompt as text and tokens.")
 
     def request(self) -> GenerationRequest:
         """The GenerationRequest. Raises InvalidRequest."""
@@ -121,6 +139,11 @@ class GenerationBody(BaseModel):
             user=self.user,
             metadata=self.metadata or {},
             webhook=None if self.webhook is None else Webhook.of(self.webhook.model_dump()),
+            suffix=self.suffix,
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            return_prompt=self.return_prompt,
+            prompt_only=self.prompt_only,
         )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ktqueue.broker.jobs import JobRecord
-from ktqueue.core.events import TokenEvent, TokenLogprob
+from ktqueue.core.events import PositionLogprobs, PromptPart, TokenEvent, TokenLogprob
 from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.openai.choices import Choices, token_text
 from ktqueue.openai.endpoint import usage_json
@@ -58,10 +58,9 @@ def event_json(event: TokenEvent) -> Json:
     if event.token_ids:
         value["token_ids"] = event.token_ids
     if event.logprobs:
-        value["logprobs"] = [
-            {**_token(position.chosen), "top_logprobs": [_token(top) for top in position.top]}
-            for position in event.logprobs
-        ]
+        value["logprobs"] = [_position(position) for position in event.logprobs]
+    if event.prompt is not None:
+        value["prompt"] = _prompt(event.prompt)
     if event.finish_reason is not None:
         value["finish_reason"] = event.finish_reason
     if event.state is not None:
@@ -71,6 +70,21 @@ def event_json(event: TokenEvent) -> Json:
     if event.error is not None:
         value["error"] = error_body(event.error)["error"]
     return value
+
+
+def _prompt(part: PromptPart) -> Json:
+    value: Json = {}
+    if part.token_ids:
+        value["token_ids"] = part.token_ids
+    if part.text:
+        value["text"] = part.text
+    if part.logprobs:
+        value["logprobs"] = [None if entry is None else _position(entry) for entry in part.logprobs]
+    return value
+
+
+def _position(position: PositionLogprobs) -> Json:
+    return {**_token(position.chosen), "top_logprobs": [_token(top) for top in position.top]}
 
 
 def _token(token: TokenLogprob) -> Json:

@@ -72,6 +72,17 @@ class ChatLogprobs(_Shape):
     refusal: None = None
 
 
+class PromptLogprob(_Shape):
+    """A token that could be at a place of the prompt. `rank` from 1, null if it is not among the likeliest."""
+
+    logprob: float = Field(le=0)
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, null for the first token
+
+
 class ChatMessage(_Shape):
     """The message of the model."""
 
@@ -87,6 +98,7 @@ class ChatChoice(_Shape):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] = []
 
 
 class ChatCompletion(_Shape):
@@ -99,6 +111,8 @@ class ChatCompletion(_Shape):
     system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs = []
 
 
 class ChatDelta(_Shape):
@@ -115,6 +129,7 @@ class ChatChunkChoice(_Shape):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] = []
 
 
 class ChatCompletionChunk(_Shape):
@@ -127,14 +142,15 @@ class ChatCompletionChunk(_Shape):
     system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | None = None
+    prompt_token_ids: list[int] = []
 
 
 class CompletionLogprobs(_Shape):
-    """Logprobs of a completion choice: four lists of equal length."""
+    """Logprobs of a completion choice: four lists of equal length. The first token of an echoed prompt has null."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -145,6 +161,9 @@ class CompletionChoice(_Shape):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_token_ids: list[int] = []
+    token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs = []
 
 
 class TextCompletion(_Shape):
@@ -220,6 +239,14 @@ class JobList(_Shape):
     data: list[Job]
 
 
+class JobPrompt(_Shape):
+    """A part of the prompt: token ids, text and log probabilities. The first token has null instead."""
+
+    token_ids: list[int] = []
+    text: str = ""
+    logprobs: list[dict[str, Any] | None] = []
+
+
 class JobEvent(_Shape):
     """One event of a job's journal: the data of a server-sent event whose id is `seq`."""
 
@@ -232,6 +259,7 @@ class JobEvent(_Shape):
     state: Literal["done", "failed", "cancelled", "expired"] | None = None
     usage: CompletionUsage | None = None
     error: ErrorDetail | None = None
+    prompt: JobPrompt | None = None
 
 
 class HealthStatus(_Shape):

@@ -163,6 +163,31 @@ def test_tiny_random_model(tiny: Any, budget: int, caching: bool, pages: int) ->
     check_parity(*tiny, budget=budget, caching=caching, pages=pages)
 
 
+@pytest.mark.parametrize("budget", [16, 512])
+def test_log_probabilities_of_prompts_equal_those_of_transformers(tiny: Any, random_model: Any, budget: int) -> None:
+    model, vocabulary, layout, prompts, _ = tiny
+    reference = random_model[0]
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=budget, page_size=PAGE_SIZE)
+    engine = Engine(model, vocabulary, layout, config, 200, 1024)
+    scored = [*[prompt for prompt in prompts if 1 < len(prompt) < 300][:12], prompts[6]]
+    for i, prompt in enumerate(scored):
+        engine.add(str(i), prompt, SamplingParams(max_tokens=0, prompt_logprobs=3))
+    found: dict[str, list[Any]] = {str(i): [] for i in range(len(scored))}
+    while engine.has_work:
+        for one in engine.step():
+            found[one.request_id] += one.prompt_logprobs
+    for i, prompt in enumerate(scored):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0].double().log_softmax(dim=-1)
+        first, *entries = found[str(i)]
+        assert first is None and [entry.chosen.token_id for entry in entries] == prompt[1:]
+        chosen = expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+        assert [entry.chosen.logprob for entry in entries] == pytest.approx(chosen.tolist(), abs=1e-3)
+        top = [[token.logprob for token in entry.top] for entry in entries]
+        for values, best in zip(top, expected[:-1].topk(3).values.tolist(), strict=True):
+            assert values == pytest.approx(best, abs=1e-3)
+
+
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: Any) -> Any:
     """Like `tiny`, but a random DeepSeek-V2 with all features of the family, loaded by the default rules."""

@@ -18,10 +18,7 @@ PROMPTS: dict[str, Mutation] = {
         "ktqueue/engine/sequence.py",
         "        start = max(first, request.prompt_entries - 1)\n",
         "        start = first\n",
-        (
-            f"{ENGINE}::test_a_preempted_prompt_gives_each_entry_once",
-            f"{ENGINE}::test_a_resumed_prompt_goes_on_at_the_next_entry",
-        ),
+        (f"{ENGINE}::test_a_preempted_prompt_gives_each_entry_once",),
     ),
     "logits of whole prompts": Mutation(
         "log probabilities of prompts take limited memory",

@@ -39,7 +39,8 @@ def test_no_field_is_handled_in_two_ways() -> None:
         set(table) for table in (foreign_fields.ALIASES, foreign_fields.HINTS, foreign_fields.REFUSED)
     )
     assert not aliases & hints
-    assert not (aliases | hints) & (refused | ours)
+    assert not (aliases | hints) & (refused | ours | set(foreign_fields.REFUSED_IN_CHATS))
+    assert set(foreign_fields.REFUSED_IN_CHATS) <= set(CompletionBody.model_fields) - set(ChatBody.model_fields)
     assert refused & ours <= {"tools", "tool_choice"}  # accepted if the choice is none
     assert set(foreign_fields.ALIASES.values()) <= ours
 
@@ -56,7 +57,7 @@ def test_an_alias_is_honoured(name: str) -> None:
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("name", [*foreign_fields.REFUSED, "add_special_tokens"])
+@pytest.mark.parametrize("name", foreign_fields.REFUSED)
 def test_a_refusal_names_the_field(name: str) -> None:
     for parse, body in ((parse_chat, CHAT), (parse_completion, COMPLETION)):
         with pytest.raises(UnsupportedParameter) as caught:
@@ -65,6 +66,13 @@ def test_a_refusal_names_the_field(name: str) -> None:
         assert name in caught.value.message
         assert caught.value.limit
         parse({**body, name: None})
+
+
+@pytest.mark.parametrize("name", foreign_fields.REFUSED_IN_CHATS)
+def test_what_only_completions_have_is_refused_in_chats(name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        parse_chat({**CHAT, name: "something"})
+    assert caught.value.param == name
 
 
 def test_a_neutral_value_of_a_refused_field_is_accepted() -> None:
@@ -80,7 +88,7 @@ def test_a_neutral_value_of_a_refused_field_is_accepted() -> None:
     )  # fmt: skip
     with pytest.raises(UnsupportedParameter):
         parse_chat({**CHAT, "typical_p": True})
-    with pytest.raises(InvalidRequest, match="n_predict must be at least 1"):
+    with pytest.raises(InvalidRequest, match="n_predict must be at least 0"):
         parse_completion({**COMPLETION, "n_predict": -1})
 
 
