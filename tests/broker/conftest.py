@@ -1,4 +1,4 @@
-"""Fixtures of the broker's tests: short times, an open broker, a model card, a connection that can be cut."""
+"""Fixtures of the broker's tests: a short lease, an open broker, a model card, a connection that can be cut."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from ktqueue.core.request import GenerationRequest, SamplingParams
 
 @pytest.fixture
 def config(broker_config: BrokerConfig) -> BrokerConfig:
-    """A lease of half a second."""
+    """Settings with a lease of half a second."""
     return replace(broker_config, lease_seconds=0.5)
 
 
@@ -33,7 +33,7 @@ async def broker(config: BrokerConfig) -> AsyncIterator[Broker]:
 
 @pytest.fixture
 def raw(redis_url: str, redis_direct: str) -> Any:
-    """A plain client, to look behind the scripts."""
+    """A plain Redis client, which reads and changes keys directly."""
     with redis.Redis.from_url(redis_direct) as client:
         yield client
 
@@ -75,25 +75,25 @@ def eventually() -> Callable[..., Awaitable[None]]:
 
 
 @pytest.fixture
-async def outlive(broker: Broker, card: ModelCard) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """Let a lease lapse while another worker beats, so that it is no outage."""
+async def expire_leases(broker: Broker, card: ModelCard) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Wait until leases have expired. Another worker renews its own meanwhile, so that this is not an outage."""
     bystander = await Lease.register(broker, replace(card, name="bystander"))
 
     async def wait() -> None:
         lease = broker.config.lease_seconds
-        beats, last = 0, time.monotonic()
-        while beats < 6:
+        renewals, last = 0, time.monotonic()
+        while renewals < 6:
             await asyncio.sleep(lease / 5)
             await bystander.beat({})
-            late = time.monotonic() - last > lease / 2  # this machine was away: an outage, which extends all leases
-            beats, last = 0 if late else beats + 1, time.monotonic()
+            late = time.monotonic() - last > lease / 2  # this machine paused: an outage, which extends all leases
+            renewals, last = 0 if late else renewals + 1, time.monotonic()
 
     yield wait
     await bystander.close()
 
 
 class Proxy:
-    """Stands between a client and the server; can lose the reply of the next command that holds a word."""
+    """Passes bytes between a client and the server. It can lose the reply to the next command that contains a word."""
 
     def __init__(self, server_path: str) -> None:
         self._server_path = server_path
@@ -101,7 +101,7 @@ class Proxy:
         self.lost = 0
 
     def lose_reply_to(self, word: str) -> None:
-        """The next request with the word reaches the server; its reply never comes, the connection is cut."""
+        """Pass on the next request with the word, then cut the connection before its reply."""
         self._lose = word.encode()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -131,18 +131,18 @@ class Proxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for one in (writer, upstream_writer):
-            one.close()
+        for closing in (writer, upstream_writer):
+            closing.close()
             with contextlib.suppress(OSError):
-                await one.wait_closed()
+                await closing.wait_closed()
 
 
 @pytest.fixture
 async def proxy(config: BrokerConfig, tmp_path: Path) -> AsyncIterator[tuple[Proxy, BrokerConfig]]:
-    """A Proxy, and settings that lead through it."""
+    """A Proxy, and settings whose URL leads through it."""
     assert config.url is not None
     if not config.url.startswith("unix:"):
-        pytest.skip("it stands in front of a unix socket")
+        pytest.skip("the proxy needs a server on a unix socket")
     parts = urlsplit(config.url)
     proxy = Proxy(unquote(parts.path))
     path = tmp_path / "proxy.sock"

@@ -1,4 +1,4 @@
-"""Prefix affinity: a hint that changes who runs a job, and in which order, within bounds."""
+"""Prefix affinity: cached prefixes change which worker runs a job, and in which order, within limits."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ async def end(lease: Any, *job_ids: Any) -> None:
 
 @pytest.fixture
 def arrive(broker: Broker, raw: Any) -> Any:
-    """Set when a job came, in seconds from now: in the future it stays young however slow this machine is."""
+    """Set a job's arrival, in seconds from now. One in the future counts as new, however slow this machine is."""
 
     def change(job_id: Any, seconds: Any) -> None:
         at = round((time.time() + seconds) * 1e6)
@@ -46,7 +46,7 @@ def chat(*texts: Any, **fields: Any) -> Any:
     return GenerationRequest(model="tale", messages=messages, **fields)
 
 
-def test_names_are_shared_as_far_as_the_prompts_are_equal() -> None:
+def test_prefix_hashes_are_equal_as_far_as_the_prompts_are() -> None:
     request = GenerationRequest(model="tale", prompt="a" * 5_000)
     longer = GenerationRequest(model="tale", prompt="a" * 5_000 + "b" * 100_000)
     assert len(prefix_hashes(request)) == 3
@@ -57,7 +57,7 @@ def test_names_are_shared_as_far_as_the_prompts_are_equal() -> None:
     assert prefix_hashes(GenerationRequest(model="tale", prompt="a" * 900)) == []
 
 
-def test_a_conversation_that_goes_on_shares_what_was_said() -> None:
+def test_a_continued_conversation_shares_the_prefix_of_its_earlier_turns() -> None:
     turn = chat("x" * 3_000, "y" * 3_000)
     on = chat("x" * 3_000, "y" * 3_000, "z" * 3_000)
     assert prefix_hashes(on)[:3] == prefix_hashes(turn)[:3] != []
@@ -67,7 +67,7 @@ def test_a_conversation_that_goes_on_shares_what_was_said() -> None:
     assert len(prefix_hashes(by_ids)) == 2  # four bytes each
 
 
-async def test_a_warm_job_goes_before_those_that_came_just_before(
+async def test_a_job_with_a_cached_prefix_overtakes_jobs_that_arrived_just_before(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -78,12 +78,12 @@ async def test_a_warm_job_goes_before_those_that_came_just_before(
         for number, name in enumerate(names):
             prompt = OLD + name if number in (5, 17) else f"{name} {NEW}"
             await submit(broker, make_request, name, prompt, job_class=job_class)
-        assert ids(await lease.claim(2)) == [names[5], names[0]]  # the last one is too far away
+        assert ids(await lease.claim(2)) == [names[5], names[0]]  # the last job is beyond the window
         assert ids(await lease.claim(20)) == [names[17], *names[1:5], *names[6:17]]
     await lease.close()
 
 
-async def test_the_longest_prefix_decides_then_the_arrival(
+async def test_the_longest_cached_prefix_goes_first_then_the_earliest_arrival(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -95,26 +95,26 @@ async def test_the_longest_prefix_decides_then_the_arrival(
     await lease.close()
 
 
-async def test_no_job_goes_before_one_that_came_long_before(
+async def test_no_cached_prefix_overtakes_a_job_that_arrived_long_before(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
     await submit(broker, make_request, "first", OLD)
     await lease.claim(1)
-    await submit(broker, make_request, "warm", OLD, priority=1)  # as if it came half a minute later
+    await submit(broker, make_request, "warm", OLD, priority=1)  # ranks as if it had arrived half a minute later
     await submit(broker, make_request, "cold", NEW)
     assert ids(await lease.claim(2)) == ["cold", "warm"]
     await lease.close()
 
 
-async def test_a_young_job_is_left_to_the_worker_that_knows_it(
+async def test_a_new_job_is_left_to_the_worker_that_has_its_prefix(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], arrive: Any
 ) -> None:
     here, there = await Lease.register(broker, card), await Lease.register(broker, card)
     await submit(broker, make_request, "first", OLD)
     assert ids(await there.claim(1)) == ["first"]
     await end(there, "first")
-    assert ids(await there.claim(3)) == []  # it waits for work, with three rows
+    assert ids(await there.claim(3)) == []  # it waits with three free rows
     for job_id, prompt in (("known", OLD), ("unknown", NEW), ("short", "x")):
         await submit(broker, make_request, job_id, prompt)
         arrive(job_id, 60)
@@ -125,7 +125,7 @@ async def test_a_young_job_is_left_to_the_worker_that_knows_it(
     await there.close()
 
 
-async def test_a_job_is_left_for_a_moment_only(
+async def test_a_job_is_left_to_another_worker_for_a_moment_only(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], arrive: Any
 ) -> None:
     here, there = await Lease.register(broker, card), await Lease.register(broker, card)
@@ -134,7 +134,7 @@ async def test_a_job_is_left_for_a_moment_only(
     await there.claim(3)
     await here.wait_for_work(5)
     await submit(broker, make_request, "known", OLD)
-    async with asyncio.timeout(10):  # nobody else takes it, and it wakes the one that left it
+    async with asyncio.timeout(10):  # no other worker takes the job, so the worker that left it wakes up
         while not (claims := await here.claim(3)):
             await here.wait_for_work(60)
     assert ids(claims) == ["known"]
@@ -143,12 +143,12 @@ async def test_a_job_is_left_for_a_moment_only(
 
 
 @pytest.mark.parametrize("why", ["no row", "gone", "dead", "known here too", "other model"])
-async def test_no_job_is_left_to_a_worker_that_does_not_take_it(
+async def test_no_job_is_left_to_a_worker_that_cannot_take_it(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
     arrive: Any,
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
     why: Any,
 ) -> None:
     here, there = await Lease.register(broker, card), await Lease.register(broker, card)
@@ -161,7 +161,7 @@ async def test_no_job_is_left_to_a_worker_that_does_not_take_it(
         await there.close()
         await end(here, *ids(await here.claim(1)))
     elif why == "dead":
-        await outlive()
+        await expire_leases()
         here = await Lease.register(broker, card)
     elif why == "other model":
         here = await Lease.register(
@@ -173,12 +173,12 @@ async def test_no_job_is_left_to_a_worker_that_does_not_take_it(
     await here.close()
 
 
-async def test_what_a_worker_knows_is_bounded_and_goes_with_it(
+async def test_the_remembered_prefixes_of_a_worker_are_bounded_and_deleted_with_it(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
     raw: Any,
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     lease, dead = await Lease.register(broker, card), await Lease.register(broker, card)
     warm = f"{broker.keys.tag}:warm:"
@@ -191,6 +191,6 @@ async def test_what_a_worker_knows_is_bounded_and_goes_with_it(
     assert set(prefix_hashes(make_request(OLD))) == set(names[-2:])
     assert raw.pttl(warm + lease.id) > 0
     await lease.close()
-    await outlive()
+    await expire_leases()
     await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", "1000 1000 0", 1_000, 1_000)
     assert raw.keys("*:warm:*") == []

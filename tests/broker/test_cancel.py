@@ -1,11 +1,11 @@
-"""A task that is cancelled in the middle of a call ends, whenever the cancel comes."""
+"""A task that is cancelled in the middle of a call ends, at whatever moment it is cancelled."""
 
 import asyncio
 
 from ktqueue.broker.broker import Broker
 
 
-async def test_cancel_is_never_swallowed(broker: Broker) -> None:
+async def test_a_cancelled_call_always_ends(broker: Broker) -> None:
     async def call_for_ever() -> None:
         while True:
             await broker.models.cards()

@@ -1,4 +1,4 @@
-"""What a worker is given: rows, not jobs; interactive jobs beyond the free rows."""
+"""A claim counts rows, not jobs, and interactive jobs may exceed the free rows."""
 
 import asyncio
 from collections import Counter
@@ -28,7 +28,7 @@ async def test_a_job_takes_a_row_for_each_choice(
     for job_id, n in (("a", 3), ("b", 1), ("c", 4), ("d", 1)):
         await broker.jobs.submit(make_request(sampling=SamplingParams(n=n)), job_id=job_id)
     assert ids(await lease.claim(4)) == ["a", "b"]
-    assert ids(await lease.claim(2)) == ["c"]  # more than are free: it would wait for ever otherwise
+    assert ids(await lease.claim(2)) == ["c"]  # it needs more rows than are free; otherwise it would never start
     assert ids(await lease.claim(2)) == ["d"]
     await lease.close()
 
@@ -43,14 +43,14 @@ async def test_only_interactive_jobs_go_beyond_the_free_rows(
         for name in ("i1", "i2", "i3", "i4"):
             await broker.jobs.submit(make_request(), job_id=name)
         assert ids(await lease.claim(0, 1)) == ["i1"]
-        assert ids(await lease.claim(2, 3)) == ["i2", "b1", "i3"]  # batch has its share of the free rows alone
+        assert ids(await lease.claim(2, 3)) == ["i2", "b1", "i3"]  # batch gets its share of the free rows only
         assert ids(await lease.claim(0, 5)) == ["i4"]
         assert ids(await lease.claim(0, 5)) == []
         assert ids(await lease.claim(1, 5)) == ["b2"]
         await lease.close()
 
 
-async def test_an_interactive_job_is_not_taken_for_rows_that_are_not_there(
+async def test_an_interactive_job_is_not_claimed_for_more_rows_than_there_are(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -65,7 +65,7 @@ async def test_a_worker_may_wait_for_interactive_work_alone(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
-    await lease.wait_for_work(5)  # what there was before it subscribed it may have missed
+    await lease.wait_for_work(5)  # it may have missed messages from before its subscription
     waiting = asyncio.create_task(lease.wait_for_work(30, interactive_only=True))
     for _ in range(3):
         await broker.jobs.submit(make_request(job_class=JobClass.BATCH))
@@ -93,7 +93,7 @@ async def test_a_repeated_claim_beyond_the_free_rows_gives_the_same_jobs(
 async def test_a_claim_ends_with_the_job_that_makes_it_heavy(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
-    """Redis writes the reply while all others wait. Either long prompts or what dead workers have said may be heavy."""
+    """Redis serves nobody else while it writes a reply. Long prompts and long journals both make one heavy."""
     lease = await Lease.register(broker, card)
     for job_id in ("a", "b", "c", "d"):
         await broker.jobs.submit(make_request(prompt=3 * MIB * job_id), job_id=job_id)

@@ -1,4 +1,4 @@
-"""The Python API, async and blocking, against a worker that answers by the protocol."""
+"""The Python API, async and blocking, with a worker that speaks the broker's protocol and has no model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ from ktqueue.core.request import GenerationRequest
 
 @pytest.fixture
 async def echo_worker(config: BrokerConfig, card: ModelCard) -> Any:
-    """Answers each job with the words of its prompt, a word an event, to every choice."""
+    """A worker that answers each choice with the words of the prompt, one word per event."""
 
     async def work(broker: Any) -> None:
         lease = await Lease.register(broker, card)
@@ -62,7 +62,7 @@ def _numbered(event: Any, seq: Any) -> Any:
     return replace(event, seq=seq)
 
 
-async def test_generate_stream_status_cancel(
+async def test_a_client_generates_streams_asks_and_cancels(
     config: BrokerConfig, echo_worker: Any, eventually: Callable[..., Awaitable[None]]
 ) -> None:
     async with Client(config=config) as client:
@@ -88,7 +88,7 @@ async def test_generate_stream_status_cancel(
             await client.generate(model="tale", prompt="fail")
 
 
-async def test_the_client_refuses_what_is_wrong(
+async def test_the_client_refuses_wrong_requests(
     config: BrokerConfig, echo_worker: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with Client(config=config) as client:

@@ -1,4 +1,4 @@
-"""The server's clock steps: nobody waits for longer than without the step, and nothing that lives is forgotten.
+"""The server's clock steps: nobody waits longer than without the step, and no live job, worker or model is forgotten.
 
 A step is what it leaves behind: times in Redis that are too far ahead (it went back) or too long ago (it went forward).
 """
@@ -23,7 +23,7 @@ HOUR = 3_600_000_000  # us
 
 @pytest.fixture
 def step(broker: Broker, raw: Any) -> Any:
-    """Let the clock step by so many us: all times in Redis are as much farther from now as it went."""
+    """Let the clock step by a number of us, by shifting all stored times the other way."""
 
     def move(by: Any) -> None:
         tag = broker.keys.tag
@@ -36,7 +36,7 @@ def step(broker: Broker, raw: Any) -> Any:
             for field in ("requests", "tokens", "updated"):
                 if raw.hexists(key, field):
                     raw.hincrby(key, field, -by)
-        if by > 0:  # what has a time to live expires that much earlier
+        if by > 0:  # keys with a time to live expire that much earlier
             for key in raw.keys("*"):
                 left = raw.pttl(key)
                 if left > 0:
@@ -45,19 +45,19 @@ def step(broker: Broker, raw: Any) -> Any:
     return move
 
 
-async def test_a_clock_that_goes_back_leaves_no_dead_workers_jobs_for_longer(
+async def test_a_clock_that_goes_back_delays_no_jobs_of_dead_workers(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
     step: Any,
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     dead = await Lease.register(broker, card)
     await broker.jobs.submit(make_request())
     await dead.claim(1)
     step(-40_000_000)
     await broker.reaper().reap()
-    await outlive()
+    await expire_leases()
     assert await broker.reaper().reap() == (1, 0)
 
 
@@ -85,7 +85,7 @@ async def test_a_clock_that_was_ahead_leaves_no_rate_limit(
     await lease.close()
 
 
-async def test_what_a_job_took_beyond_its_reservation_is_still_charged_after_a_step(
+async def test_tokens_beyond_a_reservation_are_charged_although_the_clock_has_stepped(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], step: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -103,7 +103,7 @@ async def test_what_a_job_took_beyond_its_reservation_is_still_charged_after_a_s
     await lease.close()
 
 
-async def test_an_hour_ahead_forgets_no_model_and_takes_no_living_workers_jobs(
+async def test_a_step_of_an_hour_forgets_no_model_and_takes_no_live_workers_jobs(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], step: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -119,7 +119,7 @@ async def test_an_hour_ahead_forgets_no_model_and_takes_no_living_workers_jobs(
     await lease.close()
 
 
-async def test_a_worker_that_was_parked_in_the_future_is_given_no_job(
+async def test_a_worker_that_was_parked_in_the_future_gets_no_job(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], step: Any
 ) -> None:
     silent = await Lease.register(broker, card)

@@ -1,4 +1,4 @@
-"""A process that dies closes its connections: its jobs go on before its lease ends. Who stands still keeps both."""
+"""A dead process has closed its connections, so its jobs are queued before its lease ends. A stopped one keeps both."""
 
 import asyncio
 import contextlib
@@ -46,24 +46,24 @@ asyncio.run(main(sys.argv[1], float(sys.argv[2])))
 
 
 class Silence:
-    """Looks at leases by the server's clock while reapers are at work."""
+    """Watches leases by the server's clock while it calls the reaper."""
 
     def __init__(self, broker: Broker, raw: Any) -> None:
         self._broker, self._raw = broker, raw
 
     def left(self, worker: str) -> float | None:
-        """Seconds of its lease; None: it has none."""
+        """Remaining seconds of a worker's lease, or None if it has no lease."""
         (seconds, microseconds), expiry = self._raw.time(), self._raw.zscore(f"{self._broker.keys.tag}:leases", worker)
         return None if expiry is None else expiry / 1e6 - seconds - microseconds / 1e6
 
     async def of_channel(self, worker: str) -> None:
-        """Wait until the server knows of no subscription of the worker: it learns later than who ends it."""
+        """Wait until the server has noticed the end of the worker's subscription, which takes a moment."""
         async with asyncio.timeout(20):
             while self._raw.pubsub_numsub(f"{self._broker.keys.tag}:worker:{worker}")[0][1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until(self, worker: str, share: float) -> float | None:
-        """Reap until the worker has lost its lease (None), or has no more than this share of it; what it has."""
+        """Reap until the worker has lost its lease or has at most `share` of it. Returns the seconds left, or None."""
         while (left := self.left(worker)) is not None and left > share * self._broker.config.lease_seconds:
             await self._broker.reaper().reap()
             await asyncio.sleep(0.05)
@@ -112,10 +112,10 @@ def worker(broker: Broker) -> Iterator[WorkerProcess]:
         process.stdout.close()
 
 
-async def test_the_jobs_of_a_killed_process_go_on_before_its_lease_ends(
+async def test_the_jobs_of_a_killed_process_are_queued_before_its_lease_ends(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], silence: Any
 ) -> None:
-    await (await Lease.register(broker, card)).close()  # makes the model known
+    await (await Lease.register(broker, card)).close()  # the model is known from here on
     job = await broker.jobs.submit(make_request())
     with worker(broker) as process:
         holder = await asyncio.to_thread(process.lease_id)
@@ -125,7 +125,7 @@ async def test_the_jobs_of_a_killed_process_go_on_before_its_lease_ends(
     assert (after.state, after.attempts) == (JobState.QUEUED, 1)
 
 
-async def test_a_process_that_stands_still_keeps_its_lease_to_the_end(
+async def test_a_stopped_process_keeps_its_lease_until_it_expires(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], silence: Any
 ) -> None:
     await (await Lease.register(broker, card)).close()
@@ -139,21 +139,23 @@ async def test_a_process_that_stands_still_keeps_its_lease_to_the_end(
 
 @pytest.fixture
 async def far(config: BrokerConfig, card: ModelCard) -> Any:
-    """A lease over connections of its own, and how to cut these for ever."""
+    """A lease over separate connections, and a function that closes these for good."""
     elsewhere = await Broker.open(config)
     lease = await Lease.register(elsewhere, card)
     yield lease, elsewhere.close
     await elsewhere.close()
 
 
-async def test_nothing_is_taken_before_a_beat_is_missed(broker: Broker, far: Any, silence: Any) -> None:
+async def test_a_closed_connection_ends_no_lease_before_a_renewal_is_missed(
+    broker: Broker, far: Any, silence: Any
+) -> None:
     lease, cut = far
     await lease.beat({})
     await cut()
     assert (await silence.until(lease.id, 0.7)) is not None
 
 
-async def test_who_beats_without_a_subscription_keeps_its_lease(far: Any, silence: Any) -> None:
+async def test_a_worker_that_renews_without_a_subscription_keeps_its_lease(far: Any, silence: Any) -> None:
     lease, _ = far
     await lease.beat({})
     await lease._broker.hub.close()
@@ -162,7 +164,9 @@ async def test_who_beats_without_a_subscription_keeps_its_lease(far: Any, silenc
     assert (await silence.until(lease.id, 0.5)) is not None
 
 
-async def test_a_server_that_was_away_knows_of_no_connection(broker: Broker, far: Any, silence: Any, raw: Any) -> None:
+async def test_a_restarted_server_draws_no_conclusion_from_missing_connections(
+    broker: Broker, far: Any, silence: Any, raw: Any
+) -> None:
     lease, cut = far
     await lease.beat({})
     raw.hset(f"{broker.keys.tag}:worker:{lease.id}", "home", "the server before")

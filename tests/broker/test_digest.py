@@ -1,4 +1,4 @@
-"""A job that has begun goes on under the digest that it began with, and under no other."""
+"""A started job continues only under the digest that it started with."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ A, B = "a" * 32, "b" * 32
 
 @pytest.fixture
 async def workers(broker: Broker, card: ModelCard) -> Any:
-    """Two workers of one name with different weights."""
+    """Two workers that serve different weights under one model name."""
     leases = [await Lease.register(broker, replace(card, digest=digest)) for digest in (A, B)]
     yield leases
     for lease in leases:
@@ -29,13 +29,13 @@ async def workers(broker: Broker, card: ModelCard) -> Any:
 
 
 async def begin(lease: Any, job: Any) -> None:
-    """Claim a job, the only one that waits, and show its first token."""
+    """Claim the only waiting job and commit its first token."""
     (claim,) = await lease.claim(1)
     assert claim.job_id == job.id
     await lease.commit([(job.id, TokenEvent(seq=1, token_ids=(7,), text="x"))])
 
 
-async def test_a_job_that_has_begun_goes_to_its_own_digest_alone(
+async def test_a_started_job_continues_only_under_its_digest(
     broker: Broker, card: ModelCard, workers: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     ours, theirs = workers
@@ -53,7 +53,7 @@ async def test_a_job_that_has_begun_goes_to_its_own_digest_alone(
     await twin.close()
 
 
-async def test_a_job_that_has_not_begun_goes_to_any_worker_of_the_name(
+async def test_a_job_that_has_not_started_goes_to_any_worker_of_the_model(
     broker: Broker, workers: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     ours, theirs = workers
@@ -63,7 +63,7 @@ async def test_a_job_that_has_not_begun_goes_to_any_worker_of_the_name(
     await begin(theirs, job)
     assert (await broker.jobs.get(job.id)).digest == B
     await theirs.release([job.id])
-    assert await ours.claim(8) == []  # now it has begun
+    assert await ours.claim(8) == []  # the job has started
 
 
 async def test_a_dead_workers_jobs_wait_for_its_digest(
@@ -81,7 +81,7 @@ async def test_a_dead_workers_jobs_wait_for_its_digest(
     await twin.close()
 
 
-async def test_what_was_handed_over_is_bound_too(
+async def test_a_job_that_was_handed_over_is_bound_to_its_digest_too(
     broker: Broker, card: ModelCard, workers: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     ours, theirs = workers
@@ -96,10 +96,10 @@ async def test_what_was_handed_over_is_bound_too(
     assert await theirs.claim(8) == []
 
 
-async def test_jobs_of_both_kinds_are_claimed_in_one_order(
+async def test_bound_and_common_jobs_are_claimed_in_one_order(
     broker: Broker, workers: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
-    """By arrival and priority, interactive ones first, as if they were in one queue."""
+    """They are claimed by class, arrival and priority, as if they were in one queue."""
     ours, _ = workers
     jobs = [await broker.jobs.submit(make_request(job_class=JobClass.BATCH)) for _ in range(2)]
     await ours.claim(2)
@@ -138,7 +138,7 @@ async def test_a_bound_job_can_be_cancelled_and_expires(
 async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
-    """Not before its time, and not while nobody serves the model at all."""
+    """It does not fail before `digest_wait`, nor while no worker serves the model."""
     async with await Broker.open(replace(config, digest_wait=0.2, lease_seconds=5.0)) as broker:
         reaper = broker.reaper()
         ours = await Lease.register(broker, replace(card, digest=A))
@@ -148,13 +148,13 @@ async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(
         index, entry = f"{broker.keys.tag}:bound", f"1:{A}:tale"
         long_ago = 1_000_000
         raw.zadd(index, {entry: long_ago})
-        assert await reaper.fail_unserved() == 0  # no worker of the name
+        assert await reaper.fail_unserved() == 0  # no worker serves the model
         assert raw.zscore(index, entry) > long_ago
         theirs = await Lease.register(broker, replace(card, digest=B))
-        assert await reaper.fail_unserved() == 0  # others serve it, but not long enough
+        assert await reaper.fail_unserved() == 0  # others have served it, but not long enough
         twin = await Lease.register(broker, replace(card, digest=A))
         raw.zadd(index, {entry: long_ago})
-        assert await reaper.fail_unserved() == 0  # one that could take it
+        assert await reaper.fail_unserved() == 0  # a worker that can take it
         await twin.close()
         raw.zadd(index, {entry: long_ago})
         assert await reaper.fail_unserved() == 1
@@ -167,10 +167,10 @@ async def test_a_job_whose_digest_is_gone_for_good_fails_and_says_why(
         await theirs.close()
 
 
-async def test_what_an_older_reaper_put_back_is_still_bound(
+async def test_a_job_that_an_older_reaper_queued_is_still_bound(
     broker: Broker, workers: Any, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
-    """The release before this one knows one queue for all, and looks into no other."""
+    """The previous release knows only the common queue."""
     ours, theirs = workers
     job, other = await broker.jobs.submit(make_request()), await broker.jobs.submit(make_request())
     await ours.claim(2)
@@ -180,14 +180,14 @@ async def test_what_an_older_reaper_put_back_is_still_bound(
     for one, place in raw.zrange(bound, 0, -1, withscores=True):
         raw.zadd(queue, {one: place})
         raw.zrem(bound, one)
-    # An old gateway's cancel takes a bound job out of no queue.
+    # The cancel of an older gateway leaves a bound job in its queue.
     raw.hset(f"{broker.keys.tag}:job:{other.id}", "state", "cancelled")
     assert await theirs.claim(8) == []
     assert raw.zcard(queue) == 0
     assert [claim.job_id for claim in await ours.claim(8)] == [job.id]
 
 
-async def test_jobs_and_workers_from_before_digests_go_on_as_they_did(
+async def test_jobs_and_workers_without_digests_work_as_before(
     broker: Broker, card: ModelCard, workers: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     ours, _ = workers
@@ -210,7 +210,7 @@ async def test_cards_and_workers_show_their_digests(broker: Broker, card: ModelC
 
 
 async def test_the_first_release_can_read_new_cards(broker: Broker, card: ModelCard, workers: Any, raw: Any) -> None:
-    """It refuses a card with a field that it does not know."""
+    """The first release refuses a card with an unknown field."""
     stored = raw.hget(f"{broker.keys.tag}:models", "tale")
     first = ("v", "name", "created", "max_model_len", "vocab_size", "architecture", "quantization", "max_num_seqs")
     assert tuple(re.findall(rb'"(\w+)":', stored)) == tuple(name.encode() for name in first)

@@ -1,4 +1,4 @@
-"""How jobs end: exactly once, with a last event, whoever ends them."""
+"""Every job ends exactly once, with a last event, whoever ends it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -24,7 +24,7 @@ async def lease(broker: Broker, card: ModelCard) -> Any:
 
 @pytest.fixture
 async def ended(broker: Broker) -> Any:
-    """Assert how a job ended: its record, its journal, and the live view of it agree."""
+    """Assert how a job ended: its record, its journal and a live reader agree."""
 
     async def check(job_id: Any, state: Any, code: Any = None, seqs: Any = None) -> None:
         record = await broker.jobs.get(job_id)
@@ -63,14 +63,14 @@ async def test_a_running_job_is_cancelled_by_its_worker(
     record = await broker.jobs.cancel(job.id)
     assert (record.state, record.cancel_requested) == (JobState.RUNNING, True)
     assert await lease.commit([(job.id, TokenEvent(seq=1, text="a"))]) == {job.id}
-    assert await lease.commit([]) == {job.id}  # until it has ended
+    assert await lease.commit([]) == {job.id}  # repeated until the job has ended
     usage = Usage(prompt_tokens=1, completion_tokens=1)
     assert await lease.commit([(job.id, TokenEvent(seq=2, state=JobState.CANCELLED, usage=usage))]) == set()
     assert (await broker.jobs.get(job.id)).usage == usage
     await ended(job.id, JobState.CANCELLED, None, 2)
 
 
-async def test_a_finish_that_comes_before_the_cancel_wins(
+async def test_a_job_that_ends_before_its_cancel_stays_done(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
 ) -> None:
     job = await broker.jobs.submit(make_request())
@@ -81,7 +81,7 @@ async def test_a_finish_that_comes_before_the_cancel_wins(
     await ended(job.id, JobState.DONE, None, 1)
 
 
-async def test_a_finish_in_the_step_that_would_have_told_of_the_cancel_wins(
+async def test_a_job_that_ends_in_the_step_that_reports_its_cancel_stays_done(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
 ) -> None:
     job = await broker.jobs.submit(make_request())
@@ -91,7 +91,7 @@ async def test_a_finish_in_the_step_that_would_have_told_of_the_cancel_wins(
     await ended(job.id, JobState.DONE, None, 1)
 
 
-async def test_cancels_and_finishes_race(
+async def test_cancels_and_ends_may_race(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], ended: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -148,7 +148,7 @@ async def test_a_queued_job_expires(
     assert [claim.job_id for claim in await lease.claim(4)] == [kept.id]
 
 
-async def test_a_job_that_is_too_late_is_not_claimed(
+async def test_an_expired_job_is_not_claimed(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
 ) -> None:
     job = await broker.jobs.submit(make_request(expires_in=0.05))
@@ -157,7 +157,7 @@ async def test_a_job_that_is_too_late_is_not_claimed(
     await ended(job.id, JobState.EXPIRED, "deadline_exceeded", 1)
 
 
-async def test_a_running_job_expires_and_its_worker_is_told(
+async def test_a_running_job_expires_and_its_worker_must_stop_it(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], ended: Any
 ) -> None:
     job = await broker.jobs.submit(make_request(expires_in=0.1))
@@ -175,7 +175,7 @@ async def test_a_running_job_expires_and_its_worker_is_told(
     assert [event.text for event in await broker.journal.replay(other.id)] == ["b"]
 
 
-async def test_an_expiry_is_told_although_the_job_has_no_events(
+async def test_a_worker_must_stop_an_expired_job_that_has_no_events(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     job = await broker.jobs.submit(make_request(expires_in=0.05))
@@ -202,14 +202,14 @@ async def test_a_cancelled_job_does_not_run_again_when_its_worker_dies(
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
     ended: Any,
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=1))])
     await broker.jobs.cancel(job.id)
-    await outlive()
+    await expire_leases()
     assert await broker.reaper().reap() == (1, 0)
     await ended(job.id, JobState.CANCELLED, "cancelled", 2)
     with pytest.raises(LeaseLost):

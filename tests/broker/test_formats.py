@@ -1,4 +1,4 @@
-"""Records and journals of a newer version: an older worker leaves them, an older reader says what it cannot read."""
+"""Records and journals of a newer version: older workers leave them, and older readers report what they cannot read."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +35,7 @@ def newer(monkeypatch: pytest.MonkeyPatch) -> Any:
     return NewerVersion()
 
 
-async def test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them(
+async def test_an_older_worker_claims_the_jobs_behind_those_of_a_newer_format(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
 ) -> None:
     old = await Lease.register(broker, card)
@@ -79,7 +79,7 @@ async def test_no_newer_job_is_handed_to_an_older_worker_that_waits(
     await old.close()
 
 
-async def test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try(
+async def test_a_job_of_an_unexpected_format_is_put_aside_without_an_attempt(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any, raw: Any
 ) -> None:
     old = await Lease.register(broker, card)
@@ -96,7 +96,7 @@ async def test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try(
     await old.close()
 
 
-async def test_a_journal_that_a_newer_worker_began_goes_on_with_newer_ones(
+async def test_a_journal_of_a_newer_worker_is_continued_by_newer_workers(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
 ) -> None:
     card = replace(card, digest="d" * 32)
@@ -118,7 +118,7 @@ async def test_a_journal_that_a_newer_worker_began_goes_on_with_newer_ones(
         await lease.close()
 
 
-async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(
+async def test_jobs_of_a_version_that_was_rolled_back_fail_after_a_wait(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any, raw: Any
 ) -> None:
     async with await Broker.open(replace(config, digest_wait=0.2, lease_seconds=5.0)) as broker:
@@ -133,7 +133,7 @@ async def test_jobs_of_a_version_that_was_rolled_back_fail_in_the_end(
         await old.close()
 
 
-async def test_a_reader_says_what_it_cannot_read_and_a_lenient_one_goes_on(
+async def test_a_reader_refuses_a_newer_event_and_a_lenient_one_continues(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], newer: Any
 ) -> None:
     await (await Lease.register(broker, card)).close()

@@ -1,4 +1,4 @@
-"""A job that comes while a worker waits is the worker's at once, no other's, and is not lost with its message."""
+"""A job that is submitted while a worker waits is handed to it at once, to no other, and survives a lost message."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.core.tenants import TenantLimits
 
-BIG = "x" * 70_000  # more than a message may have
+BIG = "x" * 70_000  # more than a message may contain
 WARM = "Once upon a time there was a queue. " * 100
 
 
@@ -33,28 +33,28 @@ async def other(broker: Broker, card: ModelCard) -> Any:
     await lease.close()
 
 
-async def given(lease: Lease) -> list[Claim]:
-    """What the worker is told of, while it waits."""
+async def handed_over(lease: Lease) -> list[Claim]:
+    """Wait for the job that is handed over to the worker."""
     async with asyncio.timeout(10):
         while not (claims := await lease.wait_for_work(10)):
-            pass  # woken for something else
+            pass  # woken for another reason
         return claims
 
 
 async def lose_messages(lease: Any) -> None:
-    """Whatever was published to the worker is gone."""
+    """Drop everything that was published to the worker."""
     while (await lease._mailbox.take(0.2)).messages:
         pass
 
 
-async def test_a_worker_that_waits_is_given_the_job(
+async def test_a_waiting_worker_gets_the_job_at_once(
     broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     assert await lease.claim(4, wait=True) == []
     record = await broker.jobs.submit(make_request(priority=3, expires_in=60))
     assert (record.state, record.worker_id, record.position) == (JobState.RUNNING, lease.id, None)
     assert await broker.jobs.get(record.id) == replace(record, tenant_usage=None)
-    (claim,) = await given(lease)
+    (claim,) = await handed_over(lease)
     assert (claim.job_id, claim.request, claim.attempt, claim.events) == (record.id, record.request, 1, [])
     assert claim.deadline == record.deadline
     assert claim.rank == pytest.approx(record.created_at + 3 * broker.config.priority_seconds)
@@ -63,19 +63,19 @@ async def test_a_worker_that_waits_is_given_the_job(
     assert (await broker.jobs.get(record.id)).state is JobState.DONE
 
 
-async def test_what_is_given_is_what_a_claim_gives(
+async def test_a_handed_over_job_equals_a_claimed_one(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     request = make_request(expires_in=60, sampling=SamplingParams(seed=1, n=2), metadata={"a": "b"})
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(request)
-    (by_message,) = await given(lease)
+    (by_message,) = await handed_over(lease)
     await lease.release([record.id])
     (by_claim,) = await lease.claim(4)
     assert by_claim == by_message
 
 
-async def test_only_who_said_so_is_given_jobs(
+async def test_only_workers_that_wait_get_jobs_handed_over(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     assert await lease.claim(4, wait=True) == []
@@ -83,18 +83,18 @@ async def test_only_who_said_so_is_given_jobs(
     assert (await broker.jobs.submit(make_request())).state is JobState.QUEUED
 
 
-async def test_one_job_for_one_claim(
+async def test_a_claim_is_answered_with_one_job(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
     records = [await broker.jobs.submit(make_request()) for _ in range(3)]
     assert [record.state for record in records] == [JobState.RUNNING, JobState.QUEUED, JobState.QUEUED]
-    (first,) = await given(lease)
+    (first,) = await handed_over(lease)
     rest = await lease.claim(3, wait=True)
     assert [claim.job_id for claim in (first, *rest)] == [record.id for record in records]
 
 
-async def test_a_lost_message_costs_a_claim(
+async def test_after_a_lost_message_the_next_claim_returns_the_job(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
@@ -105,20 +105,20 @@ async def test_a_lost_message_costs_a_claim(
     assert await lease.claim(4) == []
 
 
-async def test_a_message_after_the_claim_says_nothing_new(
+async def test_a_message_that_arrives_after_the_claim_is_ignored(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
     record = await broker.jobs.submit(make_request())
     (claim,) = await lease.claim(4, wait=True)
     assert claim.job_id == record.id
-    assert await lease.wait_for_work(10) == []  # its message, too late
+    assert await lease.wait_for_work(10) == []  # the message came too late
     assert await lease.claim(4, wait=True) == []
     again = await broker.jobs.submit(make_request())
-    assert [one.job_id for one in await given(lease)] == [again.id]
+    assert [one.job_id for one in await handed_over(lease)] == [again.id]
 
 
-async def test_a_job_that_ended_before_it_was_seen_is_not_given_again(
+async def test_a_job_that_ended_before_the_worker_saw_it_is_not_claimed(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
@@ -131,7 +131,7 @@ async def test_a_job_that_ended_before_it_was_seen_is_not_given_again(
     assert (await broker.jobs.get(later.id)).worker_id == lease.id
 
 
-async def test_a_worker_that_is_gone_is_given_nothing(
+async def test_a_worker_whose_process_has_exited_gets_nothing(
     broker: Broker,
     config: BrokerConfig,
     lease: Lease,
@@ -143,7 +143,7 @@ async def test_a_worker_that_is_gone_is_given_nothing(
         gone = await Lease.register(elsewhere, replace(card, max_num_seqs=64))
         await gone.claim(64, wait=True)
     while raw.pubsub_numsub(broker.keys.worker_channel(gone.id))[0][1]:
-        pass  # the server has not seen it yet
+        pass  # the server has not noticed it yet
     record = await broker.jobs.submit(make_request())
     assert record.state is JobState.QUEUED
     assert [claim.job_id for claim in await lease.claim(4)] == [record.id]
@@ -163,7 +163,7 @@ async def test_a_cut_connection_loses_no_job(
     assert len(got) == 10
 
 
-async def test_a_worker_that_stands_still_is_given_nothing(
+async def test_a_worker_that_was_silent_for_long_gets_nothing(
     broker: Broker, lease: Lease, raw: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
@@ -173,7 +173,7 @@ async def test_a_worker_that_stands_still_is_given_nothing(
 
 
 @pytest.mark.parametrize("job_class", list(JobClass))
-async def test_nothing_goes_before_what_waits(
+async def test_a_submitted_job_does_not_overtake_waiting_jobs(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], job_class: Any
 ) -> None:
     await lease.claim(4, wait=True)
@@ -184,20 +184,20 @@ async def test_nothing_goes_before_what_waits(
     assert {claim.job_id for claim in claims} == {big.id, small.id}
 
 
-async def test_a_job_needs_its_rows(
+async def test_a_job_is_handed_only_to_a_worker_with_enough_rows(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
     assert (await broker.jobs.submit(make_request(sampling=SamplingParams(n=5)))).state is JobState.QUEUED
 
 
-async def test_the_warmest_worker_then_the_idlest(
+async def test_the_worker_with_the_longest_prefix_gets_the_job_then_the_one_with_most_rows(
     broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async def ran(worker: Any, request: Any, rows: Any) -> Any:
         await worker.claim(rows, wait=True)
         record = await broker.jobs.submit(request)
-        (claim,) = await given(worker)
+        (claim,) = await handed_over(worker)
         await worker.commit([(claim.job_id, TokenEvent(seq=1, state=JobState.DONE))])
         return record.worker_id
 
@@ -206,19 +206,19 @@ async def test_the_warmest_worker_then_the_idlest(
     await other.claim(8, wait=True)
     assert (await broker.jobs.submit(make_request(WARM + "More."))).worker_id == lease.id
     assert (await broker.jobs.submit(make_request())).worker_id == other.id
-    await given(lease)
-    await given(other)
+    await handed_over(lease)
+    await handed_over(other)
     await lease.claim(1, wait=True)
     await other.claim(2, wait=True)
     assert (await broker.jobs.submit(make_request())).worker_id == other.id
 
 
-async def test_a_cold_worker_is_not_given_what_a_warm_one_could_take(
+async def test_a_job_waits_for_a_worker_with_its_prefix_instead_of_one_without(
     broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(2, wait=True)
     warm = await broker.jobs.submit(make_request(WARM))
-    await given(lease)  # it knows the prefix, has a row left and does not wait now
+    await handed_over(lease)  # it has the prefix and a free row, but does not wait now
     await other.claim(8, wait=True)
     again = await broker.jobs.submit(make_request(WARM))
     assert (warm.worker_id, again.state) == (lease.id, JobState.QUEUED)
@@ -238,7 +238,7 @@ async def test_a_claim_for_no_row_ends_the_wait(
     assert [claim.job_id for claim in await lease.claim(0)] == [record.id]
 
 
-async def test_who_leaves_gives_back_what_it_was_given(
+async def test_a_worker_that_leaves_returns_the_job_that_it_got(
     broker: Broker, lease: Lease, other: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
@@ -249,7 +249,7 @@ async def test_who_leaves_gives_back_what_it_was_given(
     assert [claim.job_id for claim in await other.claim(4)] == [record.id]
 
 
-async def test_a_job_that_was_given_never_waited(
+async def test_a_handed_over_job_counts_as_never_queued(
     broker: Broker, lease: Lease, raw: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
@@ -262,12 +262,12 @@ async def test_a_job_that_was_given_never_waited(
     assert (load.live, load.queued) == (1, 1)
 
 
-async def test_a_submission_sent_twice_is_one_job(
+async def test_a_submission_that_is_sent_twice_makes_one_job(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await lease.claim(4, wait=True)
     first = await broker.jobs.submit(make_request(), idempotency_key="k")
-    (claim,) = await given(lease)
+    (claim,) = await handed_over(lease)
     await lease.claim(3, wait=True)
     again = await broker.jobs.submit(make_request(), idempotency_key="k")
     assert again.id == first.id == claim.job_id

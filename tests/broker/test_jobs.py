@@ -1,4 +1,4 @@
-"""Jobs from the client's side."""
+"""Submitting, finding and listing jobs."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ async def test_a_model_must_be_known(
         await broker.jobs.submit(make_request(model="novel"))
     assert (caught.value.param, caught.value.value) == ("model", "novel")
     await lease.close()
-    await broker.jobs.submit(make_request())  # still known after its worker left
+    await broker.jobs.submit(make_request())  # the model is still known after its worker has left
 
 
 async def test_a_model_is_forgotten_after_its_ttl(
@@ -73,7 +73,7 @@ async def test_submitting_twice_under_one_id_makes_one_job(
 ) -> None:
     first = await broker.jobs.submit(make_request(), job_id="a")
     again = await broker.jobs.submit(make_request(), job_id="a")
-    assert again == first  # the seed that it was given included
+    assert again == first  # with the same seed
     assert await broker.jobs.depth() == [QueueDepth("tale", 1, 0, 0)]
     with pytest.raises(IdempotencyConflict):
         await broker.jobs.submit(make_request("Twice"), job_id="a")
@@ -92,7 +92,7 @@ async def test_an_idempotency_key_belongs_to_its_tenant_and_request(
     assert caught.value.status == 422
 
 
-async def test_a_key_whose_job_is_forgotten_is_not_used_again(
+async def test_an_idempotency_key_whose_job_has_expired_is_refused(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with await Broker.open(replace(config, job_ttl=0.05)) as broker:
@@ -127,7 +127,7 @@ async def test_a_seed_is_made_once_and_kept(
     assert given.readable_request().sampling.seed == 7
 
 
-async def test_queues_have_caps_by_class(
+async def test_queues_have_a_limit_for_each_class(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with await Broker.open(replace(config, max_queued_interactive=2, max_queued_batch=1)) as broker:
@@ -146,7 +146,7 @@ async def test_queues_have_caps_by_class(
         await lease.close()
 
 
-async def test_a_request_has_a_largest_size(
+async def test_a_request_has_a_maximum_size(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with await Broker.open(replace(config, max_request_bytes=2_000)) as broker:
@@ -155,14 +155,14 @@ async def test_a_request_has_a_largest_size(
         assert caught.value.limit == 2_000
 
 
-async def test_unknown_jobs(broker: Broker) -> None:
+async def test_unknown_jobs_are_not_found(broker: Broker) -> None:
     with pytest.raises(JobNotFound):
         await broker.jobs.get("none")
     with pytest.raises(JobNotFound):
         await broker.jobs.cancel("none")
 
 
-async def test_listing_is_newest_first_and_by_state(
+async def test_jobs_are_listed_newest_first_and_by_state(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     ids = [(await broker.jobs.submit(make_request())).id for _ in range(4)]
@@ -177,7 +177,7 @@ async def test_listing_is_newest_first_and_by_state(
     assert [job.position for job in await broker.jobs.list(state=JobState.QUEUED)] == [2, 1]
 
 
-async def test_one_record_of_another_version_does_not_hide_the_others(
+async def test_an_unreadable_record_does_not_hide_other_jobs(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     strange, good = [(await broker.jobs.submit(make_request())).id for _ in range(2)]
@@ -190,7 +190,7 @@ async def test_one_record_of_another_version_does_not_hide_the_others(
     assert (await broker.jobs.cancel(strange)).state is JobState.CANCELLED
 
 
-async def test_depth_counts_by_model_and_class(
+async def test_the_depth_counts_jobs_by_model_and_class(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     for job_class in (JobClass.INTERACTIVE, JobClass.BATCH, JobClass.BATCH):
@@ -199,7 +199,7 @@ async def test_depth_counts_by_model_and_class(
     assert await broker.jobs.depth() == [QueueDepth("tale", 0, 2, 1)]
 
 
-async def test_workers_tell_what_they_are(
+async def test_workers_are_listed_with_their_facts(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -225,14 +225,14 @@ async def test_a_wrong_server_is_refused(config: BrokerConfig, raw: Any) -> None
         raw.config_set("maxmemory-policy", "noeviction")
 
 
-async def test_no_server_at_all(config: BrokerConfig, tmp_path: Path) -> None:
+async def test_a_missing_server_is_reported(config: BrokerConfig, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="away"):
         await Broker.open(replace(config, url=f"unix://{tmp_path}/none.sock"))
     with pytest.raises(Unavailable, match="ktqueue up"):
         await Broker.open(replace(config, url=None, state_dir=str(tmp_path)))
 
 
-async def test_a_full_memory_is_told(
+async def test_a_full_memory_is_reported_as_unavailable(
     broker: Broker, lease: Lease, raw: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     raw.config_set("maxmemory", 1)

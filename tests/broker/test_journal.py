@@ -1,4 +1,4 @@
-"""Readers: each event once and in order, over gaps, lost connections and slow hands."""
+"""Readers see each event once and in order, despite lost messages, lost connections and slow consumers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -43,7 +43,7 @@ async def seqs(broker: Any, job_id: Any, after: Any = 0) -> Any:
     return [event.seq async for event in broker.journal.follow(job_id, after)]
 
 
-async def test_follow_replays_then_goes_on_live(broker: Broker, job: Any) -> None:
+async def test_follow_replays_the_journal_and_then_yields_new_events(broker: Broker, job: Any) -> None:
     await job.write(5)
     early, late = asyncio.create_task(seqs(broker, job.id)), asyncio.create_task(seqs(broker, job.id, 3))
     await asyncio.sleep(0.05)
@@ -54,7 +54,7 @@ async def test_follow_replays_then_goes_on_live(broker: Broker, job: Any) -> Non
     assert await seqs(broker, job.id, 24) == [25]
 
 
-async def test_live_events_come_without_waiting(broker: Broker, job: Any) -> None:
+async def test_new_events_arrive_without_delay(broker: Broker, job: Any) -> None:
     loop = asyncio.get_running_loop()
     events = broker.journal.follow(job.id)
     first = asyncio.create_task(anext(events))
@@ -100,7 +100,7 @@ async def test_a_page_has_no_more_bytes_than_a_mailbox(config: BrokerConfig, job
     assert 3_000 < max(measured.page_bytes) <= 4_000
 
 
-async def test_unknown_and_regressed(broker: Broker, job: Any, raw: Any) -> None:
+async def test_unknown_jobs_and_positions_beyond_the_journal_are_refused(broker: Broker, job: Any, raw: Any) -> None:
     with pytest.raises(JobNotFound):
         await seqs(broker, "none")
     with pytest.raises(JobNotFound):
@@ -135,14 +135,14 @@ async def test_a_reader_sees_that_the_journal_got_shorter(broker: Broker, job: A
             await anext(events)
 
 
-async def test_a_reader_sees_that_the_journal_has_other_events_by_now(broker: Broker, job: Any, raw: Any) -> None:
+async def test_a_reader_sees_that_the_journal_has_other_events_now(broker: Broker, job: Any, raw: Any) -> None:
     await job.write(5)
     events = broker.journal.follow(job.id)
     for _ in range(5):
         await anext(events)
     key = broker.keys.journal_channel(job.id)
     raw.delete(key)
-    for seq in range(1, 8):  # as after a failover that lost them: generated anew, and further
+    for seq in range(1, 8):  # after a failover that lost them, they are generated again, and more
         raw.xadd(key, {"e": encode_event(TokenEvent(seq=seq, text="another"))}, id=f"{seq}-0")
     with pytest.raises(JournalRegressed, match="no longer has the event"):
         async with asyncio.timeout(5):
@@ -154,7 +154,7 @@ async def test_a_lost_message_is_repaired_from_the_journal(broker: Broker, job: 
     reader = asyncio.create_task(seqs(broker, job.id))
     await asyncio.sleep(0.05)
     await job.write(2)
-    raw.xadd(key, {"e": encode_event(TokenEvent(seq=3))}, id="3-0")  # journaled, never published
+    raw.xadd(key, {"e": encode_event(TokenEvent(seq=3))}, id="3-0")  # in the journal, but never published
     raw.hset(f"{broker.keys.tag}:running:{job.lease.id}", job.id, 3)
     job.seq = 3
     await job.write(2, end=True)
@@ -172,10 +172,10 @@ async def test_a_lost_last_message_is_found_after_a_second_of_quiet(broker: Brok
         assert await reader == [1, 2]
 
 
-async def test_nothing_is_published_that_the_journal_did_not_take(broker: Broker, job: Any, raw: Any) -> None:
+async def test_an_event_that_the_journal_refuses_is_not_published(broker: Broker, job: Any, raw: Any) -> None:
     key = broker.keys.journal_channel(job.id)
     await job.write(2)
-    raw.xadd(key, {"e": encode_event(TokenEvent(seq=9))}, id="9-0")  # by nobody that we know
+    raw.xadd(key, {"e": encode_event(TokenEvent(seq=9))}, id="9-0")  # written by an unknown process
     with raw.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe(key)
         assert channel.get_message(timeout=5) is None  # subscribed
@@ -189,7 +189,7 @@ async def test_nothing_is_published_that_the_journal_did_not_take(broker: Broker
         assert told == [b"over"]
 
 
-async def test_a_message_seen_twice_is_told_once(broker: Broker, job: Any, raw: Any) -> None:
+async def test_a_message_that_arrives_twice_is_yielded_once(broker: Broker, job: Any, raw: Any) -> None:
     key = broker.keys.journal_channel(job.id)
     reader = asyncio.create_task(seqs(broker, job.id))
     await asyncio.sleep(0.05)
@@ -266,7 +266,7 @@ async def test_readers_come_and_go_quickly(
     waiting = asyncio.create_task(anext(reader))
     await asyncio.sleep(0.05)
     await job.write(1)
-    async with asyncio.timeout(0.8):  # live, not by the check after a second
+    async with asyncio.timeout(0.8):  # from the message, not from the check after a second
         assert (await waiting).seq == 2
     await reader.aclose()
 
@@ -290,7 +290,7 @@ async def test_a_cancelled_reader_leaves_nothing(
     await eventually(gone)
 
 
-async def test_two_hundred_readers_of_as_many_jobs(
+async def test_two_hundred_readers_share_one_subscription(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -298,8 +298,8 @@ async def test_two_hundred_readers_of_as_many_jobs(
     await lease.claim(200)
     readers = [asyncio.create_task(seqs(broker, job_id)) for job_id in ids]
     await asyncio.sleep(0.2)
-    assert len(raw.client_list(_type="pubsub")) == 1  # of all readers of a process, and of its worker
-    assert len(raw.client_list()) < 25  # that one, the pool's 16, and those of the fixtures
+    assert len(raw.client_list(_type="pubsub")) == 1  # shared by all readers of a process and its worker
+    assert len(raw.client_list()) < 25  # the subscription, 16 of the pool, and those of the fixtures
     for seq in range(1, 6):
         state = JobState.DONE if seq == 5 else None
         await lease.commit([(job_id, TokenEvent(seq=seq, state=state)) for job_id in ids])
@@ -310,7 +310,7 @@ async def test_two_hundred_readers_of_as_many_jobs(
     await lease.close()
 
 
-async def test_what_came_while_the_connection_was_lost_is_read_at_once(broker: Broker, job: Any, raw: Any) -> None:
+async def test_events_of_a_lost_connection_are_read_at_once(broker: Broker, job: Any, raw: Any) -> None:
     events = broker.journal.follow(job.id)
     first = asyncio.create_task(anext(events))
     await asyncio.sleep(0.05)
@@ -320,6 +320,6 @@ async def test_what_came_while_the_connection_was_lost_is_read_at_once(broker: B
     await asyncio.sleep(0.05)
     raw.client_kill_filter(_type="pubsub")
     await job.write(1)
-    async with asyncio.timeout(0.7):  # before the check that a quiet second brings
+    async with asyncio.timeout(0.7):  # before the check after a quiet second
         assert (await second).seq == 2
     await events.aclose()

@@ -1,4 +1,4 @@
-"""What a lease allows, and that it allows nothing once it has lapsed."""
+"""What a lease allows. Once it has expired, it allows nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,18 +17,18 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
 
 
-async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(
+async def test_an_expired_lease_can_do_nothing_even_before_it_is_reaped(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=1, text="a"))])
     waiting = await broker.jobs.submit(make_request())
-    await outlive()
+    await expire_leases()
     with pytest.raises(LeaseLost):
         await lease.commit([(job.id, TokenEvent(seq=2, text="b"))])
     with pytest.raises(LeaseLost):
@@ -45,7 +45,7 @@ async def test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it(
     assert (await broker.jobs.get(waiting.id)).state is JobState.QUEUED
 
 
-async def test_a_job_that_is_no_record_fails_alone(
+async def test_a_job_whose_record_is_damaged_fails_alone(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -67,7 +67,7 @@ async def test_a_job_that_is_no_record_fails_alone(
     await lease.close()
 
 
-async def test_a_beat_keeps_the_lease(
+async def test_a_renewal_keeps_the_lease(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -80,17 +80,17 @@ async def test_a_beat_keeps_the_lease(
     await lease.close()
 
 
-async def test_the_old_holder_cannot_touch_what_another_runs_now(
+async def test_the_former_worker_cannot_change_a_job_that_another_runs(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     old = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await old.claim(1)
     await old.commit([(job.id, TokenEvent(seq=1, text="a"))])
-    await outlive()
+    await expire_leases()
     assert await broker.reaper().reap() == (1, 0)
     new = await Lease.register(broker, card)
     (claim,) = await new.claim(1)
@@ -105,7 +105,7 @@ async def test_the_old_holder_cannot_touch_what_another_runs_now(
     await new.close()
 
 
-async def test_a_living_lease_cannot_touch_another_workers_job(
+async def test_a_valid_lease_cannot_change_another_workers_job(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     mine, other = await Lease.register(broker, card), await Lease.register(broker, card)
@@ -162,7 +162,7 @@ async def test_a_commit_whose_reply_was_lost_happens_once(
         await lease.close()
 
 
-async def test_a_cancel_is_told_again_when_the_reply_was_lost(
+async def test_a_cancel_is_reported_again_if_the_reply_was_lost(
     broker: Broker, card: ModelCard, proxy: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     wire, config = proxy
@@ -185,7 +185,7 @@ async def test_a_claim_whose_reply_was_lost_gives_the_same_jobs(
     wire, config = proxy
     async with await Broker.open(config) as cut:
         lease = await Lease.register(cut, card)
-        assert await lease.claim(2) == []  # the server knows the script: no reply but that of the claim can be lost
+        assert await lease.claim(2) == []  # the server has the script now, so only the reply of the claim can be lost
         ids = [(await broker.jobs.submit(make_request())).id for _ in range(3)]
         wire.lose_reply_to(lease.id)
         claims = await lease.claim(2)
@@ -196,7 +196,7 @@ async def test_a_claim_whose_reply_was_lost_gives_the_same_jobs(
         await lease.close()
 
 
-async def test_a_hole_in_a_journal_loses_the_lease(
+async def test_a_gap_in_a_journal_loses_the_lease(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -215,12 +215,12 @@ async def test_a_lost_step_loses_the_lease(
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=1))])
-    raw.hincrby(f"{broker.keys.tag}:worker:{lease.id}", "step", -1)  # as a server that forgot its last second
+    raw.hincrby(f"{broker.keys.tag}:worker:{lease.id}", "step", -1)  # as if the server had lost its last second
     with pytest.raises(LeaseLost):
         await lease.commit([(job.id, TokenEvent(seq=2))])
 
 
-async def test_many_events_of_many_choices_in_one_commit(
+async def test_one_commit_takes_many_events_of_many_choices(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -247,7 +247,7 @@ async def test_interactive_goes_first_but_batch_has_its_share(
         await lease.close()
 
 
-async def test_old_batch_work_does_not_hold_up_interactive_work(
+async def test_old_batch_jobs_do_not_delay_interactive_jobs(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with await Broker.open(replace(config, batch_share=1_000)) as broker:
@@ -260,7 +260,7 @@ async def test_old_batch_work_does_not_hold_up_interactive_work(
         await lease.close()
 
 
-async def test_released_jobs_keep_their_place_and_their_tries(
+async def test_released_jobs_keep_their_places_and_attempts(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -272,12 +272,12 @@ async def test_released_jobs_keep_their_place_and_their_tries(
     assert (released.state, released.attempts, released.worker_id, released.position) == (JobState.QUEUED, 0, None, 1)
     (again,) = await lease.claim(1)
     assert (again.job_id, again.attempt, again.events) == (ids[0], 1, [TokenEvent(seq=1, text="a")])
-    await lease.close()  # leaving gives everything back
+    await lease.close()  # leaving returns all jobs
     assert [job.state for job in await broker.jobs.list()] == [JobState.QUEUED] * 3
     assert [job.position for job in await broker.jobs.list()] == [3, 2, 1]
 
 
-async def test_arrival_is_the_order_even_within_one_microsecond(
+async def test_jobs_keep_their_order_even_within_one_microsecond(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -291,7 +291,7 @@ async def test_arrival_is_the_order_even_within_one_microsecond(
     await lease.close()
 
 
-async def test_new_work_wakes_an_idle_worker(
+async def test_a_new_job_wakes_an_idle_worker(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -302,7 +302,7 @@ async def test_new_work_wakes_an_idle_worker(
     await broker.jobs.submit(make_request())
     await waiting
     assert loop.time() - began < 1
-    await broker.jobs.submit(make_request())  # queued while nobody waits: the next wait returns at once
+    await broker.jobs.submit(make_request())  # queued while no worker waits, so the next wait returns at once
     await asyncio.sleep(0.05)
     began = loop.time()
     await lease.wait_for_work(5)
@@ -313,7 +313,7 @@ async def test_new_work_wakes_an_idle_worker(
     await lease.close()
 
 
-async def test_the_script_itself_tells_a_repeated_step(
+async def test_a_repeated_step_is_recognised_by_the_script_itself(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)

@@ -1,4 +1,4 @@
-"""Tenants' limits: counted inside the submission, settled once when a job ends, gone when nothing is left of them."""
+"""Tenants' limits are counted when a job is submitted, and corrected once when it ends."""
 
 import asyncio
 import math
@@ -24,7 +24,7 @@ from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.core.tenants import TenantLimits
 
 TENANT = "acme"
-SLOW = 1  # tokens or requests a minute: so few that a test's own time changes nothing
+SLOW = 1  # tokens or requests per minute, so few that the time of a test changes nothing
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def lease(broker: Broker, card: ModelCard) -> Any:
 
 @pytest.fixture
 def submit(broker: Broker, make_request: Callable[..., GenerationRequest]) -> Any:
-    """Submit for the tenant. `tokens`: what the job reserves, of which one is the prompt's."""
+    """Submit a job for the tenant. `tokens`: how many it reserves, including one of the prompt."""
 
     async def make(limits: Any, *, tokens: Any = 11, prompt: Any = (7,), **fields: Any) -> Any:
         request = make_request(None, sampling=SamplingParams(max_tokens=tokens - 1), prompt_token_ids=prompt)
@@ -77,10 +77,10 @@ async def test_live_and_queued_jobs_have_limits(broker: Broker, lease: Lease, su
     with pytest.raises(TenantLimitReached) as caught:
         await submit(limits)
     assert (caught.value.param, caught.value.limit, caught.value.value) == ("max_live_jobs", 3, 3)
-    await lease.release([claim.job_id])  # waits again: the limits are at the door only
+    await lease.release([claim.job_id])  # waits again, because limits apply to submissions only
     assert (await load()).queued == 3
     await broker.jobs.submit(replace(claim.request, sampling=SamplingParams()), tenant="other", limits=limits)
-    await broker.jobs.submit(claim.request, tenant=TENANT)  # who is trusted passes no limits, and is not counted
+    await broker.jobs.submit(claim.request, tenant=TENANT)  # trusted jobs have no limits and are not counted
     assert (await load()).live == 3
     (claim, *_) = await lease.claim(1)
     await lease.commit([(claim.job_id, done(2))])
@@ -89,7 +89,7 @@ async def test_live_and_queued_jobs_have_limits(broker: Broker, lease: Lease, su
     assert await load() == TenantLoad(TENANT, 2, 2, (await load()).queued_bytes)
 
 
-async def test_bytes_that_wait_have_a_limit(broker: Broker, lease: Lease, submit: Any, load: Any) -> None:
+async def test_waiting_bytes_of_a_tenant_have_a_limit(broker: Broker, lease: Lease, submit: Any, load: Any) -> None:
     first = await submit(None)
     size = len(encode_request(first.request))
     limits = TenantLimits(max_queued_bytes=3 * size)
@@ -107,7 +107,7 @@ async def test_bytes_that_wait_have_a_limit(broker: Broker, lease: Lease, submit
     await submit(limits, prompt=(7,) * size)
 
 
-async def test_all_that_waits_has_a_limit_in_bytes(
+async def test_all_waiting_requests_together_have_a_limit_in_bytes(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     settings = replace(config, max_request_bytes=2_000, max_queued_bytes=3_000)
@@ -123,14 +123,14 @@ async def test_all_that_waits_has_a_limit_in_bytes(
         await lease.claim(2)
         assert not raw.exists(f"{broker.keys.tag}:waiting")
         await broker.jobs.submit(make_request("x" * 800))
-        await lease.close()  # the two come back
+        await lease.close()  # the two jobs return to the queue
         assert int(raw.get(f"{broker.keys.tag}:waiting")) > 2_400
         for job in await broker.jobs.list():
             await broker.jobs.cancel(job.id)
         assert not raw.exists(f"{broker.keys.tag}:waiting")
 
 
-async def test_requests_come_at_a_rate(broker: Broker, lease: Lease, submit: Any, raw: Any) -> None:
+async def test_a_tenants_requests_per_minute_are_limited(broker: Broker, lease: Lease, submit: Any, raw: Any) -> None:
     limits = TenantLimits(requests_per_minute=SLOW, requests_burst=3)
     lefts = []
     for _ in range(3):
@@ -149,14 +149,16 @@ async def test_requests_come_at_a_rate(broker: Broker, lease: Lease, submit: Any
     with pytest.raises(RateLimitExceeded):
         await submit(limits)
     raw.hset(key, "requests", stored - round(retry_after(caught.value) * 1e6))
-    await submit(limits)  # the wait that was told is enough
+    await submit(limits)  # waiting for `retry_after` is enough
 
 
-async def test_tokens_are_reserved_and_settled(broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any) -> None:
+async def test_reserved_tokens_that_were_not_used_are_returned(
+    broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any
+) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
 
     async def left() -> Any:
-        """Tokens that are free now, by asking for one and giving it back."""
+        """Return the tokens that are available now, by reserving two and returning them."""
         asked = await submit(limits, tokens=2)
         await broker.jobs.cancel(asked.id)
         return asked.tenant_usage.tokens.remaining + 2
@@ -170,7 +172,7 @@ async def test_tokens_are_reserved_and_settled(broker: Broker, lease: Lease, sub
     assert 15 * 60 < retry_after(caught.value) <= 20 * 60
     (claim,) = await lease.claim(1)
     await lease.commit([(claim.job_id, TokenEvent(seq=1, token_ids=(1,))), (claim.job_id, done(40, seq=2))])
-    assert 60 <= await left() <= 65  # it took 40 of its 90
+    assert 60 <= await left() <= 65  # the job used 40 of its 90
     for state, used, free in ((JobState.CANCELLED, 10, 50), (JobState.FAILED, 2, 48), (JobState.DONE, 28, 20)):
         job = await submit(limits, tokens=30)
         (claim,) = await lease.claim(1)
@@ -179,7 +181,7 @@ async def test_tokens_are_reserved_and_settled(broker: Broker, lease: Lease, sub
     assert (await load()).live == 0
 
 
-async def test_a_job_that_never_ran_gives_everything_back(
+async def test_a_job_that_never_ran_returns_all_its_tokens(
     broker: Broker, lease: Lease, submit: Any, raw: Any, eventually: Callable[..., Awaitable[None]]
 ) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
@@ -194,12 +196,17 @@ async def test_a_job_that_never_ran_gives_everything_back(
     await eventually(settled)
     await submit(limits, tokens=100, expires_in=0.001)
     await asyncio.sleep(0.01)
-    assert await lease.claim(1) == []  # claimed too late
+    assert await lease.claim(1) == []  # the job has expired
     assert await settled()
 
 
-async def test_a_job_whose_worker_died_is_charged_for_what_it_said(
-    config: BrokerConfig, card: ModelCard, submit: Any, broker: Broker, outlive: Callable[[], Awaitable[None]], raw: Any
+async def test_a_job_whose_worker_died_is_charged_for_its_events(
+    config: BrokerConfig,
+    card: ModelCard,
+    submit: Any,
+    broker: Broker,
+    expire_leases: Callable[[], Awaitable[None]],
+    raw: Any,
 ) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     lease = await Lease.register(broker, card)
@@ -207,14 +214,16 @@ async def test_a_job_whose_worker_died_is_charged_for_what_it_said(
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=seq, token_ids=(1,))) for seq in range(1, 21)])
     await broker.jobs.cancel(job.id)
-    await outlive()
+    await expire_leases()
     assert (await broker.reaper().reap())[0] == 1
     assert (await broker.jobs.get(job.id)).state is JobState.CANCELLED
     now = int(raw.time()[0]) + int(raw.time()[1]) / 1e6
     assert 15 < (record_of(broker, raw)["tokens"] / 1e6 - now) / 60 <= 21
 
 
-async def test_more_than_was_reserved_is_charged_too(broker: Broker, lease: Lease, submit: Any, raw: Any) -> None:
+async def test_tokens_beyond_the_reservation_are_charged_too(
+    broker: Broker, lease: Lease, submit: Any, raw: Any
+) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=50)
     job = await submit(limits, tokens=10)
     (claim,) = await lease.claim(1)
@@ -222,7 +231,7 @@ async def test_more_than_was_reserved_is_charged_too(broker: Broker, lease: Leas
     with pytest.raises(RateLimitExceeded) as caught:
         await submit(limits, tokens=2)
     assert 140 * 60 < retry_after(caught.value) <= 152 * 60
-    assert await broker.jobs.submit(job.request, tenant=TENANT)  # who is trusted waits for nobody
+    assert await broker.jobs.submit(job.request, tenant=TENANT)  # trusted jobs have no limits
 
 
 async def test_a_submission_sent_twice_counts_once(
@@ -236,7 +245,7 @@ async def test_a_submission_sent_twice_counts_once(
     assert record_of(broker, raw) == before
 
 
-async def test_an_end_counts_once(broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any) -> None:
+async def test_the_end_of_a_job_is_counted_once(broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     await submit(limits, tokens=5)
     job = await submit(limits, tokens=50)
@@ -260,13 +269,13 @@ async def test_a_refusal_writes_nothing(broker: Broker, lease: Lease, submit: An
     assert (record_of(broker, raw), raw.dbsize()) == before
 
 
-async def test_the_record_goes_when_its_rates_are_full(
+async def test_a_tenants_record_expires_when_its_rates_are_fully_available(
     broker: Broker, lease: Lease, submit: Any, load: Any, raw: Any
 ) -> None:
     limits = TenantLimits(requests_per_minute=6_000, tokens_per_minute=60_000, tokens_burst=100_000)
     key = f"{broker.keys.tag}:tenant:{TENANT}"
     job = await submit(limits, tokens=50_000)
-    assert raw.pttl(key) == -1  # as long as a job lives
+    assert raw.pttl(key) == -1  # it does not expire while a job is live
     await lease.claim(1)
     await lease.commit([(job.id, done(20_000))])
     assert 0 < raw.pttl(key) <= 20_000
@@ -277,14 +286,14 @@ async def test_the_record_goes_when_its_rates_are_full(
     assert await load() == TenantLoad(TENANT, 0, 0, 0)
 
 
-async def test_what_can_never_fit_is_refused_for_good(lease: Lease, submit: Any) -> None:
+async def test_a_request_that_can_never_fit_is_too_large(lease: Lease, submit: Any) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     with pytest.raises(RequestTooLarge) as caught:
         await submit(limits, tokens=101)
     assert (caught.value.param, caught.value.limit, caught.value.value) == ("max_tokens", 100, 101)
 
 
-def test_costs() -> None:
+def test_the_cost_of_a_request_is_estimated_from_its_prompt_and_choices() -> None:
     def cost(**fields: Any) -> Any:
         return Cost.of(GenerationRequest(model="m", **fields))
 
@@ -299,32 +308,32 @@ def test_costs() -> None:
 
 
 class Bucket:
-    """A token bucket, which the algorithm should equal: it holds `burst`, and fills up evenly. Times in us, exact."""
+    """A token bucket of size `burst` that fills evenly. The script should equal it. Times are exact, in us."""
 
     def __init__(self, per_minute: Any, burst: Any) -> None:
         self.rate, self.burst = Fraction(per_minute, 60_000_000), burst
-        self.level, self.at = Fraction(burst), 0
+        self.level, self.filled_at = Fraction(burst), 0
 
     def add(self, now: Any, count: Any) -> None:
-        """Fill up to `now`, then put so many in, or take them out."""
-        self.level = min(self.burst, self.level + (now - self.at) * self.rate)
+        """Fill the bucket up to `now`, then add `count` tokens, or remove them if negative."""
+        self.level = min(self.burst, self.level + (now - self.filled_at) * self.rate)
         self.level = min(self.burst, self.level + count)
-        self.at = now
+        self.filled_at = now
 
     def wait(self, now: Any, count: Any) -> Any:
-        """us until so many can be taken; not above 0: at once."""
-        level = min(self.burst, self.level + (now - self.at) * self.rate)
+        """Return the us until `count` tokens are available; 0 or less if they are now."""
+        level = min(self.burst, self.level + (now - self.filled_at) * self.rate)
         return (count - level) / self.rate
 
 
 @pytest.mark.parametrize(("per_minute", "burst"), [(7, 5), (60, 60), (600, 50), (90_000, 400)])
-async def test_random_histories_equal_a_bucket(
+async def test_random_histories_equal_a_token_bucket(
     broker: Broker, lease: Lease, submit: Any, raw: Any, per_minute: Any, burst: Any
 ) -> None:
-    """Submissions and ends of all kinds. Time passes by moving the stored times back; the server tells its own."""
+    """Jobs are submitted and end in all ways. Time passes by moving stored times back; its source is the server."""
     rng = random.Random(per_minute)
     limits = TenantLimits(tokens_per_minute=per_minute, tokens_burst=burst)
-    key, slack = f"{broker.keys.tag}:tenant:{TENANT}", 0  # us: each operation rounds down by less than 1
+    key, slack = f"{broker.keys.tag}:tenant:{TENANT}", 0  # us; each operation rounds down by less than 1
     bucket, running = Bucket(per_minute, burst), {}
     taken = refused = 0
     for _ in range(200):
@@ -332,14 +341,14 @@ async def test_random_histories_equal_a_bucket(
         if dice < 0.2 and raw.exists(key):
             gap = int(rng.expovariate(bucket.rate * rng.choice((1, 8)) / burst))
             raw.hset(key, "tokens", int(raw.hget(key, "tokens")) - gap)
-            bucket.at -= gap
+            bucket.filled_at -= gap
         elif dice < 0.6:
             tokens = rng.randint(2, burst)
             before = int(raw.hget(key, "tokens") or 0)
             try:
                 job = await submit(limits, tokens=tokens)
             except RateLimitExceeded as error:
-                # The server's time, from how far off it says that the stored time with this request's is.
+                # The server's time, computed from the wait that it reported.
                 wait = round(retry_after(error) * 1e6)
                 now = before + tokens * 60_000_000 // per_minute - burst * 60_000_000 // per_minute - wait
                 assert wait > 0

@@ -1,4 +1,4 @@
-"""The straight path: submit, claim, commit, follow."""
+"""The way of one job without faults: submit, claim, commit, follow."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 
 
-async def test_a_job_goes_all_the_way(
+async def test_a_job_is_submitted_claimed_committed_and_read(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)

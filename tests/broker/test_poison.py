@@ -1,4 +1,4 @@
-"""Jobs whose workers die: how often that may be, and which of several is to blame."""
+"""Jobs whose workers die: how often this may happen, and which of several jobs is blamed."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -11,20 +11,20 @@ from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.errors import LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
 
-MOST = 2  # tries in a row that may bring nothing
+MOST = 2  # attempts in a row that may end without a token
 Die = Callable[..., Awaitable[Sequence[Claim]]]
 
 
 @pytest.fixture
 async def broker(config: Any, card: Any) -> AsyncIterator[Broker]:
     async with await Broker.open(replace(config, max_attempts=MOST)) as opened:
-        await (await Lease.register(opened, card)).close()  # from now on the model is known
+        await (await Lease.register(opened, card)).close()  # the model is known from here on
         yield opened
 
 
 @pytest.fixture
 def die(broker: Broker, card: Any) -> Die:
-    """A worker claims what waits, puts one on trial, lets some say a token, and dies. Gives its claims."""
+    """Let a worker claim the waiting jobs, put one on trial, commit a token of some, and die. Returns its claims."""
 
     async def one(*, trial: str | None = None, told: Sequence[str] = ()) -> Sequence[Claim]:
         lease = await Lease.register(broker, card)
@@ -40,7 +40,7 @@ def die(broker: Broker, card: Any) -> Die:
     return one
 
 
-async def test_a_job_that_kills_its_workers_is_poison(broker: Broker, die: Die, make_request: Any) -> None:
+async def test_a_job_that_kills_its_workers_fails_as_poison(broker: Broker, die: Die, make_request: Any) -> None:
     job = await broker.jobs.submit(make_request())
     for attempt in range(MOST):
         (claim,) = await die()
@@ -52,7 +52,7 @@ async def test_a_job_that_kills_its_workers_is_poison(broker: Broker, die: Die, 
     assert await die() == []
 
 
-async def test_deaths_after_a_token_are_held_against_a_job_only_where_they_are_many(
+async def test_deaths_after_new_tokens_fail_a_job_only_if_they_are_many(
     broker: Broker, die: Die, make_request: Any
 ) -> None:
     job = await broker.jobs.submit(make_request())
@@ -63,19 +63,19 @@ async def test_deaths_after_a_token_are_held_against_a_job_only_where_they_are_m
     assert (await broker.jobs.get(job.id)).state is JobState.FAILED
 
 
-async def test_who_is_on_trial_is_alone_to_blame(broker: Broker, die: Die, make_request: Any) -> None:
+async def test_only_the_job_on_trial_is_blamed_for_a_death(broker: Broker, die: Die, make_request: Any) -> None:
     jobs = [(await broker.jobs.submit(make_request(prompt=f"{number}"))).id for number in range(3)]
     await die()
     assert [claim.deaths_without_progress for claim in await die(trial=jobs[1])] == [1, 1, 1]
     assert (await broker.jobs.get(jobs.pop(1))).state is JobState.FAILED
     claims = await die(trial=jobs[0], told=jobs[:1])
     assert {claim.job_id: claim.deaths_without_progress for claim in claims} == dict.fromkeys(jobs, 1)
-    # Its token ended the trial. So the other one may have done it, for the second time.
+    # Its token ended the trial, so the other job may have caused this second death.
     assert (await broker.jobs.get(jobs.pop(1))).state is JobState.FAILED
     assert [(claim.job_id, claim.deaths_without_progress) for claim in await die()] == [(jobs[0], 0)]
 
 
-async def test_a_lapsed_lease_tries_nobody_out(broker: Broker, card: Any, make_request: Any) -> None:
+async def test_an_expired_lease_starts_no_trial(broker: Broker, card: Any, make_request: Any) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)

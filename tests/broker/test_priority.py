@@ -1,4 +1,4 @@
-"""Priority: the order inside a class, worth so many seconds of waiting and no more."""
+"""Priority changes the order inside a class. Each step is worth a number of seconds of waiting."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
 
 
-async def test_lower_goes_first_and_equals_go_by_arrival(
+async def test_lower_priorities_go_first_and_equal_ones_by_arrival(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -29,7 +29,7 @@ async def test_lower_goes_first_and_equals_go_by_arrival(
     await lease.close()
 
 
-async def test_a_step_of_priority_is_worth_its_seconds_of_waiting(
+async def test_a_priority_step_is_worth_priority_seconds_of_waiting(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with await Broker.open(replace(config, priority_seconds=0.02)) as broker:
@@ -42,11 +42,11 @@ async def test_a_step_of_priority_is_worth_its_seconds_of_waiting(
         await lease.close()
 
 
-async def test_a_job_that_comes_back_keeps_its_place(
+async def test_a_job_that_returns_to_the_queue_keeps_its_place(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
     eventually: Callable[..., Awaitable[None]],
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -57,7 +57,7 @@ async def test_a_job_that_comes_back_keeps_its_place(
     await lease.release(["last", "middle"])
     assert (await broker.jobs.get("last")).position == 2
     await lease.claim(2)
-    await outlive()
+    await expire_leases()
     await broker.scripts.call("reap", 500_000, 3, b"{}", b"{}", b"{}", "1000 1000 0", 1_000, 1_000)
     heir = await Lease.register(broker, card)
     assert [claim.job_id for claim in await heir.claim(3)] == ["first", "middle", "last"]
@@ -75,7 +75,7 @@ async def test_the_class_comes_before_the_priority(
     await lease.close()
 
 
-async def test_the_listing_and_the_record_go_by_arrival(
+async def test_jobs_are_listed_by_arrival_whatever_their_priority(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -86,7 +86,7 @@ async def test_the_listing_and_the_record_go_by_arrival(
     await lease.close()
 
 
-async def test_a_client_says_it_by_keyword(broker: Broker, config: BrokerConfig, card: ModelCard) -> None:
+async def test_a_client_gives_the_priority_as_a_keyword(broker: Broker, config: BrokerConfig, card: ModelCard) -> None:
     lease = await Lease.register(broker, card)
     async with Client(config=config) as client:
         record = await client.submit(model="tale", prompt="Once", priority=-7)
@@ -94,12 +94,12 @@ async def test_a_client_says_it_by_keyword(broker: Broker, config: BrokerConfig,
     await lease.close()
 
 
-def test_a_request_without_priority_has_none(make_request: Callable[..., GenerationRequest]) -> None:
+def test_a_stored_request_without_a_priority_has_priority_0(make_request: Callable[..., GenerationRequest]) -> None:
     older = loads(encode_request(make_request(priority=9)))
     del older["priority"]
     assert decode_request(dumps(older)).priority == 0
 
 
-def test_the_worth_of_a_step_is_checked(config: BrokerConfig) -> None:
+def test_priority_seconds_must_be_valid(config: BrokerConfig) -> None:
     with pytest.raises(ConfigError, match=r"broker\.priority_seconds"):
         replace(config, priority_seconds=-1.0)

@@ -1,4 +1,4 @@
-"""What the queues and workers tell of themselves: how much waits, how long it has waited, who runs what."""
+"""What queues and workers report: how many jobs wait, how long they have waited, which worker runs them."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,7 +36,7 @@ async def test_running_jobs_are_counted_by_class(
     assert (depth.running, depth.batch_running) == (2, 1)
 
 
-async def test_the_oldest_wait_of_each_class_is_told(
+async def test_the_longest_wait_of_each_class_is_reported(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     (depth,) = await broker.jobs.depth()
@@ -48,7 +48,7 @@ async def test_the_oldest_wait_of_each_class_is_told(
     (depth,) = await broker.jobs.depth()
     batch_wait = required(depth.batch_wait, "batch_wait")
     assert batch_wait - 0.2 >= required(depth.interactive_wait, "interactive_wait") >= 0
-    # A younger job that a priority put first does not hide the older one behind it.
+    # A newer job that goes first by its priority does not hide the older job behind it.
     queue = f"{broker.keys.tag}:queue:batch:tale"
     raw.zadd(queue, {second.id: raw.zscore(queue, first.id) - 1})
     (again,) = await broker.jobs.depth()
@@ -66,7 +66,7 @@ async def test_a_model_whose_name_has_colons_is_counted(
     await lease.close()
 
 
-async def test_jobs_are_listed_by_what_they_are(
+async def test_jobs_are_listed_by_model_class_tenant_and_state(
     broker: Broker, card: ModelCard, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     other = await Lease.register(broker, replace(card, name="other"))
@@ -89,7 +89,7 @@ async def test_jobs_are_listed_by_what_they_are(
     await other.close()
 
 
-async def test_a_worker_tells_its_lease_and_its_last_step(
+async def test_a_worker_shows_its_remaining_lease_and_its_last_step(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     (worker,) = await broker.models.workers()
@@ -104,7 +104,7 @@ async def test_a_worker_tells_its_lease_and_its_last_step(
     assert age >= 0.05
     await lease.beat({})
     (worker,) = await broker.models.workers()
-    assert required(worker.step_age, "step_age") > age  # a beat is no step
+    assert required(worker.step_age, "step_age") > age  # a renewal is not a step
     await lease.commit([])
     (worker,) = await broker.models.workers()
-    assert required(worker.step_age, "step_age") < age  # an empty one is
+    assert required(worker.step_age, "step_age") < age  # an empty step is a step

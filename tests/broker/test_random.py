@@ -1,4 +1,4 @@
-"""Random operations by several lease holders at once, with faults: the promises hold at the end.
+"""Several lease holders run random operations with faults. In the end, all promises hold.
 
 The holders are small drivers of the protocol; the scripts and the server are the real ones. Every event names its
 parent, so that two generations of one job's tokens could not hide behind right numbers.
@@ -35,7 +35,7 @@ class OpenJob:
 
 
 class Holder:
-    """A worker without a model: a token a job a step, each naming the one before."""
+    """A worker without a model. Each step makes one token for each job, and each token names the one before it."""
 
     def __init__(self, broker: Any, card: Any, rng: Any, stalls: Any) -> None:
         self.broker, self.card, self.rng, self.stalls = broker, card, rng, stalls
@@ -63,9 +63,9 @@ class Holder:
                     jobs[claim.job_id] = OpenJob(len(claim.events), token)
                 dice = self.rng.random()
                 if dice < 0.02:
-                    return  # as kill -9: says nothing, the lease lapses
+                    return  # like kill -9: it stops without a word, and the lease expires
                 if dice < 0.03 and self.stalls:
-                    await asyncio.sleep(self.broker.config.lease_seconds * 1.5)  # as SIGSTOP: comes back too late
+                    await asyncio.sleep(self.broker.config.lease_seconds * 1.5)  # like SIGSTOP: it continues too late
                 if dice < 0.06 and jobs:
                     back = self.rng.sample(sorted(jobs), self.rng.randint(1, len(jobs)))
                     await lease.release(back)
@@ -86,7 +86,7 @@ class Holder:
             await self.broker.hub.unsubscribe(lease._mailbox)
 
     def next_event(self, job: OpenJob) -> TokenEvent:
-        """The next token of a job, which names the token before it; from the sixth on it may be the last."""
+        """Make the next token of a job, which names the token before it. From the sixth on it may be the last."""
         token, parent = f"{self.rng.getrandbits(32)}", job.token
         job.seq, job.token = job.seq + 1, token
         last = job.seq >= 6 and self.rng.random() < 0.3
@@ -94,7 +94,7 @@ class Holder:
 
 
 async def reader(broker: Any, job_id: Any, rng: Any) -> Any:
-    """Reads to the end, dropping off now and then and coming back with the last seq it saw."""
+    """Read a job to its end. Now and then the reader leaves and continues after the last seq that it saw."""
     seen: list[Any] = []
     while not seen or seen[-1].state is None:
         events = broker.journal.follow(job_id, seen[-1].seq if seen else 0)
@@ -107,7 +107,7 @@ async def reader(broker: Any, job_id: Any, rng: Any) -> Any:
 
 
 @pytest.mark.parametrize(("seed", "stalls"), [(1, False), (2, True), (3, True)])
-async def test_two_hundred_jobs_three_holders(
+async def test_random_faults_break_no_promise_of_two_hundred_jobs(
     config: BrokerConfig,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
@@ -128,7 +128,7 @@ async def test_two_hundred_jobs_three_holders(
         async def client(k: Any) -> Any:
             await asyncio.sleep(rng.random() * 2)
             job_class = rng.choice(list(JobClass))
-            # Some can never be done in time, whatever the machine; others may or may not.
+            # Some jobs always expire, however fast the machine is; others may or may not.
             expires_in = 0.001 if k % 20 == 0 else rng.uniform(0.002, 0.5) if rng.random() < 0.1 else None
             request = make_request(job_class=job_class, expires_in=expires_in)
             first = await front.jobs.submit(request, idempotency_key=f"{k}")

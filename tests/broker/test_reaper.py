@@ -1,4 +1,4 @@
-"""Dead workers, outages, and that nothing is left behind."""
+"""The reaper: dead workers, outages, and keys that must not remain."""
 
 import asyncio
 import re
@@ -49,7 +49,7 @@ async def test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second(
     await alive.close()
 
 
-async def test_a_living_workers_job_is_never_taken(
+async def test_a_live_workers_job_is_never_taken(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], reaping: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -63,14 +63,14 @@ async def test_a_living_workers_job_is_never_taken(
     await lease.close()
 
 
-async def test_after_an_outage_everybody_gets_one_more_lease(
+async def test_after_an_outage_every_valid_lease_gets_one_more_lease_time(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await broker.reaper().reap()
-    await asyncio.sleep(broker.config.lease_seconds * 2)  # nobody was there: as if Redis had been away
+    await asyncio.sleep(broker.config.lease_seconds * 2)  # no process called Redis, as in an outage
     assert await broker.reaper().reap() == (0, 0)
     await lease.beat({})
     await lease.commit([(job.id, TokenEvent(seq=1, state=JobState.DONE))])
@@ -78,7 +78,7 @@ async def test_after_an_outage_everybody_gets_one_more_lease(
 
 
 @pytest.mark.parametrize("first", ["beat", "commit", "claim", "release"])
-async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(
+async def test_a_worker_that_calls_before_the_reaper_keeps_its_lease(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], first: Any
 ) -> None:
     lease = await Lease.register(broker, card)
@@ -97,7 +97,7 @@ async def test_a_worker_that_is_back_before_the_reaper_keeps_its_lease(
     await lease.close()
 
 
-async def test_a_death_that_was_seen_needs_no_lapse(
+async def test_a_released_lease_frees_its_jobs_at_once(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     dead, other = await Lease.register(broker, card), await Lease.register(broker, card)
@@ -115,37 +115,37 @@ async def test_a_death_that_was_seen_needs_no_lapse(
     await other.close()
 
 
-async def test_an_outage_does_not_revive_a_lease_that_had_lapsed_before(
+async def test_an_outage_does_not_revive_an_expired_lease(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     dead = await Lease.register(broker, card)
     await broker.jobs.submit(make_request())
     await dead.claim(1)
-    await outlive()
+    await expire_leases()
     await asyncio.sleep(broker.config.lease_seconds)
     assert await broker.reaper().reap() == (1, 0)
 
 
-async def test_a_dead_worker_is_taken_one_lease_after_the_outage(
+async def test_a_dead_workers_jobs_are_taken_one_lease_after_the_outage(
     broker: Broker,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     dead = await Lease.register(broker, card)
     await broker.jobs.submit(make_request())
     await dead.claim(1)
     await asyncio.sleep(broker.config.lease_seconds * 1.5)
     assert await broker.reaper().reap() == (0, 0)
-    await outlive()
+    await expire_leases()
     assert await broker.reaper().reap() == (1, 0)
 
 
 def unknown_keys(tag: Any, names: Any) -> Any:
-    """Keys that the table in keys.py does not have."""
+    """Return the keys that the table in keys.py does not list."""
     rows = re.findall(r"^\| ([^|]+?) +\| (?:hash|zset|stream|string)", keys.__doc__, re.MULTILINE)
     patterns = []
     for row in rows:
@@ -154,7 +154,7 @@ def unknown_keys(tag: Any, names: Any) -> Any:
     return [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
-async def test_every_key_is_in_the_table_and_none_is_left(
+async def test_every_key_is_documented_and_none_remains(
     config: BrokerConfig,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
@@ -203,7 +203,7 @@ async def test_every_key_is_in_the_table_and_none_is_left(
             await broker.jobs.get(jobs[0].id)
 
 
-async def test_the_listing_forgets_what_has_expired(
+async def test_expired_records_are_no_longer_listed(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with await Broker.open(replace(config, job_ttl=0.2)) as short, await Broker.open(config) as broker:

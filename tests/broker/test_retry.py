@@ -1,4 +1,4 @@
-"""A failed job is sent again as a new one, once."""
+"""A failed job is retried once, as a new job."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -44,7 +44,7 @@ def fail(
     return submit_and_fail
 
 
-async def test_a_failed_job_is_sent_again_once(
+async def test_a_failed_job_is_retried_once(
     broker: Broker,
     lease: Lease,
     fail: Any,
@@ -62,7 +62,7 @@ async def test_a_failed_job_is_sent_again_once(
         assert (old.state, error_of(old).code, old.retried_as) == (JobState.FAILED, "poison_job", "a-r2")
         assert old.request_dropped
         assert raw.exists(f"{broker.keys.tag}:failed") == 0
-        raw.hdel(f"{broker.keys.tag}:job:a", "retried")  # as if this call had died before it had written that
+        raw.hdel(f"{broker.keys.tag}:job:a", "retried")  # as if the process had died before it wrote this
         raw.hset(f"{broker.keys.tag}:job:a", "request", raw.hget(f"{broker.keys.tag}:job:a-r2", "request"))
         raw.hdel(f"{broker.keys.tag}:job:a", "dropped")
         for _ in range(2):
@@ -74,21 +74,21 @@ async def test_a_failed_job_is_sent_again_once(
     assert (claim.job_id, claim.events, claim.request) == ("a-r3", [], before.request)
 
 
-async def test_what_cannot_be_sent_again_is_said(
+async def test_a_job_that_cannot_be_retried_says_why(
     broker: Broker, lease: Lease, fail: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     await broker.jobs.submit(make_request(), job_id="cancelled")
     await broker.jobs.cancel("cancelled")
     with pytest.raises(JobConflict, match="only failed jobs"):
         await broker.jobs.retry("cancelled")
-    await fail("wrong", InvalidRequest("a prompt that is too long"))  # would be wrong again
+    await fail("wrong", InvalidRequest("a prompt that is too long"))  # a retry would fail too
     with pytest.raises(JobConflict, match="no longer kept"):
         await broker.jobs.retry("wrong")
     with pytest.raises(JobNotFound):
         await broker.jobs.retry("nobody")
 
 
-async def test_a_retry_has_its_tenants_limits(
+async def test_a_retry_counts_towards_its_tenants_limits(
     broker: Broker, lease: Lease, fail: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     limits = TenantLimits(max_live_jobs=1)
@@ -100,7 +100,7 @@ async def test_a_retry_has_its_tenants_limits(
     assert (await broker.jobs.retry("a", limits=limits)).id == "a-r2"
 
 
-async def test_a_long_id_gets_a_short_one(broker: Broker, fail: Any) -> None:
+async def test_a_retry_of_a_job_with_a_long_id_gets_a_shorter_id(broker: Broker, fail: Any) -> None:
     await fail("x" * 128)
     again = await broker.jobs.retry("x" * 128)
     assert len(again.id) < 60

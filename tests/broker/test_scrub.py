@@ -1,4 +1,4 @@
-"""Lists and counts around the jobs' records are deleted by hand: every job ends all the same, once."""
+"""Lists and counts around the jobs' records are deleted by hand. Every job ends once nevertheless."""
 
 import contextlib
 import random
@@ -39,7 +39,7 @@ async def lease(broker: Broker, card: ModelCard) -> Any:
 
 
 def everything(broker: Any, raw: Any) -> Any:
-    """All keys and what is in them, but for the place of the scrub and the memory that the reaper saw."""
+    """Return all keys with their content, except the progress of the scrub and the memory that the reaper saw."""
     found = {}
     for key in raw.keys("*"):
         if key.endswith((b":scrub", b":memory")):
@@ -73,7 +73,7 @@ async def a_bit_of_all(broker: Any, lease: Any, make_request: Any) -> None:
     await broker.jobs.cancel((await broker.jobs.list(state=JobState.QUEUED))[0].id)
 
 
-async def test_what_fits_is_left_as_it_is(
+async def test_consistent_records_are_left_alone(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any
 ) -> None:
     await a_bit_of_all(broker, lease, make_request)
@@ -86,7 +86,7 @@ async def test_what_fits_is_left_as_it_is(
     "name",
     ("queue:interactive:tale", "live", "deadlines", "backlog", "waiting", "stored", "ended", "webhooks"),
 )
-async def test_a_list_that_was_deleted_is_made_anew(
+async def test_a_deleted_list_is_restored(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any, name: Any
 ) -> None:
     await a_bit_of_all(broker, lease, make_request)
@@ -97,14 +97,14 @@ async def test_a_list_that_was_deleted_is_made_anew(
 
 
 @pytest.mark.parametrize("name", ["running:{}", "leases", "worker:{}"])
-async def test_jobs_that_nobody_holds_wait_again(
+async def test_running_jobs_without_a_worker_are_queued_again(
     broker: Broker,
     lease: Lease,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
     raw: Any,
     scrub: Any,
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
     name: Any,
 ) -> None:
     job = await broker.jobs.submit(make_request())
@@ -117,7 +117,7 @@ async def test_jobs_that_nobody_holds_wait_again(
         with pytest.raises(LeaseLost):
             await lease.commit([(job.id, TokenEvent(seq=2, text="b"))])
     if name.startswith("worker"):
-        await outlive()
+        await expire_leases()
         await broker.reaper().reap()
     await scrub()
     record = await broker.jobs.get(job.id)
@@ -128,7 +128,7 @@ async def test_jobs_that_nobody_holds_wait_again(
     await heir.close()
 
 
-async def test_a_cancel_is_not_forgotten(
+async def test_a_cancel_survives_the_loss_of_its_list(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any
 ) -> None:
     job = await broker.jobs.submit(make_request())
@@ -140,19 +140,19 @@ async def test_a_cancel_is_not_forgotten(
     assert await lease.commit([]) == {job.id}
 
 
-async def test_a_record_that_was_deleted_stops_nothing(
+async def test_a_deleted_record_stops_no_other_job(
     broker: Broker,
     lease: Lease,
     make_request: Callable[..., GenerationRequest],
     raw: Any,
     scrub: Any,
-    outlive: Callable[[], Awaitable[None]],
+    expire_leases: Callable[[], Awaitable[None]],
 ) -> None:
     gone, kept = [await broker.jobs.submit(make_request(expires_in=0.3)) for _ in range(2)]
     waits = await broker.jobs.submit(make_request())
     await lease.claim(1)
     raw.delete(f"{broker.keys.tag}:job:{gone.id}")
-    await outlive()
+    await expire_leases()
     await broker.reaper().reap()
     assert (await broker.jobs.get(kept.id)).state is JobState.EXPIRED
     await scrub()
@@ -161,7 +161,7 @@ async def test_a_record_that_was_deleted_stops_nothing(
         await broker.jobs.get(gone.id)
 
 
-async def test_a_journal_without_its_beginning_is_gone_on_from_by_nobody(
+async def test_a_journal_without_its_beginning_is_continued_by_nobody(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     job = await broker.jobs.submit(make_request())
@@ -178,7 +178,7 @@ async def test_a_journal_without_its_beginning_is_gone_on_from_by_nobody(
 
 
 class Worker:
-    """A worker without a model: one token a job a step, and about four tokens a job."""
+    """A worker without a model. Each step makes one token for each job, and a job has about four."""
 
     def __init__(self, broker: Any, card: Any, rng: Any) -> None:
         self.broker, self.card, self.rng = broker, card, rng
@@ -207,7 +207,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_random_deletions_end_with_every_job_in_one_state(
+async def test_after_random_deletions_every_job_ends_in_one_state(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -219,7 +219,7 @@ async def test_random_deletions_end_with_every_job_in_one_state(
     for _ in range(150):
         dice = rng.random()
         if dice < 0.4:
-            with contextlib.suppress(Exception):  # no model is known just now: not taken
+            with contextlib.suppress(Exception):  # refused, because no model is known at the moment
                 request = make_request(expires_in=rng.choice((None, None, 0.05, 30)))
                 taken.append((await broker.jobs.submit(request, tenant="acme", limits=limits)).id)
         elif dice < 0.7:

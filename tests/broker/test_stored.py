@@ -1,4 +1,4 @@
-"""What ended jobs leave in Redis, who pays for it, and that workers write on when clients have filled the server."""
+"""What ended jobs leave in Redis counts for their tenants. Workers can write when clients have filled the server."""
 
 import asyncio
 import contextlib
@@ -62,10 +62,10 @@ async def test_an_ended_job_keeps_nothing_of_its_prompt(
     rest = record.readable_request()
     assert (rest.prompt, rest.metadata, rest.user) == (DROPPED, {"a": "b"}, "u")
     assert (rest.sampling.n, rest.sampling.logprobs, record.priority) == (2, 1, 3)
-    assert (await broker.jobs.submit(request, job_id=job.id)).state is record.state  # it still knows what it was
+    assert (await broker.jobs.submit(request, job_id=job.id)).state is record.state  # the same request is recognised
 
 
-async def test_a_job_of_an_older_version_ends_as_it_is(
+async def test_a_job_of_an_older_version_keeps_its_request(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     job = await broker.jobs.submit(make_request("what it was"))
@@ -101,7 +101,7 @@ def stored(broker: Any, raw: Any, tenant: Any = "acme") -> Any:
     return int(raw.hget(f"{broker.keys.tag}:stored", tenant) or 0)
 
 
-async def test_what_a_tenant_has_stored_counts_until_it_is_gone(
+async def test_stored_bytes_of_a_tenant_count_until_they_expire(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     settings = replace(config, job_ttl=0.3, journal_ttl=0.2, failed_ttl=0.4, idempotency_ttl=0.5)
@@ -125,7 +125,7 @@ async def test_what_a_tenant_has_stored_counts_until_it_is_gone(
         await lease.close()
 
 
-async def test_a_tenant_has_a_limit_of_what_is_stored(
+async def test_stored_bytes_of_a_tenant_have_a_limit(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
 ) -> None:
     limits = TenantLimits(max_stored_bytes=200_000)
@@ -153,7 +153,7 @@ def small(small_server: Any) -> Any:
         yield client, BrokerConfig(url=small_server, lease_seconds=60)
 
 
-async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(
+async def test_a_tenant_that_submits_and_cancels_fills_only_its_own_share(
     small: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     client, config = small
@@ -180,7 +180,7 @@ async def test_a_tenant_that_sends_and_cancels_fills_its_own_share_only(
 
 
 @pytest.mark.parametrize(("size", "filled"), [(100, 0.85), (200_000, 0.6)])
-async def test_clients_leave_workers_their_part_of_the_memory(
+async def test_clients_leave_a_share_of_the_memory_to_workers(
     small: Any, card: ModelCard, make_request: Callable[..., GenerationRequest], size: Any, filled: Any
 ) -> None:
     client, config = small
@@ -199,7 +199,7 @@ async def test_clients_leave_workers_their_part_of_the_memory(
         await lease.close()
 
 
-async def test_workers_write_on_in_a_full_server(
+async def test_workers_can_write_to_a_full_server(
     small: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     client, config = small

@@ -30,8 +30,8 @@ MUTATIONS: dict[str, Mutation] = {
         "return expiry and tonumber(expiry) > now",
         "return true",
         (
-            f"{LEASE}::test_a_lapsed_lease_can_do_nothing_though_nobody_has_reaped_it",
-            f"{LEASE}::test_the_old_holder_cannot_touch_what_another_runs_now",
+            f"{LEASE}::test_an_expired_lease_can_do_nothing_even_before_it_is_reaped",
+            f"{LEASE}::test_the_former_worker_cannot_change_a_job_that_another_runs",
         ),
     ),
     "a fence for the lease, none for the job": Mutation(
@@ -39,7 +39,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCRIPTS}/commit_events.lua",
         "    else\n      stop[id] = true\n    end\n  end\n  local written",
         "    end\n  end\n  local written",
-        (f"{LEASE}::test_a_living_lease_cannot_touch_another_workers_job",),
+        (f"{LEASE}::test_a_valid_lease_cannot_change_another_workers_job",),
     ),
     "publish before journal": Mutation(
         "no reader sees what the journal does not hold",
@@ -48,21 +48,21 @@ MUTATIONS: dict[str, Mutation] = {
         "  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n",
         "  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n"
         "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n",
-        (f"{JOURNAL}::test_nothing_is_published_that_the_journal_did_not_take",),
+        (f"{JOURNAL}::test_an_event_that_the_journal_refuses_is_not_published",),
     ),
     "ids without order": Mutation(
         "a journal has each seq once, in order",
         f"{SCRIPTS}/prelude.lua",
         "redis.call('XADD', key, digits(seq) .. '-0', 'e', event)",
         "redis.call('XADD', key, '*', 'e', event)",
-        (f"{JOURNAL}::test_follow_replays_then_goes_on_live",),
+        (f"{JOURNAL}::test_follow_replays_the_journal_and_then_yields_new_events",),
     ),
     "holes in journals": Mutation(
         "a journal is 1..n",
         f"{SCRIPTS}/commit_events.lua",
         "if tonumber(ARGV[i + 1]) ~= next_seq[id] then",
         "if tonumber(ARGV[i + 1]) < next_seq[id] then",
-        (f"{LEASE}::test_a_hole_in_a_journal_loses_the_lease",),
+        (f"{LEASE}::test_a_gap_in_a_journal_loses_the_lease",),
     ),
     "a step twice": Mutation(
         "a commit whose reply was lost happens once",
@@ -114,7 +114,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCRIPTS}/reap.lua",
         "    redis.call('HDEL', TAG .. 'running:' .. field[4], id)\n",
         "",
-        (f"{ENDS}::test_a_running_job_expires_and_its_worker_is_told",),
+        (f"{ENDS}::test_a_running_job_expires_and_its_worker_must_stop_it",),
     ),
     "lost cancel": Mutation(
         "a cancel reaches the worker",
@@ -131,7 +131,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCRIPTS}/commit_events.lua",
         "if reported > 0 and reported < step and redis.call('HEXISTS', running, id) == 0 then",
         "if reported > 0 then",
-        (f"{LEASE}::test_a_cancel_is_told_again_when_the_reply_was_lost",),
+        (f"{LEASE}::test_a_cancel_is_reported_again_if_the_reply_was_lost",),
     ),
     "a cancel lost with its worker": Mutation(
         "a cancelled job does not run again",
@@ -145,7 +145,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCRIPTS}/prelude.lua",
         "redis.call('HINCRBY', job, 'futile', 1) >= max_attempts",
         "false",
-        (f"{POISON}::test_a_job_that_kills_its_workers_is_poison",),
+        (f"{POISON}::test_a_job_that_kills_its_workers_fails_as_poison",),
     ),
     "poison for all": Mutation(
         "a job that kills its workers fails alone",
@@ -153,8 +153,8 @@ MUTATIONS: dict[str, Mutation] = {
         "    if field[2] or on_trial and id ~= trial or has_grown(id, seq) then how = 'blameless' end\n",
         "",
         (
-            f"{POISON}::test_who_is_on_trial_is_alone_to_blame",
-            f"{POISON}::test_deaths_after_a_token_are_held_against_a_job_only_where_they_are_many",
+            f"{POISON}::test_only_the_job_on_trial_is_blamed_for_a_death",
+            f"{POISON}::test_deaths_after_new_tokens_fail_a_job_only_if_they_are_many",
         ),
     ),
     "nobody is tried alone": Mutation(
@@ -170,7 +170,7 @@ MUTATIONS: dict[str, Mutation] = {
         "    redis.call('HINCRBY', job, 'attempts', -1)\n",
         "",
         (
-            f"{LEASE}::test_released_jobs_keep_their_place_and_their_tries",
+            f"{LEASE}::test_released_jobs_keep_their_places_and_attempts",
             f"{GENERATION}::test_jobs_that_a_drain_returns_do_not_lose_an_attempt",
         ),
     ),
@@ -186,7 +186,7 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCRIPTS}/prelude.lua",
         "  if not tick or now - tick <= lease / 2 then return end\n",
         "  if true then return end\n",
-        (f"{REAPER}::test_after_an_outage_everybody_gets_one_more_lease",),
+        (f"{REAPER}::test_after_an_outage_every_valid_lease_gets_one_more_lease_time",),
     ),
     "a hung engine beats": Mutation(
         "a worker whose engine hangs is not alive",
@@ -218,7 +218,7 @@ MUTATIONS: dict[str, Mutation] = {
         "if self._bytes + len(message) > self._max_bytes:",
         "if False:",
         (
-            "tests/broker/redis/test_hub.py::test_an_overflow_drops_all_and_is_told_once",
+            "tests/broker/redis/test_hub.py::test_an_overflow_drops_all_messages_and_is_reported_once",
             f"{JOURNAL}::test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing",
         ),
     ),
@@ -227,7 +227,7 @@ MUTATIONS: dict[str, Mutation] = {
         "ktqueue/broker/journal.py",
         "                    if seq <= last:\n                        continue\n",
         "",
-        (f"{JOURNAL}::test_a_message_seen_twice_is_told_once",),
+        (f"{JOURNAL}::test_a_message_that_arrives_twice_is_yielded_once",),
     ),
     "a reader skips": Mutation(
         "a reader misses nothing",
@@ -262,14 +262,14 @@ MUTATIONS: dict[str, Mutation] = {
         "ktqueue/broker/journal.py",
         "if page.events[:1] != [previous]:",
         "if False:",
-        (f"{JOURNAL}::test_a_reader_sees_that_the_journal_has_other_events_by_now",),
+        (f"{JOURNAL}::test_a_reader_sees_that_the_journal_has_other_events_now",),
     ),
     "no priority": Mutation(
         "a job with a lower priority number goes first in its class, even after a release",
         f"{SCRIPTS}/prelude.lua",
         "field[3] + (field[7] or 0), seq, now)",
         "field[3], seq, now)",
-        ("tests/broker/test_priority.py::test_a_job_that_comes_back_keeps_its_place",),
+        ("tests/broker/test_priority.py::test_a_job_that_returns_to_the_queue_keeps_its_place",),
     ),
     "batch starves": Mutation(
         "batch has its share of the rows",
@@ -304,7 +304,10 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCRIPTS}/prelude.lua",
         " - time_for(reserved, per_minute) + time_for(used, per_minute)",
         "",
-        (f"{LIMITS}::test_tokens_are_reserved_and_settled", f"{LIMITS}::test_random_histories_equal_a_bucket"),
+        (
+            f"{LIMITS}::test_reserved_tokens_that_were_not_used_are_returned",
+            f"{LIMITS}::test_random_histories_equal_a_token_bucket",
+        ),
     ),
     "a claim leaves the bytes": Mutation(
         "claimed jobs no longer count as waiting bytes",
@@ -313,8 +316,8 @@ MUTATIONS: dict[str, Mutation] = {
         "",
         (
             f"{LIMITS}::test_live_and_queued_jobs_have_limits",
-            f"{LIMITS}::test_bytes_that_wait_have_a_limit",
-            f"{LIMITS}::test_all_that_waits_has_a_limit_in_bytes",
+            f"{LIMITS}::test_waiting_bytes_of_a_tenant_have_a_limit",
+            f"{LIMITS}::test_all_waiting_requests_together_have_a_limit_in_bytes",
         ),
     ),
     "a lost message loses its job": Mutation(
@@ -322,35 +325,35 @@ MUTATIONS: dict[str, Mutation] = {
         f"{SCRIPTS}/claim_jobs.lua",
         "if #taken == 0 then\n",
         "taken = {}\nif #taken == 0 then\n",
-        (f"{HANDOVER}::test_a_lost_message_costs_a_claim",),
+        (f"{HANDOVER}::test_after_a_lost_message_the_next_claim_returns_the_job",),
     ),
     "a claim answered twice": Mutation(
         "a message of an earlier claim does not deliver its job twice",
         "ktqueue/broker/lease.py",
         "if int(number) != self._claim_number or self._answered:",
         "if False:",
-        (f"{HANDOVER}::test_a_message_after_the_claim_says_nothing_new",),
+        (f"{HANDOVER}::test_a_message_that_arrives_after_the_claim_is_ignored",),
     ),
     "a job for nobody": Mutation(
         "a job is not handed to a worker whose process is gone",
         f"{SCRIPTS}/submit_job.lua",
         "'\\n' .. ARGV[5]) == 0 then",
         "'\\n' .. ARGV[5]) == -1 then",
-        (f"{HANDOVER}::test_a_worker_that_is_gone_is_given_nothing",),
+        (f"{HANDOVER}::test_a_worker_whose_process_has_exited_gets_nothing",),
     ),
     "a short lease for who stands still": Mutation(
         "a worker that is paused keeps its lease until it expires",
         f"{SCRIPTS}/reap.lua",
         "home_of(worker) == '' and",
         "",
-        (f"{CLOSED}::test_a_process_that_stands_still_keeps_its_lease_to_the_end",),
+        (f"{CLOSED}::test_a_stopped_process_keeps_its_lease_until_it_expires",),
     ),
     "dead because the server was away": Mutation(
         "a connection that the server closed does not count as a worker's death",
         f"{SCRIPTS}/reap.lua",
         " and run_id() == home",
         "",
-        (f"{CLOSED}::test_a_server_that_was_away_knows_of_no_connection",),
+        (f"{CLOSED}::test_a_restarted_server_draws_no_conclusion_from_missing_connections",),
     ),
     "a lease lost over long journals": Mutation(
         "a live worker keeps its lease while it reads long journals",

@@ -20,7 +20,7 @@ OPERATION: dict[str, Mutation] = {
         "ktqueue/broker/redis/state_folder.py",
         "        path.chmod(",
         "        str(",
-        (f"{STATE_FOLDER}::test_what_an_older_version_left_open_is_closed",),
+        (f"{STATE_FOLDER}::test_files_that_an_older_version_left_open_become_private",),
     ),
     "two installations in one folder": Mutation(
         "one `ktqueue up` uses a state folder at a time",

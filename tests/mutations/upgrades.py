@@ -18,7 +18,7 @@ UPGRADES: dict[str, Mutation] = {
         f"{SCRIPTS}/claim_jobs.lua",
         "job.digest and job.digest ~= digest and tail_of(id) or 0",
         "0",
-        (f"{DIGEST}::test_what_an_older_reaper_put_back_is_still_bound",),
+        (f"{DIGEST}::test_a_job_that_an_older_reaper_queued_is_still_bound",),
     ),
     "a changed model fails jobs at once": Mutation(
         "a job whose digest is gone fails only after its time, and while others serve the model",
@@ -53,7 +53,7 @@ UPGRADES: dict[str, Mutation] = {
         f"{SCRIPTS}/submit_job.lua",
         "if format ~= '1' then redis.call('HSET', job, 'format', format) end",
         "",
-        (f"{FORMATS}::test_an_older_worker_leaves_newer_jobs_and_sees_all_behind_them",),
+        (f"{FORMATS}::test_an_older_worker_claims_the_jobs_behind_those_of_a_newer_format",),
     ),
     "newer jobs are handed to older workers": Mutation(
         "a worker is handed only jobs that it can read",
@@ -67,7 +67,7 @@ UPGRADES: dict[str, Mutation] = {
         "ktqueue/broker/lease.py",
         "            except NewerFormat as fault:\n                newer +=",
         "            except ZeroDivisionError as fault:\n                newer +=",
-        (f"{FORMATS}::test_a_record_that_nobody_announced_is_put_aside_at_no_cost_of_a_try",),
+        (f"{FORMATS}::test_a_job_of_an_unexpected_format_is_put_aside_without_an_attempt",),
     ),
     "a newer record hides the job": Mutation(
         "a gateway shows and cancels jobs that it cannot read",

@@ -1,4 +1,4 @@
-"""TLS with checked certificates, and a user that may do what the guide says and nothing else."""
+"""TLS with verified certificates, and a user with exactly the permissions that the guide lists."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 async def round_trip(config: BrokerConfig, card: Any, make_request: Any) -> None:
-    """Every script once, and a subscription."""
+    """Call each script once, and subscribe."""
     async with await Broker.open(config) as broker:
         lease = await Lease.register(broker, card)
         done, given_back, cancelled, late = [
@@ -82,7 +82,7 @@ async def test_certificates_are_checked(
 
 
 @pytest.mark.fleet
-async def test_a_cluster_is_spoken_to_in_tls_wherever_the_slot_is(
+async def test_a_cluster_is_reached_over_tls_wherever_the_slot_is(
     authority: Any, card: ModelCard, make_request: Callable[..., GenerationRequest], tmp_path: Path
 ) -> None:
     fronts: list[TlsFront] = []
@@ -126,14 +126,14 @@ async def test_a_client_shows_its_certificate(
 
 
 def allowed() -> list[str]:
-    """The user as the guide writes it."""
+    """Return the permissions of the guide's user."""
     text = (ROOT / "docs" / "guides" / "redis.md").read_text()
     (block,) = re.findall(r"^user ktqueue .*\n(?:  .*\n)*", text, re.MULTILINE)
     words: list[str] = block.split()
     return words[2:]
 
 
-def test_the_guide_allows_what_the_scripts_call_and_no_more() -> None:
+def test_the_guides_user_may_call_exactly_what_the_scripts_call() -> None:
     called = set()
     for script in (ROOT / "ktqueue" / "broker" / "lua").glob("*.lua"):
         called |= {word.lower() for word in re.findall(r"redis\.p?call\('(\w+)'", script.read_text())}
@@ -143,7 +143,7 @@ def test_the_guide_allows_what_the_scripts_call_and_no_more() -> None:
     assert called - told == set(), "the user of docs/guides/redis.md may not do what is needed"
 
 
-async def test_the_user_of_the_guide_is_enough_and_kept_to_its_prefix(
+async def test_the_guides_user_is_sufficient_and_limited_to_its_prefix(
     server: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     server("ACL", "SETUSER", "ktqueue", *(word.replace("PASSWORD", "secret") for word in allowed()))
@@ -160,7 +160,7 @@ async def test_the_user_of_the_guide_is_enough_and_kept_to_its_prefix(
             await Broker.open(replace(config, url=f"redis://{wrong}@127.0.0.1:{server.port}"))
 
 
-async def test_what_is_refused_at_the_start_is_named(
+async def test_a_refused_command_is_named_at_the_start(
     server: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     server("ACL", "SETUSER", "ktqueue", *(word.replace("PASSWORD", "secret") for word in allowed()), "-info")
@@ -168,14 +168,14 @@ async def test_what_is_refused_at_the_start_is_named(
     with pytest.raises(ConfigError, match="INFO"):
         await Broker.open(config)
     server("ACL", "SETUSER", "ktqueue", "+info", "+waitaof")
-    await round_trip(replace(config, durability="fsync"), card, make_request)  # CONFIG is refused: it waits
+    await round_trip(replace(config, durability="fsync"), card, make_request)  # CONFIG is refused, so it waits
     assert server("INFO", "commandstats")["cmdstat_waitaof"]["calls"] == 5
     server("CONFIG", "SET", "appendonly", "no")
     with pytest.raises(ConfigError, match="appendonly no"):
         await Broker.open(replace(config, durability="fsync"))
 
 
-async def test_sentinels_with_passwords_over_tls(
+async def test_sentinels_may_have_passwords_and_tls(
     tmp_path: Path, authority: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     certificate = authority.certificate("127.0.0.1")

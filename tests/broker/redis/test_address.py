@@ -1,4 +1,4 @@
-"""URLs of Redis: what they say, and what is wrong with them, without a password in any message."""
+"""URLs of Redis: how they are parsed, which are refused, and that no message contains a password."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import ConfigError, Unavailable
 
 
-def test_what_urls_say(tmp_path: Path) -> None:
+def test_urls_are_parsed(tmp_path: Path) -> None:
     one = parse_address("redis://:p%40ss@127.0.0.1/3")
     assert (one.kind, one.endpoints, one.database) == (DeploymentKind.SERVER, (RedisEndpoint("127.0.0.1", 6379),), 3)
     assert (one.login, one.tls) == (Login(None, "p@ss"), None)
@@ -56,11 +56,11 @@ def test_what_is_wrong_is_said(url: Any, told: Any) -> None:
     assert "secret" not in caught.value.message
 
 
-def test_a_password_is_in_no_text() -> None:
+def test_a_password_appears_in_no_text() -> None:
     assert "secret" not in repr(parse_address("redis+sentinel://:secret@h/tales?sentinel_password=secret"))
 
 
-def test_a_password_from_a_file(tmp_path: Path) -> None:
+def test_a_password_may_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("p@ss word\n")
     assert read_address("redis://reader@h/1", str(file)).login == Login("reader", "p@ss word")

@@ -1,4 +1,4 @@
-"""A cluster of three masters, all real: the owner of the slot dies, or the slot moves to another node."""
+"""A cluster of three real masters. The owner of the slot dies, or the slot moves to another node."""
 
 import asyncio
 import signal
@@ -35,11 +35,11 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ClusterFle
 
 @pytest.fixture
 def config(fleet: ClusterFleet) -> BrokerConfig:
-    """A call may take longer than a test: what hangs must be found out otherwise."""
+    """Settings whose calls may take longer than a test, so a server that hangs must be noticed in another way."""
     return BrokerConfig(url=fleet.url, lease_seconds=0.5, operation_timeout=100.0)
 
 
-def test_slots_of_keys() -> None:
+def test_slots_of_keys_are_those_of_redis() -> None:
     # The first is the check value of CRC-16/XMODEM, 0x31C3.
     assert key_slot("123456789") == 0x31C3
     assert key_slot("{user1000}.following") == key_slot("user1000")
@@ -48,11 +48,11 @@ def test_slots_of_keys() -> None:
 
 
 async def submit_some(broker: Any, card: Any, make_request: Any) -> Any:
-    await (await Lease.register(broker, card)).close()  # from now on the model is known
+    await (await Lease.register(broker, card)).close()  # the model is known from here on
     return [(await broker.jobs.submit(make_request())).id for _ in range(5)]
 
 
-async def all_told(broker: Any, jobs: Any) -> None:
+async def all_end(broker: Any, jobs: Any) -> None:
     for job in jobs:
         assert (await broker.jobs.get(job)).state is JobState.DONE
         assert [event.seq for event in await broker.journal.replay(job)] == list(range(1, LENGTH + 1))
@@ -60,7 +60,7 @@ async def all_told(broker: Any, jobs: Any) -> None:
 
 @pytest.mark.parametrize("fleet", [1], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.fleet)])
-async def test_workers_and_readers_go_on_with_the_new_owner(
+async def test_workers_and_readers_continue_with_the_new_owner_of_the_slot(
     fleet: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], number: Any
 ) -> None:
     async with await Broker.open(config) as broker:
@@ -79,7 +79,7 @@ async def test_workers_and_readers_go_on_with_the_new_owner(
             teller.going.set()
             assert [await one for one in readers] == [list(range(1, LENGTH + 1))] * len(jobs)
             work.cancel()
-        await all_told(broker, jobs)
+        await all_end(broker, jobs)
         assert fleet.owner_as_seen_by(replica) is replica
         assert len(teller.made) == len(set(teller.made))
 
@@ -88,7 +88,7 @@ def _offset(server: Server) -> int:
     return int(server("INFO", "replication")["master_repl_offset"])
 
 
-async def test_a_slot_that_moves_is_waited_for_and_then_followed(
+async def test_a_moving_slot_is_awaited_and_then_followed(
     fleet: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     one_node = next(one for one in fleet.servers if one is not fleet.owner)
@@ -114,7 +114,7 @@ async def test_a_slot_that_moves_is_waited_for_and_then_followed(
             assert half[1] - half[0] <= len(jobs), "steps were made while the data was in two places"
             assert [await one for one in readers] == [list(range(1, LENGTH + 1))] * len(jobs)
             work.cancel()
-        await all_told(broker, jobs)
+        await all_end(broker, jobs)
         assert old("DBSIZE") == 0
         assert target("DBSIZE") > 0
         assert teller.incarnations == 1
@@ -135,5 +135,5 @@ def _stranger(fleet: ClusterFleet) -> Server:
 
 def _plain(fleet: ClusterFleet) -> Server:
     server = Server(fleet.servers[0].folder.parent / "plain", free_ports(1)[0])
-    fleet.servers.append(server)  # ends with the others
+    fleet.servers.append(server)  # stopped with the others
     return server

@@ -1,4 +1,4 @@
-"""Connections that are lent for one command: how many there are, what a broken-off call and a dead connection leave."""
+"""Connections are lent for one command: how many there are, and what cancelled calls and dead ones leave."""
 
 import asyncio
 import hashlib
@@ -46,9 +46,9 @@ async def test_calls_one_after_the_other_use_one_connection(connection: RedisCon
     assert len(raw.client_list()) == before
 
 
-async def test_the_reply_to_a_call_that_was_broken_off_is_nobody_s(connection: RedisConnection) -> None:
+async def test_the_reply_to_a_cancelled_call_reaches_nobody_else(connection: RedisConnection) -> None:
     await echo(connection, "first")
-    for turns in range(12):  # so many turns of the event loop after it began
+    for turns in range(12):  # cancel after this many turns of the event loop
         task = asyncio.create_task(echo(connection, "lost"))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -57,7 +57,7 @@ async def test_the_reply_to_a_call_that_was_broken_off_is_nobody_s(connection: R
         assert await echo(connection, "found") == "found"
 
 
-async def test_one_dead_connection_takes_the_idle_ones_with_it(connection: RedisConnection, raw: Any) -> None:
+async def test_a_dead_connection_closes_the_idle_ones_too(connection: RedisConnection, raw: Any) -> None:
     await asyncio.gather(*(echo(connection, str(number)) for number in range(50)))
     raw.client_kill_filter(_type="normal", skipme=True)
     with pytest.raises(Unavailable):

@@ -1,4 +1,4 @@
-"""`broker.durability: fsync`: what is acknowledged is on disk, or the server is refused."""
+"""`broker.durability: fsync`: acknowledged jobs are on disk, and a server that cannot do this is refused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def config(server: Server) -> BrokerConfig:
 
 
 def waits(server: Server) -> int:
-    """WAITAOF calls so far."""
+    """Return the number of WAITAOF calls so far."""
     return int(server("INFO", "commandstats").get("cmdstat_waitaof", {"calls": 0})["calls"])
 
 
@@ -57,7 +57,7 @@ async def test_submits_and_cancels_wait_for_the_disk(
     assert waits(server) == 2
 
 
-async def test_a_disk_that_does_not_write_is_told(
+async def test_a_disk_that_does_not_write_is_reported(
     server: Any, config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     async with await Broker.open(replace(config, operation_timeout=1.0, connect_timeout=0.7)) as broker:
@@ -65,18 +65,18 @@ async def test_a_disk_that_does_not_write_is_told(
         server("CONFIG", "SET", "appendfsync", "no")
         with pytest.raises(Unavailable, match=r"(disk|answer) in time"):  # the latter on a slow machine
             await broker.jobs.submit(make_request(), job_id="a")
-        # A submit that is sent again writes nothing, perhaps on another connection: the wait must hold there too.
+        # A repeated submit writes nothing and may use another connection. It must wait for the disk too.
         node = Node(RedisEndpoint("127.0.0.1", server.port), Login(), None, 0, connect=5.0, operate=5.0)
         assert await node.sync("{ktq:s0}:synced", 100) == 0
         await node.close()
         server("CONFIG", "SET", "appendfsync", "everysec")
     async with await Broker.open(config) as broker:
-        assert (await broker.jobs.submit(make_request(), job_id="a")).id == "a"  # it was taken; the wait is made up for
+        assert (await broker.jobs.submit(make_request(), job_id="a")).id == "a"  # this call waits for the disk
     assert waits(server) >= 3
 
 
 @pytest.mark.parametrize("settings", [{"appendonly": "no"}, {"appendfsync": "no"}])
-async def test_a_server_that_cannot_is_refused(server: Any, config: BrokerConfig, settings: Any) -> None:
+async def test_a_server_that_cannot_be_durable_is_refused(server: Any, config: BrokerConfig, settings: Any) -> None:
     for name, value in settings.items():
         server("CONFIG", "SET", name, value)
         with pytest.raises(ConfigError, match=f"{name} {value}"):
@@ -91,7 +91,7 @@ async def test_a_server_that_has_no_waitaof_is_refused(server: Server, config: B
     await node.close()
 
 
-async def test_the_private_server_writes_always(
+async def test_the_private_server_writes_before_it_answers(
     tmp_path: Path, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     server = PrivateServer()

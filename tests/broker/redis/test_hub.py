@@ -1,4 +1,4 @@
-"""A mailbox holds what it may, and says so when it could not."""
+"""A mailbox has a limit of bytes and reports an overflow."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ async def test_messages_wait_in_order() -> None:
 
 
 @pytest.mark.parametrize("fill", [b"x" * 11, b"x" * 6])
-async def test_an_overflow_drops_all_and_is_told_once(fill: Any) -> None:
+async def test_an_overflow_drops_all_messages_and_is_reported_once(fill: Any) -> None:
     mailbox = Mailbox(("c",), 10)
     mailbox.put(b"12345")
     mailbox.put(fill)
@@ -25,7 +25,7 @@ async def test_an_overflow_drops_all_and_is_told_once(fill: Any) -> None:
     assert await mailbox.take(0) == Mail((b"12345",), False)
 
 
-async def test_what_comes_after_an_overflow_is_kept() -> None:
+async def test_messages_after_an_overflow_are_kept() -> None:
     mailbox = Mailbox(("c",), 10)
     mailbox.put(b"123456")
     mailbox.put(b"123456")

@@ -1,4 +1,4 @@
-"""The private server: found, started, locked, gone with its parent, back with its data."""
+"""The private server is found, started and locked. It dies with its parent and restarts with its data."""
 
 import asyncio
 import os
@@ -108,7 +108,7 @@ def test_data_survives_a_stop_and_a_kill(server: Any, tmp_path: Path) -> None:
     with client(url) as connection:
         connection.set("a", 1)
     server.stop()
-    assert server.start(tmp_path) == url  # the password stays
+    assert server.start(tmp_path) == url  # the password is kept
     with client(url) as connection:
         connection.set("b", 2)
     os.kill(server.pid, signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_data_survives_a_stop_and_a_kill(server: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Any:
-    """The pid of a server, and the process that started it on `tmp_path` and can be killed."""
+    """The pid of a server on `tmp_path`, and its parent process, which can be killed."""
     code = textwrap.dedent(
         """
         import sys, time
@@ -146,7 +146,7 @@ def test_it_dies_with_its_parent_and_the_folder_is_free_again(server: Any, tmp_p
     parent.kill()
     end = time.monotonic() + 5
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
-        assert time.monotonic() < end, "the server outlived its parent"
+        assert time.monotonic() < end, "the server expire_leasesd its parent"
         time.sleep(0.01)
     server.start(tmp_path)
 
@@ -190,7 +190,7 @@ def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path: Path) -> N
         find_program(str(tmp_path), wheel="a_wheel_that_is_not_installed")
 
 
-async def test_who_starts_while_the_server_is_away_waits_for_it(
+async def test_a_start_waits_for_a_server_that_is_away(
     config: BrokerConfig, server: Any, tmp_path: Path, eventually: Callable[..., Awaitable[None]]
 ) -> None:
     config = replace(config, url=server.start(tmp_path))
@@ -212,7 +212,7 @@ async def test_who_starts_while_the_server_is_away_waits_for_it(
         await (await opening).close()
 
 
-async def test_a_stream_goes_on_over_a_killed_server(
+async def test_a_stream_survives_a_killed_server(
     config: BrokerConfig,
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
@@ -249,7 +249,7 @@ async def test_a_stream_goes_on_over_a_killed_server(
             await asyncio.sleep(0.002)
         async with asyncio.timeout(10):
             assert await reader == list(range(1, 121))
-        assert (await broker.jobs.get(job.id)).attempts == 1  # nobody took it away
+        assert (await broker.jobs.get(job.id)).attempts == 1  # no other worker took the job
         for task in (beats, reaper):
             task.cancel()
         await asyncio.gather(beats, reaper, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A master, a replica and three sentinels, all real: the master dies, hangs, or takes acknowledged steps with it."""
+"""A real master, replica and three sentinels. The master dies, hangs, or loses acknowledged steps."""
 
 import asyncio
 import signal
@@ -33,7 +33,7 @@ def fleet(tmp_path: Path) -> Iterator[SentinelFleet]:
 
 @pytest.fixture
 def config(fleet: SentinelFleet) -> BrokerConfig:
-    """A call may take longer than a test: what hangs must be found out otherwise."""
+    """Settings whose calls may take longer than a test, so a server that hangs must be noticed in another way."""
     return BrokerConfig(url=fleet.url, lease_seconds=0.5, operation_timeout=100.0)
 
 
@@ -46,17 +46,17 @@ async def broker(config: BrokerConfig) -> AsyncIterator[Broker]:
 
 
 def synchronised(fleet: SentinelFleet) -> bool:
-    """Has the replica all that the master has?"""
+    """Return whether the replica has all data of the master."""
     offsets = {one("INFO", "replication")["master_repl_offset"] for one in fleet.servers}
     return len(offsets) == 1
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.fleet), signal.SIGSTOP])
-async def test_workers_and_readers_go_on_with_the_new_master(
+async def test_workers_and_readers_continue_with_the_new_master(
     fleet: Any, broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest], number: Any
 ) -> None:
     teller = Teller(broker, card, length=LENGTH)
-    await (await Lease.register(broker, card)).close()  # from now on the model is known
+    await (await Lease.register(broker, card)).close()  # the model is known from here on
     jobs = [(await broker.jobs.submit(make_request())).id for _ in range(5)]
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         seen: list[list[int]] = [[] for _ in jobs]
@@ -71,7 +71,7 @@ async def test_workers_and_readers_go_on_with_the_new_master(
         views = [await one for one in readers]
         assert views == [list(range(1, LENGTH + 1))] * len(jobs)
         assert fleet.master is not old
-        # The subscription is there too, earlier than its own silence would have made it move.
+        # The subscription has moved too, before its own timeout.
         await asyncio.to_thread(until, lambda: fleet.master("PUBSUB", "CHANNELS", f"{broker.keys.tag}:*"), 3.0)
         late = await broker.jobs.submit(make_request())
         assert await read(broker, late.id) == list(range(1, LENGTH + 1))
@@ -84,14 +84,14 @@ async def test_workers_and_readers_go_on_with_the_new_master(
 
 
 async def beat(lease: Lease) -> None:
-    """Keep the lease until cancelled, or until it is lost."""
+    """Renew the lease until cancelled, or until it is lost."""
     with suppress(LeaseLost):
         while True:
             await lease.beat({})
             await asyncio.sleep(0.1)
 
 
-async def test_what_a_failover_has_lost_is_told_to_everybody(
+async def test_events_that_a_failover_has_lost_are_reported_to_worker_and_reader(
     fleet: Any, broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
     lease = await Lease.register(broker, card)

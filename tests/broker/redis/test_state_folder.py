@@ -1,4 +1,4 @@
-"""The state folder: closed to others, used by one process at a time, whatever a crash left behind."""
+"""The state folder is private and belongs to one process at a time, whatever a crash left behind."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def test_a_new_folder_is_private_whatever_the_umask(tmp_path: Path) -> None:
     assert mode(tmp_path / "a" / "state" / LOCK_NAME) == 0o600
 
 
-def test_what_an_older_version_left_open_is_closed(tmp_path: Path) -> None:
+def test_files_that_an_older_version_left_open_become_private(tmp_path: Path) -> None:
     state = tmp_path / "state"
     (state / "appendonlydir").mkdir(parents=True)
     state.chmod(0o755)
@@ -64,7 +64,7 @@ def test_what_an_older_version_left_open_is_closed(tmp_path: Path) -> None:
     assert {mode(path) for path in files if path.name != "lock"} == {0o600}
 
 
-def test_a_folder_of_other_things_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path) -> None:
     notes = tmp_path / "notes.log"
     notes.write_text("mine")
     notes.chmod(0o644)
@@ -87,7 +87,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path, other: "subprocess.
         StateFolder.open(tmp_path / "state").hold()
 
 
-def test_a_killed_process_holds_nothing_and_its_id_means_nothing(
+def test_a_killed_process_holds_no_folder_whoever_has_its_id_now(
     tmp_path: Path, other: "subprocess.Popen[str]"
 ) -> None:
     other.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The wake-up with a time limit: wakes at the ring, ends in time, and never before it."""
+"""WakeUp with a time limit: a wait ends when it is set or when its time is over, and not before."""
 
 import asyncio
 
@@ -8,13 +8,13 @@ from ktqueue.broker.redis.wake_up import WakeUp
 
 
 async def wait(event: WakeUp, seconds: float) -> tuple[bool, float]:
-    """What the wait gave, and how long it took."""
+    """Return the result of the wait, and how long it took."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     return await event.wait(seconds), loop.time() - began
 
 
-async def test_a_rung_bell_is_not_waited_for() -> None:
+async def test_a_wake_up_that_was_set_before_ends_the_wait_at_once() -> None:
     event = WakeUp()
     event.set()
     assert await event.wait(60)
@@ -22,7 +22,7 @@ async def test_a_rung_bell_is_not_waited_for() -> None:
     assert not await event.wait(0.01)
 
 
-async def test_a_ring_wakes() -> None:
+async def test_setting_a_wake_up_ends_the_wait() -> None:
     event = WakeUp()
     task = asyncio.create_task(event.wait(60))
     await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def test_a_ring_wakes() -> None:
 
 @pytest.mark.parametrize("first", [0.02, 60.0])
 async def test_each_wait_has_its_own_limit(first: float) -> None:
-    event = WakeUp()  # the first wait leaves its timer behind, which comes too early for the next one or too late
+    event = WakeUp()  # the timer of the first wait must not end the second
     task = asyncio.create_task(event.wait(first))
     await asyncio.sleep(0)
     event.set()
@@ -44,7 +44,7 @@ async def test_each_wait_has_its_own_limit(first: float) -> None:
     assert seconds >= 0.1
 
 
-async def test_a_wait_that_is_broken_off_takes_no_ring() -> None:
+async def test_a_cancelled_wait_consumes_no_wake_up() -> None:
     event = WakeUp()
     task = asyncio.create_task(event.wait(60))
     await asyncio.sleep(0)
