@@ -29,7 +29,7 @@ from ktqueue.engine.prepared_step import PreparedStep
 from ktqueue.engine.prompt_logprobs import prompt_logprobs
 from ktqueue.engine.request_table import RequestTable, no_token, usage_of
 from ktqueue.engine.runner import Model
-from ktqueue.engine.scheduler import Scheduler, StepPlan
+from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, Scheduler, StepPlan
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.step_profile import Profile, StepRecord
 from ktqueue.engine.token_masks import TokenMasks
@@ -47,7 +47,8 @@ class Engine:
     its completion have at most `max_model_len` tokens. `planner` plans attention on a device; without it everything
     runs on the CPU. `progress` is called while decode steps are captured, which then take `graph_bytes` of device
     memory. Instead of these two, the result of `make_parts` can be given as `parts`. `clock` gives the default
-    `arrival` in seconds. `profile_path` is a file that gets one JSON line per step.
+    `arrival` in seconds. `profile_path` is a file that gets one JSON line per step. `max_prompt_rows`: see
+    `Scheduler`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
         profile_path: Path | None = None,
+        max_prompt_rows: int = MAX_PROMPT_ROWS,
     ) -> None:
         parts = parts or make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, progress)
         self.profile = Profile(profile_path)
@@ -76,6 +78,7 @@ class Engine:
             max_num_batched_tokens=config.step_tokens,
             prefix_caching=config.enable_prefix_caching,
             batch_floor=config.batch_floor(config.max_num_seqs),
+            max_prompt_rows=max_prompt_rows,
         )
         self._admission = Admission(
             vocabulary,

@@ -33,7 +33,7 @@ from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 
-MAX_PROMPT_ROWS = 256  # rows of logits in one step for log probabilities of prompts, so that memory is limited
+MAX_PROMPT_ROWS = 256
 
 Rank = tuple[int, float, int, int]
 """Class, arrival, admission number, choice. The lowest goes first."""
@@ -62,7 +62,8 @@ def _arrival(sequence: Sequence) -> tuple[float, int, int]:
 class Scheduler:
     """Owns the waiting and running sequences and their pages.
 
-    `batch_floor` rows are reserved for the batch class while it needs them.
+    `batch_floor` rows are reserved for the batch class while it needs them. `max_prompt_rows` limits the rows of logits
+    that a step computes for log probabilities of prompts, and so the memory that they take.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_caching: bool,
         batch_floor: int,
+        max_prompt_rows: int = MAX_PROMPT_ROWS,
     ) -> None:
         self.pages = pages
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # every decode row must fit into the budget
@@ -89,6 +91,7 @@ class Scheduler:
         self._token_budget = max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._batch_floor = batch_floor
+        self._max_prompt_rows = max_prompt_rows
         self._promoted: set[Sequence] = set()  # sequences of the batch class that rank as interactive
         self._sorted_version = -1  # the `schedule_version` for which `running` is sorted by rank
 
@@ -211,7 +214,7 @@ class Scheduler:
         """Add a running sequence to the step if it gets its pages. Decode rows always fit into the token budget."""
         if sequence.status is SequenceStatus.RUNNING:
             count = 1 if sequence.remaining == 1 else min(sequence.remaining, self._token_budget - plan.tokens)
-            count = _limited_by_prompt_rows(sequence, count, plan)
+            count = self._limited_by_prompt_rows(sequence, count, plan)
             if count and self._allocate(sequence, count, plan):
                 plan.rows[sequence] = count
 
@@ -367,15 +370,14 @@ class Scheduler:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-
-def _limited_by_prompt_rows(sequence: Sequence, count: int, plan: StepPlan) -> int:
-    """Return how many of the next `count` tokens fit into the step without more than MAX_PROMPT_ROWS rows."""
-    wanted = sequence.scored_positions(count)
-    if not wanted:
-        return count
-    taken = sum(len(planned.scored_positions(tokens)) for planned, tokens in plan.rows.items())
-    room = MAX_PROMPT_ROWS - taken
-    return count if len(wanted) <= room else wanted.start + room - sequence.num_computed_tokens
+    def _limited_by_prompt_rows(self, sequence: Sequence, count: int, plan: StepPlan) -> int:
+        """Return how many of the next `count` tokens fit into the step without more than `max_prompt_rows` rows."""
+        wanted = sequence.scored_positions(count)
+        if not wanted:
+            return count
+        taken = sum(len(planned.scored_positions(tokens)) for planned, tokens in plan.rows.items())
+        room = self._max_prompt_rows - taken
+        return count if len(wanted) <= room else wanted.start + room - sequence.num_computed_tokens
 
 
 def _rows(sequence: Sequence) -> int:

@@ -15,6 +15,7 @@ from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.operators import native
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.kv_cache import KVLayout
@@ -204,13 +205,24 @@ def make_engine(parts: str) -> Callable[..., Engine]:
         page_size: int = 4,
         clock: Callable[[], float] = lambda: 0.0,
         change_parts: Callable[[EngineParts], EngineParts] = lambda parts: parts,
+        max_prompt_rows: int = MAX_PROMPT_ROWS,
         **settings: Any,
     ) -> Engine:
         layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype=torch.float32)
         config = EngineConfig(page_size=page_size, **settings)
         planner = TorchPlanner(page_size) if parts == "device" else None
         made = change_parts(make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, None))
-        return Engine(model, vocabulary, layout, config, num_pages, max_model_len, parts=made, clock=clock)
+        return Engine(
+            model,
+            vocabulary,
+            layout,
+            config,
+            num_pages,
+            max_model_len,
+            parts=made,
+            clock=clock,
+            max_prompt_rows=max_prompt_rows,
+        )
 
     return make
 

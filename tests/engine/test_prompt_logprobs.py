@@ -8,7 +8,6 @@ import pytest
 
 from ktqueue.core.events import FinishReason, PositionLogprobs
 from ktqueue.core.request import SamplingParams
-from ktqueue.engine import scheduler
 from ktqueue.engine.engine import Engine
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9, 33, 1, 60, 7]
@@ -49,10 +48,9 @@ def plain(entries: Sequence[PositionLogprobs | None]) -> list[Any]:
 @pytest.mark.parametrize("rows", [1, 3, 256])
 def test_each_token_of_the_prompt_has_its_log_probability(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, expected: Any,
-    monkeypatch: pytest.MonkeyPatch, budget: int, rows: int,
+    budget: int, rows: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(scheduler, "MAX_PROMPT_ROWS", rows)
-    engine = make_engine(model, vocabulary, max_num_seqs=8, max_num_batched_tokens=budget)
+    engine = make_engine(model, vocabulary, max_num_seqs=8, max_num_batched_tokens=budget, max_prompt_rows=rows)
     engine.add("plain", PROMPT, SamplingParams(temperature=0.0, max_tokens=9))
     engine.step()
     for length in (1, 2, 4, 13):
@@ -85,10 +83,8 @@ def test_nothing_is_generated(
 
 def test_a_preempted_prompt_gives_each_entry_once(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, expected: Any,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(scheduler, "MAX_PROMPT_ROWS", 1)
-    engine = make_engine(model, vocabulary, num_pages=8, max_num_seqs=4)
+    engine = make_engine(model, vocabulary, num_pages=8, max_num_seqs=4, max_prompt_rows=1)
     engine.add("grows", PROMPT[:4], SamplingParams(temperature=0.0, max_tokens=24))
     engine.add("scored", PROMPT + PROMPT[:7], NOTHING)
     results = run(engine)
@@ -115,19 +111,17 @@ def test_a_resumed_prompt_goes_on_at_the_next_entry(
 
 
 def test_logits_of_a_step_are_limited(
-    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_PROMPT_ROWS", 6)
-    engine = make_engine(model, vocabulary, max_num_seqs=8, max_num_batched_tokens=512)
     widest = 0
-    execute = engine._runner.execute
 
-    def watched(batch: Any) -> Any:
+    def watched(*, logits_to_keep: Any, **arguments: Any) -> Any:
         nonlocal widest
-        widest = max(widest, len(batch.scored))
-        return execute(batch)
+        widest = max(widest, len(logits_to_keep))
+        return model(logits_to_keep=logits_to_keep, **arguments)
 
-    engine._runner.execute = watched  # type: ignore[method-assign]
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "cuda_graphs": False, "max_prompt_rows": 6}
+    engine = make_engine(watched, vocabulary, **limits)
     for name in "abcd":
         engine.add(name, [ord(name) - 60, *PROMPT], NOTHING)
     run(engine)
