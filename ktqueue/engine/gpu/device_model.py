@@ -1,4 +1,4 @@
-"""What the engine calls on a model beside the forward pass: preparation, the end of a step, statistics, close."""
+"""What the engine calls on a model besides the forward pass: preparation, the end of a step, statistics, close."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable

@@ -1,4 +1,4 @@
-"""CopyStream: copies from host memory to the device that run beside the steps. On CPU tensors they run at once."""
+"""CopyStream: copies from host memory to the device while steps run. On CPU tensors, copies are synchronous."""
 
 import ctypes
 import logging

@@ -213,7 +213,7 @@ class GpuDecoder(Operator):
             on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
             with torch.no_grad():
                 angles = on_host(torch.empty(0), torch.arange(positions)[None])
-            table = Rotary(*(one.contiguous().to(self.device) for one in cosines_and_sines(angles)))
+            table = Rotary(*(values.contiguous().to(self.device) for values in cosines_and_sines(angles)))
             self._tables.append(table)
         return self._tables[-1]
 

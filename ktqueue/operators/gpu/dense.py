@@ -46,7 +46,7 @@ def stays_quantised(quant: str) -> bool:
 
 
 class DenseLinear(Protocol):
-    """A linear layer on a device, with weights [rows, columns] in whatever format."""
+    """A linear layer on a device, with weights [rows, columns] in any format."""
 
     def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x [tokens, columns] -> [tokens, rows]. `dtype`: see few_rows_linear."""
@@ -79,7 +79,7 @@ class DecodeBuffer:
 
     def reserve(self, rows: int, columns: int) -> int:
         """Grow so that a piece of such a matrix fits, at least one row. Returns the number of bytes by which the buffer
-        grew. Earlier views of it become useless then."""
+        grew. If it grew, earlier views of it are no longer used."""
         wanted = max(min(rows * columns, WEIGHTS_PER_PIECE), columns)
         grown = max(0, wanted - self.weights.numel())
         if grown:

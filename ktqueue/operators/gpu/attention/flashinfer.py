@@ -1,6 +1,6 @@
 """FlashInfer's paged attention behind our planners. It compiles its kernels for the device when first used.
 
-Eager steps use its prefill kernels, whatever they mix. Captured decode steps use the same kernels in their CUDA graph
+Eager steps use its prefill kernels for any mix of rows. Captured decode steps use the same kernels in their CUDA graph
 form, with one wrapper per row bucket and window. Plans are made from host arrays: lengths are never read back from the
 device, and all copies from pinned memory are asynchronous.
 """

@@ -15,7 +15,7 @@ from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
 from ktqueue.operators.gpu.experts.step import RoutedLayer
 
 READ_EVERY_STEPS = 16
-HALF_LIFE_TOKENS = 4096  # after so many tokens a use counts half
+HALF_LIFE_TOKENS = 4096  # after this number of tokens a use counts half
 MAX_MOVED_BYTES = 64 << 20  # at a time, since steps are slower while the copies read memory
 MIN_RATIO, MIN_MARGIN = 1.25, 8  # an expert replaces another if its uses exceed RATIO times the other's plus MARGIN
 

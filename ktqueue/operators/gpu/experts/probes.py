@@ -48,9 +48,9 @@ def measure_costs(
     with_copies = [_compute_seconds(layer, tokens, start_copies, copies.finish) for tokens in (few, many)]
     without_copies = _compute_seconds(layer, many, lambda: None, lambda: None)
     fixed, per_token = fit_line((few, with_copies[0]), (many, with_copies[1]))
-    absent = [one.experts - slots for one, slots in zip(layers, pool.slots, strict=True)]
-    absent_share = sum(count / one.experts for count, one in zip(absent, layers, strict=True)) / len(layers)
-    absent_bytes = sum(count * one.record.bytes for count, one in zip(absent, layers, strict=True)) / len(layers)
+    absent = [(each, each.experts - slots) for each, slots in zip(layers, pool.slots, strict=True)]
+    absent_share = sum(count / each.experts for each, count in absent) / len(layers)
+    absent_bytes = sum(count * each.record.bytes for each, count in absent) / len(layers)
     return StreamingCosts(
         cpu_fixed=fixed * absent_share,
         cpu_token=per_token * absent_share,

@@ -58,8 +58,8 @@ class Handoff:
     pinned memory; with "host_functions" a thread of CUDA runs the task; with "direct" the tensors are on the CPU, and
     `request` runs the task. "auto" takes the first of these that the device supports. `idle_milliseconds`: after this
     time without a request the serving thread stops spinning and naps for up to 5 ms between two looks.
-    `stuck_seconds`: a task that takes longer breaks the hand-off. The GPU then continues with whatever the buffers
-    hold, and every `check` raises. `stream`: runs the steps; None: the current one of `device`.
+    `stuck_seconds`: a task that takes longer breaks the hand-off. The GPU then continues with what is in
+    the buffers, and every `check` raises. `stream`: runs the steps; None: the current one of `device`.
 
     Not thread-safe. Raises ValueError for a wrong size, method or device, RuntimeError if a call of CUDA fails.
     """

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.handoff.driver import Driver, MemoryOperation
 from ktqueue.operators.native_handoff import HandoffMemory, HandoffService
 
@@ -31,7 +32,7 @@ class CudaStream:
     """The current stream of a CUDA device. Raises ValueError for another device."""
 
     def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
+        if not is_gpu(device):
             raise ValueError(f"device must be cpu or cuda, got {device}")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

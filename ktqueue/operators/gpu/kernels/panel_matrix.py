@@ -2,7 +2,7 @@
 
 For a few rows, a program has 16 rows of weights, requests all of them at once (as linear.py does), and adds up in
 float32 what the weights are exactly. Two matrices, which may differ in format, can be parts of one product: q and k
-beside v, for example. For more rows, torch multiplies with decoded weights. Knows no layer. No host sync: everything
+next to v, for example. For more rows, torch multiplies with decoded weights. Knows no layer. No host sync: everything
 but packing can be captured in a CUDA graph.
 """
 

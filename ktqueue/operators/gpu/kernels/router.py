@@ -118,7 +118,7 @@ def _route(
         weights = tl.where(slot < CHOSEN, tl.exp(chosen - largest), 0.0)
         weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
     weights *= scale
-    ids = tl.where(unsound, slot.to(tl.int64), ids)  # the bits of a NaN may have made anything of them
+    ids = tl.where(unsound, slot.to(tl.int64), ids)  # with a NaN among the scores they mean nothing
     weights = tl.where(unsound, float("nan"), weights)
 
     inside = slot < CHOSEN
