@@ -82,7 +82,7 @@ class Lease:
         self.id = lease_id
         self.card = card
         self._broker = broker
-        self._mailbox = mailbox
+        self.mailbox = mailbox  # wake-ups of the model, and jobs that are handed to this worker
         self._decode = decode
         self._terminal = TerminalEvents.of(broker.config)
         self._lease = microseconds(broker.config.lease_seconds)
@@ -247,7 +247,7 @@ class Lease:
         except (LeaseLost, Unavailable):
             pass
         finally:
-            await self._broker.hub.unsubscribe(self._mailbox)
+            await self._broker.hub.unsubscribe(self.mailbox)
 
     async def wait_for_work(
         self,
@@ -264,7 +264,7 @@ class Lease:
         if self._look_again_at is not None:
             end = min(end, self._look_again_at)
         while (left := end - time.monotonic()) > 0:
-            mail = await self._mailbox.take(left)
+            mail = await self.mailbox.take(left)
             for message in mail.messages:
                 if (job := self._job_from_message(message)) is not None:
                     claims = await self._readable([job])

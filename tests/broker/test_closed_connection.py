@@ -139,26 +139,26 @@ async def test_a_stopped_process_keeps_its_lease_until_it_expires(
 
 @pytest.fixture
 async def far(config: BrokerConfig, card: ModelCard) -> Any:
-    """A lease over separate connections, and a function that closes these for good."""
+    """A lease over separate connections, and the broker that these belong to."""
     elsewhere = await Broker.open(config)
     lease = await Lease.register(elsewhere, card)
-    yield lease, elsewhere.close
+    yield lease, elsewhere
     await elsewhere.close()
 
 
 async def test_a_closed_connection_ends_no_lease_before_a_renewal_is_missed(
     broker: Broker, far: Any, silence: Any
 ) -> None:
-    lease, cut = far
+    lease, elsewhere = far
     await lease.beat({})
-    await cut()
+    await elsewhere.close()
     assert (await silence.until(lease.id, 0.7)) is not None
 
 
 async def test_a_worker_that_renews_without_a_subscription_keeps_its_lease(far: Any, silence: Any) -> None:
-    lease, _ = far
+    lease, elsewhere = far
     await lease.beat({})
-    await lease._broker.hub.close()
+    await elsewhere.hub.close()
     await silence.of_channel(lease.id)
     await lease.beat({})
     assert (await silence.until(lease.id, 0.5)) is not None
@@ -167,8 +167,8 @@ async def test_a_worker_that_renews_without_a_subscription_keeps_its_lease(far: 
 async def test_a_restarted_server_draws_no_conclusion_from_missing_connections(
     broker: Broker, far: Any, silence: Any, raw: Any
 ) -> None:
-    lease, cut = far
+    lease, elsewhere = far
     await lease.beat({})
     raw.hset(f"{broker.keys.tag}:worker:{lease.id}", "home", "the server before")
-    await cut()
+    await elsewhere.close()
     assert (await silence.until(lease.id, 0.5)) is not None

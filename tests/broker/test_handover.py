@@ -43,7 +43,7 @@ async def handed_over(lease: Lease) -> list[Claim]:
 
 async def lose_messages(lease: Any) -> None:
     """Drop everything that was published to the worker."""
-    while (await lease._mailbox.take(0.2)).messages:
+    while (await lease.mailbox.take(0.2)).messages:
         pass
 
 

@@ -222,9 +222,7 @@ async def test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing(config: 
         got = [await anext(events)]
         for _ in range(5):
             await job.write(20, size=500)
-            (topic,) = narrow.hub._topics.values()
-            (mailbox,) = topic.mailboxes
-            assert mailbox._bytes <= 4_000
+            assert narrow.hub.waiting_bytes <= 4_000
             got.append(await anext(events))
         await job.write(1, end=True)
         async with asyncio.timeout(5):
@@ -248,7 +246,7 @@ async def test_closing_a_reader_unsubscribes(
     await readers[2].aclose()
 
     async def gone() -> Any:
-        return raw.pubsub_numsub(key) == [(key.encode(), 0)] and key not in broker.hub._topics
+        return raw.pubsub_numsub(key) == [(key.encode(), 0)] and key not in broker.hub.channels
 
     await eventually(gone)
 
@@ -271,7 +269,7 @@ async def test_readers_come_and_go_quickly(
     await reader.aclose()
 
     async def empty() -> Any:
-        return not any(":journal:" in channel for channel in broker.hub._topics)
+        return not any(":journal:" in channel for channel in broker.hub.channels)
 
     await eventually(empty)
 
@@ -285,7 +283,7 @@ async def test_a_cancelled_reader_leaves_nothing(
     await asyncio.gather(reader, return_exceptions=True)
 
     async def gone() -> Any:
-        return broker.keys.journal_channel(job.id) not in broker.hub._topics
+        return broker.keys.journal_channel(job.id) not in broker.hub.channels
 
     await eventually(gone)
 

@@ -83,7 +83,7 @@ class Holder:
                     ]
                 )
         finally:
-            await self.broker.hub.unsubscribe(lease._mailbox)
+            await self.broker.hub.unsubscribe(lease.mailbox)
 
     def next_event(self, job: OpenJob) -> TokenEvent:
         """Make the next token of a job, which names the token before it. From the sixth on it may be the last."""

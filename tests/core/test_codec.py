@@ -188,7 +188,7 @@ def test_wrong_fields_never_break_the_decoder(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 3, "1", None])
-def test_another_version_is_refused(version: object) -> None:
+def test_a_record_without_a_known_version_is_refused(version: object) -> None:
     with pytest.raises(CodecError, match="version"):
         decode_event(1, json.dumps({"v": version}))
 
@@ -203,7 +203,7 @@ def test_a_token_that_could_not_be_chosen_keeps_a_number() -> None:
 
 
 @pytest.mark.parametrize("value", ["\ud800", 2**70, object(), b"x"], ids=["surrogate", "big", "object", "bytes"])
-def test_what_json_cannot_hold_is_an_invalid_request(value: object) -> None:
+def test_values_that_json_cannot_hold_are_an_invalid_request(value: object) -> None:
     request = GenerationRequest(model="m", messages=({"role": "user", "content": value},))
     with pytest.raises(InvalidRequest, match="JSON"):
         encode_request(request)

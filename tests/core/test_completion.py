@@ -7,7 +7,7 @@ from ktqueue.core.errors import DeadlineExceeded, EngineFailure
 from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
 
 
-def test_choices_are_put_together() -> None:
+def test_the_events_of_each_choice_are_joined() -> None:
     one = PositionLogprobs(TokenLogprob(5, b"a", -0.5))
     usage = Usage(prompt_tokens=1, completion_tokens=3)
     done = completion_of(
@@ -29,7 +29,7 @@ def test_choices_are_put_together() -> None:
     assert done.usage == usage
 
 
-def test_another_end_raises_its_error() -> None:
+def test_an_end_other_than_done_raises_its_error() -> None:
     late = TokenEvent(seq=1, state=JobState.EXPIRED, error=DeadlineExceeded("late").info())
     with pytest.raises(DeadlineExceeded, match="late"):
         completion_of("j", 1, [late])

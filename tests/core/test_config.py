@@ -81,7 +81,7 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, environment: dict[s
     assert message in caught.value.message
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")

@@ -11,7 +11,7 @@ KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_and_back(kind: type[KtqueueError]) -> None:
+def test_errors_survive_a_round_trip(kind: type[KtqueueError]) -> None:
     error = kind("text", param="field", limit=3, value="4", retry_after=1.0)
     again = error_of(error.info())
     assert type(again) is kind

@@ -16,7 +16,7 @@ def tables(*tenants: tuple[object, object]) -> list[dict[str, object]]:
     return [{"name": name, "keys": keys} for name, keys in tenants]
 
 
-def test_from_a_file_and_the_environment(tmp_path: Path) -> None:
+def test_tenants_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "ktqueue.toml"
     first = f'[[gateway.tenants]]\nname = "acme"\nkeys = ["{A}", "{B}"]\n'
     path.write_text(f'{first}[[gateway.tenants]]\nname = "b.c"\nkeys = ["{C}"]\n')
@@ -29,7 +29,7 @@ def test_from_a_file_and_the_environment(tmp_path: Path) -> None:
     assert load_config(environment={"KTQUEUE_GATEWAY_TENANTS": ""}).gateway.tenants == ()
 
 
-def test_limits_beside_the_keys(tmp_path: Path) -> None:
+def test_limits_stand_beside_the_keys_of_a_tenant(tmp_path: Path) -> None:
     path = tmp_path / "ktqueue.toml"
     path.write_text(
         f'[[gateway.tenants]]\nname = "acme"\nkeys = ["{A}"]\nmax_live_jobs = 8\nmax_queued_bytes = "2MiB"\n'

@@ -23,7 +23,7 @@ def test_a_request_keeps_its_webhook() -> None:
      "https://example.org:0/", "https://example.org:99999/", "https://ex\u00e4mple.org/", "https://a/\r\nhost: b",
      "https://example.org/" + "a" * 2_048, 7],
 )  # fmt: skip
-def test_what_is_no_url_is_refused(url: Any) -> None:
+def test_a_text_that_is_not_a_url_is_refused(url: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Webhook(url=url)
     assert refused.value.param == "webhook.url"

@@ -78,7 +78,7 @@ async def undisturbed(stack: Any) -> dict[str, Any]:
     return told
 
 
-async def test_streams_outlive_the_only_worker(stack: Any, undisturbed: Any, record_property: Any) -> None:
+async def test_streams_survive_the_death_of_the_only_worker(stack: Any, undisturbed: Any, record_property: Any) -> None:
     worker = stack.up.workers[0]
     first, deaths = worker.pid, worker.deaths
     jobs = {name: await stack.submit(prompt=STORY, sampling=sampling) for name, sampling in SAMPLINGS.items()}
@@ -99,7 +99,7 @@ async def test_streams_outlive_the_only_worker(stack: Any, undisturbed: Any, rec
     assert streams[0].longest_gap < 30.0
 
 
-async def test_a_worker_that_slept_too_long_registers_again(stack: Any, undisturbed: Any) -> None:
+async def test_a_worker_that_slept_past_its_lease_registers_again(stack: Any, undisturbed: Any) -> None:
     worker = stack.up.workers[0]
     deaths = worker.deaths
     job = await stack.submit(prompt=STORY, sampling=GREEDY)
@@ -113,7 +113,7 @@ async def test_a_worker_that_slept_too_long_registers_again(stack: Any, undistur
     assert worker.deaths == deaths
 
 
-async def test_streams_outlive_redis(stack: Any, undisturbed: Any) -> None:
+async def test_streams_survive_the_death_of_redis(stack: Any, undisturbed: Any) -> None:
     worker = stack.up.workers[0]
     deaths = worker.deaths
     job = await stack.submit(prompt=STORY, sampling=SEEDED)
@@ -133,7 +133,9 @@ async def test_a_dead_gateway_is_replaced(stack: Any, undisturbed: Any) -> None:
     assert stream.choices() == undisturbed["seeded"]
 
 
-async def test_another_worker_takes_over(start_stack: Any, undisturbed: Any, record_property: Any) -> None:
+async def test_another_worker_continues_the_jobs_of_a_killed_one(
+    start_stack: Any, undisturbed: Any, record_property: Any
+) -> None:
     # Their supervisor notices the death, so that nobody waits for the lease to expire.
     async with start_stack(workers=2, broker={"lease_seconds": 60.0}) as two:
         job = await two.submit(prompt=STORY, sampling=GREEDY)
@@ -201,7 +203,7 @@ async def none_left(pids: list[int]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_no_orphans_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+async def test_a_killed_supervisor_leaves_no_processes(tmp_path: Path) -> None:
     process, _, pids = await start_up(tmp_path)
     assert all(alive(pid) for pid in pids)
     process.kill()

@@ -221,7 +221,7 @@ async def eventually(holds: Any, within: float = 10.0) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_a_thousand_jobs(start_stack: Any, redis_url: str) -> None:
+async def test_a_thousand_jobs_end_once_each(start_stack: Any, redis_url: str) -> None:
     crowd = await run(start_stack, redis_url, jobs=1_000, workers=1, kills=False)
     assert len(crowd.habits) == 7
     assert set(crowd.ends.values()) == TERMINAL
@@ -229,5 +229,5 @@ async def test_a_thousand_jobs(start_stack: Any, redis_url: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1_800)
-async def test_thousands_of_jobs_while_workers_die(start_stack: Any, redis_url: str) -> None:
+async def test_thousands_of_jobs_end_once_each_while_workers_die(start_stack: Any, redis_url: str) -> None:
     await run(start_stack, redis_url, jobs=4_000, workers=2, kills=True)

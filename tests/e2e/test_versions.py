@@ -95,7 +95,7 @@ async def text_of(http: httpx.AsyncClient, job_id: str, until: int | None = None
 
 
 @pytest.mark.timeout(200)
-async def test_an_upgrade_in_both_orders(broker_config: BrokerConfig) -> None:
+async def test_an_upgrade_works_in_both_orders(broker_config: BrokerConfig) -> None:
     base = Config(
         broker=broker_config,
         engine=EngineConfig(num_pages=256, threads=1, served_model_name=("demo",)),

@@ -1,8 +1,8 @@
-"""NoEnd: the vocabulary of an engine's tests that look at token ids only."""
+"""NoEnd, a vocabulary for engine tests that look only at token ids."""
 
 
 class NoEnd:
-    """A vocabulary of `size` tokens without an end token; texts don't matter."""
+    """A vocabulary of `size` tokens without an end token; its texts do not matter."""
 
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -10,7 +10,7 @@ class NoEnd:
         self.size = size
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A point, whatever the token."""
+        """Return a full stop for any token."""
         return b"."
 
     special_token_bytes = token_bytes

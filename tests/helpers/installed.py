@@ -1,4 +1,4 @@
-"""ktqueue as a user has it: the wheel of this tree in a virtual environment of its own, not the source folder."""
+"""ktqueue as a user installs it: the wheel of this tree in a separate virtual environment."""
 
 import fcntl
 import importlib.util
@@ -13,11 +13,11 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ["wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-"""With the tools of the environment that runs the tests: kernels that have not changed are not compiled again."""
+"""Builds use the tools of the tests' environment, so unchanged kernels are not compiled again."""
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    """Build the wheel of a source folder or source distribution into `folder`, which has none yet."""
+    """Build the wheel of a source folder or source distribution into `folder`, which contains no wheel."""
     subprocess.run([sys.executable, "-m", "pip", *BUILD, "--wheel-dir", str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -45,7 +45,7 @@ def installed_bin(folder: Path) -> Path:
 
 
 def client_bin(folder: Path) -> Path:
-    """The same, as `pip install ktqueue` makes it: with no extra. Only what a client needs can be imported there."""
+    """The same without extras, as `pip install ktqueue` makes it. It can import only what a client needs."""
     environment = folder / "environment"
     packages = _new_environment(folder, environment)
     for distribution in _closure("ktqueue"):
@@ -57,7 +57,7 @@ def client_bin(folder: Path) -> Path:
 
 
 def _new_environment(folder: Path, environment: Path) -> Path:
-    """A virtual environment with the wheel of this tree; its site-packages."""
+    """Make a virtual environment with the wheel of this tree. Returns its site-packages."""
     shutil.rmtree(environment, ignore_errors=True)
     shutil.rmtree(folder / "wheel", ignore_errors=True)
     venv.create(environment, symlinks=True)
@@ -69,7 +69,7 @@ def _new_environment(folder: Path, environment: Path) -> Path:
 
 
 def _copy_kernels(packages: Path) -> None:
-    """The kernels that the tests use, and the built-in model, as their wheel would install them."""
+    """Copy the tests' kernels and the built-in model to where their wheel would install them."""
     package, extension = (importlib.util.find_spec(name) for name in ("ktqueue_kernels", "ktqueue_kernels._kernels"))
     assert package is not None and package.origin is not None
     assert extension is not None and extension.origin is not None, "the kernels are not compiled"
@@ -78,7 +78,7 @@ def _copy_kernels(packages: Path) -> None:
 
 
 def _closure(name: str) -> list[metadata.Distribution]:
-    """What a distribution needs without extras, direct and transitive, itself left out."""
+    """Return the direct and transitive dependencies of a distribution without extras, except itself."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [Requirement(one) for one in metadata.requires(name) or []]
     while waiting:
@@ -98,7 +98,7 @@ def _closure(name: str) -> list[metadata.Distribution]:
 
 
 def _check(environment: Path, folder: Path, module: str) -> None:
-    """That a program there imports the module from the environment, not from this tree."""
+    """Assert that a program of the environment imports the module from there, not from this tree."""
     command = [str(environment / "bin" / "python"), "-I", "-c", f"import {module} as found; print(found.__file__)"]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     assert Path(found).is_relative_to(environment), f"not the wheel's: {found}"

@@ -47,7 +47,7 @@ class LocalHub(ThreadingHTTPServer):
         }
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that are killed break their connections: nothing to report."""
+        """Report nothing: a killed client breaks its connections."""
 
 
 class _Handler(BaseHTTPRequestHandler):

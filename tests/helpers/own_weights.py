@@ -1,4 +1,4 @@
-"""A module's own weights, in the form in which operators load them."""
+"""The weights of a module, in the form in which operators load them."""
 
 import gguf
 import numpy as np

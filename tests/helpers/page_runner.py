@@ -38,7 +38,7 @@ done
 
 
 class PageRunner:
-    """`with PageRunner(...) as runner: runner.run(block)`. What still runs is stopped at the end.
+    """`with PageRunner(...) as runner: runner.run(block)`. Processes that still run are stopped at the end.
 
     `bin_folder` holds `python` and `ktqueue`; `port` is the gateway's; `values` are texts of the page and what stands
     for them here. The page finds itself in the empty folder `here`.
@@ -62,11 +62,13 @@ class PageRunner:
             "LANG": "C.UTF-8",
             "KTQUEUE_GATEWAY_PORT": str(port),
         }
-        (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")  # a status of 400 is a failure
+        (folder / ".curlrc").write_text(
+            "fail-with-body\nsilent\nshow-error\n"
+        )  # curl fails on a status of 400 or above
         self._state.write_text(f"cd {self.here}\n")
 
     def run(self, block: Block) -> None:
-        """Run a block, or write the file that it is. Raises AssertionError with what the reader would see."""
+        """Run a block, or write the file that it shows. Raises AssertionError with what the reader would see."""
         text = block.runnable
         for old, new in self._values.items():
             text = text.replace(old, new)
@@ -78,7 +80,7 @@ class PageRunner:
             self._execute(f". {self._state}; exec {self._python} -", text, block.place)
 
     def shell(self, text: str, place: str = "") -> None:
-        """Run commands. Variables and the folder stay for the next ones."""
+        """Run commands. Variables and the folder are kept for the next block."""
         state = f"{{ export -p; printf 'cd %q\\n' \"$PWD\"; }} > {self._state}"
         self._execute(f"set -euo pipefail -a\n. {self._state}\n{text}\n{state}\n", "", place, text)
 
@@ -106,7 +108,7 @@ class PageRunner:
         if (self._terminals / "detached").exists():
             self.shell("ktqueue down || true")
         everything = _listed(self._terminals / "all")
-        upper = _listed(self._terminals / "up")  # it takes its Redis along, so it goes last
+        upper = _listed(self._terminals / "up")  # it stops its Redis too, so it is stopped last
         _stop([pid for pid in everything if pid not in upper])
         _stop(upper)
 
@@ -116,7 +118,7 @@ def _listed(path: Path) -> list[int]:
 
 
 def _stop(pids: list[int]) -> None:
-    """Ask processes to stop, and make them."""
+    """Ask processes to stop, and kill those that do not."""
     for pid in pids:
         _signal(pid, signal.SIGINT)
     deadline = time.monotonic() + STOP_SECONDS
@@ -127,7 +129,7 @@ def _stop(pids: list[int]) -> None:
 
 
 def _runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}/exe").exists()  # of a zombie it does not exist
+    return Path(f"/proc/{pid}/exe").exists()  # a zombie has no such link
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

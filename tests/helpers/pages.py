@@ -1,4 +1,4 @@
-"""The code blocks of our Markdown pages: where they are, what language they are in, and what they need to run.
+"""The code blocks of our Markdown pages: their places, their languages, and what they need to run.
 
 A block is fenced with its language, or indented by four spaces, which means shell. Two conventions, both visible to
 readers: a comment such as `# needs a GPU` keeps its line from being run, or the whole block if it stands alone in the
@@ -23,7 +23,7 @@ _FILE = re.compile(r"# ([\w.-]+\.(?:py|toml|yaml|jsonl?))$")
 
 @dataclass(frozen=True)
 class Block:
-    """`line` is that of its first line of code in the page, counted from 1."""
+    """A code block. `line`: number of its first line of code in the page, from 1."""
 
     page: Path
     line: int
@@ -32,48 +32,48 @@ class Block:
 
     @property
     def place(self) -> str:
-        """For messages."""
+        """The place of the block, for messages."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
     def needs(self) -> str | None:
-        """What the whole block needs and a test does not have."""
+        """What the block needs that a test does not have."""
         first = self.text.partition("\n")[0]
         found = _NEEDS.match(first)
         return found["reason"] if found else None
 
     @property
     def file_name(self) -> str | None:
-        """The file that the block is, by its first line."""
+        """The name of the file that the block shows, from its first line."""
         found = _FILE.match(self.text.partition("\n")[0])
         return found[1] if found else None
 
     @cached_property
     def runnable(self) -> str:
-        """The lines of a block that can be run anywhere."""
+        """The lines of the block that run anywhere."""
         lines = [] if self.needs else self.text.splitlines()
         return "".join(f"{line}\n" for line in lines if self.language != SHELL or not _NEEDS.search(line))
 
     def reasons(self) -> Iterator[str]:
-        """Everything that its lines need."""
+        """Everything that lines of the block need."""
         for line in self.text.splitlines():
             if found := _NEEDS.search(line):
                 yield found["reason"]
 
     def commands(self) -> Iterator[str]:
-        """The shell's commands, each on one line and without its comment."""
+        """The shell commands of the block, each in one line without its comment."""
         for line in self.text.replace("\\\n", " ").splitlines():
             if command := re.sub(r"(^|\s+)#.*", "", line).strip():
                 yield command
 
 
 def pages() -> list[Path]:
-    """README.md, all of docs/, and what rule files are."""
+    """Return README.md, the pages of docs/, and the page about rule files."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "rules" / "README.md"]
 
 
 def blocks(page: Path) -> list[Block]:
-    """The code blocks of a page from top to bottom."""
+    """Return the code blocks of a page from top to bottom."""
     found: list[Block] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     at = 0

@@ -1,4 +1,4 @@
-"""Python plays the GPU: it writes request words and reads done words in the memory of a hand-off's service."""
+"""Python plays the part of the GPU: it writes request words and reads done words in the memory of a HandoffService."""
 
 import time
 from typing import Any

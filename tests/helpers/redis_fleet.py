@@ -20,11 +20,11 @@ from ktqueue.broker.redis.private_server import PR_SET_PDEATHSIG, find_program
 from ktqueue.broker.redis.topology import key_slot
 
 SERVICE = "tales"
-DOWN_MILLISECONDS = 1_500  # a server silent for so long is down, to sentinels and cluster nodes
+DOWN_MILLISECONDS = 1_500  # sentinels and cluster nodes give up a server that is silent for this long
 
 
 def until(predicate: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Wait for a condition; a refused connection is a no."""
+    """Wait until the predicate is true. A refused connection counts as false."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -37,19 +37,19 @@ def until(predicate: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return ports on which nothing listens."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
     finally:
-        for one in sockets:
-            one.close()
+        for listener in sockets:
+            listener.close()
 
 
 class Server:
-    """One server process. `settings`: lines of its configuration file."""
+    """A server process. `settings`: lines of its configuration file."""
 
     def __init__(
         self, folder: Path, port: int, *settings: str, sentinel: bool = False, password: str | None = None
@@ -67,7 +67,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it, again too, and wait until it answers."""
+        """Start the server, for the first time or again, and wait until it answers."""
         library = ctypes.CDLL(None)
         self._process = subprocess.Popen(
             self._words,
@@ -79,17 +79,22 @@ class Server:
         until(lambda: self("PING"))
 
     def __call__(self, *words: str | int) -> Any:
-        """One command on a connection of its own."""
+        """Run a command over a new connection."""
         with redis.Redis(port=self.port, password=self._password, socket_timeout=5) as client:
             return client.execute_command(*words)
 
+    @property
+    def running(self) -> bool:
+        """Whether it was started and not killed since."""
+        return self._process is not None
+
     def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT ..."""
+        """Send a signal such as SIGSTOP to the process."""
         assert self._process is not None
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """kill -9, and wait for its end. Harmless when it is gone."""
+        """Kill the process with SIGKILL and wait for its end. Harmless if it does not run."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -97,10 +102,10 @@ class Server:
 
 
 class SentinelFleet:
-    """A master, a replica, three sentinels."""
+    """A master, a replica and three sentinels."""
 
     def __init__(self, folder: Path, *, down: int = DOWN_MILLISECONDS) -> None:
-        """`down`: milliseconds until a silent master is given up."""
+        """`down`: milliseconds after which the sentinels give up a silent master."""
         first, second, *sentinels = free_ports(5)
         self.servers = [
             Server(folder / "first", first),
@@ -116,7 +121,7 @@ class SentinelFleet:
                 f"sentinel failover-timeout {SERVICE} 5000",
                 f"sentinel myid {port:040x}",
                 *(
-                    f"sentinel known-sentinel {SERVICE} 127.0.0.1 {other} {other:040x}"  # spares them the search
+                    f"sentinel known-sentinel {SERVICE} 127.0.0.1 {other} {other:040x}"  # so that they need not search
                     for other in sentinels
                     if other != port
                 ),
@@ -136,34 +141,34 @@ class SentinelFleet:
 
     @property
     def master(self) -> Server:
-        """That of which a majority of the sentinels says so."""
-        ports = [int(one("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)[1]) for one in self.sentinels]
+        """The master, according to a majority of the sentinels."""
+        ports = [int(sentinel("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)[1]) for sentinel in self.sentinels]
         port = max(set(ports), key=ports.count)
-        return next(one for one in self.servers if one.port == port)
+        return next(server for server in self.servers if server.port == port)
 
     @property
     def replica(self) -> Server:
-        """The other one."""
-        return next(one for one in self.servers if one is not self.master)
+        """The server that is not the master."""
+        return next(server for server in self.servers if server is not self.master)
 
     @property
     def direct_url(self) -> str:
-        """Of the master."""
+        """The URL of the master itself, without sentinels."""
         return f"redis://127.0.0.1:{self.master.port}/0"
 
     def cut_off_replica(self) -> None:
-        """From now on the replica learns nothing more, and runs no more, until SIGCONT."""
+        """Cut the replica off from the master and stop it, until SIGCONT."""
         self.replica.signal(signal.SIGSTOP)
         self.master("CLIENT", "KILL", "TYPE", "replica")
 
     def stop(self) -> None:
-        """End all."""
-        for one in (*self.sentinels, *self.servers):
-            one.kill()
+        """Kill all processes."""
+        for server in (*self.sentinels, *self.servers):
+            server.kill()
 
 
 class ClusterFleet:
-    """Three masters; `replicas` of the one that owns the slot of the tag."""
+    """Three masters, and `replicas` of the master that owns the slot of the tag."""
 
     def __init__(
         self,
@@ -174,11 +179,11 @@ class ClusterFleet:
         down: int = DOWN_MILLISECONDS,
         announced: Callable[[int], int] = lambda port: port,
     ) -> None:
-        """`announced`: the port that clients are told of a node at a port."""
+        """`announced`: returns the port that a node announces to clients, given the port on which it listens."""
         self.slot = key_slot(tag)
         count = 3 + replicas
         ports = free_ports(2 * count)
-        told = self._told = [announced(port) for port in ports[:count]]
+        announced_ports = self._announced_ports = [announced(port) for port in ports[:count]]
         self.servers = [
             Server(
                 folder / f"node{index}",
@@ -187,52 +192,52 @@ class ClusterFleet:
                 f"cluster-port {ports[count + index]}",
                 f"cluster-node-timeout {down}",
                 "cluster-replica-validity-factor 0",
-                f"cluster-announce-port {told[index]}",
+                f"cluster-announce-port {announced_ports[index]}",
             )
             for index in range(count)
         ]
         first = self.servers[0]
         cuts = (0, 5461, 10922, 16384)
-        for index, one in enumerate(self.servers[:3]):
-            one("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-            one("CLUSTER", "ADDSLOTSRANGE", cuts[index], cuts[index + 1] - 1)
-        for index, one in enumerate(self.servers[1:], 1):
-            first("CLUSTER", "MEET", "127.0.0.1", one.port, ports[count + index])
-        until(lambda: all(len(self._nodes(one)) == count for one in self.servers))
-        until(lambda: all(self.is_well(one) for one in self.servers))
-        for one in self.servers[3:]:
-            until(partial(self._replicates, one))
-            until(partial(_is_linked, one))
-        self.url = f"redis+cluster://{','.join(f'127.0.0.1:{port}' for port in told)}"
+        for index, server in enumerate(self.servers[:3]):
+            server("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+            server("CLUSTER", "ADDSLOTSRANGE", cuts[index], cuts[index + 1] - 1)
+        for index, server in enumerate(self.servers[1:], 1):
+            first("CLUSTER", "MEET", "127.0.0.1", server.port, ports[count + index])
+        until(lambda: all(len(self._nodes(server)) == count for server in self.servers))
+        until(lambda: all(self.is_well(server) for server in self.servers))
+        for server in self.servers[3:]:
+            until(partial(self._replicates, server))
+            until(partial(_is_linked, server))
+        self.url = f"redis+cluster://{','.join(f'127.0.0.1:{port}' for port in announced_ports)}"
 
     def _replicates(self, server: Server) -> bool:
         return server("CLUSTER", "REPLICATE", self.identity(self.owner)) is not None
 
-    def _nodes(self, one: Server) -> Any:
-        return one("CLUSTER", "NODES").splitlines()
+    def _nodes(self, server: Server) -> Any:
+        return server("CLUSTER", "NODES").splitlines()
 
-    def is_well(self, one: Server) -> bool:
-        """Does this node see all slots served?"""
-        return b"cluster_state:ok" in one("CLUSTER", "INFO")
+    def is_well(self, server: Server) -> bool:
+        """Return whether this node sees all slots served."""
+        return b"cluster_state:ok" in server("CLUSTER", "INFO")
 
-    def identity(self, one: Server) -> str:
-        """Its name in the cluster."""
-        return str(one("CLUSTER", "MYID").decode())
+    def identity(self, server: Server) -> str:
+        """Return the node's id in the cluster."""
+        return str(server("CLUSTER", "MYID").decode())
 
-    def owner_as_seen_by(self, one: Server) -> Server:
-        """Who has the slot."""
-        for low, high, owner, *_ in one("CLUSTER", "SLOTS"):
+    def owner_as_seen_by(self, server: Server) -> Server:
+        """Return the owner of the tag's slot, as this node sees it."""
+        for low, high, owner, *_ in server("CLUSTER", "SLOTS"):
             if low <= self.slot <= high:
-                return self.servers[self._told.index(owner[1])]
+                return self.servers[self._announced_ports.index(owner[1])]
         raise AssertionError(f"nobody has slot {self.slot}")
 
     @property
     def owner(self) -> Server:
-        """Who has the slot, as a living node sees it."""
-        return self.owner_as_seen_by(next(one for one in self.servers if one._process))
+        """The owner of the tag's slot, as a running node sees it."""
+        return self.owner_as_seen_by(next(server for server in self.servers if server.running))
 
     def move_slot(self, target: Server, *, between: Callable[[], None]) -> None:
-        """Give the slot to another master, key by key; `between` is called when half of the keys are there."""
+        """Move the slot to another master, key by key. `between` is called after half of the keys."""
         source = self.owner
         target("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.identity(source))
         source("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.identity(target))
@@ -242,18 +247,18 @@ class ClusterFleet:
         between()
         rest = source("CLUSTER", "GETKEYSINSLOT", self.slot, 10_000)
         source("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *rest)
-        for one in (target, source):
-            one("CLUSTER", "SETSLOT", self.slot, "NODE", self.identity(target))
+        for server in (target, source):
+            server("CLUSTER", "SETSLOT", self.slot, "NODE", self.identity(target))
 
     @property
     def direct_url(self) -> str:
-        """Of the owner."""
+        """The URL of the owner itself."""
         return f"redis://127.0.0.1:{self.owner.port}/0"
 
     def stop(self) -> None:
-        """End all."""
-        for one in self.servers:
-            one.kill()
+        """Kill all processes."""
+        for server in self.servers:
+            server.kill()
 
 
 def _is_linked(replica: Server) -> bool:

@@ -30,8 +30,8 @@ def logprob(data: bytes, value: float = -0.5) -> PositionLogprobs:
     return PositionLogprobs(chosen, (chosen, TokenLogprob(8, b"\xff", float("-inf"))))
 
 
-def ended(claim: Claim, state: JobState = JobState.DONE, **fields: Any) -> Step:
-    """Fields of a job's last event."""
+def ended(claim: Claim, state: JobState = JobState.DONE, **fields: Any) -> dict[str, Any]:
+    """Return the fields of a job's last event."""
     return {"state": state, "usage": USAGE, **fields}
 
 

@@ -1,4 +1,4 @@
-"""A worker without a model: a token a job a step, each naming its place, under a real lease. And a reader."""
+"""Teller, a worker without a model under a real lease, and `read`, a reader of its events."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,10 @@ from ktqueue.core.model_card import ModelCard
 
 
 class Teller:
-    """Runs all jobs of the card's model, `length` events each; comes back under a new lease when it has lost one."""
+    """Runs all jobs of the card's model. A job gets `length` events; a step makes one for each job, with its number.
+
+    If the lease is lost, it registers again.
+    """
 
     def __init__(self, broker: Broker, card: ModelCard, *, length: int, pause: float = 0.01) -> None:
         self._broker, self._card, self._length, self._pause = broker, card, length, pause
@@ -19,17 +22,17 @@ class Teller:
         self.going = asyncio.Event()
         self.going.set()
         self.halted = asyncio.Event()
-        self.made: list[tuple[str, int]] = []  # every step that was acknowledged
+        self.made: list[tuple[str, int]] = []  # (job id, seq) of all acknowledged events
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run jobs until cancelled."""
         while True:
             with contextlib.suppress(LeaseLost, Unavailable):
                 await self._incarnation()
             await asyncio.sleep(0.05)
 
     async def halt(self) -> None:
-        """Make no step until `going` is set; return when the one under way is acknowledged."""
+        """Make no step until `going` is set. Returns when the current step is acknowledged."""
         self.going.clear()
         self.halted.clear()
         await self.halted.wait()
@@ -60,14 +63,14 @@ class Teller:
                 jobs = {job_id: seq for job_id, seq in jobs.items() if seq < self._length and job_id not in stop}
                 await asyncio.sleep(self._pause)
         finally:
-            await self._broker.hub.unsubscribe(lease._mailbox)
+            await self._broker.hub.unsubscribe(lease.mailbox)
 
     def _event(self, seq: int) -> TokenEvent:
         return TokenEvent(seq=seq, text=f"{seq} ", state=JobState.DONE if seq == self._length else None)
 
 
 async def read(broker: Broker, job_id: str, seen: list[int] | None = None) -> list[int]:
-    """The seqs of a job, as they come; into `seen`, too."""
+    """Follow a job to its end and return its seqs. `seen` gets each seq as it arrives."""
     seen = [] if seen is None else seen
     async with contextlib.aclosing(broker.journal.follow(job_id)) as events:
         async for event in events:

@@ -49,6 +49,11 @@ class Mailbox:
         """Whether messages were dropped since the last `take`."""
         return self._missed
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the messages that the reader has not taken."""
+        return self._bytes
+
     def put(self, message: bytes) -> None:
         """Add a message. An overflow drops all messages and sets `missed`."""
         if self._bytes + len(message) > self._max_bytes:
@@ -102,6 +107,17 @@ class Hub:
         """The mailboxes that get the messages of a channel."""
         topic = self._topics.get(channel)
         return frozenset(topic.mailboxes) if topic else frozenset()
+
+    @property
+    def channels(self) -> frozenset[str]:
+        """The channels that this process subscribes to, including those that it is leaving."""
+        return frozenset(self._topics)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the messages that wait in all mailboxes. A mailbox of several channels counts once."""
+        mailboxes = {mailbox for topic in self._topics.values() for mailbox in topic.mailboxes}
+        return sum(mailbox.waiting_bytes for mailbox in mailboxes)
 
     async def subscribe(self, *channels: str, max_bytes: int, seconds: float) -> Mailbox:
         """Make a mailbox that gets every message from now on: the server has acknowledged the subscription.

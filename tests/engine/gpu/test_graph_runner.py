@@ -15,7 +15,7 @@ from ktqueue.engine.engine_parts import EngineParts
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
 from ktqueue.engine.gpu.staging import FixedStaging, ResultFetcher, Staging
-from ktqueue.engine.token_selector import Selector, TokenSelection
+from ktqueue.engine.token_selector import Selector, TokenSelection, do_nothing
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
@@ -207,7 +207,9 @@ class SmallSelector:
     def __init__(self, selector: Selector, limit: int) -> None:
         self.selector, self.limit = selector, limit
 
-    def select(self, logits: Any, rows: Any, sequences: Any, meanwhile: Any, masked: Any) -> TokenSelection:
+    def select(
+        self, logits: Any, rows: Any, sequences: Any, meanwhile: Any = do_nothing, masked: Any = None
+    ) -> TokenSelection:
         if len(rows) > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self.selector.select(logits, rows, sequences, meanwhile, masked)
