@@ -39,7 +39,7 @@ class GrammarRefused(InvalidRequest):
     """A grammar is wrong, or it exceeds a limit. The message names the place in the grammar if there is one."""
 
     def __init__(self, reason: str, param: str = "grammar") -> None:
-        super().__init__(f"{param} cannot be used: {reason}", param=param)
+        super().__init__(f"{param} cannot be used: {reason}", param=param, limit="a grammar that can be compiled")
         self.reason = reason
 
 
@@ -223,6 +223,9 @@ class _Bytes:
 
 
 def _short(message: str) -> str:
-    """The first line of the library's message, without the grammar that it quotes."""
-    line = message.strip().partition("\n")[0].removeprefix("ERROR: ")
-    return line if len(line) <= MAX_ERROR else line[:MAX_ERROR] + "..."
+    """The essence of the library's message, without the grammar that it quotes."""
+    lines = [line.strip() for line in message.strip().splitlines()] or [""]
+    first = lines[0].removeprefix("ERROR: ")
+    if first.endswith(":"):  # such as "regex parse error:", where the problem follows the quoted pattern
+        first += "".join(f" {line[7:]}" for line in lines if line.startswith("error: "))
+    return first if len(first) <= MAX_ERROR else first[:MAX_ERROR] + "..."

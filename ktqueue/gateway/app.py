@@ -55,6 +55,7 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
             gateway.bodies.close()
+            gateway.grammars.close()
             if opened:
                 await gateway.broker.close()
 

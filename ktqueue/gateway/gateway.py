@@ -26,10 +26,12 @@ from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.errors import ShuttingDown, UnknownEvent
 from ktqueue.gateway.feed import Feed
+from ktqueue.gateway.grammars import GrammarChecks
 from ktqueue.gateway.http.auth import ApiKeys, Tenant
 from ktqueue.gateway.http.body import BodyReader
 from ktqueue.gateway.http.sse import watch_disconnect
 from ktqueue.gateway.metrics import Metrics
+from ktqueue.openai.constraints import may_constrain
 
 LARGE_PROMPT = 4_096  # characters or token ids; a smaller prompt costs a worker little
 
@@ -45,6 +47,7 @@ class Gateway:
         self.metrics = Metrics()
         self.keys = ApiKeys(config.gateway)
         self.bodies = BodyReader(config.gateway)
+        self.grammars = GrammarChecks()
         self.draining = False
         self._broker = broker
         self._feeds: set[Feed] = set()
@@ -85,14 +88,18 @@ class Gateway:
         card = await self.broker.models.card(model) if isinstance(model, str) else None
         if card is not None:
             body.value["model"] = card.name  # the client may have sent an alias
+        if may_constrain(body.value):
+            return await self.grammars.run(parse, body.value, card)
         return await self.bodies.run(body.size, parse, body.value, card)
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
         """Submit a tenant's job within its limits.
 
-        Raises what `Jobs.submit` raises, and ContextLengthExceeded if the prompt cannot fit the model's context.
+        Raises what `Jobs.submit` raises, ContextLengthExceeded if the prompt cannot fit the model's context, and
+        InvalidRequest for a grammar that takes too long to compile.
         """
         await self._check_size(generation)
+        await self.grammars.check(generation.grammar)
         try:
             with self._count_refusals(tenant):
                 record = await self.broker.jobs.submit(

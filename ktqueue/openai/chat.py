@@ -65,6 +65,7 @@ class ChatBody(CommonFields):
             add_special_tokens=self.add_special_tokens,
             truncate_prompt_tokens=self.truncation(card, max_tokens),
             return_prompt=bool(self.return_token_ids),
+            grammar=self.answer_grammar(),
             reply_options=self.reply_options(),
         )
 

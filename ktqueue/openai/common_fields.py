@@ -22,6 +22,7 @@ from ktqueue.core.request import (
     JobClass,
     SamplingParams,
 )
+from ktqueue.openai.constraints import ConstraintFields
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.validation import must_be
 
@@ -102,7 +103,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
 
 
-class CommonFields(BaseModel):
+class CommonFields(ConstraintFields):
     """Fields of all generating endpoints: OpenAI's, then vLLM's, then ours."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)

@@ -118,6 +118,7 @@ class CompletionBody(CommonFields):
         )
         if choices != sampling.n:
             sampling = replace(sampling, n=choices)
+        grammar = self.answer_grammar()
         return tuple(
             GenerationRequest(
                 model=self.model,
@@ -133,6 +134,7 @@ class CompletionBody(CommonFields):
                 add_special_tokens=self.add_special_tokens,
                 truncate_prompt_tokens=self.truncation(card, max_tokens),
                 return_prompt=bool(self.echo or self.return_token_ids),
+                grammar=grammar,
                 reply_options=self.reply_options(),
             )
             for prompt in prompts

@@ -55,10 +55,6 @@ def _only(*neutral: Any, advice: str) -> FieldRefusal:
     return FieldRefusal(" or ".join(words), is_neutral, advice)
 
 
-def _is_text_format(value: Any, body: Body) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 def _offers_no_tools(value: Any, body: Body) -> bool:
     return _is_empty(value, body) or body.get("tool_choice") == "none"
 
@@ -99,7 +95,7 @@ _IDS = "no answer depends on it"
 _SPEED = "it asks for speed, no answer depends on it"
 _KEPT, _PART = "the prompt is always kept whole", "it means something only beside a field that is refused"
 _CALLS, _TOOLS = "no tools are called", "tool calls are not served"
-_CONSTRAINED, _BIAS = "output cannot be constrained", "use logit_bias"
+_FORMAT, _BIAS = "use response_format, structured_outputs or tools", "use logit_bias"
 _SAMPLER, _PENALTY = "use top_p or min_p", "use repetition_penalty, presence_penalty or frequency_penalty"
 _TEMPLATE = "use chat_template_kwargs, which the chat template reads"
 _BEAMS, _UNCUT, _LOGPROBS = "there is no beam search", "use truncate_prompt_tokens", "use logprobs"
@@ -119,6 +115,7 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("n_keep", "num_keep", "n_discard"), _KEPT),
     "parallel_tool_calls": _CALLS,
     "stream_reasoning": _REASONING,
+    "guided_decoding_backend": "there is one way to constrain answers",
     **dict.fromkeys(
         (
             "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_range", "dry_sequence_breakers",
@@ -138,15 +135,8 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "functions": _empty(_TOOLS),
     "function_call": _only("none", advice=_TOOLS),
     "tool_prompt": _empty(_TOOLS),
-    "response_format": FieldRefusal('`{"type": "text"}`', _is_text_format, 'only {"type": "text"} is served'),
-    **dict.fromkeys(
-        (
-            "ebnf", "format", "grammar", "grammar_string", "guided_choice", "guided_decoding_backend",
-            "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern", "json_schema", "regex",
-            "structural_tag", "structured_outputs",
-        ),
-        _empty(_CONSTRAINED),
-    ),
+    "format": _empty(_FORMAT),
+    "structural_tag": _empty(_FORMAT),
     "audio": _empty("only text is served"),
     "images": _empty("only text is served"),
     "image_data": _empty("only text is served"),

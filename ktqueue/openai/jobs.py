@@ -29,6 +29,7 @@ from ktqueue.core.request import (
 from ktqueue.core.webhook import MAX_URL, Webhook
 from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.common_fields import MAX_ID, FreeObject, LogitBias, Metadata, Stop, TokenId
+from ktqueue.openai.constraints import check_lark
 from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
 from ktqueue.openai.validation import must_be, parse
 
@@ -121,6 +122,7 @@ class GenerationBody(BaseModel):
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_ID)
     return_prompt: bool = Field(False, description="The first events have the prompt's text and tokens.")
     prompt_only: bool = Field(False, description="The answer is the prompt as text and tokens.")
+    grammar: str | None = Field(None, description="In Lark; chat bodies have response_format and its kin instead.")
 
     def request(self) -> GenerationRequest:
         """The GenerationRequest. Raises InvalidRequest."""
@@ -144,6 +146,7 @@ class GenerationBody(BaseModel):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             return_prompt=self.return_prompt,
             prompt_only=self.prompt_only,
+            grammar=None if self.grammar is None else check_lark(self.grammar, "grammar"),
         )
 
 

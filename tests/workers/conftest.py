@@ -20,10 +20,12 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.workers.generation.generation_worker import GenerationWorker
 from ktqueue.workers.generation.incarnation import NO_ROW_SECONDS
+from ktqueue.workers.generation.request_encoder import RequestEncoder
 
 ENGINE = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, num_pages=256, max_model_len=512, threads=1)
 LEASE_SECONDS = 1.0
@@ -51,6 +53,14 @@ class Model:
         pages, length = config.num_pages, config.max_model_len
         return kind(model, self.tokenizer, layout, config, pages, length, planner=planner)
 
+    def encode(self, request: GenerationRequest) -> EncodedPrompt:
+        """What a worker makes of a request."""
+        encoder = RequestEncoder(self.tokenizer, ENGINE.max_model_len or 0)
+        try:
+            return encoder(request)
+        finally:
+            encoder.close()
+
     def card(self, config: EngineConfig = ENGINE) -> ModelCard:
         return ModelCard(
             name="demo",
@@ -65,7 +75,8 @@ class Model:
     def undisturbed(self, request: GenerationRequest) -> list[tuple[list[int], str]]:
         """Token ids and text of each choice, from an engine without other requests."""
         engine = self.engine()
-        engine.add("one", self.tokenizer.encode_request(request).token_ids, request.sampling)
+        encoded = self.encode(request)
+        engine.add("one", encoded.token_ids, request.sampling, matcher=encoded.matcher)
         choices: list[tuple[list[int], str]] = [([], "") for _ in range(request.sampling.n)]
         while engine.has_work:
             for output in engine.step():

@@ -92,6 +92,7 @@ class EngineThread:
                 emitted=job.emitted if job.resumed else (),
                 prompt_entries=job.prompt_entries,
                 bad_words=job.prompt.bad_words,
+                matcher=job.prompt.matcher,
             )
         except Exception as error:  # a bad request ends its own job only
             self._engine.abort(job.id)

@@ -4,7 +4,6 @@ Crash-only: if the engine breaks or hangs, `run` raises, the process ends, and o
 """
 
 import asyncio
-import functools
 import logging
 
 from ktqueue.broker.broker import Broker
@@ -13,11 +12,11 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import LeaseLost, Unavailable
 from ktqueue.core.model_card import ModelCard
 from ktqueue.engine.engine import Engine
-from ktqueue.loading.tokenizer.template_process import TemplateProcesses
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer
 from ktqueue.workers.generation.admission import TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread
 from ktqueue.workers.generation.incarnation import NO_ROW_SECONDS, Incarnation
+from ktqueue.workers.generation.request_encoder import RequestEncoder
 
 RETRY_SECONDS = 0.25
 
@@ -42,10 +41,8 @@ class GenerationWorker:
         no_row_seconds: float = NO_ROW_SECONDS,
     ) -> None:
         self._engine = EngineThread(engine)
-        self._templates = None if tokenizer.template is None else TemplateProcesses(tokenizer.template)
-        render = None if self._templates is None else self._templates.render
-        encode = functools.partial(tokenizer.encode_request, max_model_len=card.max_model_len, render=render)
-        self._tokeniser = TokeniserThreads(encode)
+        self._encoder = RequestEncoder(tokenizer, card.max_model_len)
+        self._tokeniser = TokeniserThreads(self._encoder)
         self._broker = broker
         self._card = card
         self._config = config
@@ -66,8 +63,7 @@ class GenerationWorker:
     async def run(self) -> None:
         """Work until drained. Raises EngineStalled, or whatever broke the engine; the process must then end."""
         reaper = asyncio.create_task(self._reap(), name="reaper")
-        if self._templates is not None:
-            self._templates.start()
+        self._encoder.start()
         try:
             while (lease := await self._register()) is not None:
                 self.incarnations += 1
@@ -92,8 +88,7 @@ class GenerationWorker:
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
             self._tokeniser.close()
-            if self._templates is not None:
-                self._templates.close()
+            self._encoder.close()
             self._engine.close()
 
     async def _reap(self) -> None:

@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass, field
 
+from ktqueue.answers.grammar import Matcher
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """The prompt's token ids, and its text, which is empty if the request has token ids and wants no text.
 
-    `bad_words`: token ids of each spelling of the words that must not appear in the answer.
+    `bad_words`: token ids of each spelling of the words that must not appear in the answer. `matcher`: at the
+    beginning of the grammar that the answer must match.
     """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    matcher: Matcher | None = None

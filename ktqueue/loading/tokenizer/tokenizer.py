@@ -78,6 +78,10 @@ class Tokenizer:
         _check_characters(text)
         return library.encode(self._model, text, add_special_tokens=add_special_tokens)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of `text` alone, without the special tokens at the beginning of a prompt."""
+        return self.encode(text, add_special_tokens=False)
+
     @cached_property
     def longest_token(self) -> int | None:
         """The largest number of bytes of text per token; None if the tokenizer may drop text or join it."""

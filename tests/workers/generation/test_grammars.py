@@ -1,0 +1,90 @@
+"""Answers that must match a grammar, from workers with the built-in model. They are valid, and go on after a death."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+
+from ktqueue.broker.broker import Broker
+from ktqueue.core.events import FinishReason, JobState
+from ktqueue.core.request import GenerationRequest, SamplingParams
+from ktqueue.openai.json_schema import lark_of_schema
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "hero": {"type": "string", "minLength": 3, "maxLength": 40},
+        "kind": {"enum": ["fox", "crow", "käse 🧀"]},
+        "born": {"type": "string", "format": "date"},
+        "friends": {"type": "array", "items": {"$ref": "#/$defs/friend"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["hero", "kind", "born", "friends"],
+    "additionalProperties": False,
+    "$defs": {
+        "friend": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    },
+}
+JSON = GenerationRequest(
+    model="demo",
+    messages=({"role": "user", "content": "Tell me about a fox as JSON."},),
+    sampling=SamplingParams(seed=5, max_tokens=400, n=2, temperature=0.9),
+    grammar=lark_of_schema(SCHEMA, "schema"),
+)
+
+
+def check(text: str) -> None:
+    jsonschema.validate(json.loads(text), SCHEMA, format_checker=jsonschema.FormatChecker())
+
+
+async def test_answers_are_valid_and_equal_those_of_an_engine_alone(
+    model: Any, broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    requests = [replace(JSON, sampling=replace(JSON.sampling, seed=seed)) for seed in range(4)]
+    async with start_worker():
+        jobs = [await broker.jobs.submit(request) for request in requests]
+        for request, job in zip(requests, jobs, strict=True):
+            observed = await finished(job.id, 2)
+            assert observed.state is JobState.DONE
+            assert observed.choices == model.undisturbed(request)
+            for _, text in observed.choices:
+                check(text)
+            assert {event.finish_reason for event in observed.events} == {None, FinishReason.STOP}
+
+
+async def test_a_half_written_document_goes_on_at_the_next_token(
+    model: Any, broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    expected = model.undisturbed(JSON)
+    async with start_worker(stall_seconds=30.0) as first:
+        job = await broker.jobs.submit(JSON)
+        async for event in broker.journal.follow(job.id):
+            if event.seq == 9:
+                break
+        await first.killed()
+    assert event.state is None
+    async with start_worker():
+        observed = await finished(job.id, 2)
+    assert observed.choices == expected
+    assert (await broker.jobs.get(job.id)).attempts == 2
+
+
+async def test_a_bad_grammar_ends_its_own_job_only(
+    model: Any, broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    slow = 'start: %json {"type": "integer", "multipleOf": 9999991}'
+    async with start_worker():
+        good = await broker.jobs.submit(JSON)
+        wrong = await broker.jobs.submit(replace(JSON, grammar="start: nothing"))
+        endless = await broker.jobs.submit(replace(JSON, grammar=slow))
+        assert (await finished(good.id, 2)).choices == model.undisturbed(JSON)
+        for job, reason in ((wrong, "unknown name"), (endless, "takes more than 2 seconds")):
+            observed = await finished(job.id, 2)
+            assert observed.state is JobState.FAILED
+            assert observed.last.error.status == 400 and observed.last.error.param == "grammar"
+            assert reason in observed.last.error.message
