@@ -74,13 +74,14 @@ class DecodedLinear:
 class DecodeBuffer:
     """Memory for decoded weights, [weights] in the compute type, shared by all quantised matrices."""
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, dtype: torch.dtype, device: str, *, weights_per_piece: int = WEIGHTS_PER_PIECE) -> None:
         self.weights = torch.empty(0, dtype=dtype, device=device)
+        self._weights_per_piece = weights_per_piece
 
     def reserve(self, rows: int, columns: int) -> int:
         """Grow so that a piece of such a matrix fits, at least one row. Returns the number of bytes by which the buffer
         grew. If it grew, earlier views of it are no longer used."""
-        wanted = max(min(rows * columns, WEIGHTS_PER_PIECE), columns)
+        wanted = max(min(rows * columns, self._weights_per_piece), columns)
         grown = max(0, wanted - self.weights.numel())
         if grown:
             self.weights = self.weights.new_empty(wanted)
@@ -90,15 +91,18 @@ class DecodeBuffer:
 class QuantisedLinear:
     """DenseLinear with quantised weights. parts: matrices of the same columns, one below the other; bias: [rows]."""
 
-    def __init__(self, parts: Sequence[PanelMatrix], bias: torch.Tensor | None, buffer: DecodeBuffer) -> None:
+    def __init__(
+        self, parts: Sequence[PanelMatrix], bias: torch.Tensor | None, buffer: DecodeBuffer, *, few_rows: int = FEW_ROWS
+    ) -> None:
         self.parts = parts
         self._bias = bias
         self._buffer = buffer
+        self._few_rows = few_rows
         self._rows, self._columns = sum(part.rows for part in parts), parts[0].columns
 
     def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See DenseLinear."""
-        if 1 <= len(x) <= FEW_ROWS and x.dtype != torch.float32:
+        if 1 <= len(x) <= self._few_rows and x.dtype != torch.float32:
             out = x.new_empty(len(x), self._rows, dtype=dtype)
             multiply_few(self.parts, x, self._bias, out)
             return out

@@ -43,24 +43,22 @@ def test_logits_equal_those_of_decoded_weights(
 @pytest.mark.parametrize("few", [0, 4])
 @pytest.mark.parametrize("tokens", [0, 1, 4, 20])
 def test_products_are_equal_for_any_number_of_rows(
-    tokens: int, few: int, device: str, random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch
+    tokens: int, few: int, device: str, random_weights: Callable[..., Bytes]
 ) -> None:
     """Parts of two formats, a bias, and a buffer smaller than the matrix that ends within a part."""
     parts = [make_panels(random_weights, quant, rows, 256, device) for quant, rows in (("Q4_K", 40), ("Q6_K", 13))]
     x = activations(tokens, 256, torch.bfloat16).to(device)
     bias = activations(1, 53, torch.bfloat16)[0].to(device)
-    monkeypatch.setattr(dense_module, "WEIGHTS_PER_PIECE", 21 * 256)
-    monkeypatch.setattr(dense_module, "FEW_ROWS", few)
-    buffer = DecodeBuffer(torch.bfloat16, device)
+    buffer = DecodeBuffer(torch.bfloat16, device, weights_per_piece=21 * 256)
     assert buffer.reserve(53, 256) == 21 * 256 * 2
     assert buffer.reserve(3, 256) == 0
     weights = torch.cat([one for _, one in parts])
     expected = x.cpu().float() @ weights.T
     panels = [one for one, _ in parts]
-    found = QuantisedLinear(panels, bias, buffer)(x).cpu()
+    found = QuantisedLinear(panels, bias, buffer, few_rows=few)(x).cpu()
     assert found.dtype == torch.bfloat16 and found.shape == (tokens, 53)
     torch.testing.assert_close(found.float(), expected + bias.cpu().float(), rtol=0.01, atol=0.05)
-    sums = QuantisedLinear(panels, None, buffer)(x, dtype=torch.float32).cpu()
+    sums = QuantisedLinear(panels, None, buffer, few_rows=few)(x, dtype=torch.float32).cpu()
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums, expected, rtol=0.01, atol=0.05)
 

@@ -16,7 +16,6 @@ from ktqueue.operators.gpu.experts.step import RoutedLayer
 
 READ_EVERY_STEPS = 16
 HALF_LIFE_TOKENS = 4096  # after this number of tokens a use counts half
-MAX_MOVED_BYTES = 64 << 20  # at a time, since steps are slower while the copies read memory
 MIN_RATIO, MIN_MARGIN = 1.25, 8  # an expert replaces another if its uses exceed RATIO times the other's plus MARGIN
 
 
@@ -33,10 +32,14 @@ class Placement:
     """Moves experts of `layers` in and out of `pool`.
 
     counts: [layers, experts] int32 on the device; each step adds its uses. moves: number of experts moved in so far.
+    max_moved_bytes: moved at a time, since steps are slower while the copies read memory.
     """
 
-    def __init__(self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream) -> None:
+    def __init__(
+        self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream, *, max_moved_bytes: int = 64 << 20
+    ) -> None:
         self._layers = layers
+        self._max_moved_bytes = max_moved_bytes
         self._pool = pool
         self._copies = copies
         self.counts = torch.zeros(pool.host.shape, dtype=torch.int32, device=copies.device)
@@ -94,7 +97,7 @@ class Placement:
 
     def _make_room(self) -> list[_Move]:
         """Remove rarely used experts from the tables and return the moves that replace them, the most useful first,
-        at most MAX_MOVED_BYTES together."""
+        at most `max_moved_bytes` together."""
         gains: list[tuple[float, int, int, int]] = []
         for index, layer in enumerate(self._layers):
             scores, resident = self._scores[index, : layer.experts], self._pool.host[index, : layer.experts] != ABSENT
@@ -105,7 +108,7 @@ class Placement:
                     break
                 gains.append((scores[hot] - scores[cold], index, cold, hot))
         moves: list[_Move] = []
-        bytes_left = MAX_MOVED_BYTES
+        bytes_left = self._max_moved_bytes
         for _, index, cold, hot in sorted(gains, reverse=True):
             size = self._layers[index].record.bytes
             if moves and size > bytes_left:

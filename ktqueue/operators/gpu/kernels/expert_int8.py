@@ -239,15 +239,15 @@ def _experts_kernel(
         done += M
 
 
-def prepare(pairs: ExpertPairs, x: torch.Tensor) -> tuple[Int8Rows, SortedPairs | None]:
+def prepare(pairs: ExpertPairs, x: torch.Tensor, *, own_pairs: int = OWN_PAIRS) -> tuple[Int8Rows, SortedPairs | None]:
     """Quantise x [tokens, columns] and sort the pairs by expert, in one launch.
 
-    Returns no sorted pairs if there are at most OWN_PAIRS, each with its own programs.
+    Returns no sorted pairs if there are at most `own_pairs`, each with its own programs.
     """
     tokens, columns = x.shape
     rows, lists = Int8Rows.empty(tokens, columns, x.device), SortedPairs.empty(pairs)
     number, experts = pairs.ids.numel(), pairs.offsets.numel()
-    own, slabs = number <= OWN_PAIRS, columns // SLAB
+    own, slabs = number <= own_pairs, columns // SLAB
     _prepare_kernel[(tokens + (0 if own else experts),)](
         x, pairs.ids, pairs.offsets, rows.codes, rows.scales, rows.sums, *lists,
         number, experts, x.stride(0),

@@ -121,9 +121,9 @@ def test_old_uses_count_less(parts: Parts) -> None:
     assert 3 in holds(pool, 0)  # although its total is lower
 
 
-def test_the_bytes_moved_at_a_time_are_limited(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, placement, _ = parts
-    monkeypatch.setattr("ktqueue.operators.gpu.experts.placement.MAX_MOVED_BYTES", 2 * RECORD)
+def test_the_bytes_moved_at_a_time_are_limited(parts: Parts) -> None:
+    pool, _, copies = parts
+    placement = Placement([layer(0), layer(1)], pool, copies, max_moved_bytes=2 * RECORD)
     placement.counts[:, 4:6] = torch.tensor([[300, 200], [400, 100]])
     read(placement)
     placement.after_step()

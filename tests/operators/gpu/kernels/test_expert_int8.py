@@ -38,10 +38,11 @@ def assert_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     activation: ActivationName = "silu",
+    own_pairs: int = expert_int8.OWN_PAIRS,
 ) -> None:
     """Each launch computes what plain torch does of the same inputs; rows of skipped pairs are zero."""
     step, record = pool.pairs(ids, offsets), pool.record
-    rows, lists = by_kernel(expert_int8.prepare, step, x)
+    rows, lists = by_kernel(expert_int8.prepare, step, x, own_pairs=own_pairs)
     expected = Int8Rows.quantise(x)
     assert torch.equal(rows.codes, expected.codes)
     assert torch.equal(rows.sums, expected.sums)
@@ -87,7 +88,6 @@ def test_ways_to_find_pairs(
     slots: int,
     own: bool,
     random_weights: Callable[..., Bytes],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pairs on their own and by expert; unused experts, experts that the GPU lacks, and pairs without an expert."""
     pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), experts, 64, 32)
@@ -96,9 +96,7 @@ def test_ways_to_find_pairs(
     offsets[1] = -1
     ids[ids == 2] = -1
     ids[-1, 0] = -1
-    if not own:
-        monkeypatch.setattr(expert_int8, "OWN_PAIRS", 0)
-    assert_experts(pool, offsets, ids, x.bfloat16(), weights)
+    assert_experts(pool, offsets, ids, x.bfloat16(), weights, own_pairs=32 if own else 0)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -116,9 +114,8 @@ def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkey
     results = []
     for tokens, own_pairs in ((4, 0), (2, 32)):
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
-        monkeypatch.setattr(expert_int8, "OWN_PAIRS", own_pairs)
         pairs = pool.pairs(ids)
-        rows, lists = by_kernel(expert_int8.prepare, pairs, x[:tokens])
+        rows, lists = by_kernel(expert_int8.prepare, pairs, x[:tokens], own_pairs=own_pairs)
         mid = by_kernel(expert_int8.gate_up, pairs, lists, rows, "silu")
         results.append(by_kernel(expert_int8.down, pairs, lists, mid, weights[:tokens]))
     assert torch.equal(results[0][:2], results[1])
