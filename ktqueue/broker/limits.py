@@ -26,7 +26,7 @@ class Cost:
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Cost":
-        """The prompt's number of token ids, or a quarter of its bytes, and max_tokens for each choice."""
+        """The prompt's number of token ids, or a quarter of its bytes, and max_tokens for each choice, if any."""
         if request.prompt_token_ids is not None:
             prompt = len(request.prompt_token_ids)
         elif request.prompt is not None:
@@ -34,7 +34,10 @@ class Cost:
         else:
             size = len(dumps(request.messages)) + (len(dumps(request.tools)) if request.tools else 0)
             prompt = ceil(size / BYTES_PER_TOKEN)
-        return cls(prompt, prompt + request.sampling.n * (request.sampling.max_tokens or ASSUMED_TOKENS))
+        if request.prompt_only:
+            return cls(prompt, prompt)
+        wanted = request.sampling.max_tokens
+        return cls(prompt, prompt + request.sampling.n * (ASSUMED_TOKENS if wanted is None else wanted))
 
 
 NO_COST = Cost(0, 0)  # for callers without limits

@@ -37,7 +37,8 @@ _LATER_SAMPLING: dict[str, Any] = {
 }  # fmt: skip
 _LATER_REQUEST: dict[str, Any] = {
     "chat_template": None, "add_generation_prompt": True, "continue_final_message": False, "suffix": None,
-    "truncate_prompt_tokens": None, "prompt_only": False, "return_prompt": False, "add_special_tokens": None,
+    "truncate_prompt_tokens": None, "prompt_only": False, "return_prompt": False,
+    "return_pieces": False, "add_special_tokens": None,
     "grammar": None,
 }  # fmt: skip
 # Workers of format 1 may ignore these: they concern how the answer is read.
@@ -245,12 +246,14 @@ def _unpack_usage(value: list[Any]) -> Usage:
 
 
 def _pack_prompt(part: PromptPart) -> dict[str, Any]:
-    """Keys are t: token ids, x: text, l: logprobs, with null for a token that has none."""
+    """Keys are t: token ids, x: text, b: bytes of each token, l: logprobs, with null for a token that has none."""
     value: dict[str, Any] = {}
     if part.token_ids:
         value["t"] = part.token_ids
     if part.text:
         value["x"] = part.text
+    if part.pieces:
+        value["b"] = [b64encode(piece).decode() for piece in part.pieces]
     if part.logprobs:
         value["l"] = [None if position is None else _pack_position(position) for position in part.logprobs]
     return value
@@ -260,5 +263,6 @@ def _unpack_prompt(value: dict[str, Any]) -> PromptPart:
     return PromptPart(
         token_ids=tuple(value.get("t", ())),
         text=value.get("x", ""),
+        pieces=tuple(map(b64decode, value.get("b", ()))),
         logprobs=tuple([None if entry is None else _unpack_position(entry) for entry in value.get("l", ())]),
     )

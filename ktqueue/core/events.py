@@ -68,15 +68,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPart:
-    """A part of the prompt as the model reads it: token ids, text, and log probabilities of the tokens.
+    """A part of the prompt as the model reads it: token ids, text, and bytes and log probabilities of the tokens.
 
-    Each field is present only if the request asked for it. Joined over all parts of a job, it is complete: `token_ids`
-    and `logprobs` have an entry for each token, `text` is the whole text. They may be in different parts. The first
-    token of a prompt has no log probability, but None.
+    Each field is present only if the request asked for it. Joined over all parts of a job, it is complete: `token_ids`,
+    `pieces` and `logprobs` have an entry for each token, `text` is the whole text. They may be in different parts. The
+    first token of a prompt has no log probability, but None.
     """
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    pieces: tuple[bytes, ...] = ()
     logprobs: tuple[PositionLogprobs | None, ...] = ()
 
 

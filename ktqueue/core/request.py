@@ -153,7 +153,8 @@ class GenerationRequest:
     is the text after the gap that a model with fill-in-the-middle tokens fills. `add_special_tokens`: whether the
     tokenizer adds its own, such as a first token; None: yes for a prompt, no for messages. Only the last
     `truncate_prompt_tokens` tokens of the prompt are used. With `return_prompt` the job's first events contain the
-    prompt as text and tokens. With `prompt_only` these are the whole answer, and nothing is computed.
+    prompt as text and tokens. With `prompt_only` these are the whole answer, and nothing is computed. With
+    `return_pieces` they contain the bytes of each token too.
 
     What the answer must be: `grammar` is a Lark grammar in llguidance's dialect, which the answer matches after any
     reasoning. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
@@ -185,6 +186,7 @@ class GenerationRequest:
     truncate_prompt_tokens: int | None = None
     prompt_only: bool = False
     return_prompt: bool = False
+    return_pieces: bool = False
     add_special_tokens: bool | None = None
     grammar: str | None = None
     tool_parser: str = ""
@@ -251,7 +253,8 @@ class GenerationRequest:
             raise _refuse("reply_options", self.reply_options, "an object")
 
     def _check_prompt_options(self) -> None:
-        for name in ("add_generation_prompt", "continue_final_message", "prompt_only", "return_prompt"):
+        flags = ("add_generation_prompt", "continue_final_message", "prompt_only", "return_prompt", "return_pieces")
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true or false")
         if self.add_special_tokens is not None and not isinstance(self.add_special_tokens, bool):

@@ -25,12 +25,16 @@ from ktqueue.gateway.generation import generation_routes
 from ktqueue.gateway.http.edge import Edge
 from ktqueue.gateway.http.headers import EXPOSED_HEADERS
 from ktqueue.gateway.http.responses import error_response
+from ktqueue.gateway.prompts import prompt_routes
 from ktqueue.gateway.status import StatusReader, status
 from ktqueue.gateway.unserved import unserved
 from ktqueue.gateway.web_page import page_routes
 from ktqueue.openai.document import build_document
 
-SHORT = ("/v1/models", "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages")
+SHORT = (
+    "/v1/models", "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/tokenize", "/v1/detokenize",
+    "/v1/apply-template",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +90,7 @@ def routes() -> list[Route]:
         Route("/v1/models", models.list_models),
         Route("/v1/models/{model_id:path}", models.get_model),
         *generation_routes(),
+        *prompt_routes(),
         Route("/v1/stream", StreamEndpoint),
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),

@@ -116,8 +116,10 @@ class Gateway:
     async def _check_size(self, generation: GenerationRequest) -> None:
         """Refuse a large prompt here that a worker would refuse after much work."""
         text, token_ids = generation.prompt, generation.prompt_token_ids
-        if len(text or token_ids or ()) <= LARGE_PROMPT:
+        if len(text or token_ids or ()) <= LARGE_PROMPT or generation.truncate_prompt_tokens is not None:
             return
+        if generation.prompt_only and token_ids is not None:
+            return  # they are only detokenised
         for card in await self.broker.models.cards():
             if card.name == generation.model and token_ids is not None:
                 check_tokens(len(token_ids), card.max_model_len)

@@ -53,8 +53,10 @@ class JoinedPrompt:
         if len(self._parts) > 1:
             token_ids = [token_id for part in self._parts for token_id in part.token_ids]
             logprobs = [entry for part in self._parts for entry in part.logprobs]
+            pieces = [piece for part in self._parts for piece in part.pieces]
             text = "".join(part.text for part in self._parts)
-            self._parts = [PromptPart(token_ids=tuple(token_ids), text=text, logprobs=tuple(logprobs))]
+            whole = PromptPart(token_ids=tuple(token_ids), text=text, pieces=tuple(pieces), logprobs=tuple(logprobs))
+            self._parts = [whole]
         return self._parts[0] if self._parts else None
 
 

@@ -11,14 +11,17 @@ from ktqueue.openai.chat import ChatBody
 from ktqueue.openai.completions import CompletionBody
 from ktqueue.openai.foreign_fields import refused_fields
 from ktqueue.openai.jobs import GenerationBody
+from ktqueue.openai.prompt_endpoints import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 
-_REQUESTS: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, GenerationBody)
+_REQUESTS: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, GenerationBody, TokenizeBody, DetokenizeBody)
 _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.ChatCompletion,
     shapes.ChatCompletionChunk,
     shapes.TextCompletion,
+    shapes.Tokens,
+    shapes.PromptText,
     shapes.ModelList,
     shapes.Model,
     shapes.Job,
@@ -117,6 +120,13 @@ def _paths() -> Json:
     return {
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
+        "/v1/tokenize": {
+            "post": _post("tokenize", "Token ids of a text or of messages.", [TokenizeBody, ChatBody], shapes.Tokens)
+        },
+        "/v1/detokenize": {"post": _post("detokenize", "The text of token ids.", [DetokenizeBody], shapes.PromptText)},
+        "/v1/apply-template": {
+            "post": _post("applyTemplate", "The prompt that messages become.", [ChatBody], shapes.PromptText)
+        },
         "/v1/models": {
             "get": _get("listModels", "List the models that are served.", shapes.ModelList, errors=("401", "503"))
         },

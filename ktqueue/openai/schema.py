@@ -178,6 +178,22 @@ class TextCompletion(_Shape):
     usage: CompletionUsage | None = None
 
 
+class Tokens(_Shape):
+    """Token ids of a text. `count`, `max_model_len` and `token_strs` only if it was sent as `prompt` or `messages`."""
+
+    tokens: list[int] | list[dict[str, Any]]
+    count: int | None = None
+    max_model_len: int | None = None
+    token_strs: list[str] | None = None
+
+
+class PromptText(_Shape):
+    """The text of token ids or of messages, which is also called `content` if token ids were sent."""
+
+    prompt: str
+    content: str | None = None
+
+
 class Model(_Shape):
     """A served model."""
 

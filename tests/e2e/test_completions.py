@@ -163,7 +163,7 @@ async def test_limits_of_the_answer(stack: Any) -> None:
     assert set(choice["token_ids"]) <= {300, 301}
     (choice,) = (await complete(stack, truncate_prompt_tokens=3, return_token_ids=True))["choices"]
     assert choice["prompt_token_ids"] == tokenizer.encode(STORY)[-3:]
-    long = await complete(stack, prompt=STORY * 2000, truncate_prompt_tokens=-1, return_token_ids=True)
+    long = await complete(stack, prompt=STORY * 20_000, truncate_prompt_tokens=-1, return_token_ids=True)
     card = (await stack.http.get("/v1/models")).json()["data"][0]
     assert long["usage"]["total_tokens"] == card["max_model_len"]
 

@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 ENGINE, WORKER = "tests/engine/test_prompt_logprobs.py", "tests/workers/generation/test_prompts.py"
+COMPLETIONS = "tests/e2e/test_completions.py"
 GAPS = "tests/loading/tokenizer/test_fill_in_middle.py"
 
 PROMPTS: dict[str, Mutation] = {
@@ -54,5 +55,26 @@ PROMPTS: dict[str, Mutation] = {
         'for word in words for prefix in ("", " ")]',
         'for word in words for prefix in ("",)]',
         (f"{WORKER}::test_bad_words_do_not_appear", f"{GAPS}::test_spellings_of_bad_words"),
+    ),
+    "a prompt waits for a row": Mutation(
+        "a request for its prompt alone takes no row",
+        "workers/generation/running_job.py",
+        "        return 0 if self.request.prompt_only else len(self._unfinished_choices)\n",
+        "        return len(self._unfinished_choices)\n",
+        (f"{WORKER}::test_a_prompt_without_an_answer_takes_no_row",),
+    ),
+    "the last choice is the best": Mutation(
+        "best_of returns the likeliest choices",
+        "ktqueue/openai/completions.py",
+        "key=_mean_logprob, reverse=True)",
+        "key=_mean_logprob)",
+        (f"{COMPLETIONS}::test_the_best_choices_are_returned",),
+    ),
+    "offsets begin at the answer": Mutation(
+        "text_offset counts the echoed prompt",
+        "ktqueue/openai/completions.py",
+        "        begin = self.echoed.get(delta.index, 0)\n",
+        "        begin = 0\n",
+        (f"{COMPLETIONS}::test_echo", f"{COMPLETIONS}::test_streams_have_the_same_lists"),
     ),
 }

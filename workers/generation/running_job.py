@@ -102,10 +102,13 @@ class RunningJob:
         events: list[TokenEvent] = []
         if self.request.return_prompt or self.request.prompt_only:
             ids, text = self.prompt.token_ids[self._written_ids :], self.prompt.text[self._written_characters :]
+            pieces = self.prompt.pieces[self._written_ids :]
             parts = max(-(-len(ids) // PART_TOKENS), -(-len(text) // PART_CHARACTERS))
             for number in range(parts):
+                tokens = slice(number * PART_TOKENS, (number + 1) * PART_TOKENS)
                 part = PromptPart(
-                    token_ids=tuple(ids[number * PART_TOKENS : (number + 1) * PART_TOKENS]),
+                    token_ids=tuple(ids[tokens]),
+                    pieces=pieces[tokens],
                     text=text[number * PART_CHARACTERS : (number + 1) * PART_CHARACTERS],
                 )
                 self._seq += 1  # this is no progress: the prompt may still kill its worker

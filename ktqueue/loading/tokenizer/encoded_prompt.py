@@ -9,11 +9,12 @@ from ktqueue.answers.grammar import Matcher
 class EncodedPrompt:
     """The prompt's token ids, and its text, which is empty if the request has token ids and wants no text.
 
-    `bad_words`: token ids of each spelling of the words that must not appear in the answer. `matcher`: at the
-    beginning of the grammar that the answer must match.
+    `bad_words`: token ids of each spelling of the words that must not appear in the answer. `pieces`: bytes of each
+    token, if the request wants them. `matcher`: at the beginning of the grammar that the answer must match.
     """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    pieces: tuple[bytes, ...] = ()
     matcher: Matcher | None = None

@@ -132,7 +132,8 @@ class Tokenizer:
         is_text_needed = request.return_prompt or request.prompt_only
         if len(token_ids) < whole or request.suffix is not None or (is_text_needed and not text):
             text = self.decode(token_ids)
-        return EncodedPrompt(token_ids, text, self._spellings(request.sampling.bad_words))
+        pieces = tuple(map(self.special_token_bytes, token_ids)) if request.return_pieces else ()
+        return EncodedPrompt(token_ids, text, self._spellings(request.sampling.bad_words), pieces)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens spelled out. Invalid UTF-8 becomes U+FFFD."""

@@ -1,0 +1,66 @@
+"""Prompts as the model reads them: a worker renders and tokenises them, since it has the tokenizer.
+
+Such a job takes no row of an engine and is first in its queue, so it is answered while others generate.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ktqueue.core.events import PromptPart
+from ktqueue.core.request import MAX_PRIORITY, GenerationRequest, JobClass
+from ktqueue.gateway.follow import JobFollower
+from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.http.auth import tenant_of
+from ktqueue.gateway.http.responses import json_response
+from ktqueue.openai.choices import JoinedPrompt
+from ktqueue.openai.prompt_endpoints import PROMPT_ENDPOINTS, PromptEndpoint
+
+PROMPT_SECONDS = 30.0  # a prompt that no worker has encoded by then is a 504
+
+
+def prompt_routes() -> list[Route]:
+    """One route for each endpoint of the table."""
+    return [Route(endpoint.path, _handler(endpoint), methods=["POST"]) for endpoint in PROMPT_ENDPOINTS]
+
+
+async def read_prompt(gateway: Gateway, request: Request, generation: GenerationRequest) -> PromptPart:
+    """The text and token ids of the prompt of `generation`, which is not run.
+
+    The body of `request` must have been read before. Raises what `Gateway.submit` raises, the error of a prompt that
+    cannot be encoded, and DeadlineExceeded after PROMPT_SECONDS.
+    """
+    made = replace(
+        generation,
+        prompt_only=True,
+        job_class=JobClass.INTERACTIVE,
+        priority=-MAX_PRIORITY,
+        expires_in=PROMPT_SECONDS,
+        webhook=None,
+    )
+    record = await gateway.submit(tenant_of(request), made, idempotency_key=None)
+    follower = JobFollower(gateway, request, [record], keep=False, counted=False)
+    prompt = JoinedPrompt()
+    try:
+        while follower.running:
+            batch = await follower.take()
+            follower.raise_failure(batch)
+            for _, event in batch:
+                if event.prompt is not None:
+                    prompt.add(event.prompt)
+    finally:
+        follower.close()
+    return prompt.whole() or PromptPart()
+
+
+def _handler(endpoint: PromptEndpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        gateway: Gateway = request.app.state.gateway
+        call = await gateway.read_body(request, endpoint.parse)
+        prompt = PromptPart() if call.generation is None else await read_prompt(gateway, request, call.generation)
+        return json_response(call.answer(prompt))
+
+    return handle
