@@ -49,7 +49,7 @@ class LineJobs:
         """The output record of a line whose jobs are done. `events` are (place of the prompt, event)."""
         first = self.requests[0]
         reply = self._endpoint.reply_to(first, self.id, created, self._digest)
-        choices = Choices(len(self.requests), first.sampling.n)
+        choices = Choices(len(self.requests), first)
         whole = choices.whole(events)
         return response_record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))
 

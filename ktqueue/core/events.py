@@ -58,11 +58,15 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of a job: the prompt once, completions summed over all choices. `timings`: None if unknown."""
+    """Token counts of a job: the prompt once, completions summed over all choices.
+
+    `reasoning_tokens` are part of the completions; only readers of the answer count them. `timings`: None if unknown.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     timings: Timings | None = None
 
 

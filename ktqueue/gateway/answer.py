@@ -29,7 +29,7 @@ class AnswerWriter:
         self._reply = endpoint_of(generation).reply_to(
             generation, first.id, int(first.created_at), first.digest or digest
         )
-        self._choices = Choices(len(records), generation.sampling.n)
+        self._choices = Choices(len(records), generation)
 
     def whole(self, events: Batch) -> bytes:
         """The JSON body made from all events of all jobs."""

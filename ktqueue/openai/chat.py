@@ -10,16 +10,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ktqueue.answers.families import has_special_markers
+from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText
 from ktqueue.core.errors import InvalidRequest
-from ktqueue.core.events import TokenLogprob, Usage
+from ktqueue.core.events import FinishReason, TokenLogprob, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
 from ktqueue.openai.choices import Delta, Position
 from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
 from ktqueue.openai.endpoint import Json, ReplyHead
+from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
 from ktqueue.openai.prompt_reply import prompt_ids, prompt_logprobs
+from ktqueue.openai.tool_calls import parameter_types, tool_call_delta, tool_calls_json
 from ktqueue.openai.validation import parse
 
 
@@ -30,8 +34,8 @@ class ChatBody(CommonFields):
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_ID, description="Preferred over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=128, description="Accepted only with tool_choice: none.")
-    tool_choice: Literal["none"] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128, description="Functions that the model may call.")
+    tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = Field(None, max_length=32, description="Passed to the chat template.")
     chat_template_kwargs: FreeObject | None = None
 
@@ -44,6 +48,9 @@ class ChatBody(CommonFields):
                 limit="logprobs: true",
                 value=self.top_logprobs,
             )
+        tools = self._offered_tools(card)
+        tool_parser = card.tool_parser if card and tools else ""
+        reasoning_parser = card.reasoning_parser if card else ""
         extras = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             extras.setdefault("reasoning_effort", self.reasoning_effort)
@@ -55,6 +62,7 @@ class ChatBody(CommonFields):
                 card,
                 max_tokens=max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                special_tokens=has_special_markers(tool_parser, reasoning_parser),
             ),
             job_class=self.class_of_job(),
             priority=self.priority or 0,
@@ -66,8 +74,23 @@ class ChatBody(CommonFields):
             truncate_prompt_tokens=self.truncation(card, max_tokens),
             return_prompt=bool(self.return_token_ids),
             grammar=self.answer_grammar(),
-            reply_options=self.reply_options(),
+            reply_options=self.reply_options() | ({"types": types} if (types := parameter_types(tools)) else {}),
+            tools=tools,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
         )
+
+    def _offered_tools(self, card: ModelCard | None) -> tuple[Json, ...]:
+        """The tools that the model may call. Raises UnsupportedParameter if we could not read its calls."""
+        if not self.tools or self.tool_choice == "none":
+            return ()
+        if card is not None and not card.tool_parser:
+            raise UnsupportedParameter(
+                f"the model {card.name} cannot call tools: its chat template has no format of tool calls that is known",
+                param="tools",
+                limit="another model, or --tool-call-parser of its worker",
+            )
+        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
 
     def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
         """`request` as a tuple. Raises InvalidRequest."""
@@ -112,16 +135,36 @@ class ChatReply:
         return {"token_ids": delta.token_ids} if self.head.wants("token_ids") else {}
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
-        """The role first, then text, then the finish reason with logprobs that no text chunk had."""
+        """The role first, then the parts of the answer, then the finish reason with logprobs that no chunk had."""
         if delta.first:
             chunk = self._chunk(delta.index, {"role": "assistant", "content": ""})
             yield {**chunk, **prompt_ids(self.head, delta.prompt)}
         logprobs, ids = self._logprobs(delta.positions), self._ids(delta)
-        if delta.text:
-            yield self._chunk(delta.index, {"content": delta.text}, logprobs, **ids)
+        for part in delta.parts:
+            yield self._chunk(delta.index, self._part(delta.index, part), logprobs, **ids)
             logprobs, ids = None, {}
         if delta.finish_reason is not None:
-            yield self._chunk(delta.index, {}, logprobs, delta.finish_reason, **ids)
+            yield self._chunk(delta.index, {}, logprobs, _finish_reason(delta), **ids)
+
+    def _part(self, choice: int, part: AnswerPart) -> Json:
+        if isinstance(part, AnswerText):
+            return {"content": part.text}
+        if isinstance(part, AnswerReasoning):
+            return {"reasoning_content": part.text}
+        return {"tool_calls": [tool_call_delta(choice, part, self.head.id)]}
+
+    def _message(self, choice: Delta) -> Json:
+        calls = tool_calls_json(choice, self.head.id)
+        message: Json = {
+            "role": "assistant",
+            "content": (choice.text or None) if calls else choice.text,
+            "refusal": None,
+        }
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def usage_chunk(self, usage: Usage) -> Json:
         """A chunk with token counts and no choices."""
@@ -132,11 +175,11 @@ class ChatReply:
         listed = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": self._message(choice),
                 "logprobs": (self._logprobs(choice.positions) or {"content": [], "refusal": None})
                 if self.head.logprobs
                 else None,
-                "finish_reason": choice.finish_reason,
+                "finish_reason": _finish_reason(choice),
                 **self._ids(choice),
             }
             for choice in choices
@@ -144,6 +187,10 @@ class ChatReply:
         prompt = choices[0].prompt
         more = {**prompt_ids(self.head, prompt), **prompt_logprobs(self.head, prompt)}
         return {**self.head.body("chat.completion", listed), "usage": self.head.usage(usage), **more}
+
+
+def _finish_reason(choice: Delta) -> str | None:
+    return "tool_calls" if choice.called and choice.finish_reason is FinishReason.STOP else choice.finish_reason
 
 
 def _chat_token(token: TokenLogprob, text: str) -> Json:

@@ -1,14 +1,17 @@
 """Journal events to choices: the new text and logprobs of each choice, in the order of its job's journal.
 
 Text that waits for a slow client is joined to one delta. Logprobs wait for text, since a chunk with logprobs alone
-would be an empty delta. This module knows no HTTP and no JSON.
+would be an empty delta. Reasoning and tool calls are read from the text here. This module knows no HTTP and no JSON.
 """
 
 import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ktqueue.answers.parser import Parser, make_parser
+from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
 from ktqueue.core.events import FinishReason, PositionLogprobs, PromptPart, TokenEvent, TokenLogprob, Usage
+from ktqueue.core.request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,27 @@ class Delta:
 
     index: int
     first: bool
-    text: str
+    parts: tuple[AnswerPart, ...]
     positions: tuple[Position, ...]
     finish_reason: FinishReason | None
     token_ids: tuple[int, ...] = ()
     prompt: PromptPart | None = None
+    called: bool = False  # the choice has a tool call, now or before
+
+    @property
+    def text(self) -> str:
+        """The text of the answer, without reasoning and tool calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, AnswerText))
+
+    @property
+    def reasoning(self) -> str:
+        """What the model wrote for itself."""
+        return "".join(part.text for part in self.parts if isinstance(part, AnswerReasoning))
+
+    @property
+    def tool_calls(self) -> list[AnswerToolCall]:
+        """The tool calls of a whole answer, one entry each."""
+        return [part for part in self.parts if isinstance(part, AnswerToolCall)]
 
 
 def token_text(token: TokenLogprob) -> str:
@@ -60,26 +79,50 @@ class JoinedPrompt:
         return self._parts[0] if self._parts else None
 
 
-class Choice:
-    """One choice of a response: takes events and makes deltas. `prompt` is that of its job."""
+def parser_of(request: GenerationRequest, opening: str) -> Parser | None:
+    """The parser of a request's answers; None if they are nothing but text."""
+    types = request.reply_options.get("types", {})
+    return make_parser(request.tool_parser, request.reasoning_parser, types, opening)
 
-    def __init__(self, index: int, prompt: JoinedPrompt) -> None:
+
+class Choice:
+    """One choice of a response: takes events and makes deltas.
+
+    `request` says how its text is read. `prompt` is that of its job.
+    """
+
+    def __init__(self, index: int, request: GenerationRequest, prompt: JoinedPrompt) -> None:
         self.index = index
         self._prompt = prompt
         self._token_ids: list[int] = []
         self.started = False
-        self._text: list[str] = []
+        self.reasoning_tokens = 0
+        self._request = request
+        self._parser = parser_of(request, "")
+        self._parts: list[AnswerPart] = []
         self._positions: list[Position] = []
         self._finish: FinishReason | None = None
         # Incremental, so that the texts of tokens that share a character add up to the exact text.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
+    def open(self, opening: str) -> None:
+        """Learn what of the answer the prompt already contains, before any event of this choice."""
+        self._parser = parser_of(self._request, opening)
+
     def absorb(self, event: TokenEvent) -> None:
         """Add one event of this choice."""
         self._token_ids += event.token_ids
-        if event.text:
-            self._text.append(event.text)
+        if self._parser is None:
+            if event.text:
+                self._parts.append(AnswerText(event.text))
+        else:
+            parts = self._parser.push(event.text)
+            if any(isinstance(part, AnswerReasoning) for part in parts):
+                self.reasoning_tokens += len(event.token_ids)
+            self._parts += parts
+            if event.finish_reason is not None:
+                self._parts += self._parser.finish()
         remaining = len(event.logprobs) if event.finish_reason is not None else 0
         for position in event.logprobs:
             remaining -= 1  # the last token also gets the replacement of an unfinished character
@@ -91,32 +134,36 @@ class Choice:
 
     def delta(self) -> Delta | None:
         """The new part, or None if there is nothing to show yet."""
-        if not self._text and self._finish is None:
+        if not self._parts and self._finish is None:
             return None
         delta = Delta(
             self.index,
             not self.started,
-            "".join(self._text),
+            joined(self._parts),
             tuple(self._positions),
             self._finish,
             tuple(self._token_ids),
             None if self.started else self._prompt.whole(),
+            self._parser is not None and self._parser.called,
         )
         self.started = True
         self._token_ids.clear()
-        self._text.clear()
+        self._parts.clear()
         self._positions.clear()
         self._finish = None
         return delta
 
 
 class Choices:
-    """All choices of one HTTP response: `n` for each of its jobs, with the index job * n + choice."""
+    """All choices of one HTTP response: n for each of its jobs, with the index job * n + choice.
 
-    def __init__(self, jobs: int, n: int) -> None:
-        self._n = n
+    `request` is that of one of the jobs: they differ in their prompts only.
+    """
+
+    def __init__(self, jobs: int, request: GenerationRequest) -> None:
+        self._n = request.sampling.n
         self._prompts = [JoinedPrompt() for _ in range(jobs)]
-        self._choices = [Choice(index, self._prompts[index // n]) for index in range(jobs * n)]
+        self._choices = [Choice(index, request, self._prompts[index // self._n]) for index in range(jobs * self._n)]
         self._usage: dict[int, Usage] = {}
 
     def absorb(self, events: Iterable[tuple[int, TokenEvent]]) -> list[Delta]:
@@ -125,6 +172,9 @@ class Choices:
         for place, event in events:
             if event.prompt is not None:
                 self._prompts[place].add(event.prompt)
+            if event.opening:
+                for choice in self._choices[place * self._n : (place + 1) * self._n]:
+                    choice.open(event.opening)
             if event.index < self._n:
                 choice = self._choices[place * self._n + event.index]
                 choice.absorb(event)
@@ -137,7 +187,7 @@ class Choices:
     def whole(self, events: Iterable[tuple[int, TokenEvent]]) -> list[Delta]:
         """Every choice, made from all events of all jobs, in the order of their indices."""
         deltas = {delta.index: delta for delta in self.absorb(events)}
-        empty = (Delta(choice.index, True, "", (), None) for choice in self._choices)
+        empty = (Delta(choice.index, True, (), (), None) for choice in self._choices)
         return [deltas.get(delta.index, delta) for delta in empty]
 
     def usage(self) -> Usage:
@@ -147,5 +197,6 @@ class Choices:
             prompt_tokens=sum(usage.prompt_tokens for usage in counts),
             completion_tokens=sum(usage.completion_tokens for usage in counts),
             cached_tokens=sum(usage.cached_tokens for usage in counts),
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
             timings=next(iter(counts)).timings if len(counts) == 1 else None,
         )

@@ -164,10 +164,12 @@ class CommonFields(ConstraintFields):
         max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None = None,
+        special_tokens: bool = False,
     ) -> SamplingParams:
         """The sampling parameters of this body, with the defaults of the model on `card`. Raises InvalidRequest.
 
-        `prompt_logprobs`: for the answer, besides those of the field.
+        `prompt_logprobs`: for the answer, besides those of the field. `special_tokens`: the text must have them, so that
+        it can be read.
         """
         if self.prompt_logprobs is not None and self.stream:
             raise UnsupportedParameter(
@@ -199,7 +201,7 @@ class CommonFields(ConstraintFields):
             prompt_logprobs=max(alternatives, default=None),
             bad_words=tuple(self.bad_words or ()),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            skip_special_tokens=self.skip_special_tokens is not False,
+            skip_special_tokens=self.skip_special_tokens is not False and not special_tokens,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
 

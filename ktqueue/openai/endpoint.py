@@ -143,6 +143,8 @@ def usage_json(usage: Usage, *, timings: bool = False) -> Json:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens:
+        value["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     if timings and usage.timings is not None:
         value["timings"] = {f"{name}_seconds": round(seconds, 6) for name, seconds in asdict(usage.timings).items()}
     return value

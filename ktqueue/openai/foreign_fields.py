@@ -128,10 +128,6 @@ HINTS: Mapping[str, str] = {
 
 REFUSED: Mapping[str, FieldRefusal] = {
     # Tools, and other answers than plain text
-    "tools": FieldRefusal(
-        'empty, or `tool_choice` is `"none"`', _offers_no_tools, f'{_TOOLS}; send tool_choice "none"'
-    ),
-    "tool_choice": _only("none", advice=_TOOLS),
     "functions": _empty(_TOOLS),
     "function_call": _only("none", advice=_TOOLS),
     "tool_prompt": _empty(_TOOLS),
@@ -253,6 +249,12 @@ REFUSED_IN_CHATS: Mapping[str, FieldRefusal] = {
 }
 
 
+REFUSED_IN_COMPLETIONS: Mapping[str, FieldRefusal] = {
+    "tools": FieldRefusal('empty, or `tool_choice` is `"none"`', _offers_no_tools, "use /v1/chat/completions"),
+    "tool_choice": _only("none", advice="use /v1/chat/completions"),
+}
+
+
 def translate(body: Body, *, chat: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """The body with our names instead of aliases, and the client's name of each field that was renamed.
 
@@ -266,7 +268,7 @@ def translate(body: Body, *, chat: bool) -> tuple[dict[str, Any], dict[str, str]
     for name, value in body.items():
         if value is None:
             continue
-        rule = REFUSED.get(name) or (REFUSED_IN_CHATS.get(name) if chat else None)
+        rule = REFUSED.get(name) or (REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS).get(name)
         if rule is not None and not rule.is_neutral(value, body):
             raise _unsupported(name, value, rule)
         if name in ALIASES:
@@ -299,6 +301,10 @@ def field_rows() -> list[tuple[str, str]]:
     handling |= {
         name: f"refused in chats unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED_IN_CHATS.items()
     }
+    handling |= {
+        name: f"refused in completions unless {rule.allowed}: {rule.advice}"
+        for name, rule in REFUSED_IN_COMPLETIONS.items()
+    }
     by_way: dict[str, list[str]] = {}
     for name, way in handling.items():
         by_way.setdefault(way, []).append(f"`{name}`")
@@ -307,4 +313,4 @@ def field_rows() -> list[tuple[str, str]]:
 
 def refused_fields() -> tuple[str, ...]:
     """The names of all fields that can be refused."""
-    return tuple(sorted({*REFUSED, *REFUSED_IN_CHATS}))
+    return tuple(sorted({*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS}))

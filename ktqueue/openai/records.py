@@ -9,6 +9,7 @@ from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.openai.choices import Choices, token_text
 from ktqueue.openai.endpoint import usage_json
 from ktqueue.openai.errors import error_body
+from ktqueue.openai.tool_calls import tool_calls_json
 
 Json = dict[str, Any]
 
@@ -41,8 +42,17 @@ def record_json(record: JobRecord) -> Json:
 
 def result_json(record: JobRecord, events: Sequence[TokenEvent]) -> list[Json]:
     """The text of each choice of a job, from all of its events."""
-    choices = Choices(1, record.readable_request().sampling.n).whole([(0, event) for event in events])
-    return [{"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason} for choice in choices]
+    choices = Choices(1, record.readable_request()).whole([(0, event) for event in events])
+    return [
+        {
+            "index": choice.index,
+            "text": choice.text,
+            **({"reasoning_content": choice.reasoning} if choice.reasoning else {}),
+            **({"tool_calls": tool_calls_json(choice, record.id)} if choice.tool_calls else {}),
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in choices
+    ]
 
 
 def event_json(event: TokenEvent) -> Json:

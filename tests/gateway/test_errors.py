@@ -54,7 +54,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"min_tokens": 5, "max_tokens": 3}, "min_tokens"),
     ({"presence_penalty": 3}, "presence_penalty"),
@@ -160,13 +160,12 @@ WRONG_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
-    ({"echo": True}, "echo"),
     ({"suffix": "end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"add_special_tokens": False}, "add_special_tokens"),
 ]
 

@@ -1,9 +1,11 @@
 """Fields of other servers are aliases of ours, have no effect, or are refused by name, as documented."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_worker import CARD
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai import foreign_fields
@@ -41,7 +43,8 @@ def test_no_field_is_handled_in_two_ways() -> None:
     assert not aliases & hints
     assert not (aliases | hints) & (refused | ours | set(foreign_fields.REFUSED_IN_CHATS))
     assert set(foreign_fields.REFUSED_IN_CHATS) <= set(CompletionBody.model_fields) - set(ChatBody.model_fields)
-    assert refused & ours <= {"tools", "tool_choice"}  # accepted if the choice is none
+    assert not refused & ours
+    assert set(foreign_fields.REFUSED_IN_COMPLETIONS) <= set(ChatBody.model_fields) - set(CompletionBody.model_fields)
     assert set(foreign_fields.ALIASES.values()) <= ours
 
 
@@ -92,9 +95,18 @@ def test_a_neutral_value_of_a_refused_field_is_accepted() -> None:
         parse_completion({**COMPLETION, "n_predict": -1})
 
 
-def test_tools_are_refused_until_they_are_served() -> None:
+def test_completions_have_no_tools() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    for wanted in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "auto"}, {"functions": [{"name": "f"}]}):
-        with pytest.raises(UnsupportedParameter, match="tool calls are not served"):
-            parse_chat({**CHAT, **wanted})
-    assert parse_chat({**CHAT, "tools": [tool], "tool_choice": "none"}).request(None).tools == ()
+    for wanted in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "auto"}, {"tool_choice": "auto"}):
+        with pytest.raises(UnsupportedParameter, match="use /v1/chat/completions"):
+            parse_completion({**COMPLETION, **wanted})
+    parse_completion({**COMPLETION, "tools": [tool], "tool_choice": "none"})
+
+
+def test_tools_are_refused_for_a_model_whose_calls_cannot_be_read() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(UnsupportedParameter, match="cannot call tools"):
+        parse_chat({**CHAT, "tools": [tool]}).request(CARD)
+    assert parse_chat({**CHAT, "tools": [tool], "tool_choice": "none"}).request(CARD).tools == ()
+    offered = parse_chat({**CHAT, "tools": [tool]}).request(replace(CARD, tool_parser="tool_call"))
+    assert (offered.tools, offered.tool_parser) == ((tool,), "tool_call")

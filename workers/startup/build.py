@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from ktqueue.answers.families import reasoning_format_of, tool_format_of
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.model_card import ModelCard
@@ -157,6 +158,8 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         quantization=model.card_facts.quantization,
         max_num_seqs=config.max_num_seqs,
         longest_token=tokenizer.longest_token,
+        tool_parser=tool_format_of(tokenizer.chat_template or ""),
+        reasoning_parser=reasoning_format_of(tokenizer.chat_template or ""),
         sampling_defaults=sampling_defaults(config.model) if config.generation_config == "auto" else {},
     )
     return Built(engine, tokenizer, card, model, resolved)

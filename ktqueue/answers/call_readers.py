@@ -1,0 +1,388 @@
+"""Readers of one tool call each: JSON objects, a name before JSON, XML-like parameters, and Python calls.
+
+A reader takes the text after the marker of the call, in pieces of any length. The result does not depend on how the
+text is cut. None of them raises: what is not a call is given back as text.
+"""
+
+import ast
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Emit = Callable[[str, str, str], None]
+"""Takes a new piece of the call: name, arguments, the model's own id of the call."""
+Types = Mapping[str, Mapping[str, str]]
+"""The JSON type of each parameter of each function, where its schema says one."""
+
+
+class CallReader(ABC):
+    """Reads calls until they end. `finish` is called once, then or at the end of the text."""
+
+    @abstractmethod
+    def push(self, text: str) -> int | None:
+        """Read text. Returns how much of it belonged to the calls if they have ended, else None."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """The text ends here. Returns what was held back and is no call."""
+
+
+class JsonReader(CallReader):
+    """A JSON object {"name": ..., "arguments": {...}}, or a list of such objects.
+
+    Arguments are passed on as they are written. `parameters` and `args` mean the same as `arguments`. Arguments that
+    come before the name wait for it. `name`: that of a call whose whole JSON is its arguments.
+    """
+
+    def __init__(self, begin: Callable[[], Emit], name: str | None = None, call_id: str = "") -> None:
+        self._begin = begin
+        self._given_name = name
+        self._given_id = call_id
+        self._depth = 0
+        self._in_list = False
+        self._in_string = False
+        self._escaped = False
+        self._string: list[str] = []
+        self._new_object()
+
+    def _new_object(self) -> None:
+        self._raw: list[str] = []  # of an object without a name so far
+        self._emit: Emit | None = None
+        self._id = self._given_id
+        self._key: str | None = None
+        self._expects_key = True
+        self._in_arguments = False
+        self._arguments_begun = False
+        self._arguments_are_text = False  # a string that holds JSON
+        self._waiting: list[str] = []  # characters of arguments that cannot be passed on yet
+
+    def push(self, text: str) -> int | None:
+        for place, character in enumerate(text):
+            if self._depth > 0:
+                self._take(character)
+                if self._depth == 0 and not self._in_list:
+                    return place + 1
+            elif character == "{":
+                self._begin_object()
+                self._take(character)
+            elif character == "[" and not self._in_list:
+                self._in_list = True
+            elif character == "]" and self._in_list:
+                return place + 1
+            elif not character.isspace() and not (character == "," and self._in_list):
+                return place
+        return None
+
+    def finish(self) -> str:
+        if self._emit is None:
+            return "".join(self._raw)
+        self._pass_on("".join(self._waiting))
+        self._waiting = []
+        return ""
+
+    def _begin_object(self) -> None:
+        self._new_object()
+        if self._given_name is not None:
+            self._emit = self._begin()
+            self._emit(self._given_name, "", self._id)
+
+    def _take(self, character: str) -> None:
+        depth, was_in_string = self._depth, self._in_string
+        if was_in_string:
+            self._take_in_string(character)
+        elif character == '"':
+            self._in_string, self._string = True, []
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+        if self._given_name is not None:
+            self._pass_on(character)
+            return
+        if self._emit is None:
+            self._raw.append(character)
+        if self._in_arguments:
+            self._take_argument(character, depth, was_in_string)
+        elif depth == 1:
+            self._take_member(character, was_in_string)
+
+    def _take_in_string(self, character: str) -> None:
+        self._in_string = self._escaped or character != '"'
+        if self._in_string:
+            self._string.append(character)
+        self._escaped = character == "\\" and not self._escaped
+
+    def _take_member(self, character: str, was_in_string: bool) -> None:
+        closes_string = was_in_string and not self._in_string
+        if closes_string and self._expects_key:
+            self._key, self._expects_key = "".join(self._string), False
+        elif closes_string and self._key == "name" and self._emit is None:
+            self._emit = self._begin()
+            self._emit(_text_of(self._string), "", self._id)
+            self._pass_on("".join(self._waiting))
+            self._waiting = []
+        elif closes_string and self._key == "id":
+            self._id = _text_of(self._string)
+        elif not was_in_string and character == ":" and self._key in ("arguments", "parameters", "args"):
+            self._in_arguments = True
+        elif not was_in_string and character == ",":
+            self._key, self._expects_key = None, True
+
+    def _take_argument(self, character: str, depth: int, was_in_string: bool) -> None:
+        if depth == 1 and not was_in_string and character in ",}":
+            self._in_arguments = False
+            self._key, self._expects_key = None, character == ","
+            if self._arguments_are_text:
+                self._waiting = [_text_of(self._waiting)]
+            if self._emit is not None:
+                self._pass_on("".join(self._waiting))
+                self._waiting = []
+            return
+        if not self._arguments_begun:
+            if character.isspace():
+                return
+            self._arguments_begun, self._arguments_are_text = True, character == '"'
+        if self._arguments_are_text:
+            if was_in_string and self._in_string:
+                self._waiting.append(character)
+        elif self._emit is None:
+            self._waiting.append(character)
+        else:
+            self._pass_on(character)
+
+    def _pass_on(self, arguments: str) -> None:
+        if arguments and self._emit is not None:
+            self._emit("", arguments, "")
+
+
+def _text_of(escaped: list[str]) -> str:
+    """The text of a JSON string without its quotation marks."""
+    try:
+        return str(json.loads(f'"{"".join(escaped)}"', strict=False))
+    except ValueError:
+        return "".join(escaped)
+
+
+class NamedReader(CallReader):
+    """A name, perhaps with words around it, then the JSON object of its arguments.
+
+    DeepSeek V3: `function<｜tool▁sep｜>NAME` and a fenced block of JSON. V3.1: `NAME<｜tool▁sep｜>{...}`. Kimi-K2:
+    `functions.NAME:0<|tool_call_argument_begin|>{...}`. Mistral: `NAME[ARGS]{...}`. Without arguments, the call ends at
+    one of `ends`.
+    """
+
+    def __init__(self, begin: Callable[[], Emit], ends: tuple[str, ...]) -> None:
+        self._begin = begin
+        self._ends = ends
+        self._header = ""
+        self._json: JsonReader | None = None
+
+    def push(self, text: str) -> int | None:
+        if self._json is not None:
+            return self._json.push(text)
+        former = len(self._header)
+        self._header += text
+        brace = self._header.find("{")
+        end, mark = min(((at, mark) for mark in self._ends if (at := self._header.find(mark)) >= 0), default=(-1, ""))
+        if end >= 0 and (brace < 0 or end < brace):
+            name, call_id = _name_in(self._header[:end])
+            if name:
+                emit = self._begin()
+                emit(name, "{}", call_id)
+                self._header = ""
+                return end + len(mark) - former
+        if brace < 0:
+            return None
+        name, call_id = _name_in(self._header[:brace])
+        rest = self._header[brace:]
+        self._json = JsonReader(self._begin, name, call_id)
+        self._header = ""
+        used = self._json.push(rest)
+        return None if used is None else brace + used - former
+
+    def finish(self) -> str:
+        return self._header if self._json is None else ""
+
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+def _name_in(header: str) -> tuple[str, str]:
+    """The name of the function in the text before its arguments, and the model's id of the call."""
+    pieces = [piece.strip() for piece in re.split(r"<｜tool▁sep｜>|<\|tool_call_argument_begin\|>|\[ARGS\]", header)]
+    first = pieces[1] if pieces[0] in ("function", "") and len(pieces) > 1 else pieces[0]
+    first, _, marked = first.partition("[CALL_ID]")
+    lines = first.splitlines()
+    head = lines[0].strip() if lines else ""
+    if match := re.fullmatch(r"(?:functions\.)?([\w.-]+):(\d+)", head):
+        return match[1], head
+    match = _NAME.match(head)
+    return (match[0].removeprefix("functions.") if match else ""), marked.strip()
+
+
+class XmlReader(CallReader):
+    """Parameters between tags. The type of a value is that of the function's schema, else what it looks like.
+
+    `name_end` ends the name, which comes first. A parameter is `key_start` KEY `key_end` VALUE `value_end`, and the
+    call ends with `end`.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Emit], types: Types, *, name_end: str, key_start: str, key_end: str, value_end: str,
+        end: str, name_may_end_at: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self._begin = begin
+        self._types = types
+        self._name_ends = (name_end, *name_may_end_at)
+        self._name_end = name_end
+        self._key_start, self._key_end, self._value_end, self._end = key_start, key_end, value_end, end
+        self._buffer = ""
+        self._used = 0  # characters that are read for good
+        self._name: str | None = None
+        self._emit: Emit | None = None
+        self._count = 0
+        self._ended = False
+
+    def push(self, text: str) -> int | None:
+        before = len(self._buffer)
+        self._buffer += text
+        while True:
+            step = self._name_step() if self._name is None else self._parameter_step()
+            if step is None:
+                return None
+            if step:
+                return self._used - before
+
+    def _name_step(self) -> bool | None:
+        found = [(at, mark) for mark in self._name_ends if (at := self._buffer.find(mark)) >= 0]
+        if not found:
+            return None
+        place, mark = min(found)
+        if not _NAME.fullmatch(self._buffer[:place].strip()):  # it is no call
+            self._used = place + len(mark)
+            self._buffer = self._buffer[: self._used]
+            return True
+        self._used = place + (len(mark) if mark == self._name_end else 0)
+        self._name = self._buffer[:place].strip()
+        self._emit = self._begin()
+        self._emit(self._name, "", "")
+        return False
+
+    def _parameter_step(self) -> bool | None:
+        assert self._emit is not None and self._name is not None
+        rest = self._buffer[self._used :]
+        start, end = rest.find(self._key_start), rest.find(self._end)
+        if end >= 0 and (start < 0 or end < start):
+            self._emit("", "{}" if self._count == 0 else "}", "")
+            self._used += end + len(self._end)
+            self._ended = True
+            return True
+        if start < 0:
+            return None
+        key_from = start + len(self._key_start)
+        key_to = rest.find(self._key_end, key_from)
+        value_to = rest.find(self._value_end, key_to + len(self._key_end)) if key_to >= 0 else -1
+        if value_to < 0:
+            return None
+        key, attributes = _key_and_attributes(rest[key_from:key_to].partition("</")[0].strip())
+        value = rest[key_to + len(self._key_end) : value_to]
+        kind = attributes or self._types.get(self._name, {}).get(key, "")
+        separator = "{" if self._count == 0 else ", "
+        self._emit("", f"{separator}{json.dumps(key, ensure_ascii=False)}: {_json_of(value, kind)}", "")
+        self._count += 1
+        self._used += value_to + len(self._value_end)
+        return False
+
+    def finish(self) -> str:
+        if self._name is None:
+            return self._buffer
+        assert self._emit is not None
+        if self._ended:
+            return ""
+        if self._count:
+            self._emit("", "}", "")
+        elif not self._buffer[self._used :].strip():
+            self._emit("", "{}", "")
+        return ""
+
+
+def _key_and_attributes(text: str) -> tuple[str, str]:
+    """The key of a parameter, and the type that its tag names (`name" string="true`)."""
+    key, _, attributes = text.partition('"')
+    if 'string="true' in attributes:
+        return key, "string"
+    return key, "any" if 'string="false' in attributes else ""
+
+
+def _json_of(value: str, kind: str) -> str:
+    """A parameter's text as JSON. One line break at each end belongs to the tags."""
+    text = value.removeprefix("\n").removesuffix("\n")
+    if kind == "string":
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        parsed: Any = json.loads(text)
+    except ValueError:
+        words = {"True": "true", "False": "false", "None": "null"}
+        return words.get(text.strip(), json.dumps(text, ensure_ascii=False))
+    return json.dumps(parsed, ensure_ascii=False)
+
+
+class PythonReader(CallReader):
+    """A list of Python calls, such as `[weather(city="Paris"), time()]`. It is read once the list is complete."""
+
+    def __init__(self, begin: Callable[[], Emit]) -> None:
+        self._begin = begin
+        self._text = ""
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+        self._ended = False
+
+    def push(self, text: str) -> int | None:
+        for place, character in enumerate(text):
+            self._text += character
+            if self._quote:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == self._quote:
+                    self._quote = ""
+            elif character in "\"'":
+                self._quote = character
+            elif character in "[({":
+                self._depth += 1
+            elif character in "])}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._ended = True
+                    return place + 1
+        return None
+
+    def finish(self) -> str:
+        """Emit the calls of a complete list. Anything else is text."""
+        calls = _python_calls(self._text) if self._ended else None
+        if calls is None:
+            return self._text
+        for name, arguments in calls:
+            self._begin()(name, json.dumps(arguments, ensure_ascii=False), "")
+        return ""
+
+
+def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """The calls of a list with literal keyword arguments, or None if it is something else."""
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+        elements = body.elts if isinstance(body, ast.List) else [body]
+        calls = []
+        for element in elements:
+            if not isinstance(element, ast.Call) or element.args:
+                return None
+            arguments = {str(word.arg): ast.literal_eval(word.value) for word in element.keywords}
+            json.dumps(arguments)
+            calls.append((ast.unparse(element.func), arguments))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return calls or None

@@ -1,0 +1,282 @@
+"""AnswerParser: from the text of an answer to its parts, as it is written.
+
+The result is a function of the text, however it is cut into pieces, so every reader of a journal gets the same parts.
+Text that could be the beginning of a marker is held back until that is decided. Text is never lost: what looks like a
+call and is none is text. White space around calls and reasoning belongs to their markers.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, PythonReader, Types, XmlReader
+from ktqueue.answers.families import REASONING, TOOLS, ReasoningFormat, ToolFormat
+from ktqueue.answers.harmony import HarmonyParser
+from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
+
+HARMONY = "harmony"
+TOOL_CALL = "<tool_call>"  # what follows it differs between families
+
+
+class Parser(Protocol):
+    """Parses the text of one choice."""
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has a tool call."""
+        ...
+
+    def push(self, text: str) -> tuple[AnswerPart, ...]:
+        """The new parts of the answer."""
+        ...
+
+    def finish(self) -> tuple[AnswerPart, ...]:
+        """The parts that were held back until the end of the text. Call it once."""
+        ...
+
+
+def make_parser(tool_parser: str, reasoning_parser: str, types: Types, opening: str) -> Parser | None:
+    """The parser for formats by name; None if the text has neither. An unknown name, of a newer version, has no effect.
+
+    `opening`: the beginning of the answer that the prompt already contains. `types` as in `call_readers`.
+    """
+    if HARMONY in (tool_parser, reasoning_parser):
+        return HarmonyParser(opening)
+    reasoning, tools = REASONING.get(reasoning_parser), TOOLS.get(tool_parser)
+    if reasoning is None and tools is None:
+        return None
+    return AnswerParser(reasoning, tools, types, opening)
+
+
+class AnswerParser:
+    """Parses one choice of a family in the tables. Implements Parser; for the arguments see `make_parser`."""
+
+    def __init__(
+        self, reasoning: ReasoningFormat | None, tools: ToolFormat | None, types: Types, opening: str = ""
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools or ToolFormat()
+        self._tag_ends = tuple(mark for mark in self._tools.ends if mark.startswith("<"))
+        self._types = types
+        self._buffer = ""
+        self._parts: list[AnswerPart] = []
+        self._calls = 0
+        self._reader: CallReader | None = None
+        self._call_marker: str | None = None  # of the present call, until its reader is known; "" if it has none
+        self._marker_of_reader = ""
+        self._in_reasoning = False
+        self._said = False  # there was text
+        self._at_edge = False  # right behind a marker, where white space is dropped
+        self._after_call = False  # nothing but white space has followed the last call
+        self._space = ""  # at the end of what was said, until more follows
+        self._dropped = ""  # the same, before the last marker
+        if opening:
+            self.push(opening)
+            self._parts.clear()
+            self._said = False
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has a tool call."""
+        return self._calls > 0
+
+    def push(self, text: str) -> tuple[AnswerPart, ...]:
+        """The new parts of the answer."""
+        self._buffer += text
+        while self._buffer and self._step(final=False):
+            pass
+        return self._take_parts()
+
+    def finish(self) -> tuple[AnswerPart, ...]:
+        """The parts that were held back until the end of the text. Call it once."""
+        while (self._buffer or self._call_marker is not None) and self._step(final=True):
+            pass
+        if self._reader is not None:
+            self._end_call()
+        if self._space:
+            self._parts.append(AnswerReasoning(self._space) if self._in_reasoning else AnswerText(self._space))
+        return self._take_parts()
+
+    def _take_parts(self) -> tuple[AnswerPart, ...]:
+        parts = joined(self._parts)
+        self._parts = []
+        return parts
+
+    def _step(self, *, final: bool) -> bool:
+        """Read a piece of the buffer. Returns whether another step may be possible."""
+        if self._reader is not None:
+            return self._read_call(self._reader)
+        if self._call_marker is not None:
+            return self._recognise_call(self._call_marker, final=final)
+        if self._in_reasoning:
+            return self._read_reasoning(final=final)
+        if self._after_call:
+            return self._read_after_call(final=final)
+        return self._read_text(final=final)
+
+    # Reasoning and text
+
+    def _read_reasoning(self, *, final: bool) -> bool:
+        assert self._reasoning is not None
+        place = self._buffer.find(self._reasoning.end)
+        if place < 0:
+            return self._say_certain((self._reasoning.end,), final=final)
+        self._say(self._buffer[:place])
+        self._pass_marker(place, self._reasoning.end)
+        self._in_reasoning = False
+        return True
+
+    def _read_text(self, *, final: bool) -> bool:
+        if (bare := self._begins_bare_call()) or bare is None:
+            if bare:
+                text = self._buffer.lstrip()
+                self._dropped, self._space = self._space + self._buffer[: len(self._buffer) - len(text)], ""
+                self._buffer, self._call_marker = text, ""
+            return bool(bare) or (final and self._say_certain((), final=True))
+        starts = (self._reasoning.start,) if self._reasoning is not None else ()
+        markers = (*starts, *self._tools.starts, *self._tools.sections)
+        found = _first(self._buffer, markers)
+        if found is None:
+            return self._say_certain(markers, final=final)
+        place, marker = found
+        self._say(self._buffer[:place])
+        self._pass_marker(place, marker)
+        if marker in starts:
+            self._in_reasoning = True
+        elif marker in self._tools.sections:
+            self._after_call = True
+        else:
+            self._call_marker = marker
+        return True
+
+    def _read_after_call(self, *, final: bool) -> bool:
+        """Behind a call, or the beginning of a list of calls: markers of its end, another call, or text."""
+        self._buffer = self._buffer.lstrip()
+        markers = (*self._tools.ends, *self._tools.sections)
+        marker = max((mark for mark in markers if self._buffer.startswith(mark)), key=len, default="")
+        if marker:
+            self._buffer = self._buffer[len(marker) :]
+            return True
+        if not self._buffer or (not final and any(mark.startswith(self._buffer) for mark in markers)):
+            return False
+        self._after_call = False
+        self._at_edge = True
+        self._said = self._said and not (self._tools.bare_json or self._tools.bare_python)
+        return True
+
+    def _begins_bare_call(self) -> bool | None:
+        """Whether a call without a marker begins here. None: only white space has been read."""
+        if self._said or not (self._tools.bare_json or self._tools.bare_python):
+            return False
+        first = self._buffer.lstrip()[:1]
+        if not first:
+            return None
+        return (first == "{" and self._tools.bare_json) or (first == "[" and self._tools.bare_python)
+
+    def _pass_marker(self, place: int, marker: str) -> None:
+        self._buffer = self._buffer[place + len(marker) :]
+        self._dropped, self._space = self._space, ""
+        self._at_edge = True
+
+    def _say_certain(self, markers: Iterable[str], *, final: bool) -> bool:
+        """Pass on the buffer, without an end that may be the beginning of a marker."""
+        keep = 0 if final else max((_overlap(self._buffer, marker) for marker in markers), default=0)
+        ready = len(self._buffer) - keep
+        self._say(self._buffer[:ready])
+        self._buffer = self._buffer[ready:]
+        return False
+
+    def _say(self, text: str) -> None:
+        if self._at_edge:
+            text = text.lstrip()
+        body = text.rstrip()
+        if not body:
+            self._space += text
+            return
+        said = self._space + body
+        self._parts.append(AnswerReasoning(said) if self._in_reasoning else AnswerText(said))
+        self._space = text[len(body) :]
+        self._at_edge = False
+        self._said = self._said or not self._in_reasoning
+
+    # Calls
+
+    def _recognise_call(self, marker: str, *, final: bool) -> bool:
+        """Choose the reader of a call by how it begins."""
+        text = self._buffer.lstrip()
+        reader = self._reader_of(marker, text, final=final)
+        if reader is None:
+            return False
+        if marker == TOOL_CALL and text.startswith("<function="):
+            self._buffer = text.removeprefix("<function=")
+        self._reader, self._marker_of_reader, self._call_marker = reader, marker, None
+        return True
+
+    def _reader_of(self, marker: str, text: str, *, final: bool) -> CallReader | None:
+        """The reader for a call whose marker is followed by `text`. None: more text must be seen."""
+        if marker == "<function=" or (marker == TOOL_CALL and text.startswith("<function=")):
+            return self._xml_reader("<", ">", "parameter=", "function")
+        if marker.endswith('invoke name="'):
+            prefix = marker.removeprefix("<").removesuffix('invoke name="')
+            return self._xml_reader(f"<{prefix}", '">', 'parameter name="', "invoke", closing=f"</{prefix}")
+        if not final and (not text or (marker == TOOL_CALL and "<function=".startswith(text))):
+            return None
+        if text.startswith("{") or (text.startswith("[") and marker):
+            return JsonReader(self._begin_call)
+        if text.startswith("["):
+            return PythonReader(self._begin_call)
+        if marker != TOOL_CALL:
+            return NamedReader(self._begin_call, self._tag_ends)
+        # A name comes first. Then GLM-4.5 has pairs of keys and values, and other models have JSON.
+        found = _first(text, ("{", "<arg_key>", "</tool_call>"))
+        if found is None and not final:
+            return None
+        if found is not None and found[1] == "{":
+            return NamedReader(self._begin_call, self._tag_ends)
+        return XmlReader(
+            self._begin_call, self._types, name_end="\n", name_may_end_at=("<arg_key>", "</tool_call>"),
+            key_start="<arg_key>", key_end="<arg_value>", value_end="</arg_value>", end="</tool_call>",
+        )  # fmt: skip
+
+    def _xml_reader(self, tag: str, name_end: str, parameter: str, outer: str, closing: str = "</") -> XmlReader:
+        return XmlReader(
+            self._begin_call, self._types, name_end=name_end, key_start=f"{tag}{parameter}", key_end=">",
+            value_end=f"{closing}parameter>", end=f"{closing}{outer}>",
+        )  # fmt: skip
+
+    def _begin_call(self) -> Emit:
+        place = self._calls
+        self._calls += 1
+
+        def emit(name: str, arguments: str, call_id: str) -> None:
+            self._parts.append(AnswerToolCall(place, name, arguments, call_id))
+
+        return emit
+
+    def _read_call(self, reader: CallReader) -> bool:
+        used = reader.push(self._buffer)
+        self._buffer = "" if used is None else self._buffer[used:]
+        if used is None:
+            return False
+        self._end_call()
+        return True
+
+    def _end_call(self) -> None:
+        """The call has ended, or the text has. What was no call is text."""
+        assert self._reader is not None
+        left = self._reader.finish()
+        self._reader = None
+        if left:
+            self._parts.append(AnswerText(self._dropped + self._marker_of_reader + left))
+            self._said = True
+        self._after_call = not left
+
+
+def _first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
+    """The place of the marker that comes first, and the marker; the longest one if several begin there."""
+    found = [(place, -len(marker), marker) for marker in markers if (place := text.find(marker)) >= 0]
+    return (min(found)[0], min(found)[2]) if found else None
+
+
+def _overlap(text: str, marker: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `marker`, but not the whole marker."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

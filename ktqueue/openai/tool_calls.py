@@ -1,0 +1,62 @@
+"""Tool calls of answers in OpenAI's form, and what of a request's tools the reader of its answer must know."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktqueue.answers.parts import AnswerToolCall
+from ktqueue.openai.choices import Delta
+
+MAX_TYPED = 256  # parameters whose type is kept with a job
+
+Json = dict[str, Any]
+
+
+def call_id(answer_id: str, choice: int, call: AnswerToolCall) -> str:
+    """The id of a tool call: the model's own, else one that every reader of the answer computes alike."""
+    digest = hashlib.blake2b(f"{answer_id}/{choice}/{call.place}".encode(), digest_size=12)
+    return call.id or f"call_{digest.hexdigest()}"
+
+
+def tool_calls_json(choice: Delta, answer_id: str) -> list[Json]:
+    """All tool calls of a whole choice."""
+    return [
+        {
+            "id": call_id(answer_id, choice.index, call),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in choice.tool_calls
+    ]
+
+
+def tool_call_delta(choice: int, call: AnswerToolCall, answer_id: str) -> Json:
+    """A piece of a tool call in a stream. Its id, type and name are in the first piece only."""
+    if not call.name:
+        return {"index": call.place, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.place,
+        "id": call_id(answer_id, choice, call),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Which parameters of which functions are strings: the formats with tags do not show that."""
+    types: dict[str, dict[str, str]] = {}
+    left = MAX_TYPED
+    for tool in tools:
+        function = tool.get("function") or {}
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        strings = [name for name, schema in properties.items() if _is_string(schema)][:left]
+        left -= len(strings)
+        if strings:
+            types[str(function.get("name"))] = dict.fromkeys(strings, "string")
+    return types
+
+
+def _is_string(schema: Any) -> bool:
+    return isinstance(schema, dict) and (
+        schema.get("type") == "string" or all(isinstance(value, str) for value in schema.get("enum") or (0,))
+    )
