@@ -168,8 +168,7 @@ class CommonFields(ConstraintFields):
     ) -> SamplingParams:
         """The sampling parameters of this body, with the defaults of the model on `card`. Raises InvalidRequest.
 
-        `prompt_logprobs`: for the answer, besides those of the field. `special_tokens`: the text must have them, so that
-        it can be read.
+        `prompt_logprobs`: for the answer, besides those of the field. `special_tokens`: the text must have them.
         """
         if self.prompt_logprobs is not None and self.stream:
             raise UnsupportedParameter(
