@@ -82,6 +82,13 @@ class ChatBody(CommonFields):
 
     def _offered_tools(self, card: ModelCard | None) -> tuple[Json, ...]:
         """The tools that the model may call. Raises UnsupportedParameter if we could not read its calls."""
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise InvalidRequest(
+                "tool_choice is allowed only beside tools",
+                param="tool_choice",
+                limit="tools",
+                value=str(self.tool_choice),
+            )
         if not self.tools or self.tool_choice == "none":
             return ()
         if card is not None and not card.tool_parser:

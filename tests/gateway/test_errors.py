@@ -160,8 +160,6 @@ WRONG_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
-    ({"suffix": "end"}, "suffix"),
-    ({"best_of": 3}, "best_of"),
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
