@@ -119,12 +119,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= other"}, "grammar"),
     ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs.json"),
     ({"json_schema": {"type": "integer", "multipleOf": 9999991}}, "grammar"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"continue_final_message": True}, "continue_final_message"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
-    ({"skip_special_tokens": False}, "skip_special_tokens"),
-    ({"add_special_tokens": True}, "add_special_tokens"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"documents": [{"text": "x"}]}, "documents"),
     ({"return_token_ids": True}, "return_token_ids"),
@@ -164,7 +159,6 @@ WRONG_COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"add_special_tokens": False}, "add_special_tokens"),
 ]
 
 
