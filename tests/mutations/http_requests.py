@@ -8,11 +8,11 @@ TEMPLATES, ADMISSION = "tests/loading/tokenizer/test_template_process.py", "test
 
 HTTP_REQUESTS: dict[str, Mutation] = {
     "tools are dropped": Mutation(
-        "tools are refused by name until tool calls are served",
-        "ktqueue/openai/foreign_fields.py",
-        'return _is_empty(value, body) or body.get("tool_choice") == "none"',
-        "return True",
-        (f"{FIELDS}::test_tools_are_refused_until_they_are_served", f"{ERRORS}::test_a_wrong_field_of_a_chat_is_named"),
+        "tools are refused by name for a model whose calls cannot be read",
+        "ktqueue/openai/chat.py",
+        "if card is not None and not card.tool_parser:",
+        "if False:",
+        (f"{FIELDS}::test_tools_are_refused_for_a_model_whose_calls_cannot_be_read",),
     ),
     "a template drops tools": Mutation(
         "tools and their calls reach the prompt or are refused",
