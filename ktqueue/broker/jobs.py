@@ -160,11 +160,11 @@ class Jobs:
                 milliseconds(self._config.idempotency_ttl),
                 cap,
                 round(request.priority * self._config.priority_seconds * MICROSECONDS),
-                request.sampling.n,
+                0 if request.prompt_only else request.sampling.n,
                 self._config.max_queued_bytes,
                 limit_argument(limits, cost),
                 "" if request.webhook is None else 1,
-                " ".join(prefix_hashes(request)),
+                "" if request.prompt_only else " ".join(prefix_hashes(request)),
                 encode_request(summary_of(stored)),
                 f"{round(self._config.memory_share * 1000)} {round(self._config.tenant_memory_share * 1000)}",
             )

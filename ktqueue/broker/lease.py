@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 OUTAGE_LEASES = 30  # lease times that a worker waits for Redis; the scripts extend no lease for longer
 MAX_EVENTS = 1_000  # in one script call, and decoded without a pause; a longer commit is split
+PROMPT_WAKE_UP = b"prompt"  # the message of `submit_job.lua` about a job that takes no row
 MAILBOX_BYTES = 1 << 17  # for a job that `submit` hands over, and for wake-ups
 
 DecodeEvent = Callable[[int, bytes], TokenEvent]  # of a seq and the stored event
@@ -138,6 +139,8 @@ class Lease:
 
     async def claim(self, limit: int, interactive_limit: int = 0, *, wait: bool = False) -> list[Claim]:
         """Claim waiting jobs of the model for `limit` free rows. A job takes a row for each choice.
+
+        A job that wants only its prompt takes none, so it is claimed even if no row is free.
 
         Interactive jobs may fill `interactive_limit` rows if that is more; the engine takes these rows from running
         batch jobs.
@@ -254,12 +257,16 @@ class Lease:
         timeout: float,  # noqa: ASYNC109
         *,
         interactive_only: bool = False,
+        prompt_only: bool = False,
     ) -> list[Claim]:
-        """Return when a job (with `interactive_only`, an interactive one) was queued, or after `timeout` seconds.
+        """Return when a job was queued, or after `timeout` seconds.
+
+        With `interactive_only` it must be interactive, with `prompt_only` it must be a job without rows.
 
         It returns within 20 ms if the last claim left a job to a worker that has its prefix cached. The result is the
         job that was handed to this lease, if the last claim had `wait`. If it is empty, claim again.
         """
+        wanted = {PROMPT_WAKE_UP} if prompt_only else {PROMPT_WAKE_UP, JobClass.INTERACTIVE.encode()}
         end = time.monotonic() + timeout
         if self._look_again_at is not None:
             end = min(end, self._look_again_at)
@@ -270,7 +277,7 @@ class Lease:
                     claims = await self._readable([job])
                     self._answered = True
                     return claims
-            if mail.missed or JobClass.INTERACTIVE.encode() in mail.messages or not interactive_only:
+            if mail.missed or not wanted.isdisjoint(mail.messages) or not (interactive_only or prompt_only):
                 break
         return []
 

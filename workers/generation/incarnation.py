@@ -114,11 +114,12 @@ class Incarnation:
             await self._accept(claims, group)
             await self._release_jobs_without_a_row()
             free, interactive = self._free_rows()
-            claims = await self._lease.claim(free, interactive, wait=True) if interactive > 0 else []
+            claims = await self._lease.claim(free, max(0, interactive), wait=True)
             if not claims:
-                events: list[Coroutine[Any, Any, Any]] = []
-                if interactive > 0:
-                    events.append(self._lease.wait_for_work(IDLE_SECONDS, interactive_only=free == 0))
+                queued = self._lease.wait_for_work(
+                    IDLE_SECONDS, interactive_only=free == 0, prompt_only=interactive <= 0
+                )
+                events: list[Coroutine[Any, Any, Any]] = [queued]
                 if free == 0:
                     events.append(self._rows_freed.wait())
                 claims = await self._first_of(*events)

@@ -7,7 +7,7 @@
 -- from its arrival to its first claim}.
 -- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class by arrival and
 -- priority.
--- Rows: a job takes a row for each of its choices. The last job may take more rows than are left, or it would never
+-- Rows: a job takes a row for each of its choices, and none if it wants only its prompt. The last job may take more rows than are left, or it would never
 -- start. Rows beyond those for any class are taken from running batch jobs; an interactive job gets them only if all
 -- its rows are available.
 -- Prefixes: among the first jobs of a class, the job with the longest prefix in this worker's cache goes first. A job
@@ -140,7 +140,7 @@ if #taken == 0 then
     return best and list[best], list, best
   end
 
-  while rows < most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other expired jobs
+  while rows <= most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other expired jobs
     local class = 'interactive'
     local id, list, place = pick(class)
     if rows < free and (not id or slots % share == share - 1) then

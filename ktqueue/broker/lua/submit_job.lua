@@ -183,6 +183,6 @@ else
   enqueue(id, class, model, order + ARGV[11], 0, now)
   count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')
   place = redis.call('ZRANK', queue, id)
-  redis.call('PUBLISH', TAG .. 'wake:' .. model, class)
+  redis.call('PUBLISH', TAG .. 'wake:' .. model, rows == 0 and 'prompt' or class)
 end
 return { 1, digits(order), place, requests_left, requests_reset, tokens_left, tokens_reset }

@@ -48,10 +48,16 @@ async def test_a_prompt_without_an_answer_takes_no_row(broker: Broker, start_wor
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=64, num_pages=64, max_model_len=512, threads=1)
     busy = GenerationRequest(model="demo", prompt=STORY, sampling=SamplingParams(max_tokens=400, ignore_eos=True))
     async with start_worker(engine_config=config):
-        only = [await broker.jobs.submit(replace(SCORED, prompt_only=True)) for _ in range(4)]
         running = await broker.jobs.submit(busy)
+        async for event in broker.journal.follow(running.id):
+            if event.token_ids:
+                break
+        waiting = await broker.jobs.submit(busy)
+        only = [await broker.jobs.submit(replace(SCORED, prompt_only=True, priority=-1)) for _ in range(4)]
         for record in only:
             assert (await finished(record.id)).state is JobState.DONE
+        assert [(await broker.jobs.get(job.id)).state for job in (running, waiting)] == ["running", "queued"]
+        await broker.jobs.cancel(waiting.id)
         await broker.jobs.cancel(running.id)
 
 
