@@ -158,6 +158,16 @@ def test_the_end_is_postponed_only_while_the_grammar_allows_more(
     assert result.finish_reason is (FinishReason.LENGTH if length == 30 else FinishReason.STOP)
 
 
+def test_an_answer_ends_if_the_vocabulary_has_no_other_token(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, compile_grammar: Any
+) -> None:
+    engine = make_engine(model, vocabulary)
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True, min_tokens=20, seed=5)
+    engine.add("x", PROMPT, sampling, matcher=compile_grammar("start: /a( b)?/"))  # no token has a space
+    result = run(engine)["x", 0]
+    assert (result.text, result.finish_reason, result.error) == ("a", FinishReason.STOP, None)
+
+
 def test_the_end_token_is_allowed_where_the_grammar_accepts(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, compile_grammar: Any
 ) -> None:

@@ -8,6 +8,7 @@ from mutation import ROOT, SCRIPTS, Mutation
 from operation import OPERATION
 from prompts import PROMPTS
 from stored_jobs import STORED_JOBS
+from structured_output import STRUCTURED_OUTPUT
 from upgrades import UPGRADES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
@@ -391,4 +392,5 @@ MUTATIONS: dict[str, Mutation] = {
     **HTTP_REQUESTS,
     **OPERATION,
     **STORED_JOBS,
+    **STRUCTURED_OUTPUT,
 }

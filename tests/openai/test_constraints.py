@@ -123,12 +123,20 @@ def test_a_job_has_a_grammar_in_lark() -> None:
         parse_job({**body, "grammar": "start: nothing"}, None)
 
 
+def test_two_constraints_are_refused() -> None:
+    for fields, param, other in (
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "structured_outputs.json"),
+        ({"response_format": {"type": "json_object"}, "grammar": GBNF}, "grammar", "response_format.schema"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"{param} and {other} both say") as caught:
+            grammar(fields)
+        assert caught.value.param == param
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_choice and guided_regex both say"),
-        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "both say"),
-        ({"response_format": {"type": "json_object"}, "grammar": GBNF}, "grammar", "both say"),
         ({"structured_outputs": {"jsno": {}}}, "structured_outputs.jsno", "no such field"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "None"),
         ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, None, "False"),

@@ -1,0 +1,88 @@
+"""Promises about answers that must match a grammar."""
+
+from mutation import Mutation
+
+ENGINE, WORKERS = "tests/engine/test_grammar.py", "tests/workers/generation/test_grammars.py"
+LIBRARY, SCHEMAS, FIELDS = (
+    "tests/answers/test_grammar.py", "tests/openai/test_json_schema.py", "tests/openai/test_constraints.py",
+)  # fmt: skip
+
+STRUCTURED_OUTPUT: dict[str, Mutation] = {
+    "any token matches": Mutation(
+        "an answer matches its grammar",
+        "ktqueue/engine/token_selector.py",
+        "            apply_masks(array, masked)\n",
+        "",
+        (f"{ENGINE}::test_answers_match_the_schema[host]",),
+    ),
+    "ends are removed from every mask": Mutation(
+        "an answer with a grammar always ends",
+        "ktqueue/engine/token_masks.py",
+        "    if others.any():\n",
+        "    if True:\n",
+        (f"{ENGINE}::test_an_answer_ends_if_the_vocabulary_has_no_other_token[host]",),
+    ),
+    "a prepared step after a jump": Mutation(
+        "a step that was prepared for other tokens is dropped",
+        "ktqueue/engine/scheduler.py",
+        'for which a prepared step has no place."""\n        self.schedule_version += 1\n',
+        'for which a prepared step has no place."""\n',
+        (f"{ENGINE}::test_rows_with_and_without_a_grammar_share_a_step[device]",),
+    ),
+    "a complete document goes on": Mutation(
+        "an answer ends when its grammar is complete",
+        "ktqueue/engine/sequence.py",
+        "if self.matcher is not None and self.matcher.is_complete:",
+        "if False:",
+        (f"{ENGINE}::test_the_end_is_postponed_only_while_the_grammar_allows_more[host-start: /a{{2,7}}/-more1-7]",),
+    ),
+    "a failed grammar ends the worker": Mutation(
+        "a grammar that fails ends its own sequence only",
+        "ktqueue/engine/request_table.py",
+        "        except GrammarFailed as fault:\n            return self.fail(sequence, fault)\n",
+        "        except GrammarFailed:\n            raise\n",
+        (f"{ENGINE}::test_a_limit_in_the_middle_of_an_answer_ends_that_sequence",),
+    ),
+    "a resumed answer has no grammar": Mutation(
+        "a half-written document goes on and stays valid",
+        "workers/generation/engine_thread.py",
+        "matcher=job.prompt.matcher,",
+        "matcher=None if job.resumed else job.prompt.matcher,",
+        (f"{WORKERS}::test_a_half_written_document_goes_on_at_the_next_token",),
+    ),
+    "grammars are compiled for ever": Mutation(
+        "a grammar that takes too long is refused",
+        "ktqueue/answers/grammar_process.py",
+        "        _allow_cpu_seconds(CPU_SECONDS)\n",
+        "",
+        (f"{LIBRARY}::test_a_grammar_that_takes_too_long_is_refused_once",),
+    ),
+    "forced text becomes a special token": Mutation(
+        "a text that a grammar forces is text",
+        "ktqueue/answers/grammar.py",
+        "if b\"\".join(map(self._token_bytes, ids)) == text.encode() or self.greedy is None:",
+        "if True:",
+        (f"{LIBRARY}::test_forced_text_never_becomes_a_special_token",),
+    ),
+    "unknown keywords are ignored": Mutation(
+        "no keyword of a JSON schema is ignored",
+        "ktqueue/openai/json_schema.py",
+        '            raise _wrong(param, place, f"is not supported{_hint(key)}")\n',
+        "            continue\n",
+        (f"{SCHEMAS}::test_a_keyword_is_refused_with_its_place",),
+    ),
+    "dates as the library has them": Mutation(
+        "a date is a day that exists",
+        "ktqueue/openai/json_schema.py",
+        "    if name in _PATTERNS:\n",
+        "    if False:\n",
+        (f"{SCHEMAS}::test_a_keyword_is_honoured[format]",),
+    ),
+    "the first of two constraints counts": Mutation(
+        "constraints that contradict each other are refused",
+        "ktqueue/openai/constraints.py",
+        "        if len(given) > 1:\n",
+        "        if False:\n",
+        (f"{FIELDS}::test_two_constraints_are_refused",),
+    ),
+}  # fmt: skip
