@@ -185,6 +185,44 @@ def test_tokens_equal_the_cpu_s(
     assert (engine.stats().replayed_steps > 0) == (graphs and not waits)
 
 
+def scored(engine: Engine, prompts: list[list[int]]) -> list[list[float]]:
+    """Log probabilities of the prompts' tokens and of their two likeliest tokens, beside two requests that decode."""
+    for i in range(2):
+        engine.add(f"decodes {i}", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        engine.step()
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=i % 2, prompt_logprobs=2))
+    found: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
+    while engine.has_work:
+        for one in engine.step():
+            assert one.error is None, one.error
+            for entry in one.prompt_logprobs:
+                if entry is not None:
+                    found[one.request_id] += [entry.chosen.logprob, *(token.logprob for token in entry.top)]
+    engine.check()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_log_probabilities_of_prompts_equal_the_cpu_s(
+    device: str, name: str, graphs: bool, models: dict[str, str], by_decoder: str
+) -> None:
+    prompts = [prompt for prompt, _ in requests(512, 12, seed=3)] + [[9] * 150, [4]]
+    reference = load_model(models[name], rules=str(RULES / "exact.yaml"))
+    config = settings_for("cpu")
+    expected = scored(Engine(reference.module, NoEnd(512), reference.kv_layout(16), config, 200, 512), prompts)
+    engine = on_device(
+        load_model(models[name], rules=by_decoder, device=device), settings_for(device, cuda_graphs=graphs)
+    )
+    found = scored(engine, prompts)
+    engine.close()
+    assert [len(values) for values in found] == [3 * (len(prompt) - 1) for prompt in prompts]
+    for values, wanted in zip(found, expected, strict=True):
+        assert values == pytest.approx(wanted, abs=2e-3)
+
+
 @pytest.mark.parametrize("memory", [0, 1 << 30])
 @pytest.mark.parametrize("handoff", ["auto", "host_functions"])
 @pytest.mark.parametrize("device", DEVICES)

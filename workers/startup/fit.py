@@ -10,6 +10,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.memory_plan import MemoryPlan, estimate_step, host_cache_bytes
+from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.loading.model_report import ModelReport
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 from ktqueue.workers.startup.machine import MachineResources
@@ -277,7 +278,7 @@ def _step_bytes(report: ModelReport, config: EngineConfig) -> int:
     rows = min(config.max_num_seqs, config.step_tokens)
     return estimate_step(
         config.step_tokens,
-        rows,
+        min(rows + MAX_PROMPT_ROWS, config.step_tokens),
         hidden=report.hidden,
         vocabulary=report.facts.vocab_size,
         experts_per_token=report.experts_per_token,

@@ -24,6 +24,7 @@ from ktqueue.engine.memory_plan import (
     estimate_step,
     plan_memory,
 )
+from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.model_report import ModelReport
 from ktqueue.operators.experts import CpuExperts
@@ -177,7 +178,11 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
     rows, tokens = min(config.max_num_seqs, config.step_tokens), config.step_tokens
     vocabulary = report.facts.vocab_size
     step = estimate_step(
-        tokens, rows, hidden=report.hidden, vocabulary=vocabulary, experts_per_token=report.experts_per_token
+        tokens,
+        min(rows + MAX_PROMPT_ROWS, tokens),
+        hidden=report.hidden,
+        vocabulary=vocabulary,
+        experts_per_token=report.experts_per_token,
     )
     captured = len(buckets_up_to(rows)) if config.cuda_graphs else 0
     return plan_memory(

@@ -8,13 +8,14 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.runner import HostRunner
+from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
 
 def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Batch:
-    """A batch with the largest number of tokens and rows, all of token 0, and its own cache."""
+    """A batch with the largest number of tokens, rows and rows of logits, all of token 0, and its own cache."""
     rows = min(config.max_num_seqs, config.step_tokens)
     tokens = min(config.step_tokens // rows, model.card_facts.max_position_embeddings)
     pages = -(-tokens // layout.page_size)
@@ -25,7 +26,7 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
     return Batch(
         input_ids=torch.zeros(1, rows * tokens, dtype=torch.int64),
         position_ids=torch.arange(tokens).repeat(rows)[None],
-        scored=starts[1:].long() - 1,
+        scored=torch.unique(torch.cat([torch.arange(min(rows * tokens, MAX_PROMPT_ROWS)), starts[1:].long() - 1])),
         step=StepContext(
             query_starts=starts,
             context_lengths=torch.full((rows,), tokens, dtype=torch.int32),

@@ -124,6 +124,9 @@ async def test_small_prompts_are_admitted_while_large_prompts_are_tokenised(
             prompt: EncodedPrompt = model.tokenizer.encode_request(request, **options)
             return prompt
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model.tokenizer, name)
+
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     async with start_worker(tokenizer=SlowTokenizer()):
         big = GenerationRequest(model="demo", prompt="Once " * LARGE_CHARACTERS, sampling=sampling)

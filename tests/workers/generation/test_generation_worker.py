@@ -362,6 +362,9 @@ async def test_a_job_can_be_cancelled_while_its_bad_prompt_is_tokenised(
             prompt: EncodedPrompt = model.tokenizer.encode_request(request, **options)
             return prompt
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model.tokenizer, name)
+
     async with start_worker(tokenizer=LateRefusal()) as running:
         other = await broker.jobs.submit(ask(max_tokens=400))  # the cancellation arrives with the commits of its steps
         bad = await broker.jobs.submit(ask("bad"))
