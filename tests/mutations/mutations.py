@@ -1,5 +1,6 @@
 """Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
 
+from answers import ANSWERS
 from hostile_clients import HOSTILE_CLIENTS
 from http_requests import HTTP_REQUESTS
 from installing import INSTALLING
@@ -389,6 +390,7 @@ MUTATIONS: dict[str, Mutation] = {
     **MODELS,
     **PROMPTS,
     **HOSTILE_CLIENTS,
+    **ANSWERS,
     **HTTP_REQUESTS,
     **OPERATION,
     **STORED_JOBS,

@@ -1,0 +1,58 @@
+"""Breaks of how answers are read, of the names of models, and of the web page."""
+
+from mutation import Mutation
+
+PARSER, MODELS, PAGE = "tests/answers/test_parser.py", "tests/gateway/test_models.py", "tests/gateway/test_page.py"
+CUTS = f"{PARSER}::test_parts_do_not_depend_on_how_the_text_is_cut"
+
+ANSWERS: dict[str, Mutation] = {
+    "a marker is missed when a piece of text ends inside it": Mutation(
+        "the parts of an answer do not depend on how its text is cut",
+        "ktqueue/answers/parser.py",
+        "keep = 0 if final else max((_overlap(self._buffer, marker) for marker in markers), default=0)",
+        "keep = 0",
+        (f"{CUTS}[Kimi-K2]",),
+    ),
+    "text that is no call is lost": Mutation(
+        "what looks like a tool call and is none is text",
+        "ktqueue/answers/parser.py",
+        "self._parts.append(AnswerText(self._dropped + self._marker_of_reader + left))",
+        "pass",
+        (f"{CUTS}[text that looks like a call]",),
+    ),
+    "brackets in strings count": Mutation(
+        "the arguments of a call may have any characters in their strings",
+        "ktqueue/answers/call_readers.py",
+        'elif character in "{[":\n            self._depth += 1',
+        'if character in "{[":\n            self._depth += 1',
+        (f"{CUTS}[Hermes, two calls, a marker inside a string]",),
+    ),
+    "an alias has its own queue": Mutation(
+        "a model can be asked for under each of its names",
+        "ktqueue/broker/models.py",
+        "named or next((card for card in cards if name in card.aliases), None)",
+        "named",
+        (f"{MODELS}::test_an_alias_means_the_model_and_answers_have_its_name[gpt-4o]",),
+    ),
+    "the model's sampling defaults win": Mutation(
+        "a request's own sampling parameters come before the model's defaults",
+        "ktqueue/openai/common_fields.py",
+        'temperature=_or(self.temperature, defaults.get("temperature", 1.0)),',
+        'temperature=defaults.get("temperature", _or(self.temperature, 1.0)),',
+        (f"{MODELS}::test_the_model_s_defaults_stand_in_for_what_a_request_leaves_out",),
+    ),
+    "tenants see all workers": Mutation(
+        "the status of the installation is not for tenants",
+        "ktqueue/gateway/status.py",
+        "if tenant_of(request).name != DEFAULT_TENANT:",
+        "if False:",
+        (f"{PAGE}::test_the_page_needs_no_key_but_its_data_do",),
+    ),
+    "the page may load scripts from anywhere": Mutation(
+        "the web page runs no script but its own",
+        "ktqueue/gateway/web_page.py",
+        "script-src 'self'",
+        "script-src *",
+        (f"{PAGE}::test_the_page_may_load_nothing_from_elsewhere",),
+    ),
+}
