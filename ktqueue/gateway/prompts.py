@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ktqueue.core.completion import JoinedPrompt
 from ktqueue.core.events import PromptPart
 from ktqueue.core.request import MAX_PRIORITY, GenerationRequest, JobClass
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.responses import json_response
-from ktqueue.openai.choices import JoinedPrompt
 from ktqueue.openai.prompt_endpoints import PROMPT_ENDPOINTS, PromptEndpoint
 
 PROMPT_SECONDS = 30.0  # a prompt that no worker has encoded by then is a 504

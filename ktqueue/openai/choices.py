@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ktqueue.answers.parser import Parser, make_parser
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
+from ktqueue.core.completion import JoinedPrompt
 from ktqueue.core.events import FinishReason, PositionLogprobs, PromptPart, TokenEvent, TokenLogprob, Usage
 from ktqueue.core.request import GenerationRequest
 
@@ -55,28 +56,6 @@ class Delta:
 def token_text(token: TokenLogprob) -> str:
     """The text of a single token. Half a character becomes the replacement character."""
     return token.token_bytes.decode("utf-8", errors="replace")
-
-
-class JoinedPrompt:
-    """The prompt of a job, which its events have in parts."""
-
-    def __init__(self) -> None:
-        self._parts: list[PromptPart] = []
-
-    def add(self, part: PromptPart) -> None:
-        """Add the next part."""
-        self._parts.append(part)
-
-    def whole(self) -> PromptPart | None:
-        """All parts as one, or None if there are none."""
-        if len(self._parts) > 1:
-            token_ids = [token_id for part in self._parts for token_id in part.token_ids]
-            logprobs = [entry for part in self._parts for entry in part.logprobs]
-            pieces = [piece for part in self._parts for piece in part.pieces]
-            text = "".join(part.text for part in self._parts)
-            whole = PromptPart(token_ids=tuple(token_ids), text=text, pieces=tuple(pieces), logprobs=tuple(logprobs))
-            self._parts = [whole]
-        return self._parts[0] if self._parts else None
 
 
 def parser_of(request: GenerationRequest, opening: str) -> Parser | None:

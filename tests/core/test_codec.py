@@ -63,6 +63,7 @@ samplings = st.builds(
     bad_words=st.lists(words, max_size=3).map(tuple),
     allowed_token_ids=st.lists(ids, max_size=4).map(tuple),
     skip_special_tokens=st.booleans(),
+    include_stop_str_in_output=st.booleans(),
 )
 prompts = st.one_of(
     st.fixed_dictionaries({"prompt": words}),
@@ -89,6 +90,9 @@ requests = st.builds(
     metadata=st.dictionaries(text, text, max_size=3),
     truncate_prompt_tokens=st.none() | st.integers(1, 2**31 - 1),
     prompt_only=st.booleans(),
+    return_prompt=st.booleans(),
+    return_pieces=st.booleans(),
+    add_special_tokens=st.none() | st.booleans(),
     grammar=st.none() | words,
     tool_parser=text,
     reasoning_parser=text,
@@ -119,6 +123,7 @@ events = st.builds(
     | st.builds(
         PromptPart,
         token_ids=st.lists(ids, max_size=5).map(tuple),
+        pieces=st.lists(st.binary(max_size=4), max_size=3).map(tuple),
         text=text,
         logprobs=st.lists(st.none() | positions, max_size=3).map(tuple),
     ),

@@ -4,7 +4,7 @@ import pytest
 
 from ktqueue.core.completion import completion_of
 from ktqueue.core.errors import DeadlineExceeded, EngineFailure
-from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
+from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, PromptPart, TokenEvent, TokenLogprob, Usage
 
 
 def test_the_events_of_each_choice_are_joined() -> None:
@@ -14,11 +14,14 @@ def test_the_events_of_each_choice_are_joined() -> None:
         "j",
         2,
         [
-            TokenEvent(seq=1, index=1, token_ids=(7,), text="x"),
-            TokenEvent(seq=2, index=0, token_ids=(5,), text="a", logprobs=(one,)),
-            TokenEvent(seq=3, index=0, token_ids=(6,), text="", finish_reason=FinishReason.STOP),
-            TokenEvent(seq=4, index=1, text="y", finish_reason=FinishReason.LENGTH),
-            TokenEvent(seq=5, state=JobState.DONE, usage=usage),
+            TokenEvent(seq=1, prompt=PromptPart(token_ids=(3, 5), text="b")),
+            TokenEvent(seq=2, prompt=PromptPart(text="a", pieces=(b"b", b"a"), logprobs=(None,))),
+            TokenEvent(seq=3, prompt=PromptPart(logprobs=(one,))),
+            TokenEvent(seq=4, index=1, token_ids=(7,), text="x"),
+            TokenEvent(seq=5, index=0, token_ids=(5,), text="a", logprobs=(one,)),
+            TokenEvent(seq=6, index=0, token_ids=(6,), text="", finish_reason=FinishReason.STOP),
+            TokenEvent(seq=7, index=1, text="y", finish_reason=FinishReason.LENGTH),
+            TokenEvent(seq=8, state=JobState.DONE, usage=usage),
         ],
     )
     assert done.texts == ("a", "xy")
@@ -27,6 +30,8 @@ def test_the_events_of_each_choice_are_joined() -> None:
     assert done.token_ids == ((5, 6), (7,))
     assert done.logprobs == ((one,), ())
     assert done.usage == usage
+    assert done.prompt == PromptPart(token_ids=(3, 5), text="ba", pieces=(b"b", b"a"), logprobs=(None, one))
+    assert completion_of("j", 1, [TokenEvent(seq=1, state=JobState.DONE, usage=usage)]).prompt is None
 
 
 def test_an_end_other_than_done_raises_its_error() -> None:

@@ -122,7 +122,18 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"documents": [{"text": "x"}]}, "documents"),
-    ({"return_token_ids": True}, "return_token_ids"),
+    ({"return_tokens": True}, "return_tokens"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": ["a"] * 257}, "bad_words"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
 ]
 
 
