@@ -17,7 +17,15 @@ from benchmarks.tables import own_section
 FOLDER = Path(__file__).parent
 Section = Callable[[dict[str, Any]], list[str]]
 PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by pattern of their result files
-    "cpu": ("The CPU's engine", {"cpu-*": engine.compare, "experts-*": engine.experts, "system": queue.system}),
+    "cpu": (
+        "The CPU's engine",
+        {
+            "cpu-*": engine.compare,
+            "grammars-*-cpu": own_section,
+            "experts-*": engine.experts,
+            "system": queue.system,
+        },
+    ),
     "gpu": (
         "A GPU's engine",
         {
@@ -26,6 +34,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "attention*": gpu.attention,
             "dense-*": own_section,
             "served-*": gpu.served,
+            "grammars-*-cuda": own_section,
             "regrouped-*": own_section,
             "endurance-*": engine.endurance,
         },

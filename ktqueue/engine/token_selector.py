@@ -94,7 +94,7 @@ class HostSelector:
         chosen, finite = greedy(array)
         if masked is not None:
             apply_masks(array, masked)
-            chosen[masked.rows], allowed = greedy(array[masked.rows])
+            chosen[masked.rows], allowed = greedy(array if len(masked.rows) == len(array) else array[masked.rows])
             finite[masked.rows] &= allowed
         unedited = array[with_logprobs] if with_logprobs else array
         edited = [row for row, sequence in enumerate(sequences) if sequence.edits is not None and finite[row]]
