@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     built = build(config)
     compiler = GrammarCompiler(built.tokenizer, built.tokenizer.encode_plain)
-    figures = []
+    figures: list[dict[str, Any]] = []
     for name, sampling in (("greedy", {"temperature": 0.0}), ("sampled", {"temperature": 0.8, "top_p": 0.95})):
         rows = Rows(built, compiler, arguments.rows, sampling)
         speeds: dict[bool, list[float]] = {False: [], True: []}

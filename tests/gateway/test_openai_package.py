@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 from served_gateway import Conforms
 
 from ktqueue.core.tenants import hash_of
@@ -116,6 +117,23 @@ def test_a_chat_has_the_same_text_streamed_or_not(client: Any, model: Any, confo
     assert chunks[-1].usage.completion_tokens == 24
     # The second time, all pages of the prompt but the last come from the cache.
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens <= chunks[-1].usage.prompt_tokens
+
+
+class Animal(BaseModel):
+    """What the package makes a strict JSON schema of."""
+
+    kind: Literal["fox", "crow"]
+    age: Annotated[int, Field(ge=0, le=99)]
+    friends: Annotated[list[Literal["hen", "mouse"]], Field(max_length=2)]
+
+
+def test_an_answer_is_parsed(client: Any, model: Any, conforms: Conforms) -> None:
+    ask: Any = {"model": model, "messages": MESSAGES, "seed": 3, "max_completion_tokens": 150}
+    answer = client.chat.completions.parse(**ask, response_format=Animal)
+    conforms(answer.to_dict(), "CreateChatCompletionResponse")
+    assert isinstance(answer.choices[0].message.parsed, Animal) and answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**ask, response_format=Animal) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
 
 
 def test_the_streaming_helper(client: Any, model: Any) -> None:
