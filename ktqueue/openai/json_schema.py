@@ -17,7 +17,7 @@ from ktqueue.core.short_repr import short_repr
 MAX_SCHEMA_DEPTH = 100  # levels of lists and objects
 MAX_SCHEMA = 1 << 19  # characters of its JSON
 SEARCH_SECONDS = 0.2  # for the place of a problem
-WHITESPACE = r"( |\r?\n[ \t]{0,64})"  # one space, or a new line with its indentation: no answer ends in endless spaces
+WHITESPACE = r"( |\r?\n[ \t]{0,32})"  # one space, or a new line with its indentation: no answer ends in endless spaces
 
 HONOURED = frozenset(
     (

@@ -127,10 +127,9 @@ class Animal(BaseModel):
     friends: Annotated[list[Literal["hen", "mouse"]], Field(max_length=2)]
 
 
-def test_an_answer_is_parsed(client: Any, model: Any, conforms: Conforms) -> None:
-    ask: Any = {"model": model, "messages": MESSAGES, "seed": 3, "max_completion_tokens": 150}
+def test_an_answer_is_parsed(client: Any, model: Any) -> None:
+    ask: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 200}
     answer = client.chat.completions.parse(**ask, response_format=Animal)
-    conforms(answer.to_dict(), "CreateChatCompletionResponse")
     assert isinstance(answer.choices[0].message.parsed, Animal) and answer.choices[0].finish_reason == "stop"
     with client.chat.completions.stream(**ask, response_format=Animal) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
