@@ -93,7 +93,7 @@ class Engine:
         self._selector = parts.selector
         self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids)
         self.graph_bytes = parts.graph_bytes
-        self._requests = RequestTable(self._scheduler.remove, vocabulary.token_bytes)
+        self._requests = RequestTable(self._scheduler.remove, vocabulary.token_bytes, parts.least_jump)
         self._prepared: PreparedStep | None = None
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._prompt_tokens = 0

@@ -13,15 +13,22 @@ from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
+LEAST_JUMP = 4  # on a GPU, where a step with several tokens of a row is neither prepared nor captured
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine that depend on the device. `graph_bytes`: device memory of captured steps."""
+    """The parts of an engine that depend on the device.
+
+    `graph_bytes`: device memory of captured steps. `least_jump`: fewer tokens that a grammar forces are not appended at
+    once, but chosen one by one.
+    """
 
     kv: KVCache
     runner: Runner
     selector: Selector
     graph_bytes: int = 0
+    least_jump: int = 1
 
 
 def make_parts(
@@ -59,4 +66,6 @@ def make_parts(
         max_pages=-(-max_model_len // layout.page_size),
         progress=progress,
     )
-    return EngineParts(kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes)
+    return EngineParts(
+        kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes, least_jump=LEAST_JUMP
+    )

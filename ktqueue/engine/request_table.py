@@ -13,10 +13,13 @@ from ktqueue.engine.sequence import Request, Sequence, SequenceStatus
 class RequestTable:
     """Requests with choices that have not finished. `remove_sequence` is called for each choice that ends.
 
-    `token_bytes` gives the bytes of a token for log probabilities.
+    `token_bytes` gives the bytes of a token for log probabilities. `least_jump`: see EngineParts.
     """
 
-    def __init__(self, remove_sequence: Callable[[Sequence], None], token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, remove_sequence: Callable[[Sequence], None], token_bytes: Callable[[int], bytes], least_jump: int
+    ) -> None:
+        self._least_jump = least_jump
         self._token_bytes = token_bytes
         self._remove_sequence = remove_sequence
         self._requests: dict[str, Request] = {}
@@ -48,7 +51,7 @@ class RequestTable:
         If the grammar fails, the choice ends with that error.
         """
         try:
-            token_ids, text, finish = sequence.advance_and_jump(token_id)
+            token_ids, text, finish = sequence.advance_and_jump(token_id, self._least_jump)
         except GrammarFailed as fault:
             return self.fail(sequence, fault)
         if logprobs is None:

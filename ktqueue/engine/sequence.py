@@ -203,15 +203,18 @@ class Sequence:
                 finish = FinishReason.STOP
         return text, finish
 
-    def advance_and_jump(self, token_id: int) -> tuple[list[int], str, FinishReason | None]:
-        """Add a generated token, and all tokens that the grammar forces after it. Returns them, and as `advance`.
+    def advance_and_jump(self, token_id: int, least_jump: int) -> tuple[list[int], str, FinishReason | None]:
+        """Add a generated token, and the tokens that the grammar forces after it, if these are at least `least_jump`.
+
+        Returns the tokens, and what `advance` returns.
 
         The forced tokens belong to the event of the token, so a resumed choice never begins between them.
         """
         text, finish = self.advance(token_id)
         token_ids = [token_id]
         if self.matcher is not None and finish is None:
-            for forced in self.matcher.forced_tokens():
+            jump = self.matcher.forced_tokens()
+            for forced in jump if len(jump) >= least_jump else ():
                 piece, finish = self.advance(forced)
                 text += piece
                 token_ids.append(forced)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ktqueue.answers.grammar import GrammarCompiler, Matcher
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
@@ -151,6 +152,14 @@ def gather(results: dict[tuple[str, int], Result], outputs: Sequence[SequenceOut
 @pytest.fixture
 def vocabulary() -> ByteVocabulary:
     return ByteVocabulary()
+
+
+@pytest.fixture(scope="session")
+def compile_grammar() -> Callable[[str], Matcher]:
+    """Compile a grammar for the vocabulary of single characters."""
+    vocabulary = ByteVocabulary()
+    ids = {vocabulary.token_bytes(token_id): token_id for token_id in range(vocabulary.size)}
+    return GrammarCompiler(vocabulary, lambda text: [ids[bytes([byte])] for byte in text.encode()]).compile
 
 
 @pytest.fixture

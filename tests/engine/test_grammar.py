@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ktqueue.answers.grammar import GrammarCompiler, GrammarFailed, Matcher
+from ktqueue.answers.grammar import GrammarFailed
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
@@ -35,14 +35,6 @@ def parts(request: pytest.FixtureRequest) -> str:
     """The engine's parts: those of the host, and those of a device, which is the CPU here."""
     part: str = request.param
     return part
-
-
-@pytest.fixture
-def compile_grammar(vocabulary: Any) -> Callable[[str], Matcher]:
-    """Compile a grammar for the vocabulary of single characters."""
-    ids = {vocabulary.token_bytes(token_id): token_id for token_id in range(vocabulary.size)}
-    compiler = GrammarCompiler(vocabulary, lambda text: [ids[bytes([byte])] for byte in text.encode()])
-    return compiler.compile
 
 
 def test_answers_match_the_schema(

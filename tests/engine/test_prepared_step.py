@@ -73,8 +73,8 @@ def workload(seed: Any) -> Any:
     return turns
 
 
-def outputs_of_steps(engine: Any, turns: Any, launch_next: Any = lambda: False) -> Any:
-    """Run the workload. Returns the outputs of each step."""
+def outputs_of_steps(engine: Any, turns: Any, compile_grammar: Any, launch_next: Any = lambda: False) -> Any:
+    """Run the workload, in which some requests have a grammar. Returns the outputs of each step."""
     outputs = []
     turns = list(turns)
     while turns or engine.has_work:
@@ -82,7 +82,9 @@ def outputs_of_steps(engine: Any, turns: Any, launch_next: Any = lambda: False) 
         for name in aborts:
             engine.abort(name)
         for name, prompt, sampling, kind, emitted in adds:
-            engine.add(name, prompt, sampling, job_class=kind, emitted=emitted)
+            constrained = len(prompt) % 3 == 0 and not emitted
+            matcher = compile_grammar('start: ("[" /[0-9A-F]{2,4}/ ("yes" | "maybe")? "]")+') if constrained else None
+            engine.add(name, prompt, sampling, job_class=kind, emitted=emitted, matcher=matcher)
         outputs.append(engine.step(launch_next))
         engine.check()
     stats = engine.stats()
@@ -131,12 +133,12 @@ def without_preparation(parts: EngineParts) -> EngineParts:
 
 @pytest.mark.parametrize("pages", [400, 18])
 @pytest.mark.parametrize("seed", range(4))
-def test_preparing_steps_changes_no_output(make_crowded: Any, seed: int, pages: int) -> None:
+def test_preparing_steps_changes_no_output(make_crowded: Any, compile_grammar: Any, seed: int, pages: int) -> None:
     """Each step gives the same tokens, text, log probabilities and ends, in the same order."""
     answers = []
     for ahead in (True, False):
         engine = make_crowded(seed, pages, **({} if ahead else {"change_parts": without_preparation}))
-        outputs = outputs_of_steps(engine, workload(seed))
+        outputs = outputs_of_steps(engine, workload(seed), compile_grammar)
         stats = engine.stats()
         answers.append((outputs, stats.steps, stats.preemptions, stats.prefix_hits))
         assert (stats.prepared_steps > 2) == ahead
@@ -147,7 +149,7 @@ def test_preparing_steps_changes_no_output(make_crowded: Any, seed: int, pages: 
 @pytest.mark.parametrize("pages", [400, 18])
 @pytest.mark.parametrize("seed", [0, 1, 3])  # those with graphs
 def test_steps_that_are_launched_early_give_the_same(
-    make_crowded: Any, gather_outputs: Any, seed: int, pages: int
+    make_crowded: Any, gather_outputs: Any, compile_grammar: Any, seed: int, pages: int
 ) -> None:
     """Requests that arrive meanwhile join one step later, so the steps differ, but the answers do not."""
     turns = workload(seed)
@@ -155,7 +157,7 @@ def test_steps_that_are_launched_early_give_the_same(
     noise, answers = random.Random(seed), []
     for launch_next in (lambda: False, lambda: True, lambda: noise.random() < 0.5):
         results: dict[Any, Any] = {}
-        for outputs in outputs_of_steps(make_crowded(seed, pages), turns, launch_next):
+        for outputs in outputs_of_steps(make_crowded(seed, pages), turns, compile_grammar, launch_next):
             gather_outputs(results, outputs)
         answers.append(
             {
