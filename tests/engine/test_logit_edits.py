@@ -12,8 +12,14 @@ from ktqueue.engine.logit_edits import LogitEdits, edit, flat_edits
 VOCAB = 50
 
 
-def reference(logits: Any, sampling: Any, prompt: Any, output: Any, end_ids: Any) -> Any:
+def reference(logits: Any, sampling: Any, prompt: Any, output: Any, end_ids: Any, bad_words: Any) -> Any:
     row = [float(value) for value in logits]
+    for token in range(VOCAB):
+        if sampling.allowed_token_ids and token not in sampling.allowed_token_ids:
+            row[token] = -np.inf
+    for *beginning, last in bad_words:
+        if output[len(output) - len(beginning) :] == beginning:
+            row[last] = -np.inf
     for token, bias in sampling.logit_bias.items():
         row[token] = float(np.float32(row[token]) + np.float32(bias))
     if len(output) < sampling.min_tokens:
@@ -42,14 +48,17 @@ def test_results_equal_the_reference() -> None:
                 presence_penalty=float(noise.choice([0.0, 0.25, -2.0])),
                 min_tokens=int(noise.choice([0, 3, 100])),
                 logit_bias={int(i): float(noise.normal()) for i in noise.integers(0, VOCAB, noise.integers(0, 5))},
+                allowed_token_ids=tuple(noise.integers(0, VOCAB, noise.choice([0, 0, 9])).tolist()),
+                bad_words=("not read here",),
             )
             prompt = noise.integers(0, VOCAB, noise.integers(1, 20)).astype(np.int32)
             output = noise.integers(0, VOCAB, noise.integers(0, 90)).tolist()
             end_ids = {7, 49, VOCAB + 3}
-            edits = LogitEdits(sampling, prompt, end_ids, VOCAB)
+            words = [[*output[-3:], 11], [*output[-1:], 12], [13], [output[-1] if output else 0, 14, 15], [16] * 4]
+            edits = LogitEdits(sampling, prompt, end_ids, VOCAB, words)
             for token in output:
                 edits.observe(token)
-            cases.append((edits, (sampling, set(prompt.tolist()), output, end_ids)))
+            cases.append((edits, (sampling, set(prompt.tolist()), output, end_ids, words)))
         found = logits.copy()
         rows = [4, 0, 5, 2]
         edit(found, flat_edits(rows, [case[0] for case in cases]))
@@ -66,6 +75,8 @@ def test_edits_are_made_only_if_a_parameter_needs_them() -> None:
         SamplingParams(repetition_penalty=1.1),
         SamplingParams(frequency_penalty=-0.1),
         SamplingParams(presence_penalty=0.1),
+        SamplingParams(bad_words=("x",)),
+        SamplingParams(allowed_token_ids=(0,)),
     ):
         assert LogitEdits.needed(sampling)
 

@@ -64,6 +64,7 @@ def random_sequences(noise: np.random.Generator, count: int, vocab: int, **fixed
                 "presence_penalty": float(noise.choice([0.0, 0.25, -2.0])),
                 "min_tokens": int(noise.choice([0, 3, 100])),
                 "logit_bias": {int(i): float(noise.normal()) for i in noise.integers(0, vocab, noise.integers(0, 5))},
+                "allowed_token_ids": tuple(noise.integers(0, vocab - 1, noise.choice([0, 0, 1, 9])).tolist()),
             }
         if noise.random() < 0.3:
             settings["logprobs"] = int(noise.integers(0, 6))
