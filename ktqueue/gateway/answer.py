@@ -7,13 +7,13 @@ from starlette.responses import Response
 
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.codec import dumps
+from ktqueue.gateway.endpoints import endpoint_of
 from ktqueue.gateway.feed import Batch
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.headers import StreamPlace, rate_headers
-from ktqueue.gateway.http.sse import DONE, PING, EventStream, frame
+from ktqueue.gateway.http.sse import EventStream
 from ktqueue.openai.choices import Choices
-from ktqueue.openai.endpoints import endpoint_of
 
 
 class AnswerWriter:
@@ -26,9 +26,9 @@ class AnswerWriter:
         first = records[0]
         generation = first.readable_request()
         self.headers = {"x-job-id": ",".join(record.id for record in records), **rate_headers(records[-1].tenant_usage)}
-        self._reply = endpoint_of(generation).reply_to(
-            generation, first.id, int(first.created_at), first.digest or digest
-        )
+        endpoint = endpoint_of(generation)
+        self.format = endpoint.stream_format
+        self._reply = endpoint.reply_to(generation, first.id, int(first.created_at), first.digest or digest)
         self._choices = Choices(len(records), generation)
 
     def whole(self, events: Batch) -> bytes:
@@ -37,7 +37,11 @@ class AnswerWriter:
 
     def frames(self, batch: Batch) -> bytes:
         """Frames for new events. Text of one choice is joined to one frame."""
-        return b"".join(frame(chunk) for delta in self._choices.absorb(batch) for chunk in self._reply.chunks(delta))
+        return b"".join(
+            self.format.chunk(chunk, None)
+            for delta in self._choices.absorb(batch)
+            for chunk in self._reply.chunks(delta)
+        )
 
     def numbered_frames(self, batch: Batch, after: StreamPlace) -> bytes:
         """Frames with ids, without those up to `after`. Of one job only.
@@ -46,9 +50,9 @@ class AnswerWriter:
         """
         return b"".join(self._number(batch, after))
 
-    def usage_frame(self) -> bytes:
-        """The frame with the token counts of all jobs."""
-        return frame(self._reply.usage_chunk(self._choices.usage()))
+    def usage_frames(self) -> bytes:
+        """The last frames, with the token counts of all jobs."""
+        return b"".join(self.format.chunk(chunk, None) for chunk in self._reply.last_chunks(self._choices.usage()))
 
     def _number(self, batch: Batch, after: StreamPlace) -> Iterator[bytes]:
         """The id of an event's last frame is its seq, that of an earlier frame `SEQ.PART`."""
@@ -59,7 +63,7 @@ class AnswerWriter:
             for part, chunk in enumerate(chunks, 1):
                 is_last = part == len(chunks)
                 if (seq, math.inf if is_last else part) > after:
-                    yield frame(chunk, event_id=seq if is_last else f"{seq}.{part}")
+                    yield self.format.chunk(chunk, seq if is_last else f"{seq}.{part}")
 
 
 async def whole_answer(follower: JobFollower, writer: AnswerWriter) -> Response:
@@ -102,7 +106,8 @@ async def stream_answer(
         gateway.metrics.streams.dec()
         follower.close()
 
-    return EventStream(_frames(follower, writer, first, include_usage, after), finished=end, headers=writer.headers)
+    frames = _frames(follower, writer, first, include_usage, after)
+    return EventStream(frames, finished=end, headers=writer.headers, stream_format=writer.format)
 
 
 async def _frames(
@@ -113,11 +118,12 @@ async def _frames(
         if frames:
             yield frames
         elif not batch:
-            yield PING
+            yield writer.format.ping
         follower.raise_failure(batch)
         if not follower.running:
             break
         batch = await follower.take()
     if include_usage:
-        yield writer.usage_frame()
-    yield DONE
+        yield writer.usage_frames()
+    if writer.format.end:
+        yield writer.format.end

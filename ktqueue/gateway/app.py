@@ -145,7 +145,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     # Refusals that anybody can cause at any rate are counted, not logged.
     if error.info().status >= 500 and not isinstance(error, TooManyConnections | TooManyBodyBytes):
         logger.warning("%s %s: %s", request.method, request.url.path, error.message)
-    return error_response(error)
+    return error_response(error, path=request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -155,11 +155,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         refusal: KtqueueError = unserved(request.url.path) or RouteNotFound(
             f"there is no {path}; see /openapi.json", param="path", value=path
         )
-        return error_response(refusal)
+        return error_response(refusal, path=path)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         not_allowed = MethodNotAllowed(
             f"{path} takes {allowed}, not {request.method}", param="method", limit=allowed, value=request.method
         )
-        return error_response(not_allowed, error.headers)
-    return error_response(KtqueueError(error.detail), error.headers)
+        return error_response(not_allowed, error.headers, path=path)
+    return error_response(KtqueueError(error.detail), error.headers, path=path)

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ktqueue.gateway.answer import AnswerWriter, stream_answer, whole_answer
+from ktqueue.gateway.endpoints import ENDPOINTS
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.headers import STREAM_START
 from ktqueue.gateway.submission import submit_call
 from ktqueue.openai.endpoint import Endpoint
-from ktqueue.openai.endpoints import ENDPOINTS
 
 
 def generation_routes() -> list[Route]:

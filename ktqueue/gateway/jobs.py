@@ -17,9 +17,10 @@ from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key, last_seq, rate_headers
 from ktqueue.gateway.http.responses import json_response
-from ktqueue.gateway.http.sse import PING, EventStream, frame
+from ktqueue.gateway.http.sse import EventStream
 from ktqueue.openai.jobs import parse_job
 from ktqueue.openai.records import event_json, record_json, result_json
+from ktqueue.openai.stream_format import EVENTS, server_sent_event
 
 MAX_LISTED = 1000  # jobs in one list
 RETRY = b"retry: 1000\n\n"  # milliseconds that a browser's EventSource waits before it reconnects
@@ -155,6 +156,6 @@ async def _frames(feed: Feed, heartbeat_seconds: float) -> AsyncGenerator[bytes,
         except ShuttingDown:
             return  # the reader reconnects with Last-Event-ID and misses nothing
         if batch:
-            yield b"".join(frame(event_json(event), event_id=event.seq) for _, event in batch)
+            yield b"".join(server_sent_event(event_json(event), event.seq) for _, event in batch)
         elif not feed.ended:
-            yield PING
+            yield EVENTS.ping

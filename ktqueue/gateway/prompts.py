@@ -13,11 +13,12 @@ from starlette.routing import Route
 from ktqueue.core.completion import JoinedPrompt
 from ktqueue.core.events import PromptPart
 from ktqueue.core.request import MAX_PRIORITY, GenerationRequest, JobClass
+from ktqueue.gateway.endpoints import PROMPT_ENDPOINTS
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.responses import json_response
-from ktqueue.openai.prompt_endpoints import PROMPT_ENDPOINTS, PromptEndpoint
+from ktqueue.openai.prompt_endpoints import PromptEndpoint
 
 PROMPT_SECONDS = 30.0  # a prompt that no worker has encoded by then is a 504
 

@@ -173,9 +173,9 @@ class ChatReply:
             message["tool_calls"] = calls
         return message
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def last_chunks(self, usage: Usage) -> Iterator[Json]:
         """A chunk with token counts and no choices."""
-        return {**self.head.body("chat.completion.chunk", []), "usage": self.head.usage(usage)}
+        yield {**self.head.body("chat.completion.chunk", []), "usage": self.head.usage(usage)}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `chat.completion` object."""

@@ -211,9 +211,9 @@ class CompletionReply:
         if delta.finish_reason is not None:
             yield self._body([self._choice(delta, "", delta.finish_reason, rest=not text)])
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def last_chunks(self, usage: Usage) -> Iterator[Json]:
         """A chunk with token counts and no choices."""
-        return {**self._body([]), "usage": self.head.usage(usage)}
+        yield {**self._body([]), "usage": self.head.usage(usage)}
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The `text_completion` object."""

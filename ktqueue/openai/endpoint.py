@@ -8,6 +8,7 @@ from ktqueue.core.events import TokenLogprob, Usage
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.choices import Delta, token_text
+from ktqueue.openai.stream_format import EVENTS, StreamFormat
 
 Json = dict[str, Any]
 
@@ -49,8 +50,8 @@ class Reply(Protocol):
         """The stream chunks for new text of one choice."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        """The stream's last chunk, sent if usage was asked for."""
+    def last_chunks(self, usage: Usage) -> Iterator[Json]:
+        """The stream's last chunks, sent if usage was asked for."""
         ...
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
@@ -121,6 +122,7 @@ class Endpoint:
     parse: Callable[[Mapping[str, Any]], EndpointBody]
     reply: ReplyFactory
     id_prefix: str
+    stream_format: StreamFormat = EVENTS
 
     def parse_call(self, body: Mapping[str, Any], card: ModelCard | None) -> Call:
         """What a body asks for. `card`: of the model, if it is known. Raises InvalidRequest."""

@@ -61,7 +61,7 @@ class Edge:
             if status:
                 raise
             refusal = InternalError(f"an unexpected error in the gateway; its log names request {request_name}")
-            await error_response(refusal)(scope, receive, send_with_id)
+            await error_response(refusal, path=scope["path"])(scope, receive, send_with_id)
         finally:
             self._metrics.http_in_progress.dec()
             route = getattr(scope.get("route"), "path", "other")
@@ -79,7 +79,7 @@ class Edge:
             if path not in PROBES:
                 refusal = _refusal(scope)
                 if refusal is not None:
-                    await error_response(refusal)(scope, receive, send)
+                    await error_response(refusal, path=scope["path"])(scope, receive, send)
                     return
                 if _has_body(scope, headers):
                     self.check_room()
@@ -87,7 +87,7 @@ class Edge:
                 else:
                     slot.take()
         except KtqueueError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, path=scope["path"])(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError
-from ktqueue.openai.errors import error_body, status_of
+from ktqueue.gateway.error_forms import error_body_of
+from ktqueue.openai.errors import status_of
 
 RETRY_AFTER = 1  # seconds, if the error itself has no better value
 
@@ -18,12 +19,15 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     return Response(dumps(value), status_code=status, headers=headers, media_type="application/json")
 
 
-def error_response(error: KtqueueError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error with its status and the headers that a retry needs. A 408 also closes the connection."""
+def error_response(error: KtqueueError, headers: Mapping[str, str] | None = None, *, path: str = "") -> Response:
+    """An error with its status and the headers that a retry needs, in the form of the API that `path` belongs to.
+
+    A 408 also closes the connection.
+    """
     info = error.info()
     status = status_of(info)
     more = {"connection": "close"} if status == 408 else retry_headers(status, error.retry_after)
-    return json_response(error_body(info), status=status, headers={**more, **(headers or {})})
+    return json_response(error_body_of(path)(info), status=status, headers={**more, **(headers or {})})
 
 
 def retry_headers(status: int, retry_after: float | None = None) -> dict[str, str]:

@@ -1,45 +1,26 @@
-"""Server-sent events: frames, and the response that writes them until they end or the client leaves.
+"""The response that writes a stream until it ends or the client leaves.
 
-`LimitedProtocol` disconnects a client that does not read, which ends its stream. Heartbeats are comments, which every
-reader of the format ignores. It knows no jobs.
+`LimitedProtocol` disconnects a client that does not read, which ends its stream. It knows no jobs.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway.errors import ClientGone, InternalError
-from ktqueue.openai.errors import error_body
+from ktqueue.openai.stream_format import EVENTS, StreamFormat
 
 logger = logging.getLogger(__name__)
-
-PING = b": ping\n\n"
-DONE = b"data: [DONE]\n\n"
-
-
-def frame(value: Any, *, event_id: int | str | None = None) -> bytes:
-    """One event with JSON data and, if given, an `id:`."""
-    head = b"" if event_id is None else f"id: {event_id}\n".encode()
-    return b"%bdata: %b\n\n" % (head, dumps(value))
-
-
-def error_frame(error: KtqueueError) -> bytes:
-    """An error that occurs after the status line was sent."""
-    return frame(error_body(error.info()))
 
 
 class EventStream(Response):
     """Writes what `frames` yields. If `frames` raises KtqueueError, the stream ends with an error frame, unless it is
     ClientGone. `finished` is called once, however the stream ends."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -47,12 +28,17 @@ class EventStream(Response):
         *,
         finished: Callable[[], None],
         headers: dict[str, str],
+        stream_format: StreamFormat = EVENTS,
     ) -> None:
         # no-transform and X-Accel-Buffering stop proxies from buffering frames.
-        super().__init__(headers={"cache-control": "no-cache, no-transform", "x-accel-buffering": "no", **headers})
+        super().__init__(
+            media_type=stream_format.media_type,
+            headers={"cache-control": "no-cache, no-transform", "x-accel-buffering": "no", **headers},
+        )
         del self.headers["content-length"]
         self._frames = frames
         self._finished = finished
+        self._format = stream_format
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request."""
@@ -74,10 +60,11 @@ class EventStream(Response):
         except ClientGone:
             return
         except KtqueueError as error:
-            await write(error_frame(error))
+            await write(self._format.error(error.info()))
         except Exception:
             logger.exception("a stream of %s failed", scope["path"])
-            await write(error_frame(InternalError("an unexpected error in the gateway; its log has the details")))
+            failure = InternalError("an unexpected error in the gateway; its log has the details")
+            await write(self._format.error(failure.info()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -1,0 +1,146 @@
+"""Messages made of content blocks, and their translation to chat messages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ktqueue.openai.common_fields import FreeObject
+from ktqueue.openai.messages import MAX_MESSAGES
+from ktqueue.openai.validation import must_be
+
+MAX_BLOCKS = 1024  # of one message
+Json = dict[str, Any]
+
+
+class TextBlock(BaseModel):
+    """A block of text. `cache_control` and `citations` change nothing."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(BaseModel):
+    """An earlier tool call of the model."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: FreeObject
+
+
+class ThinkingBlock(BaseModel):
+    """What the model thought before. Its signature is not checked."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+def _only_text(value: Any) -> Any:
+    for block in value if isinstance(value, list) else ():
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise must_be("a string or a list of text blocks: only text is served", block)
+    return value
+
+
+BlocksOfText = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)]
+Text = Annotated[str | BlocksOfText, BeforeValidator(_only_text)]
+
+
+class ToolResultBlock(BaseModel):
+    """What a tool returned. The model reads an error as it reads a result."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text = ""
+    is_error: bool | None = None
+
+
+Block = Annotated[TextBlock | ToolUseBlock | ThinkingBlock | ToolResultBlock, Field(discriminator="type")]
+_ALLOWED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+
+
+class InputMessage(BaseModel):
+    """One message of the conversation."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(max_length=MAX_BLOCKS)]
+
+
+def _allowed_blocks(value: Any) -> Any:
+    for message in value if isinstance(value, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        allowed = _ALLOWED.get(str(message.get("role")), ()) if isinstance(message, dict) else ()
+        for block in content if isinstance(content, list) and allowed else ():
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind not in allowed:
+                raise must_be(f"made of blocks of type {', '.join(allowed)}", kind)
+    return value
+
+
+InputMessages = Annotated[
+    list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_allowed_blocks)
+]
+
+
+def text_parts(text: str | Sequence[TextBlock]) -> str | list[Json]:
+    """A text or its blocks as the content of a chat message."""
+    return text if isinstance(text, str) else [{"type": "text", "text": block.text} for block in text]
+
+
+def chat_messages(messages: Sequence[InputMessage]) -> list[Json]:
+    """The same conversation as chat messages. A tool's result becomes a message of the role tool."""
+    names: dict[str, str] = {}
+    return [made for message in messages for made in _translated(message, names)]
+
+
+def _translated(message: InputMessage, names: dict[str, str]) -> Iterator[Json]:
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+    elif message.role == "assistant":
+        yield _assistant(message.content, names)
+    else:
+        yield from _user(message.content, names)
+
+
+def _assistant(blocks: Sequence[Block], names: dict[str, str]) -> Json:
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    names.update((call.id, call.name) for call in calls)
+    made: Json = {
+        "role": "assistant",
+        "content": text_parts([block for block in blocks if isinstance(block, TextBlock)]),
+    }
+    if thinking := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
+        made["reasoning_content"] = thinking
+    if calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            for call in calls
+        ]
+    return made
+
+
+def _user(blocks: Sequence[Block], names: Mapping[str, str]) -> Iterator[Json]:
+    """Neighbouring blocks of text are one message."""
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if texts:
+                yield {"role": "user", "content": text_parts(texts)}
+                texts = []
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_parts(block.content)}
+            yield {**result, "name": names[block.tool_use_id]} if block.tool_use_id in names else result
+    if texts:
+        yield {"role": "user", "content": text_parts(texts)}

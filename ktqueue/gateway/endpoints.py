@@ -1,0 +1,18 @@
+"""All endpoints that answer with generated text or with a prompt, in the forms of every API that is served."""
+
+from collections.abc import Mapping
+
+from ktqueue.anthropic.endpoints import COUNT_TOKENS, MESSAGES
+from ktqueue.core.request import GenerationRequest
+from ktqueue.openai import endpoints as openai
+from ktqueue.openai.endpoint import Endpoint
+from ktqueue.openai.prompt_endpoints import PROMPT_ENDPOINTS as OPENAI_PROMPT_ENDPOINTS
+from ktqueue.openai.prompt_endpoints import PromptEndpoint
+
+ENDPOINTS: Mapping[str, Endpoint] = {**openai.ENDPOINTS, MESSAGES.path: MESSAGES}
+PROMPT_ENDPOINTS: tuple[PromptEndpoint, ...] = (*OPENAI_PROMPT_ENDPOINTS, COUNT_TOKENS)
+
+
+def endpoint_of(request: GenerationRequest) -> Endpoint:
+    """The endpoint whose answers fit a stored request."""
+    return ENDPOINTS.get(request.endpoint) or openai.endpoint_of(request)
