@@ -50,8 +50,8 @@ def materialize(
 ) -> None:
     """Fill `model`: the `skeleton` with `operators` in it, or the one operator that replaces all of it.
 
-    `check_tensors` must have passed. Raises CheckpointError if weights do not fit an operator, if an operator leaves
-    one of its weights, or if a tensor stays on the meta device.
+    `check_tensors` must have passed. Raises CheckpointError if weights do not fit an operator, if an operator does
+    not take all of them, or if a tensor stays on the meta device.
     """
     tied = tied_names(skeleton)
     targets = [name for name, tensor in model.state_dict().items() if tensor.is_meta and name not in tied]

@@ -92,7 +92,7 @@ def rehearse(module: nn.Module, layout: KVLayout, source: str) -> None:
         if (times := recorder.layers[layer]) != 1:
             raise CheckpointError(
                 f"{source}: {name} cannot be run: layer {layer} attends {times} times per step through transformers' "
-                f"attention interface, must be once"
+                f"attention interface, but must attend once"
             )
     if recorder.differs:
         raise CheckpointError(

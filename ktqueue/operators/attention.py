@@ -36,7 +36,7 @@ def paged_attention(
     that changes scores (softcap, sinks), and if there is no step or it does not fit the cache.
     """
     if step is None:
-        raise ValueError(f"{type(module).__name__} is not given the step: the model does not pass it on")
+        raise ValueError(f"{type(module).__name__} did not receive the step: the model does not pass it on")
     if attention_mask is not None:
         raise ValueError("paged attention takes its mask from the step; attention_mask must be None")
     for name in ("softcap", "s_aux"):

@@ -1,4 +1,4 @@
-"""Operator: a module that replaces a module of the model. And the rule options that operators share."""
+"""Operator: a module that replaces a module of the model. This file also has the rule options that operators share."""
 
 from collections.abc import Mapping
 from typing import Any, Self, TypedDict, get_args

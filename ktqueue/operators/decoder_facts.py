@@ -84,7 +84,7 @@ def facts_of(
     found = {parameter.dtype for parameter in model.parameters()}
     if len(found) != 1 or not found <= {*dtypes}:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"it computes in {names}, the model is to compute in another type")
+        raise ValueError(f"it computes in {names}, but the model computes in another type")
     if _depends_on_length(body.rotary_emb):
         rope = body.rotary_emb.rope_type
         raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")

@@ -108,7 +108,7 @@ def test_layers_that_do_not_attend_exactly_once_are_refused(
 
     Of two attentions of a layer the cache keeps one. Of attention outside the interface it keeps nothing.
     """
-    with pytest.raises(CheckpointError, match=f"cannot be run: {words} .*, must be once"):
+    with pytest.raises(CheckpointError, match=f"cannot be run: {words} .*, but must attend once"):
         load_model(str(make_model(model_type)))
 
 
@@ -169,7 +169,7 @@ def test_parameters_that_are_single_numbers(
     ("model_type", "words"),
     [
         ("bert", "no tensor belongs to a layer named layers.N or h.N, .*; model_type is bert"),
-        ("stablelm", "StableLmAttention is not given the step: the model does not pass it on"),
+        ("stablelm", "StableLmAttention did not receive the step: the model does not pass it on"),
     ],
 )
 def test_models_that_are_built_in_other_ways(model_type: str, words: str, make_model: Callable[..., Path]) -> None:

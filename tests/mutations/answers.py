@@ -1,4 +1,4 @@
-"""Breaks of how answers are read, of the names of models, and of the web page."""
+"""Mutations of how answers are read, of the names of models, and of the web page."""
 
 from mutation import Mutation
 
@@ -13,14 +13,14 @@ ANSWERS: dict[str, Mutation] = {
         "keep = 0",
         (f"{CUTS}[Kimi-K2]",),
     ),
-    "text that is no call is lost": Mutation(
-        "what looks like a tool call and is none is text",
+    "text that is not a tool call is lost": Mutation(
+        "text that only looks like a tool call stays text",
         "ktqueue/answers/parser.py",
         "self._parts.append(AnswerText(self._dropped + self._marker_of_reader + left))",
         "pass",
         (f"{CUTS}[text that looks like a call]",),
     ),
-    "brackets in strings count": Mutation(
+    "brackets in a call's strings count": Mutation(
         "the arguments of a call may have any characters in their strings",
         "ktqueue/answers/call_readers.py",
         'elif character in "{[":\n            self._depth += 1',
@@ -41,7 +41,7 @@ ANSWERS: dict[str, Mutation] = {
         'temperature=defaults.get("temperature", _or(self.temperature, 1.0)),',
         (f"{MODELS}::test_the_model_s_defaults_stand_in_for_what_a_request_leaves_out",),
     ),
-    "tenants see all workers": Mutation(
+    "every tenant sees all workers": Mutation(
         "the status of the installation is not for tenants",
         "ktqueue/gateway/status.py",
         "if tenant_of(request).name != DEFAULT_TENANT:",

@@ -1,4 +1,4 @@
-"""Promises about clients that nobody knows, with edits that break them."""
+"""Mutations of promises about clients without a key."""
 
 from mutation import Mutation
 
@@ -7,21 +7,21 @@ TOO_MUCH = f"{LIMITS}::test_input_beyond_a_limit_gets_an_error_and_ends_the_conn
 PROTOCOL = "ktqueue/gateway/http/protocol.py"
 
 HOSTILE_CLIENTS: dict[str, Mutation] = {
-    "headers without limit": Mutation(
+    "headers have no size limit": Mutation(
         "the headers of a request have a limit of bytes",
         PROTOCOL,
         "if self._header_bytes > self._settings.max_header_bytes:",
         "if False:",
         (TOO_MUCH,),
     ),
-    "a header without end": Mutation(
+    "a header that never ends is read": Mutation(
         "a header that never ends is refused before it fills the memory",
         PROTOCOL,
         "if self._unparsed_bytes > settings.max_header_bytes:",
         "if False:",
         (TOO_MUCH,),
     ),
-    "headers without a deadline": Mutation(
+    "headers have no time limit": Mutation(
         "headers that arrive too slowly end their connection",
         PROTOCOL,
         "        self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)\n\n"
@@ -29,7 +29,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         "        self._header_timer = None\n\n    def connection_lost",
         (f"{LIMITS}::test_headers_have_a_time_limit_and_silent_connections_end",),
     ),
-    "a body without a deadline": Mutation(
+    "a body has no time limit": Mutation(
         "a body has a time limit and a minimum rate",
         "ktqueue/gateway/http/uploads.py",
         "                began + settings.body_timeout,\n"
@@ -37,28 +37,28 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         "",
         (f"{LIMITS}::test_a_body_has_a_time_limit_and_a_minimum_rate",),
     ),
-    "places for bodies that still come": Mutation(
+    "an unfinished body takes the place of a request": Mutation(
         "a client that sends a body slowly keeps no other client out",
         "ktqueue/gateway/http/edge.py",
         "                if _has_body(scope, headers):",
         "                if False:",
         (f"{LIMITS}::test_slow_senders_do_not_keep_others_out",),
     ),
-    "bodies without a limit together": Mutation(
+    "all bodies together have no limit": Mutation(
         "all unfinished bodies together have a limit of memory",
         "ktqueue/gateway/http/uploads.py",
         "if self._held_bytes > self._settings.max_bodies_bytes:",
         "if False:",
         (f"{LIMITS}::test_all_bodies_share_a_limit_and_the_largest_is_dropped",),
     ),
-    "an address with all connections": Mutation(
+    "one address can take all connections": Mutation(
         "the connections of an address are limited",
         "ktqueue/gateway/http/connections.py",
         "if self._per_address and not trusted and",
         "if False and",
         (f"{LIMITS}::test_connections_of_an_address_are_limited",),
     ),
-    "the key after the body": Mutation(
+    "the key is checked after the body": Mutation(
         "the key is checked before the body is read",
         "ktqueue/gateway/http/edge.py",
         '            scope["tenant"] = self._keys.tenant(path, headers)\n',
@@ -67,21 +67,21 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
         '            scope["tenant"] = self._keys.tenant(path, headers)\n',
         (f"{LIMITS}::test_the_key_is_checked_before_the_body_is_read",),
     ),
-    "a reader that never reads": Mutation(
+    "a client that never reads stays connected": Mutation(
         "a client that reads nothing is dropped, even while its connection closes",
         PROTOCOL,
         '            self._end("not_reading")',
         "            pass",
         (f"{LIMITS}::test_a_client_that_reads_no_answer_is_dropped",),
     ),
-    "no room for probes": Mutation(
+    "probes have no room of their own": Mutation(
         "probes are answered even if all connections are busy",
         "ktqueue/gateway/http/edge.py",
         "            if path not in PROBES:",
         "            if True:",
         (f"{LIMITS}::test_probes_are_answered_when_all_connections_are_busy",),
     ),
-    "models for strangers": Mutation(
+    "clients without a key learn the names of models": Mutation(
         "a client without a key does not learn the names of models",
         "ktqueue/gateway/health.py",
         "    if not known:",

@@ -1,4 +1,4 @@
-"""Mutations of what is taken, refused or bounded of a request before the engine sees it."""
+"""Mutations of what the gateway accepts, refuses or limits before the engine sees a request."""
 
 from mutation import Mutation
 
@@ -21,7 +21,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "            return False\n",
         (f"{TEMPLATES}::test_tools_that_the_template_leaves_out_are_refused",),
     ),
-    "fields are dropped": Mutation(
+    "unknown fields are dropped": Mutation(
         "a field of another server is honoured or refused by name",
         "ktqueue/openai/foreign_fields.py",
         "        if rule is not None and not rule.is_neutral(value, body):\n",
@@ -42,7 +42,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "        if True:\n",
         (f"{LARGE}::test_large_bodies_are_parsed_by_a_thread",),
     ),
-    "any structure": Mutation(
+    "any structure is parsed": Mutation(
         "a small body cannot become a large structure",
         "ktqueue/gateway/http/body_decoding.py",
         "    if _marks(body) <= MAX_PARTS:\n",
@@ -56,14 +56,14 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         'parts += _marks(b"".join(pieces))',
         (f"{LARGE}::test_structure_is_counted_outside_of_strings",),
     ),
-    "a bomb is unpacked": Mutation(
+    "a compression bomb is unpacked": Mutation(
         "a compressed body takes no more memory than a plain body",
         "ktqueue/gateway/http/body_decoding.py",
         "decoder.decompress(rest, max_bytes + 1 - len(plain))",
         "decoder.decompress(rest)",
         (f"{LARGE}::test_a_compression_bomb_is_not_decompressed",),
     ),
-    "all is tokenised": Mutation(
+    "prompts that cannot fit are tokenised": Mutation(
         "a prompt that cannot fit is not tokenised",
         "ktqueue/loading/tokenizer/tokenizer.py",
         "            if max_model_len is not None and request.truncate_prompt_tokens is None:\n",
@@ -71,7 +71,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         (f"{ADMISSION}::test_a_text_that_cannot_fit_is_not_tokenised",),
     ),
     "a long prompt is tokenised to its end": Mutation(
-        "a prompt that cannot fit costs little",
+        "a prompt that cannot fit is not tokenised to its end",
         "ktqueue/loading/tokenizer/tokenizer.py",
         "                self._check_beginning(text, max_model_len, field)\n",
         "",
@@ -91,14 +91,14 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "                await self._admit(job)\n                admission = group.create_task(asyncio.sleep(0)",
         (f"{ADMISSION}::test_small_prompts_are_admitted_while_large_prompts_are_tokenised",),
     ),
-    "templates have for ever": Mutation(
+    "templates have no time limit": Mutation(
         "a bad chat template ends only its own request",
         "ktqueue/loading/tokenizer/template_process.py",
         "signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS)",
         "pass",
         (f"{TEMPLATES}::test_a_template_is_stopped_when_its_cpu_time_is_over",),
     ),
-    "templates have all memory": Mutation(
+    "templates have no memory limit": Mutation(
         "a bad chat template ends only its own request",
         "ktqueue/core/line_process.py",
         "    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))\n",
@@ -112,14 +112,14 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "        if False:\n",
         (f"{TEMPLATES}::test_constants_are_not_computed_when_the_template_is_loaded",),
     ),
-    "webhooks to the neighbours": Mutation(
+    "webhooks call private addresses": Mutation(
         "webhooks never call private addresses",
         "ktqueue/core/webhook.py",
         '        if _is_private(parts.hostname or ""):\n',
         "        if False:\n",
         (f"{JOBS}::test_webhooks_are_refused_if_they_could_not_be_called",),
     ),
-    "chunks for old clients": Mutation(
+    "clients of HTTP/1.0 get chunks": Mutation(
         "a client of HTTP/1.0 can read a stream",
         "ktqueue/gateway/http/http10.py",
         "cycle.chunked_encoding = False",
@@ -133,7 +133,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "[_edge(gateway), *_cors(config.gateway.cors_origins)]",
         (f"{HTTP}::test_pages_of_allowed_origins_can_call_the_api",),
     ),
-    "an event past the end is ours": Mutation(
+    "a wrong event id is the server's error": Mutation(
         "a mistake of the client is a 4xx",
         "ktqueue/gateway/errors.py",
         '    """A reader claims to have an event that is not in the journal."""\n\n    status = 400\n',

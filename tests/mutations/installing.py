@@ -23,21 +23,21 @@ INSTALLING: dict[str, Mutation] = {
         "BRIDGE_COMMAND = [sys.executable, ",
         (f"{FOLDER}::test_up_and_a_batch_ignore_modules_of_the_folder",),
     ),
-    "a client carries the model": Mutation(
+    "a client installation contains the model": Mutation(
         "an installation that only sends jobs has no model in it",
         "pyproject.toml",
         ', "*.gguf"]',
         "]",
         (f"{DISTRIBUTIONS}::test_ktqueue_is_one_pure_package",),
     ),
-    "kernels of any version": Mutation(
+    "kernels of any version are called": Mutation(
         "kernels of another version are never called",
         "ktqueue/operators/native.py",
         "if ktqueue_kernels.__version__ != __version__:",
         "if False:",
         (f"{DISTRIBUTIONS}::test_kernels_of_another_version_are_refused",),
     ),
-    "up without a worker's packages": Mutation(
+    "`up` starts without a worker's packages": Mutation(
         "missing packages are named before anything is started",
         "ktqueue/cli/up.py",
         '    require("gateway", "worker", *(["arq"]',

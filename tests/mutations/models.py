@@ -11,7 +11,7 @@ INSPECT, FIT, STARTUP = (
 PULL = "tests/cli/test_pull.py"
 
 MODELS: dict[str, Mutation] = {
-    "rules only by path": Mutation(
+    "rules are found only by path": Mutation(
         "a shipped rule file is found by its name in any folder",
         "ktqueue/loading/rules.py",
         "        return shipped[rules]\n",
@@ -49,7 +49,7 @@ MODELS: dict[str, Mutation] = {
         "    if free_bytes == 0:\n",
         (f"{HUB}::test_the_disk_must_have_room",),
     ),
-    "weights come before the refusal": Mutation(
+    "weights are downloaded before the refusal": Mutation(
         "a checkpoint that is quantised in an unknown way is refused before its weights are downloaded",
         "ktqueue/loading/huggingface/hub.py",
         '        if file.path.endswith(".safetensors"):  # the small files are downloaded already\n',
@@ -66,7 +66,7 @@ MODELS: dict[str, Mutation] = {
             f"{HUB_FILES}::test_only_the_files_that_a_folder_needs",
         ),
     ),
-    "up starts before it looks": Mutation(
+    "`up` starts processes before it checks the model": Mutation(
         "a missing model or rule file is refused before anything is started",
         "ktqueue/cli/up.py",
         "    config = with_model(config)\n",
@@ -88,14 +88,14 @@ MODELS: dict[str, Mutation] = {
         "            pass\n",
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
     ),
-    "rules spread a step": Mutation(
+    "rules spread a step over two devices": Mutation(
         "rules that spread a step over two devices are refused before a weight is read",
         "ktqueue/loading/load.py",
         "        _check_one_device(skeleton, plan, str(file), device)\n",
         "",
         (f"{INSPECT}::test_rules_that_spread_a_step_are_refused",),
     ),
-    "a cache larger than the memory": Mutation(
+    "a cache is larger than the memory": Mutation(
         "the cache on a CPU takes no more than its part of the memory that is free",
         "ktqueue/engine/memory_plan.py",
         "    return min(tokens * token_bytes, int(available * utilization))\n",
@@ -112,21 +112,21 @@ MODELS: dict[str, Mutation] = {
         "host_memory_utilization",
         ("tests/workers/supervision/test_supervisor.py::test_a_model_that_cannot_be_loaded_is_reported_at_once",),
     ),
-    "a cache that is written to at the start": Mutation(
+    "the memory of a cache is written at the start": Mutation(
         "the memory of a cache is taken as it fills, by each forked worker for itself",
         "ktqueue/operators/kv_cache.py",
         '    if torch.device(device).type != "cpu":\n',
         "    if True:\n",
         ("tests/operators/test_kv_cache.py::test_host_memory_is_allocated_when_it_is_written",),
     ),
-    "memory of others counts as free": Mutation(
+    "memory of other processes counts as free": Mutation(
         "ktqueue fit says yes only if the model fits in the free memory",
         "workers/startup/fit.py",
         "chosen.gpu_memory_utilization - others / total",
         "chosen.gpu_memory_utilization",
         (f"{FIT}::test_memory_of_other_processes_is_not_used",),
     ),
-    "a yes without the host": Mutation(
+    "`fit` ignores the memory of the host": Mutation(
         "ktqueue fit says yes only if the model fits in the free memory",
         "workers/startup/fit.py",
         "    if sum(host.values()) > limit:\n",

@@ -9,7 +9,10 @@ SCRIPTS = "ktqueue/broker/lua"
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old`, which the file at `path` has exactly once, becomes `new`; then each of `tests` (pytest ids) fails."""
+    """An edit of the file at `path`: `old`, which is there exactly once, becomes `new`. Then each of `tests` fails.
+
+    `promise` is what the edit breaks. `tests` are pytest ids.
+    """
 
     promise: str
     path: str

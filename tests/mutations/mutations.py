@@ -1,4 +1,4 @@
-"""Promises, each with edits that break it and the tests that then fail: proof that those tests can."""
+"""All mutations: each breaks a promise, and tests must fail. So these tests are able to fail."""
 
 from answers import ANSWERS
 from hostile_clients import HOSTILE_CLIENTS
@@ -26,8 +26,8 @@ LIMITS, POISON = "tests/broker/test_limits.py", "tests/broker/test_poison.py"
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "no fence": Mutation(
-        "a worker whose lease has lapsed changes nothing",
+    "an expired lease can write": Mutation(
+        "a worker whose lease has expired changes nothing",
         f"{SCRIPTS}/prelude.lua",
         "return expiry and tonumber(expiry) > now",
         "return true",
@@ -36,14 +36,14 @@ MUTATIONS: dict[str, Mutation] = {
             f"{LEASE}::test_the_former_worker_cannot_change_a_job_that_another_runs",
         ),
     ),
-    "a fence for the lease, none for the job": Mutation(
+    "a valid lease can write to another worker's job": Mutation(
         "a worker changes no job but its own",
         f"{SCRIPTS}/commit_events.lua",
         "    else\n      stop[id] = true\n    end\n  end\n  local written",
         "    end\n  end\n  local written",
         (f"{LEASE}::test_a_valid_lease_cannot_change_another_workers_job",),
     ),
-    "publish before journal": Mutation(
+    "an event is published before the journal has it": Mutation(
         "no reader sees what the journal does not hold",
         f"{SCRIPTS}/prelude.lua",
         "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n"
@@ -52,49 +52,49 @@ MUTATIONS: dict[str, Mutation] = {
         "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n",
         (f"{JOURNAL}::test_an_event_that_the_journal_refuses_is_not_published",),
     ),
-    "ids without order": Mutation(
+    "events have ids without order": Mutation(
         "a journal has each seq once, in order",
         f"{SCRIPTS}/prelude.lua",
         "redis.call('XADD', key, digits(seq) .. '-0', 'e', event)",
         "redis.call('XADD', key, '*', 'e', event)",
         (f"{JOURNAL}::test_follow_replays_the_journal_and_then_yields_new_events",),
     ),
-    "holes in journals": Mutation(
-        "a journal is 1..n",
+    "journals may have gaps": Mutation(
+        "a journal is numbered from 1 without gaps",
         f"{SCRIPTS}/commit_events.lua",
         "if tonumber(ARGV[i + 1]) ~= next_seq[id] then",
         "if tonumber(ARGV[i + 1]) < next_seq[id] then",
         (f"{LEASE}::test_a_gap_in_a_journal_loses_the_lease",),
     ),
-    "a step twice": Mutation(
+    "a repeated commit is applied twice": Mutation(
         "a commit whose reply was lost happens once",
         f"{SCRIPTS}/commit_events.lua",
         "if done ~= step then",
         "if true then",
         (f"{LEASE}::test_a_commit_whose_reply_was_lost_happens_once",),
     ),
-    "a claim twice": Mutation(
+    "a repeated claim gets other jobs": Mutation(
         "a claim whose reply was lost gives the same jobs again",
         f"{SCRIPTS}/claim_jobs.lua",
         "if field[2] == number then",
         "if false then",
         (f"{LEASE}::test_a_claim_whose_reply_was_lost_gives_the_same_jobs",),
     ),
-    "resume at seq 1": Mutation(
+    "a resumed job starts again at seq 1": Mutation(
         "a resumed job continues at seq n+1",
         "workers/generation/running_job.py",
         "self._seq = claim.events[-1].seq if claim.events else 0",
         "self._seq = 0",
         (f"{GENERATION}::test_a_resumed_job_gives_the_same_text[killed-sampling0]",),
     ),
-    "resume from 0": Mutation(
+    "a resumed job forgets its tokens": Mutation(
         "a resumed job continues after the tokens that it has",
         "workers/generation/engine_thread.py",
         "emitted=job.emitted if job.resumed else ()",
         "emitted=()",
         (f"{GENERATION}::test_a_resumed_job_gives_the_same_text[killed-sampling0]",),
     ),
-    "noise by the clock": Mutation(
+    "sampling noise depends on the clock": Mutation(
         "sampling noise depends only on seed and position",
         "ktqueue/engine/sampler.py",
         "noise = self._uniform(rows.stream, rows.position)",
@@ -104,21 +104,21 @@ MUTATIONS: dict[str, Mutation] = {
             "tests/cli/test_demo.py::test_the_story_survives_its_worker_and_nothing_is_left_behind",
         ),
     ),
-    "double finish": Mutation(
+    "a job can end twice": Mutation(
         "a job ends once, even if its worker continues",
         f"{SCRIPTS}/commit_events.lua",
         "        redis.call('HDEL', running, id)\n        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
         "        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
         (f"{ENDS}::test_events_after_the_last_one_are_dropped",),
     ),
-    "double finish by deadline": Mutation(
+    "a job can end again after its deadline": Mutation(
         "a worker cannot write to a job that its deadline has ended",
         f"{SCRIPTS}/reap.lua",
         "    redis.call('HDEL', TAG .. 'running:' .. field[4], id)\n",
         "",
         (f"{ENDS}::test_a_running_job_expires_and_its_worker_must_stop_it",),
     ),
-    "lost cancel": Mutation(
+    "a cancel does not reach the worker": Mutation(
         "a cancel reaches the worker",
         f"{SCRIPTS}/cancel_job.lua",
         "  redis.call('HSETNX', TAG .. 'cancels:' .. field[4], id, 0)\n",
@@ -128,28 +128,28 @@ MUTATIONS: dict[str, Mutation] = {
             f"{GENERATION}::test_a_running_job_can_be_cancelled",
         ),
     ),
-    "a cancel told once": Mutation(
+    "a cancel is reported only once": Mutation(
         "a worker receives a cancellation even if a reply is lost",
         f"{SCRIPTS}/commit_events.lua",
         "if reported > 0 and reported < step and redis.call('HEXISTS', running, id) == 0 then",
         "if reported > 0 then",
         (f"{LEASE}::test_a_cancel_is_reported_again_if_the_reply_was_lost",),
     ),
-    "a cancel lost with its worker": Mutation(
+    "a cancel is lost when its worker dies": Mutation(
         "a cancelled job does not run again",
         f"{SCRIPTS}/prelude.lua",
         "  if field[6] then\n    return finish(",
         "  if false then\n    return finish(",
         (f"{ENDS}::test_a_cancelled_job_does_not_run_again_when_its_worker_dies",),
     ),
-    "poison without end": Mutation(
+    "a job may kill any number of workers": Mutation(
         "a job that kills its worker three times fails",
         f"{SCRIPTS}/prelude.lua",
         "redis.call('HINCRBY', job, 'futile', 1) >= max_attempts",
         "false",
         (f"{POISON}::test_a_job_that_kills_its_workers_fails_as_poison",),
     ),
-    "poison for all": Mutation(
+    "all jobs of a dead worker are blamed": Mutation(
         "a job that kills its workers fails alone",
         f"{SCRIPTS}/reap.lua",
         "    if field[2] or on_trial and id ~= trial or has_grown(id, seq) then how = 'blameless' end\n",
@@ -159,14 +159,14 @@ MUTATIONS: dict[str, Mutation] = {
             f"{POISON}::test_deaths_after_new_tokens_fail_a_job_only_if_they_are_many",
         ),
     ),
-    "nobody is tried alone": Mutation(
+    "no suspect job runs alone": Mutation(
         "a job that kills its workers fails alone",
         "workers/generation/incarnation.py",
         "return job.deaths_without_progress >= max(1, self._config.broker.max_attempts - 1)",
         "return False",
         ("tests/workers/generation/test_trials.py::test_suspect_jobs_begin_one_after_the_other",),
     ),
-    "a drain costs a try": Mutation(
+    "a drain uses an attempt": Mutation(
         "a drain does not use an attempt",
         f"{SCRIPTS}/prelude.lua",
         "    redis.call('HINCRBY', job, 'attempts', -1)\n",
@@ -183,28 +183,28 @@ MUTATIONS: dict[str, Mutation] = {
         "",
         (f"{REAPER}::test_a_dead_workers_jobs_run_again_within_the_lease_and_half_a_second",),
     ),
-    "no grace after an outage": Mutation(
+    "leases get no more time after an outage": Mutation(
         "a live worker keeps its jobs after an outage of Redis",
         f"{SCRIPTS}/prelude.lua",
         "  if not tick or now - tick <= lease / 2 then return end\n",
         "  if true then return end\n",
         (f"{REAPER}::test_after_an_outage_every_valid_lease_gets_one_more_lease_time",),
     ),
-    "a hung engine beats": Mutation(
+    "a worker with a hung engine keeps its lease": Mutation(
         "a worker whose engine hangs is not alive",
         "workers/generation/heartbeat.py",
         "if self._clock.running > self._stall_seconds:",
         "if False:",
         (f"{GENERATION}::test_a_hanging_engine_ends_the_worker",),
     ),
-    "claims while it drains": Mutation(
+    "a draining worker claims jobs": Mutation(
         "a draining worker claims no more jobs",
         "workers/generation/incarnation.py",
         "        while not self._draining.is_set():\n",
         "        while not self._drain_time_is_over:\n",
         (f"{GENERATION}::test_a_draining_worker_finishes_its_running_jobs",),
     ),
-    "leaked page": Mutation(
+    "some pages are never freed": Mutation(
         "the pages of a finished sequence are free",
         "ktqueue/engine/pages.py",
         "        if self._users[page] == 0:\n            if self._digest_of[page] is None:\n",
@@ -214,7 +214,7 @@ MUTATIONS: dict[str, Mutation] = {
             "tests/engine/test_engine.py::test_an_abort_frees_all_pages_at_once",
         ),
     ),
-    "unbounded mailbox": Mutation(
+    "a mailbox has no limit": Mutation(
         "the mailbox of a slow reader is bounded",
         "ktqueue/broker/redis/hub.py",
         "if self._bytes + len(message) > self._max_bytes:",
@@ -224,14 +224,14 @@ MUTATIONS: dict[str, Mutation] = {
             f"{JOURNAL}::test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing",
         ),
     ),
-    "a reader sees twice": Mutation(
+    "a reader sees an event twice": Mutation(
         "a reader sees each seq once",
         "ktqueue/broker/journal.py",
         "                    if seq <= last:\n                        continue\n",
         "",
         (f"{JOURNAL}::test_a_message_that_arrives_twice_is_yielded_once",),
     ),
-    "a reader skips": Mutation(
+    "a reader skips missing events": Mutation(
         "a reader misses nothing",
         "ktqueue/broker/journal.py",
         "if seq > last + 1:",
@@ -245,7 +245,7 @@ MUTATIONS: dict[str, Mutation] = {
         "after = 0",
         ("tests/gateway/test_jobs.py::test_every_reader_sees_each_event_once_over_reconnects",),
     ),
-    "a second submit": Mutation(
+    "an idempotency key makes two jobs": Mutation(
         "one idempotency key makes one job",
         f"{SCRIPTS}/submit_job.lua",
         "    known = held_id\n",
@@ -259,49 +259,49 @@ MUTATIONS: dict[str, Mutation] = {
         "if False:",
         ("tests/gateway/test_tenants.py::test_a_job_of_another_tenant_is_not_found",),
     ),
-    "a regress is not told": Mutation(
+    "a reader does not notice that a journal lost events": Mutation(
         "a reader learns that the journal has lost events that it has read",
         "ktqueue/broker/journal.py",
         "if page.events[:1] != [previous]:",
         "if False:",
         (f"{JOURNAL}::test_a_reader_sees_that_the_journal_has_other_events_now",),
     ),
-    "no priority": Mutation(
+    "priorities have no effect": Mutation(
         "a job with a lower priority number goes first in its class, even after a release",
         f"{SCRIPTS}/prelude.lua",
         "field[3] + (field[7] or 0), seq, now)",
         "field[3], seq, now)",
         ("tests/broker/test_priority.py::test_a_job_that_returns_to_the_queue_keeps_its_place",),
     ),
-    "batch starves": Mutation(
-        "batch has its share of the rows",
+    "batch jobs get no share of the rows": Mutation(
+        "batch jobs get their share of the rows",
         f"{SCRIPTS}/claim_jobs.lua",
         "slots % share == share - 1",
         "false",
         (f"{LEASE}::test_interactive_goes_first_but_batch_has_its_share",),
     ),
-    "a claim without end": Mutation(
+    "a claim has no size limit": Mutation(
         "a claim's reply has a limit",
         f"{SCRIPTS}/claim_jobs.lua",
         " and weight < HEAVY",
         "",
         ("tests/broker/test_claim.py::test_a_claim_ends_with_the_job_that_makes_it_heavy",),
     ),
-    "a death is not told": Mutation(
+    "a dead worker's leases are not released": Mutation(
         "the jobs of a worker whose death its supervisor sees are free at once",
         "workers/supervision/lease_release.py",
         "if worker.process == process_name(pid):",
         "if False:",
         (f"{BURIAL}::test_the_leases_of_a_process_end_with_it",),
     ),
-    "another's death is told": Mutation(
+    "the leases of another host's worker are released": Mutation(
         "a live worker's lease is not ended",
         "workers/supervision/lease_release.py",
         "if worker.process == process_name(pid):",
         "if worker.pid == pid:",
         (f"{BURIAL}::test_a_process_with_the_same_id_in_another_container_keeps_its_lease",),
     ),
-    "tokens reserved for ever": Mutation(
+    "reserved tokens are never returned": Mutation(
         "tokens that a job reserved and did not use are returned",
         f"{SCRIPTS}/prelude.lua",
         " - time_for(reserved, per_minute) + time_for(used, per_minute)",
@@ -311,7 +311,7 @@ MUTATIONS: dict[str, Mutation] = {
             f"{LIMITS}::test_random_histories_equal_a_token_bucket",
         ),
     ),
-    "a claim leaves the bytes": Mutation(
+    "claimed jobs still count as waiting": Mutation(
         "claimed jobs no longer count as waiting bytes",
         f"{SCRIPTS}/claim_jobs.lua",
         "      count_waiting(id, -1, look_up(id).tenant, look_up(id).account)\n",
@@ -329,56 +329,56 @@ MUTATIONS: dict[str, Mutation] = {
         "taken = {}\nif #taken == 0 then\n",
         (f"{HANDOVER}::test_after_a_lost_message_the_next_claim_returns_the_job",),
     ),
-    "a claim answered twice": Mutation(
+    "a late message answers the next claim": Mutation(
         "a message of an earlier claim does not deliver its job twice",
         "ktqueue/broker/lease.py",
         "if int(number) != self._claim_number or self._answered:",
         "if False:",
         (f"{HANDOVER}::test_a_message_that_arrives_after_the_claim_is_ignored",),
     ),
-    "a job for nobody": Mutation(
+    "a job is handed to a worker that is gone": Mutation(
         "a job is not handed to a worker whose process is gone",
         f"{SCRIPTS}/submit_job.lua",
         "'\\n' .. ARGV[5]) == 0 then",
         "'\\n' .. ARGV[5]) == -1 then",
         (f"{HANDOVER}::test_a_worker_whose_process_has_exited_gets_nothing",),
     ),
-    "a short lease for who stands still": Mutation(
+    "a paused worker loses its lease early": Mutation(
         "a worker that is paused keeps its lease until it expires",
         f"{SCRIPTS}/reap.lua",
         "home_of(worker) == '' and",
         "",
         (f"{CLOSED}::test_a_stopped_process_keeps_its_lease_until_it_expires",),
     ),
-    "dead because the server was away": Mutation(
+    "workers count as dead after a restart of the server": Mutation(
         "a connection that the server closed does not count as a worker's death",
         f"{SCRIPTS}/reap.lua",
         " and run_id() == home",
         "",
         (f"{CLOSED}::test_a_restarted_server_draws_no_conclusion_from_missing_connections",),
     ),
-    "a lease lost over long journals": Mutation(
+    "a lease expires while long journals are read": Mutation(
         "a live worker keeps its lease while it reads long journals",
         "ktqueue/broker/lease.py",
         "        if start:\n",
         "        if False:\n",
         ("tests/broker/test_claim.py::test_long_journals_are_decoded_with_pauses",),
     ),
-    "a lease lost over a long prompt": Mutation(
+    "a lease expires during a long prompt": Mutation(
         "a request never affects another request",
         "ktqueue/loading/tokenizer/library.py",
         "model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids",
         "model.encode(text, add_special_tokens=add_special_tokens).ids",
         ("tests/loading/tokenizer/test_tokenizer.py::test_other_threads_run_while_a_long_text_is_tokenised",),
     ),
-    "a page that does not run": Mutation(
+    "a code block of the guides does not run": Mutation(
         "every code block of README and docs runs as printed",
         "docs/guides/watching.md",
         "-H 'Content-Type: application/json' -H 'X-Conversation-Id",
         "-H 'X-Conversation-Id",
         ("tests/docs/test_pages.py::test_each_page_runs_as_printed[docs/guides/watching.md]",),
     ),
-    "a refusal that cancels": Mutation(
+    "a refused request cancels another client's job": Mutation(
         "only a client's own request cancels its job",
         "ktqueue/gateway/submission.py",
         "        if key is None:\n            gateway.abandon(record.id",

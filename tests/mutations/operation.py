@@ -1,11 +1,11 @@
-"""Promises of the command line, the state folder, logs and the bridge: see mutations.py."""
+"""Mutations of promises about the command line, the state folder, logs and the bridge."""
 
 from mutation import Mutation
 
 STATE_FOLDER, LOG_FILES = "tests/broker/redis/test_state_folder.py", "tests/workers/supervision/test_log_files.py"
 
 OPERATION: dict[str, Mutation] = {
-    "a state folder that others read": Mutation(
+    "other users can read the state folder": Mutation(
         "other users cannot read the state folder",
         "ktqueue/broker/redis/state_folder.py",
         "PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600\nPRIVATE_UMASK = 0o077",
@@ -15,77 +15,77 @@ OPERATION: dict[str, Mutation] = {
             "tests/cli/test_up_down.py::test_a_detached_installation_works_from_start_to_end",
         ),
     ),
-    "a state folder that stays open": Mutation(
+    "an old state folder stays readable": Mutation(
         "a state folder that an older version left readable is closed",
         "ktqueue/broker/redis/state_folder.py",
         "        path.chmod(",
         "        str(",
         (f"{STATE_FOLDER}::test_files_that_an_older_version_left_open_become_private",),
     ),
-    "two installations in one folder": Mutation(
+    "two installations use one folder": Mutation(
         "one `ktqueue up` uses a state folder at a time",
         "ktqueue/broker/redis/state_folder.py",
         "fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         (f"{STATE_FOLDER}::test_two_processes_do_not_share_a_folder",),
     ),
-    "logs without a limit": Mutation(
+    "logs have no size limit": Mutation(
         "a log file has a limited size",
         "workers/supervision/log_files.py",
         "        source.truncate(0)\n",
         "",
         (f"{LOG_FILES}::test_a_log_stays_below_its_size_while_a_process_writes",),
     ),
-    "an access log of queries": Mutation(
+    "the access log has queries": Mutation(
         "the access log has one line for each request, without the query",
         "ktqueue/gateway/http/access_log.py",
         'path = scope["path"]',
         'path = (scope["path"] + "?" + scope["query_string"].decode())',
         ("tests/gateway/test_access_log.py::test_each_request_is_one_line",),
     ),
-    "a bridge among strangers": Mutation(
+    "the bridge joins another program's queue": Mutation(
         "the bridge refuses a queue that another program's arq worker serves",
         "workers/arq/worker.py",
         "        if await self.pool.exists(key):\n",
         "        if False:\n",
         ("tests/workers/arq/test_bridge.py::test_a_queue_that_another_arq_worker_serves_is_refused",),
     ),
-    "a bridge on arq's own queue": Mutation(
+    "the bridge uses arq's own queue by default": Mutation(
         "by default the bridge takes no jobs of other programs",
         "ktqueue/core/settings/processes.py",
         '"ktqueue:arq",',
         '"arq:queue",',
         ("tests/workers/arq/test_bridge.py::test_by_default_the_bridge_does_not_touch_jobs_of_other_programs",),
     ),
-    "bridges that exclude each other": Mutation(
+    "bridges exclude each other": Mutation(
         "several bridges share a queue",
         "workers/arq/worker.py",
         'HEALTH_SUFFIX = ":ktqueue-health-check"',
         "HEALTH_SUFFIX = health_check_key_suffix",
         ("tests/workers/arq/test_bridge.py::test_two_bridges_share_a_queue",),
     ),
-    "a batch of answers to other questions": Mutation(
+    "a batch continues with another input": Mutation(
         "a batch from standard input continues only with the same input",
         "ktqueue/batches/spool.py",
         "        if not filecmp.cmp(draft, path, shallow=False):",
         "        if False:",
         ("tests/batches/test_files.py::test_a_batch_from_standard_input_is_resumed_only_with_the_same_input",),
     ),
-    "an invalid line that is lost": Mutation(
+    "a skipped line is not in the error file": Mutation(
         "a skipped line is in the error file",
         "ktqueue/batches/run.py",
         "                        self._output.fail(failure_record(name, line.custom_id, line.info()))\n",
         "",
         ("tests/cli/test_batch_run.py::test_plain_lines_from_standard_input_with_some_that_are_invalid",),
     ),
-    "keys in an answer": Mutation(
+    "typed keys appear in an answer": Mutation(
         "typing during an answer does not appear in the answer",
         "ktqueue/cli/chat/input.py",
         "termios.ECHO | termios.ECHONL | termios.ICANON",
         "termios.ECHONL",
         ("tests/cli/test_chat.py::test_typing_during_an_answer_waits_for_the_next_prompt",),
     ),
-    "a message of one line": Mutation(
+    "triple quotes end at the first line": Mutation(
         "triple quotes make one message of several lines",
         "ktqueue/cli/chat/input.py",
         "    if not first.lstrip().startswith(QUOTES):",

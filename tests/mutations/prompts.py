@@ -15,20 +15,20 @@ PROMPTS: dict[str, Mutation] = {
         (f"{ENGINE}::test_each_token_of_the_prompt_has_its_log_probability",),
     ),
     "a preempted prompt is scored again": Mutation(
-        "no position of a prompt is told twice",
+        "no position of a prompt is reported twice",
         "ktqueue/engine/sequence.py",
         "        start = max(first, request.prompt_entries - 1)\n",
         "        start = first\n",
         (f"{ENGINE}::test_a_preempted_prompt_gives_each_entry_once",),
     ),
-    "logits of whole prompts": Mutation(
+    "the logits of a whole prompt are in memory": Mutation(
         "log probabilities of prompts take limited memory",
         "ktqueue/engine/scheduler.py",
         "    return count if len(wanted) <= room else wanted.start + room - sequence.num_computed_tokens\n",
         "    return count\n",
         (f"{ENGINE}::test_logits_of_a_step_are_limited",),
     ),
-    "the prompt is told again after a death": Mutation(
+    "a prompt is written again after a death": Mutation(
         "a prompt's text and tokens are in the journal once",
         "workers/generation/running_job.py",
         "        self._written_ids = sum(len(part.token_ids) for part in written)\n",
@@ -42,14 +42,14 @@ PROMPTS: dict[str, Mutation] = {
         "",
         (f"{WORKER}::test_a_prompt_is_told_once_however_often_its_worker_dies",),
     ),
-    "a prompt alone is generated from": Mutation(
+    "a request for its prompt alone is generated": Mutation(
         "a request for its prompt alone computes nothing",
         "workers/generation/incarnation.py",
         "        if job.request.prompt_only:\n",
         "        if False:\n",
         (f"{WORKER}::test_a_prompt_without_an_answer",),
     ),
-    "words are bad at the beginning of a text only": Mutation(
+    "bad words are avoided only at the beginning of a text": Mutation(
         "a bad word does not appear inside a text either",
         "ktqueue/loading/tokenizer/tokenizer.py",
         'for word in words for prefix in ("", " ")]',

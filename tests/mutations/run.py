@@ -1,4 +1,4 @@
-"""`make mutations`: breaks one promise after another in a copy of the tree, and checks that tests fail.
+"""`make mutations`: breaks one promise after another in a copy of the tree and checks that tests fail.
 
 python tests/mutations/run.py [NAME ...]
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mutations import MUTATIONS, ROOT
 
-TESTS_FAILED = 1  # pytest's exit code; any other says that they did not run
+TESTS_FAILED = 1  # pytest's exit code; any other code except 0 means that they did not run
 # An editable installation would import the original package instead of the copy, so its finder is removed. The finder
 # of the kernels stays, because they are not compiled again for the copy.
 SITE = """
@@ -77,7 +77,7 @@ def main() -> int:
         assert all(Path(path).is_relative_to(folder) for path in found), f"not the copy: {found}"
         code, _, output = run(folder, list(dict.fromkeys(test for name in names for test in MUTATIONS[name].tests)))
         if code != 0:
-            sys.stdout.write(f"{output}\nthese tests must pass where nothing is broken\n")
+            sys.stdout.write(f"{output}\nthese tests must pass before anything is broken\n")
             return 1
         unseen = 0
         for name in names:

@@ -6,84 +6,84 @@ STORED, CLOCK = "tests/broker/test_stored.py", "tests/broker/test_clock.py"
 SCRUB, RETRY = "tests/broker/test_scrub.py", "tests/broker/test_retry.py"
 
 STORED_JOBS: dict[str, Mutation] = {
-    "prompts that stay": Mutation(
+    "prompts of ended jobs stay": Mutation(
         "the prompt of an ended job is deleted",
         f"{SCRIPTS}/prelude.lua",
         "if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) else drop_request(job) end",
         "if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) end",
         (f"{STORED}::test_an_ended_job_keeps_nothing_of_its_prompt",),
     ),
-    "requests of failed jobs without end": Mutation(
+    "requests of failed jobs have no limit": Mutation(
         "the requests of failed jobs have a limit in bytes",
         f"{SCRIPTS}/prelude.lua",
         "while total > tonumber(most_bytes) or",
         "while",
         (f"{STORED}::test_a_failed_job_keeps_its_request_while_there_is_room",),
     ),
-    "a tenant that fills Redis": Mutation(
+    "a tenant's ended jobs are not counted": Mutation(
         "a tenant's ended jobs count until they are deleted",
         f"{SCRIPTS}/prelude.lua",
         "size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED",
         "0",
         (f"{STORED}::test_stored_bytes_of_a_tenant_count_until_they_expire",),
     ),
-    "no share of the memory": Mutation(
+    "a tenant may fill the whole memory": Mutation(
         "a tenant that submits and cancels fills only its own share of the memory",
         f"{SCRIPTS}/submit_job.lua",
         "if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end",
         "",
         (f"{STORED}::test_a_tenant_that_submits_and_cancels_fills_only_its_own_share",),
     ),
-    "no headroom": Mutation(
+    "clients may use the memory that workers need": Mutation(
         "clients cannot use the part of the memory that workers need",
         f"{SCRIPTS}/submit_job.lua",
         "if free_for_clients > 0 and used_memory + size > free_for_clients then",
         "if false then",
         (f"{STORED}::test_clients_leave_a_share_of_the_memory_to_workers",),
     ),
-    "workers refused by a full server": Mutation(
+    "a full server refuses workers": Mutation(
         "workers can still write to a server that has no memory left",
         "ktqueue/broker/scripts.py",
         "FIRST_WRITE = \"redis.call('DEL', TAG .. 'nothing')\\n\"",
         'FIRST_WRITE = ""',
         (f"{STORED}::test_workers_can_write_to_a_full_server",),
     ),
-    "leases of a clock that was ahead": Mutation(
+    "leases of a clock that was ahead stay": Mutation(
         "after a step back of the clock no lease ends later than a lease from now",
         f"{SCRIPTS}/reap.lua",
         "  redis.call('ZADD', TAG .. 'leases', now + lease, worker)\n",
         "",
         (f"{CLOCK}::test_a_clock_that_goes_back_delays_no_jobs_of_dead_workers",),
     ),
-    "rates of a clock that was ahead": Mutation(
+    "rates of a clock that was ahead stay": Mutation(
         "a clock that was ahead leaves no rate limit",
         f"{SCRIPTS}/prelude.lua",
         "local back = math.max(0, (tonumber(updated) or 0) - now)",
         "local back = 0",
         (f"{CLOCK}::test_a_clock_that_was_ahead_leaves_no_rate_limit",),
     ),
-    "models forgotten by a step forward": Mutation(
+    "a step of the clock forgets models": Mutation(
         "a clock that steps forward forgets no model",
         f"{SCRIPTS}/prelude.lua",
         "for i = 1, #models, 2 do",
         "for i = 1, 0, 2 do",
         (f"{CLOCK}::test_a_step_of_an_hour_forgets_no_model_and_takes_no_live_workers_jobs",),
     ),
-    "jobs that nobody holds": Mutation(
+    "a running job without a worker is left alone": Mutation(
         "a running job that no worker holds goes back to its queue",
         f"{SCRIPTS}/scrub.lua",
         "      give_back(id, tail_of(id), now, 'blameless', max_attempts, events, job_ttl, journal_ttl)\n",
         "",
         (f"{SCRUB}::test_running_jobs_without_a_worker_are_queued_again[running:{{}}]",),
     ),
-    "jobs in no queue": Mutation(
+    "a waiting job in no queue is left alone": Mutation(
         "a waiting job that is in no queue is put into its queue",
         f"{SCRIPTS}/scrub.lua",
         "if restore(queue, order + (priority_offset or 0), id) then",
         "if false then",
         (f"{SCRUB}::test_a_deleted_list_is_restored[queue:interactive:tale]",),
     ),
-    "a retry twice": Mutation(
+    "a failed job is retried twice": Mutation(
         "a retry submits a failed job only once",
         "ktqueue/broker/jobs.py",
         "job_id=_next_id(job_id), tenant",

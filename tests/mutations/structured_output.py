@@ -1,4 +1,4 @@
-"""Promises about answers that must match a grammar."""
+"""Mutations of promises about answers that must match a grammar."""
 
 from mutation import Mutation
 
@@ -8,7 +8,7 @@ LIBRARY, SCHEMAS, FIELDS = (
 )  # fmt: skip
 
 STRUCTURED_OUTPUT: dict[str, Mutation] = {
-    "any token matches": Mutation(
+    "every token matches a grammar": Mutation(
         "an answer matches its grammar",
         "ktqueue/engine/token_selector.py",
         "            apply_masks(array, masked)\n",
@@ -22,14 +22,14 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
         "    if True:\n",
         (f"{ENGINE}::test_an_answer_ends_if_the_vocabulary_has_no_other_token[host]",),
     ),
-    "a prepared step after a jump": Mutation(
+    "a prepared step is used after a jump": Mutation(
         "a step that was prepared for other tokens is dropped",
         "ktqueue/engine/scheduler.py",
         'for which a prepared step has no place."""\n        self.schedule_version += 1\n',
         'for which a prepared step has no place."""\n',
         (f"{ENGINE}::test_rows_with_and_without_a_grammar_share_a_step[device]",),
     ),
-    "a complete document goes on": Mutation(
+    "a complete document continues": Mutation(
         "an answer ends when its grammar is complete",
         "ktqueue/engine/sequence.py",
         "if self.matcher is not None and self.matcher.is_complete:",
@@ -44,13 +44,13 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
         (f"{ENGINE}::test_a_limit_in_the_middle_of_an_answer_ends_that_sequence",),
     ),
     "a resumed answer has no grammar": Mutation(
-        "a half-written document goes on and stays valid",
+        "a half-written document continues and stays valid",
         "workers/generation/engine_thread.py",
         "matcher=job.prompt.matcher,",
         "matcher=None if job.resumed else job.prompt.matcher,",
         (f"{WORKERS}::test_a_half_written_document_goes_on_at_the_next_token",),
     ),
-    "grammars are compiled for ever": Mutation(
+    "compiling a grammar has no time limit": Mutation(
         "a grammar that takes too long is refused",
         "ktqueue/answers/grammar_process.py",
         "        _allow_cpu_seconds(CPU_SECONDS)\n",
@@ -71,7 +71,7 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
         "            continue\n",
         (f"{SCHEMAS}::test_a_keyword_is_refused_with_its_place",),
     ),
-    "dates as the library has them": Mutation(
+    "a date is checked only as the library does": Mutation(
         "a date is a day that exists",
         "ktqueue/openai/json_schema.py",
         "    if name in _PATTERNS:\n",

@@ -1,4 +1,4 @@
-"""Mutations of what holds while models and versions are replaced."""
+"""Mutations of promises about replacing models and versions."""
 
 from mutation import SCRIPTS, Mutation
 
@@ -6,14 +6,14 @@ DIGEST, FORMATS = "tests/broker/test_digest.py", "tests/broker/test_formats.py"
 IDENTITY, BURIAL = "tests/loading/test_identity.py", "tests/workers/supervision/test_lease_release.py"
 
 UPGRADES: dict[str, Mutation] = {
-    "what has begun goes to anybody": Mutation(
+    "a job that has begun goes to any worker": Mutation(
         "a job that has begun continues only under its own digest",
         f"{SCRIPTS}/prelude.lua",
         "(seq > 0 and digest or '-')",
         "'-'",
         (f"{DIGEST}::test_a_job_whose_digest_is_gone_for_good_fails_and_says_why",),
     ),
-    "an older version's queue is trusted": Mutation(
+    "the queue of an older version is trusted": Mutation(
         "a job that has begun continues only under its own digest, even if an older version requeued it",
         f"{SCRIPTS}/claim_jobs.lua",
         "job.digest and job.digest ~= digest and tail_of(id) or 0",
@@ -27,7 +27,7 @@ UPGRADES: dict[str, Mutation] = {
         "local able = false",
         (f"{DIGEST}::test_a_job_whose_digest_is_gone_for_good_fails_and_says_why",),
     ),
-    "a digest of half a file": Mutation(
+    "the digest covers half of a file": Mutation(
         "two models with other weights have other digests",
         "ktqueue/loading/identity.py",
         "starts = range(0, size, self._part_bytes)",
@@ -41,14 +41,14 @@ UPGRADES: dict[str, Mutation] = {
         "data=stored.data",
         (f"{IDENTITY}::test_no_file_is_mapped_once_a_model_is_loaded[gguf-default]",),
     ),
-    "SIGBUS is a job's fault": Mutation(
+    "a job is blamed for SIGBUS": Mutation(
         "a fault of the machine does not count as an attempt",
         f"{SCRIPTS}/reap.lua",
         "if field[2] or on_trial",
         "if on_trial",
         (f"{BURIAL}::test_a_fault_of_the_machine_does_not_count_as_an_attempt",),
     ),
-    "newer jobs in everybody's way": Mutation(
+    "newer jobs block older workers": Mutation(
         "a worker claims only jobs that it can read, and other jobs do not block it",
         f"{SCRIPTS}/submit_job.lua",
         "if format ~= '1' then redis.call('HSET', job, 'format', format) end",
@@ -62,7 +62,7 @@ UPGRADES: dict[str, Mutation] = {
         "true",
         (f"{FORMATS}::test_no_newer_job_is_handed_to_an_older_worker_that_waits",),
     ),
-    "what cannot be read is failed": Mutation(
+    "a job that cannot be read fails": Mutation(
         "a job of a newer format waits for workers that can read it",
         "ktqueue/broker/lease.py",
         "            except NewerFormat as fault:\n                newer +=",

@@ -219,7 +219,7 @@ def test_refuses_models_that_it_does_not_compute(make_decoder: MakeDecoder) -> N
     refused(
         make_model("qwen3", hidden_act="relu"), "the activation of model.layers.0 is not one of silu, gelu, gelu_tanh"
     )
-    refused(make_model("qwen3").bfloat16(), "computes in float32, the model is to compute in another type")
+    refused(make_model("qwen3").bfloat16(), "computes in float32, but the model computes in another type")
     refused(make_model("qwen3", rope_parameters={**YARN, "rope_type": "dynamic"}), "of type 'dynamic' depend on the")
     two_lists = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     refused(make_model("qwen3", rope_parameters={**YARN, **two_lists}), "of type 'longrope' depend on the longest")

@@ -1,6 +1,6 @@
 """Reads the header of a GGUF file (versions 2 and 3, little endian).
 
-The file is not trusted. Every count, length and offset is checked against the size of the file before it is used, so a
+The file is not trusted. Every count, length and offset is checked against the size of the file before it is used. So a
 damaged file raises CheckpointError and never causes a crash, a hang or a large allocation. Format: docs/gguf.md of
 ggml. Knows no tensor types and no tensor names.
 """

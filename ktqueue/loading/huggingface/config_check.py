@@ -1,7 +1,7 @@
 """Checks a Hugging Face config before a model is built from it.
 
-Values that would fail later or give wrong results, and weights quantised in ways that we cannot read, are refused with
-the name of the key. Knows no tensors and no transformers.
+It refuses values that would fail later or give wrong results, and weights quantised in ways that we cannot read. An
+error names the key. Knows no tensors and no transformers.
 """
 
 import math

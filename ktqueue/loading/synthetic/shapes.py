@@ -150,8 +150,8 @@ def _mlp(make: _TensorMaker, i: int, suffix: str, width: int) -> Iterator[Synthe
 def _choose(quant: str, role: str, layer: int, layers: int) -> str:
     """Return the format of a matrix.
 
-    In the mix, llama.cpp uses Q6_K for the logits, and for values and down in the first and last eighth of the layers
-    and every third layer between.
+    In its mix, llama.cpp uses Q6_K for the logits. It also uses Q6_K for values and down in the first eighth of the
+    layers, in the last eighth, and in every third layer between.
     """
     if quant != MIX:
         return quant

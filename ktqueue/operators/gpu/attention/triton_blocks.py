@@ -1,8 +1,8 @@
 """What the Triton kernels of paged attention share: index arrays, and one block of keys of a running softmax.
 
-All query heads that share a key/value head are rows of one matrix, so keys and values are read once for all of them,
-and tensor cores are used even for one token. Scores and sums are float32 with a running maximum, in base 2: the scale
-of the scores includes log2(e). Grids depend only on host numbers and lengths are read on the device, so launches can be
+All query heads that share a key/value head are rows of one matrix. So keys and values are read once for all of them,
+and tensor cores work even on one token. Scores and sums are float32 with a running maximum, in base 2: the scale of the
+scores includes log2(e). Grids depend only on host numbers and lengths are read on the device, so launches can be
 captured. The twin is reference.paged_attention.
 """
 

@@ -24,15 +24,15 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class FetchedShares:
-    """The share of a step's missing experts that is fetched, from 0 to 1. `one`: in steps of one token, whose few
-    experts can only be divided coarsely; `several`: in all others."""
+    """The share of a step's missing experts that is fetched, from 0 to 1. `one_token`: in steps of one token,
+    whose few experts can only be divided coarsely. `several_tokens`: in all others."""
 
-    one: float
-    several: float
+    one_token: float
+    several_tokens: float
 
     def of(self, tokens: int) -> float:
         """The share for a step of `tokens` tokens."""
-        return self.one if tokens == 1 else self.several
+        return self.one_token if tokens == 1 else self.several_tokens
 
 
 class _HostLayer:

@@ -125,8 +125,8 @@ class ExpertMemory:
             "expert_moves": placement.moves if placement else 0,
             "expert_streamed_steps": streaming.steps if streaming else 0,
             "expert_streamed_bytes": streaming.bytes if streaming else 0,
-            "expert_fetched_share_one": shares.one,
-            "expert_fetched_share_several": shares.several,
+            "expert_fetched_share_one": shares.one_token,
+            "expert_fetched_share_several": shares.several_tokens,
         }
         if placement is not None and placement.hit_rate is not None:
             known["expert_hit_rate"] = placement.hit_rate

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 LEVELS = 16
 SHARES = tuple(level / LEVELS for level in range(LEVELS + 1))
-SOME_SHARES = SHARES[1:]  # every step streams something
-CAUTION = 1.15  # an untried split between CPU and copies must promise so much more: they slow each other down
+SOME_SHARES = SHARES[1:]  # with these every step streams something
+CAUTION = 1.15  # factor on the predicted time of an untried split: CPU and copies slow each other down
 MAX_TRIED_SHARES = 6  # for one length; after that only tried shares are chosen
 TRUSTED_RUNS = 2  # of a share: the first run compiles kernels and prepares copies
 NEWEST_WEIGHT = 0.3  # of the newest step in what is learned
@@ -165,15 +165,15 @@ class StreamingChoice:
         if share in (0, 1):
             return 1.0
         errors = {
-            other: tried.factor
-            * self._seconds(self._initial_costs, tokens, other)
-            / self._seconds(self._costs, tokens, other)
-            for other, tried in history.tried.items()
+            tried_share: tried.factor
+            * self._seconds(self._initial_costs, tokens, tried_share)
+            / self._seconds(self._costs, tokens, tried_share)
+            for tried_share, tried in history.tried.items()
             if tried.runs >= TRUSTED_RUNS
         }
-        splits = [other for other in errors if 0 < other < 1]
+        splits = [tried_share for tried_share in errors if 0 < tried_share < 1]
         if splits:
-            return max(1.0, errors[min(splits, key=lambda other: abs(other - share))])
+            return max(1.0, errors[min(splits, key=lambda tried_share: abs(tried_share - share))])
         return CAUTION * max(1.0, min(errors.values(), default=1.0))
 
 

@@ -218,8 +218,8 @@ class _Pending(NamedTuple):
 def _input_bytes(hidden: int, experts_per_token: int, max_tokens: int) -> int:
     """Size of the input in the layout of csrc/handoff/handoff.h.
 
-    20 bytes for each pair of a token and an expert (its id, its weight and a predicted id), x in float32, and padding,
-    since x and the predictions begin on a cache line.
+    A pair of a token and an expert takes 20 bytes: its id, its weight and a predicted id. Then follows x in float32.
+    Both x and the predictions begin on a cache line, so there is padding.
     """
     return 20 * max_tokens * experts_per_token + 128 + 4 * max_tokens * hidden
 
@@ -227,7 +227,7 @@ def _input_bytes(hidden: int, experts_per_token: int, max_tokens: int) -> int:
 def _allocate(hidden: int, experts_per_token: int, max_tokens: int, *, pinned: bool) -> HandoffMemory:
     block = torch.zeros(_WORD_BYTES, dtype=torch.uint8, pin_memory=pinned)
     begin = -block.data_ptr() % LINE
-    request, done = (block[at : at + 4].view(torch.int32) for at in (begin, begin + LINE))
+    request, done = (block[start : start + 4].view(torch.int32) for start in (begin, begin + LINE))
     return HandoffMemory(
         torch.zeros(_input_bytes(hidden, experts_per_token, max_tokens), dtype=torch.uint8, pin_memory=pinned),
         torch.zeros(max_tokens, hidden, dtype=torch.float32, pin_memory=pinned),

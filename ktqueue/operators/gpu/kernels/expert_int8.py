@@ -247,15 +247,15 @@ def prepare(pairs: ExpertPairs, x: torch.Tensor, *, own_pairs: int = OWN_PAIRS) 
     tokens, columns = x.shape
     rows, lists = Int8Rows.empty(tokens, columns, x.device), SortedPairs.empty(pairs)
     number, experts = pairs.ids.numel(), pairs.offsets.numel()
-    own, slabs = number <= own_pairs, columns // SLAB
-    _prepare_kernel[(tokens + (0 if own else experts),)](
+    is_unsorted, slabs = number <= own_pairs, columns // SLAB
+    _prepare_kernel[(tokens + (0 if is_unsorted else experts),)](
         x, pairs.ids, pairs.offsets, rows.codes, rows.scales, rows.sums, *lists,
         number, experts, x.stride(0),
         SLAB_COUNT=slabs,
         SLABS=min(triton.next_power_of_2(slabs), 128),
-        CHUNK=0 if own else triton.next_power_of_2(number),
+        CHUNK=0 if is_unsorted else triton.next_power_of_2(number),
     )  # fmt: skip
-    return rows, None if own else lists
+    return rows, None if is_unsorted else lists
 
 
 def _launch(

@@ -1,8 +1,8 @@
 """Products of tokens with packed experts on tensor cores: the kernel behind expert_products.py, and its launcher.
 
 A *pair* is a token and an expert that it chose. One program multiplies up to BLOCK_M pairs of one expert by BLOCK_N
-rows of that expert's weights, which it decodes on the way from memory to the tensor cores. So a weight is read once for
-up to BLOCK_M pairs. How a program finds its pairs:
+rows of that expert's weights. It decodes the weights on the way from memory to the tensor cores, so a weight is read
+once for up to BLOCK_M pairs. There are three ways to find the pairs of a program:
   LEADER    few pairs: program p computes the expert of pair p, unless a pair before p chose the same expert
   EXPERT    program e computes expert e, and finds its pairs among all pairs
   SORTED    many pairs: a list of pairs sorted by expert is made first

@@ -2,7 +2,7 @@
 
 A superblock of 256 columns is a tile of 32 *words* by N rows. Word w = 4 * slab + j of a row stands for its columns
 8w .. 8w + 7; *part* i of the tile, [32, N], holds column 8w + i of each word. So in every format the eight parts come
-from the same words by constant shifts, and a product over 256 columns is the sum of eight products: each part times its
+from the same words by constant shifts. A product over 256 columns is the sum of eight products: each part times its
 columns of x. A shorter superblock reads its last slab in place of the missing ones, and the caller multiplies these
 with zeros. The torch twin is panel_layout.py.
 """

@@ -26,8 +26,8 @@ def _add_rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token. FROM_HOST: `added` is in host memory and is read past the caches, because the CPU has just
-    written it and L2 may still hold the old contents."""
+    """One program per token. FROM_HOST: `added` is in host memory and is read past the caches. The CPU has just
+    written it, and L2 may still hold the old contents."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN

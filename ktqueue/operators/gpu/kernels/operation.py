@@ -1,7 +1,7 @@
 """What every operation of this package needs: Triton, the choice between kernel and twin, and its shape errors.
 
-This is the door to Triton. An operation is one file with its kernel, its launcher and its plain torch twin, and such a
-file must also import where Triton is not installed: there, kernels can be defined but not launched.
+This is the door to Triton. An operation is one file with its kernel, its launcher and its plain torch twin. Such a
+file can also be imported without Triton: kernels are then defined, but cannot be launched.
 """
 
 from collections.abc import Iterator

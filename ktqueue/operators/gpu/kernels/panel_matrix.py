@@ -1,8 +1,8 @@
 """A matrix in GPU memory, in the panels of the CPU's kernels (csrc/formats/panel_layout.h): pack, decode, multiply.
 
-For a few rows, a program has 16 rows of weights, requests all of them at once (as linear.py does), and adds up in
-float32 what the weights are exactly. Two matrices, which may differ in format, can be parts of one product: q and k
-next to v, for example. For more rows, torch multiplies with decoded weights. Knows no layer. No host sync: everything
+For a few rows, a program has 16 rows of weights and requests all of them at once, as linear.py does. It decodes the
+weights exactly and adds up in float32. Two matrices of different formats can be parts of one product: q and k next to
+v, for example. For more rows, torch multiplies with decoded weights. Knows no layer. No host sync: everything
 but packing can be captured in a CUDA graph.
 """
 

@@ -90,7 +90,7 @@ def _route(
     scores = x
     if choice is not None:
         scores = tl.load(choice + token.to(tl.int64) * EXPERTS + expert, mask=expert < EXPERTS, other=-infinity)
-    scores = tl.where(scores == 0.0, 0.0, scores)  # -0 equals 0, its bits do not
+    scores = tl.where(scores == 0.0, 0.0, scores)  # -0 equals 0, but their bits differ
 
     # The highest score is the greatest int64 of (score, expert counted backwards). Among equal scores the lowest id
     # wins, so the padding of the block comes after every expert.
@@ -118,7 +118,7 @@ def _route(
         weights = tl.where(slot < CHOSEN, tl.exp(chosen - largest), 0.0)
         weights = weights / tl.sum(weights if RENORMALISE else tl.exp(x - largest), axis=0)
     weights *= scale
-    ids = tl.where(unsound, slot.to(tl.int64), ids)  # with a NaN among the scores they mean nothing
+    ids = tl.where(unsound, slot.to(tl.int64), ids)  # a NaN among the scores makes the ids meaningless
     weights = tl.where(unsound, float("nan"), weights)
 
     inside = slot < CHOSEN
