@@ -113,18 +113,20 @@ class Matcher:
 
 
 class MaskWriter:
-    """Writes the masks of many matchers, on several threads and without Python's global lock."""
+    """Writes the masks of many matchers without Python's global lock, on several threads if there are many CPUs."""
 
     def __init__(self) -> None:
-        self._executor = llguidance.LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2)))
+        threads = min(MAX_THREADS, (os.cpu_count() or 1) // 2)
+        self._executor = llguidance.LLExecutor(threads) if threads > 1 else None
 
     def write(self, matchers: Sequence[Matcher], address: int, row_bytes: int) -> None:
         """Write a mask for each matcher to `address`, one row of `row_bytes` after the other.
 
         A row has ceil(vocabulary / 32) words of 32 bits, with the lowest token in the lowest bit.
         """
-        if len(matchers) == 1:
-            matchers[0]._matcher.unsafe_compute_mask_ptr(address, row_bytes)
+        if self._executor is None or len(matchers) == 1:
+            for row, matcher in enumerate(matchers):
+                matcher._matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
         elif matchers:
             pairs = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
             self._executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(pairs))

@@ -15,6 +15,9 @@ from ktqueue.answers.grammar import MaskWriter
 from ktqueue.engine.sequence import Sequence
 
 _WORD = 32  # bits
+_SMALL_VOCABULARY = 1 << 16  # up to it, adding a penalty to each logit is faster than looking for those to change
+_OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_PENALTIES = np.where(_OCTETS == 1, np.float32(0.0), np.float32(-np.inf))  # [256, 8]: of the eight bits of a byte
 
 Masks = NDArray[np.int32]
 
@@ -104,7 +107,16 @@ def _remove(mask: Masks, ids: Iterable[int]) -> None:
 def apply_masks(logits: NDArray[np.float32], masked: MaskedRows) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place. `logits`: [rows, vocab]."""
     vocab = logits.shape[1]
-    allowed = np.unpackbits(masked.masks.view(np.uint8), axis=1, bitorder="little")[:, :vocab].view(np.bool_)
+    octets = masked.masks.view(np.uint8)
+    if vocab <= _SMALL_VOCABULARY:
+        penalties = np.take(_PENALTIES, octets, axis=0).reshape(len(octets), -1)[:, :vocab]
+        with np.errstate(invalid="ignore"):  # inf - inf, in rows whose logits are not finite anyway
+            if len(masked.rows) == len(logits):
+                logits += penalties
+            else:
+                logits[masked.rows] += penalties
+        return
+    allowed = np.unpackbits(octets, axis=1, bitorder="little")[:, :vocab].view(np.bool_)
     for row, mask in zip(masked.rows, allowed, strict=True):
         values = logits[row]
         if 2 * np.count_nonzero(mask) > vocab:
