@@ -3,8 +3,11 @@
 Sources of the markers: the chat templates that the models' publishers distribute.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+HARMONY = "harmony"  # the format of gpt-oss
+HARMONY_START = "<|start|>assistant"  # begins each of its messages; the first one is begun by the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,22 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "harmony": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>"),
 }
 
+_TOOL_CALL = ToolFormat(starts=("<tool_call>", "<function="), ends=("</tool_call>",))
+_DEEPSEEK = ToolFormat(
+    starts=("<｜tool▁call▁begin｜>",),
+    sections=("<｜tool▁calls▁begin｜>",),
+    ends=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    specials=True,
+)
+_MISTRAL = ToolFormat(starts=("[TOOL_CALLS]",), ends=("]", "[/TOOL_CALLS]"), specials=True)
 TOOLS: Mapping[str, ToolFormat] = {
-    # Hermes, Qwen2.5, Qwen3 (JSON), Qwen3-Coder (<function=...>) and GLM-4.5 (<arg_key>) share the outer marker.
-    "tool_call": ToolFormat(starts=("<tool_call>", "<function="), ends=("</tool_call>",)),
-    "deepseek": ToolFormat(
-        starts=("<｜tool▁call▁begin｜>",),
-        sections=("<｜tool▁calls▁begin｜>",),
-        ends=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        specials=True,
-    ),
+    # Hermes, Qwen2.5, Qwen3 (JSON), Qwen3-Coder (<function=...>) and GLM-4.5 (<arg_key>) share the outer marker, and
+    # are read alike. Grammars write them in different ways.
+    "tool_call": _TOOL_CALL,
+    "qwen3_coder": _TOOL_CALL,
+    "glm45": _TOOL_CALL,
+    "deepseek": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": ToolFormat(
         starts=('<｜DSML｜invoke name="',), sections=("<｜DSML｜function_calls>",), ends=("</｜DSML｜function_calls>",)
     ),
@@ -59,7 +69,8 @@ TOOLS: Mapping[str, ToolFormat] = {
         ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         specials=True,
     ),
-    "mistral": ToolFormat(starts=("[TOOL_CALLS]",), ends=("]", "[/TOOL_CALLS]"), specials=True),
+    "mistral": _MISTRAL,
+    "mistral_args": _MISTRAL,
     "minimax": ToolFormat(
         starts=('<invoke name="',), sections=("<minimax:tool_call>",), ends=("</minimax:tool_call>",)
     ),
@@ -89,6 +100,13 @@ _TOOL_SIGNS: tuple[tuple[str, str], ...] = (
     ("<tool_call>", "tool_call"),
     ("<function=", "tool_call"),
 )
+# Formats that differ in how a call is written: (format, sign in the template, name of the variant).
+_VARIANTS = (
+    ("tool_call", "<function=", "qwen3_coder"),
+    ("tool_call", "<arg_key>", "glm45"),
+    ("deepseek", "```json", "deepseek_v3"),
+    ("mistral", "[ARGS]", "mistral_args"),
+)
 _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
     ("◁think▷", "kimi"),
@@ -97,6 +115,46 @@ _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("<think>", "think"),
     ("</think>", "think"),
 )
+
+
+# How vLLM and SGLang call the formats, where the name differs from ours.
+_TOOL_ALIASES: Mapping[str, str] = {
+    "hermes": "tool_call", "qwen": "tool_call", "qwen25": "tool_call", "qwen3": "tool_call", "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder", "glm": "glm45", "glm47": "glm45", "deepseek_v31": "deepseek", "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek", "deepseekv32": "deepseek_v32", "llama3_json": "llama3", "llama4_json": "llama4",
+    "llama4_pythonic": "llama4", "pythonic": "llama4", "minimax_m2": "minimax", "openai": "harmony",
+    "gpt_oss": "harmony",
+}  # fmt: skip
+_REASONING_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax_m2", "step3", "ernie45"), "think"
+    ),
+    "seed_oss": "seed", "magistral": "mistral", "openai_gptoss": "harmony", "gpt_oss": "harmony",
+}  # fmt: skip
+
+
+def tool_parser_named(name: str, template: str) -> str:
+    """The tool format for a setting: a name, `none`, or `auto`, which asks the chat template. Raises KeyError."""
+    return _named(name, template, tool_format_of, _TOOL_ALIASES, TOOLS)
+
+
+def reasoning_parser_named(name: str, template: str) -> str:
+    """The same for a format of reasoning."""
+    return _named(name, template, reasoning_format_of, _REASONING_ALIASES, REASONING)
+
+
+def _named(
+    name: str, template: str, of_template: Callable[[str], str], aliases: Mapping[str, str], table: Mapping[str, object]
+) -> str:
+    if name == "auto":
+        return of_template(template)
+    if name == "none":
+        return ""
+    plain = name.lower().replace("-", "_")
+    known = aliases.get(plain, plain)
+    if known not in table:
+        raise KeyError(name)
+    return known
 
 
 def has_special_markers(tool_parser: str, reasoning_parser: str) -> bool:
@@ -108,6 +166,9 @@ def has_special_markers(tool_parser: str, reasoning_parser: str) -> bool:
 def tool_format_of(template: str) -> str:
     """The name of the tool format that a chat template uses; empty if it has none that we know."""
     found = next((name for sign, name in _TOOL_SIGNS if sign in template), "")
+    for name, sign, variant in _VARIANTS:
+        if found == name and sign in template:
+            found = variant
     # Llama 4's template of the publisher has no marker of its own: it asks for [func_name(params=value)].
     return found or ("llama4" if "<|header_start|>" in template and "tools" in template else "")
 

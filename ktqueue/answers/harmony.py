@@ -31,6 +31,11 @@ class HarmonyParser:
         """Whether the answer has a tool call."""
         return self._calls > 0
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning."""
+        return self._in_body and self._kind is AnswerReasoning
+
     def push(self, text: str) -> tuple[AnswerPart, ...]:
         """The new parts of the answer."""
         self._buffer += text

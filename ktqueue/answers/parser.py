@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, PythonReader, Types, XmlReader
-from ktqueue.answers.families import REASONING, TOOLS, ReasoningFormat, ToolFormat
+from ktqueue.answers.families import HARMONY, REASONING, TOOLS, ReasoningFormat, ToolFormat
 from ktqueue.answers.harmony import HarmonyParser
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
 
-HARMONY = "harmony"
 TOOL_CALL = "<tool_call>"  # what follows it differs between families
 
 
@@ -23,6 +22,11 @@ class Parser(Protocol):
     @property
     def called(self) -> bool:
         """Whether the answer has a tool call."""
+        ...
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning."""
         ...
 
     def push(self, text: str) -> tuple[AnswerPart, ...]:
@@ -78,6 +82,11 @@ class AnswerParser:
     def called(self) -> bool:
         """Whether the answer has a tool call."""
         return self._calls > 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning."""
+        return self._in_reasoning
 
     def push(self, text: str) -> tuple[AnswerPart, ...]:
         """The new parts of the answer."""

@@ -36,10 +36,9 @@ _LATER_SAMPLING: dict[str, Any] = {
     "include_stop_str_in_output": False,
 }  # fmt: skip
 _LATER_REQUEST: dict[str, Any] = {
-    "chat_template": None, "add_generation_prompt": True, "continue_final_message": False, "suffix": None,
-    "truncate_prompt_tokens": None, "prompt_only": False, "return_prompt": False,
-    "return_pieces": False, "add_special_tokens": None,
-    "grammar": None,
+    "chat_template": None, "add_generation_prompt": True, "continue_final_message": False, "force_thinking": False,
+    "suffix": None, "truncate_prompt_tokens": None, "prompt_only": False, "return_prompt": False,
+    "return_pieces": False, "add_special_tokens": None, "grammar": None,
 }  # fmt: skip
 # Workers of format 1 may ignore these: they concern how the answer is read.
 _READERS_FIELDS: dict[str, Any] = {"tool_parser": "", "reasoning_parser": "", "endpoint": "", "reply_options": {}}

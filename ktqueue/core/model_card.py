@@ -15,6 +15,7 @@ class ModelCard:
     `aliases` are other names under which clients may ask for the model. `sampling_defaults` are values of
     SamplingParams for requests that leave them out, from the model's generation_config.json. `tool_parser` and
     `reasoning_parser` name the formats of its tool calls and reasoning (ktqueue/answers); empty: it has none.
+    `force_thinking`: chats whose request does not say otherwise begin inside the model's reasoning.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelCard:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     tool_parser: str = ""
     reasoning_parser: str = ""
+    force_thinking: bool = False
 
     @property
     def short_digest(self) -> str:

@@ -149,12 +149,12 @@ class GenerationRequest:
     `user` and `metadata` are stored with the job and never interpreted. `webhook` is called when the job ends.
 
     How the prompt is made: `chat_template` replaces the model's own. `add_generation_prompt` begins the assistant's
-    message; `continue_final_message` leaves the last message open instead, so that the answer continues it. `suffix`
-    is the text after the gap that a model with fill-in-the-middle tokens fills. `add_special_tokens`: whether the
-    tokenizer adds its own, such as a first token; None: yes for a prompt, no for messages. Only the last
-    `truncate_prompt_tokens` tokens of the prompt are used. With `return_prompt` the job's first events contain the
-    prompt as text and tokens. With `prompt_only` these are the whole answer, and nothing is computed. With
-    `return_pieces` they contain the bytes of each token too.
+    message; `continue_final_message` leaves the last message open instead, so that the answer continues it. With
+    `force_thinking` the prompt ends inside the model's reasoning. `suffix` is the text after the gap that a model with
+    fill-in-the-middle tokens fills. `add_special_tokens`: whether the tokenizer adds its own, such as a first token;
+    None: yes for a prompt, no for messages. Only the last `truncate_prompt_tokens` tokens of the prompt are used. With
+    `return_prompt` the job's first events contain the prompt as text and tokens. With `prompt_only` these are the whole
+    answer, and nothing is computed. With `return_pieces` they contain the bytes of each token too.
 
     What the answer must be: `grammar` is a Lark grammar in llguidance's dialect, which the answer matches after any
     reasoning. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
@@ -182,6 +182,7 @@ class GenerationRequest:
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    force_thinking: bool = False
     suffix: str | None = None
     truncate_prompt_tokens: int | None = None
     prompt_only: bool = False
@@ -253,7 +254,10 @@ class GenerationRequest:
             raise _refuse("reply_options", self.reply_options, "an object")
 
     def _check_prompt_options(self) -> None:
-        flags = ("add_generation_prompt", "continue_final_message", "prompt_only", "return_prompt", "return_pieces")
+        flags = (
+            "add_generation_prompt", "continue_final_message", "force_thinking", "prompt_only", "return_prompt",
+            "return_pieces",
+        )  # fmt: skip
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true or false")

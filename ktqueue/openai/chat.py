@@ -6,7 +6,7 @@ exactly one chunk per choice with a finish reason.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -16,28 +16,25 @@ from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, TokenLogprob, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
+from ktqueue.openai.chat_prompt import ChatPromptFields
 from ktqueue.openai.choices import Delta, Position
-from ktqueue.openai.common_fields import MAX_ID, CommonFields, FreeObject
+from ktqueue.openai.common_fields import MAX_ID, CommonFields
 from ktqueue.openai.endpoint import Json, ReplyHead
-from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.foreign_fields import translate
-from ktqueue.openai.messages import MAX_MESSAGES, Message, Tool
+from ktqueue.openai.messages import MAX_MESSAGES, Message
 from ktqueue.openai.prompt_reply import prompt_ids, prompt_logprobs
 from ktqueue.openai.tool_calls import parameter_types, tool_call_delta, tool_calls_json
+from ktqueue.openai.tool_choice import ToolFields, offer_tools, old_tools
 from ktqueue.openai.validation import parse
 
 
-class ChatBody(CommonFields):
+class ChatBody(ChatPromptFields, ToolFields, CommonFields):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_ID, description="Preferred over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=128, description="Functions that the model may call.")
-    tool_choice: Literal["none", "auto"] | None = None
-    reasoning_effort: str | None = Field(None, max_length=32, description="Passed to the chat template.")
-    chat_template_kwargs: FreeObject | None = None
 
     def request(self, card: ModelCard | None) -> GenerationRequest:
         """The request that this body asks for. `card`: of the model, if it is known. Raises InvalidRequest."""
@@ -48,12 +45,17 @@ class ChatBody(CommonFields):
                 limit="logprobs: true",
                 value=self.top_logprobs,
             )
-        tools = self._offered_tools(card)
-        tool_parser = card.tool_parser if card and tools else ""
-        reasoning_parser = card.reasoning_parser if card else ""
-        extras = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            extras.setdefault("reasoning_effort", self.reasoning_effort)
+        tools, choice = old_tools(self)
+        offered = offer_tools(
+            tools,
+            choice,
+            card,
+            parallel=self.parallel_tool_calls is not False and not self.has_old_functions,
+            answer=self.answer_grammar(),
+            field="functions" if self.has_old_functions else "tools",
+        )
+        force_thinking = bool(card and card.force_thinking) if self.force_think is None else self.force_think
+        reasoning_parser = (card.reasoning_parser if card else "") or ("think" if force_thinking else "")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return GenerationRequest(
             model=self.model,
@@ -62,42 +64,35 @@ class ChatBody(CommonFields):
                 card,
                 max_tokens=max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-                special_tokens=has_special_markers(tool_parser, reasoning_parser),
+                special_tokens=has_special_markers(offered.parser, reasoning_parser),
             ),
             job_class=self.class_of_job(),
             priority=self.priority or 0,
             expires_in=self.expires_in,
-            chat_template_kwargs=extras,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.template_values(),
+            add_generation_prompt=self.begins_message,
+            continue_final_message=bool(self.continue_final_message),
+            force_thinking=force_thinking,
             user=self.user,
             metadata=self.metadata or {},
             add_special_tokens=self.add_special_tokens,
             truncate_prompt_tokens=self.truncation(card, max_tokens),
             return_prompt=bool(self.return_token_ids),
-            grammar=self.answer_grammar(),
-            reply_options=self.reply_options() | ({"types": types} if (types := parameter_types(tools)) else {}),
-            tools=tools,
-            tool_parser=tool_parser,
+            grammar=offered.grammar,
+            reply_options=self._all_options(offered.tools),
+            tools=offered.tools,
+            tool_parser=offered.parser,
             reasoning_parser=reasoning_parser,
         )
 
-    def _offered_tools(self, card: ModelCard | None) -> tuple[Json, ...]:
-        """The tools that the model may call. Raises UnsupportedParameter if we could not read its calls."""
-        if self.tool_choice not in (None, "none") and not self.tools:
-            raise InvalidRequest(
-                "tool_choice is allowed only beside tools",
-                param="tool_choice",
-                limit="tools",
-                value=str(self.tool_choice),
-            )
-        if not self.tools or self.tool_choice == "none":
-            return ()
-        if card is not None and not card.tool_parser:
-            raise UnsupportedParameter(
-                f"the model {card.name} cannot call tools: its chat template has no format of tool calls that is known",
-                param="tools",
-                limit="another model, or --tool-call-parser of its worker",
-            )
-        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
+    def _all_options(self, tools: Sequence[Json]) -> Json:
+        options = {**self.reply_options(), **self.reasoning_options()}
+        if types := parameter_types(tools):
+            options["types"] = types
+        if self.has_old_functions:
+            options["old_functions"] = True
+        return options
 
     def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
         """`request` as a tuple. Raises InvalidRequest."""
@@ -151,13 +146,16 @@ class ChatReply:
             yield self._chunk(delta.index, self._part(delta.index, part), logprobs, **ids)
             logprobs, ids = None, {}
         if delta.finish_reason is not None:
-            yield self._chunk(delta.index, {}, logprobs, _finish_reason(delta), **ids)
+            yield self._chunk(delta.index, {}, logprobs, self._finish_reason(delta), **ids)
 
     def _part(self, choice: int, part: AnswerPart) -> Json:
         if isinstance(part, AnswerText):
             return {"content": part.text}
         if isinstance(part, AnswerReasoning):
             return {"reasoning_content": part.text}
+        if self.head.wants("old_functions"):
+            name = {"name": part.name} if part.name else {}
+            return {"function_call": {**name, "arguments": part.arguments}}
         return {"tool_calls": [tool_call_delta(choice, part, self.head.id)]}
 
     def _message(self, choice: Delta) -> Json:
@@ -169,9 +167,16 @@ class ChatReply:
         }
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
-        if calls:
+        if calls and self.head.wants("old_functions"):
+            message["function_call"] = calls[0]["function"]
+        elif calls:
             message["tool_calls"] = calls
         return message
+
+    def _finish_reason(self, choice: Delta) -> str | None:
+        if choice.called and choice.finish_reason is FinishReason.STOP:
+            return "function_call" if self.head.wants("old_functions") else "tool_calls"
+        return choice.finish_reason
 
     def last_chunks(self, usage: Usage) -> Iterator[Json]:
         """A chunk with token counts and no choices."""
@@ -186,7 +191,7 @@ class ChatReply:
                 "logprobs": (self._logprobs(choice.positions) or {"content": [], "refusal": None})
                 if self.head.logprobs
                 else None,
-                "finish_reason": _finish_reason(choice),
+                "finish_reason": self._finish_reason(choice),
                 **self._ids(choice),
             }
             for choice in choices
@@ -194,10 +199,6 @@ class ChatReply:
         prompt = choices[0].prompt
         more = {**prompt_ids(self.head, prompt), **prompt_logprobs(self.head, prompt)}
         return {**self.head.body("chat.completion", listed), "usage": self.head.usage(usage), **more}
-
-
-def _finish_reason(choice: Delta) -> str | None:
-    return "tool_calls" if choice.called and choice.finish_reason is FinishReason.STOP else choice.finish_reason
 
 
 def _chat_token(token: TokenLogprob, text: str) -> Json:

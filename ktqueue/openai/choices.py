@@ -60,8 +60,9 @@ def token_text(token: TokenLogprob) -> str:
 
 def parser_of(request: GenerationRequest, opening: str) -> Parser | None:
     """The parser of a request's answers; None if they are nothing but text."""
-    types = request.reply_options.get("types", {})
-    return make_parser(request.tool_parser, request.reasoning_parser, types, opening)
+    options = request.reply_options
+    reasoning = "" if options.get("raw_reasoning") else request.reasoning_parser
+    return make_parser(request.tool_parser, reasoning, options.get("types", {}), opening)
 
 
 class Choice:
@@ -96,12 +97,14 @@ class Choice:
             if event.text:
                 self._parts.append(AnswerText(event.text))
         else:
+            was_reasoning = self._parser.is_reasoning
             parts = self._parser.push(event.text)
-            if any(isinstance(part, AnswerReasoning) for part in parts):
+            if was_reasoning or any(isinstance(part, AnswerReasoning) for part in parts):
                 self.reasoning_tokens += len(event.token_ids)
-            self._parts += parts
             if event.finish_reason is not None:
-                self._parts += self._parser.finish()
+                parts += self._parser.finish()
+            is_hidden = self._request.reply_options.get("hidden_reasoning")
+            self._parts += [part for part in parts if not (is_hidden and isinstance(part, AnswerReasoning))]
         remaining = len(event.logprobs) if event.finish_reason is not None else 0
         for position in event.logprobs:
             remaining -= 1  # the last token also gets the replacement of an unfinished character

@@ -94,14 +94,12 @@ ALIASES: Mapping[str, str] = {
 _IDS = "no answer depends on it"
 _SPEED = "it asks for speed, no answer depends on it"
 _KEPT, _PART = "the prompt is always kept whole", "it means something only beside a field that is refused"
-_CALLS, _TOOLS = "no tools are called", "tool calls are not served"
+_TOOLS, _CHATS = "use tools", "use /v1/chat/completions"
 _FORMAT, _BIAS = "use response_format, structured_outputs or tools", "use logit_bias"
 _SAMPLER, _PENALTY = "use top_p or min_p", "use repetition_penalty, presence_penalty or frequency_penalty"
-_TEMPLATE = "use chat_template_kwargs, which the chat template reads"
 _BEAMS, _UNCUT, _LOGPROBS = "there is no beam search", "use truncate_prompt_tokens", "use logprobs"
 _DRY = "there is no DRY sampling: use repetition_penalty"
 _RANGE = "penalties look at the whole text"
-_REASONING = "reasoning is part of the text"
 
 HINTS: Mapping[str, str] = {
     **dict.fromkeys(("safety_identifier", "request_id", "rid", "store"), _IDS),
@@ -113,8 +111,6 @@ HINTS: Mapping[str, str] = {
         _SPEED,
     ),
     **dict.fromkeys(("n_keep", "num_keep", "n_discard"), _KEPT),
-    "parallel_tool_calls": _CALLS,
-    "stream_reasoning": _REASONING,
     "guided_decoding_backend": "there is one way to constrain answers",
     **dict.fromkeys(
         (
@@ -128,8 +124,6 @@ HINTS: Mapping[str, str] = {
 
 REFUSED: Mapping[str, FieldRefusal] = {
     # Tools, and other answers than plain text
-    "functions": _empty(_TOOLS),
-    "function_call": _only("none", advice=_TOOLS),
     "tool_prompt": _empty(_TOOLS),
     "format": _empty(_FORMAT),
     "structural_tag": _empty(_FORMAT),
@@ -143,21 +137,14 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "verbosity": _only("medium", advice="say in the prompt how long the answer should be"),
     # How the prompt is read
     "add_bos_token": _only(True, advice="use add_special_tokens"),
-    "add_generation_prompt": _only(True, advice="a new message is always begun"),
-    "chat_template": _empty("the model's own is used"),
-    "continue_final_message": _empty("a new message is always begun"),
     "documents": _empty("give them in chat_template_kwargs"),
-    "enable_thinking": _absent(_TEMPLATE),
     "negative_prompt": _empty("there is no guidance"),
     "num_ctx": _absent("the server's max_model_len is the context"),
     "options": _empty("give its fields in the body itself"),
     "prompt_embeds": _empty("send text or token ids"),
     "raw": _empty("use /v1/completions"),
-    "reasoning": _empty("use reasoning_effort or chat_template_kwargs"),
     "return_full_text": _empty("use echo in /v1/completions"),
-    "template": _empty("the model's own is used"),
-    "think": _absent(_TEMPLATE),
-    "thinking": _absent(_TEMPLATE),
+    "template": _empty("use chat_template"),
     "token_healing": _empty("prompts are taken as they are"),
     "truncate": _absent(_UNCUT),
     "truncation": _only("disabled", advice=_UNCUT),
@@ -217,9 +204,6 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "thinking_token_budget": _empty("use max_completion_tokens"),
     "thinking_budget": _empty("use max_completion_tokens"),
     "no_stop_trim": _empty("use include_stop_str_in_output"),
-    "include_reasoning": _only(True, advice=_REASONING),
-    "separate_reasoning": _only(False, advice=_REASONING),
-    "reasoning_format": _only("none", advice=_REASONING),
     "n_probs": _only(0, advice=_LOGPROBS),
     "post_sampling_probs": _empty(_LOGPROBS),
     "return_logprob": _empty(_LOGPROBS),
@@ -250,9 +234,18 @@ REFUSED_IN_CHATS: Mapping[str, FieldRefusal] = {
 
 
 REFUSED_IN_COMPLETIONS: Mapping[str, FieldRefusal] = {
-    "tools": FieldRefusal('empty, or `tool_choice` is `"none"`', _offers_no_tools, "use /v1/chat/completions"),
-    "tool_choice": _only("none", advice="use /v1/chat/completions"),
-}
+    "tools": FieldRefusal('empty, or `tool_choice` is `"none"`', _offers_no_tools, _CHATS),
+    "functions": FieldRefusal('empty, or `tool_choice` is `"none"`', _offers_no_tools, _CHATS),
+    "tool_choice": _only("none", advice=_CHATS),
+    "function_call": _only("none", advice=_CHATS),
+    **dict.fromkeys(
+        (
+            "chat_template", "chat_template_kwargs", "continue_final_message", "enable_thinking", "force_think",
+            "reasoning", "reasoning_effort", "think", "thinking",
+        ),
+        _empty(_CHATS),
+    ),
+}  # fmt: skip
 
 
 def translate(body: Body, *, chat: bool) -> tuple[dict[str, Any], dict[str, str]]:

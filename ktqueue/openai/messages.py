@@ -1,7 +1,8 @@
 """Chat messages: validated, then translated to the plain form that chat templates read.
 
 Content parts of type text become one string, and the role `developer` becomes `system`. The arguments of tool calls are
-JSON in a string over HTTP, and become objects, as templates expect.
+JSON in a string over HTTP, and become objects, as templates expect. OpenAI's old messages about functions become tool
+calls and tool results. Roles of other names are left to the template.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,7 +15,9 @@ from ktqueue.openai.validation import must_be
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 1024  # of one message
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Role = Annotated[str, Field(min_length=1, max_length=64)]
+
+_ROLES = {"developer": "system", "function": "tool"}
 
 
 class TextPart(BaseModel):
@@ -83,8 +86,9 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same as reasoning_content.")
+    function_call: FunctionCall | None = Field(None, description="Old form of tool_calls.")
     # Fields of OpenAI and others whose content would not reach the prompt.
-    function_call: NotSupported = None
     refusal: NotSupported = None
     audio: NotSupported = None
     images: NotSupported = None
@@ -95,12 +99,19 @@ class Message(BaseModel):
         text = self.content
         if isinstance(text, list):
             text = "\n".join(part.text for part in text)
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text or ""}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if getattr(self, name) is not None:
-                message[name] = getattr(self, name)
-        if self.tool_calls:
-            message["tool_calls"] = [_plain_call(call) for call in self.tool_calls]
+        role = _ROLES.get(self.role, self.role)
+        message: dict[str, Any] = {"role": role, "content": text or ""}
+        values = (
+            ("name", self.name),
+            ("tool_call_id", self.name if self.role == "function" else self.tool_call_id),
+            ("reasoning_content", self.reasoning if self.reasoning_content is None else self.reasoning_content),
+        )
+        message |= {name: value for name, value in values if value is not None}
+        calls = list(self.tool_calls or ())
+        if self.function_call is not None:
+            calls.append(ToolCall(id=self.function_call.name, function=self.function_call))
+        if calls:
+            message["tool_calls"] = [_plain_call(call) for call in calls]
         return message
 
 
@@ -112,6 +123,7 @@ class FunctionDefinition(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="true: arguments match the schema.")
 
 
 class ToolDefinition(BaseModel):

@@ -32,6 +32,12 @@ class PromptTokensDetails(_Shape):
     cached_tokens: int
 
 
+class CompletionTokensDetails(_Shape):
+    """Parts of the answer's tokens."""
+
+    reasoning_tokens: int
+
+
 class UsageTimings(_Shape):
     """Seconds of a job in each part."""
 
@@ -48,6 +54,7 @@ class CompletionUsage(_Shape):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
     timings: UsageTimings | None = None
 
 
@@ -83,12 +90,33 @@ class PromptLogprob(_Shape):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, null for the first token
 
 
+class CalledFunction(_Shape):
+    """A function that the model calls, with arguments in JSON."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(_Shape):
+    """A tool call of the model."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(_Shape):
-    """The message of the model."""
+    """The message of the model. `function_call` is the old form of `tool_calls`."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCall] = []
+    function_call: CalledFunction | None = None
+
+
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatChoice(_Shape):
@@ -97,7 +125,7 @@ class ChatChoice(_Shape):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: ChatFinishReason
     token_ids: list[int] = []
 
 
@@ -115,11 +143,30 @@ class ChatCompletion(_Shape):
     prompt_logprobs: PromptLogprobs = []
 
 
+class FunctionDelta(_Shape):
+    """A piece of a call: the name first, then pieces of the arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(_Shape):
+    """A piece of the tool call with this index. `id` and `type` are in its first piece."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(_Shape):
-    """New content: the role in a choice's first chunk, then text, nothing in its last chunk."""
+    """New content: the role in a choice's first chunk, then text, reasoning or calls, nothing in its last chunk."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] = []
+    function_call: FunctionDelta | None = None
 
 
 class ChatChunkChoice(_Shape):
@@ -128,7 +175,7 @@ class ChatChunkChoice(_Shape):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: ChatFinishReason | None
     token_ids: list[int] = []
 
 

@@ -9,7 +9,7 @@ TEMPLATES, ADMISSION = "tests/loading/tokenizer/test_template_process.py", "test
 HTTP_REQUESTS: dict[str, Mutation] = {
     "tools are dropped": Mutation(
         "tools are refused by name for a model whose calls cannot be read",
-        "ktqueue/openai/chat.py",
+        "ktqueue/openai/tool_choice.py",
         "if card is not None and not card.tool_parser:",
         "if False:",
         (f"{FIELDS}::test_tools_are_refused_for_a_model_whose_calls_cannot_be_read",),
@@ -17,7 +17,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
     "a template drops tools": Mutation(
         "tools and their calls reach the prompt or are refused",
         "ktqueue/loading/tokenizer/chat_template.py",
-        "            return self._render(messages, tools, names) == text\n",
+        "            return self._render(conversation) == text\n",
         "            return False\n",
         (f"{TEMPLATES}::test_tools_that_the_template_leaves_out_are_refused",),
     ),

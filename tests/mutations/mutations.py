@@ -10,6 +10,7 @@ from operation import OPERATION
 from prompts import PROMPTS
 from stored_jobs import STORED_JOBS
 from structured_output import STRUCTURED_OUTPUT
+from tools import TOOLS
 from upgrades import UPGRADES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
@@ -395,4 +396,5 @@ MUTATIONS: dict[str, Mutation] = {
     **OPERATION,
     **STORED_JOBS,
     **STRUCTURED_OUTPUT,
+    **TOOLS,
 }

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from ktqueue.answers.grammar import GrammarCompiler
 from ktqueue.answers.grammar_process import GrammarProcesses
+from ktqueue.answers.opening import begun_reasoning, opening_of
+from ktqueue.answers.tool_grammar import after_reasoning, with_special_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.loading.tokenizer.template_process import TemplateProcesses
@@ -19,27 +21,44 @@ class RequestEncoder:
     def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._templates = None if tokenizer.template is None else TemplateProcesses(tokenizer.template)
+        self._templates = TemplateProcesses(tokenizer.template)
         self._grammars = GrammarProcesses()
         # Not made for the first grammar only: with 150,000 tokens it takes a second, in which no step could run.
         self._compiler = GrammarCompiler(tokenizer, tokenizer.encode_plain)
 
     def start(self) -> None:
         """Start a process for the first chat, without waiting for it."""
-        if self._templates is not None:
+        if self._tokenizer.template is not None:
             self._templates.start()
 
     def __call__(self, request: GenerationRequest) -> EncodedPrompt:
         """The prompt of a request, with its grammar if it has one. Raises InvalidRequest that names the field."""
-        render = None if self._templates is None else self._templates.render
-        prompt = self._tokenizer.encode_request(request, max_model_len=self._max_model_len, render=render)
+        prompt = self._tokenizer.encode_request(request, max_model_len=self._max_model_len, render=self._render)
+        if request.messages is not None and (request.tool_parser or request.reasoning_parser):
+            prompt = replace(prompt, opening=_opening(request, prompt.text))
         if request.grammar is None:
             return prompt
-        self._grammars.check(request.grammar)
-        return replace(prompt, matcher=self._compiler.compile(request.grammar))
+        grammar = after_reasoning(request.grammar, request.reasoning_parser, prompt.opening)
+        grammar = with_special_tokens(grammar, self._tokenizer.special_tokens)
+        self._grammars.check(grammar)
+        return replace(prompt, matcher=self._compiler.compile(grammar))
+
+    def _render(self, request: GenerationRequest) -> str:
+        if self._tokenizer.template is None and request.chat_template is None:
+            return self._tokenizer.render(request)  # raises
+        prompt = self._templates.render(request)
+        return begun_reasoning(prompt, request.reasoning_parser) if request.force_thinking else prompt
 
     def close(self) -> None:
         """End the processes."""
         self._grammars.close()
-        if self._templates is not None:
-            self._templates.close()
+        self._templates.close()
+
+
+def _opening(request: GenerationRequest, prompt: str) -> str:
+    if not request.continue_final_message:
+        return opening_of(prompt, request.reasoning_parser)
+    last = (request.messages or ({},))[-1]
+    content = last.get("content")
+    text = content if isinstance(content, str) else ""
+    return opening_of(prompt, request.reasoning_parser, text, str(last.get("reasoning_content") or ""))

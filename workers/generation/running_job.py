@@ -53,6 +53,7 @@ class RunningJob:
         self._written_characters = sum(len(part.text) for part in written)
         self._unfinished_choices = {i for i in choices if finish_reasons[i] is None}
         self._has_tokens = False  # from this worker
+        self._is_opened = self.resumed  # whether the opening of the answer is in the journal
         self._completion_tokens = sum(len(choice_ids) for choice_ids in ids)
 
     @property
@@ -80,6 +81,9 @@ class RunningJob:
         ):
             return None
         self.ended = output.request_done
+        opening = ""
+        if output.token_ids and not self._is_opened:
+            self._is_opened, opening = True, self.prompt.opening
         return TokenEvent(
             seq=self._next_seq(),
             index=output.index,
@@ -90,6 +94,7 @@ class RunningJob:
             finish_reason=output.finish_reason,
             state=JobState.DONE if output.request_done else None,
             usage=self._with_timings(output.usage or self.usage()) if output.request_done else None,
+            opening=opening,
         )
 
     def tokenised(self, prompt: EncodedPrompt) -> None:

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from ktqueue.answers.families import reasoning_format_of, tool_format_of
+from ktqueue.answers.families import REASONING, TOOLS, reasoning_parser_named, tool_parser_named
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.model_card import ModelCard
@@ -158,8 +158,9 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         quantization=model.card_facts.quantization,
         max_num_seqs=config.max_num_seqs,
         longest_token=tokenizer.longest_token,
-        tool_parser=tool_format_of(tokenizer.chat_template or ""),
-        reasoning_parser=reasoning_format_of(tokenizer.chat_template or ""),
+        tool_parser=tool_parser_named(config.tool_call_parser, tokenizer.chat_template or ""),
+        reasoning_parser=reasoning_parser_named(config.reasoning_parser, tokenizer.chat_template or ""),
+        force_thinking=config.force_think,
         sampling_defaults=sampling_defaults(config.model) if config.generation_config == "auto" else {},
     )
     return Built(engine, tokenizer, card, model, resolved)
@@ -278,11 +279,24 @@ def _check(config: EngineConfig) -> None:
     if len(names) > MAX_NAMES or len(set(names)) < len(names) or not all(0 < len(name) <= 256 for name in names):
         wanted = f"at most {MAX_NAMES} different names of 1 to 256 characters"
         raise _wrong("served_model_name", ",".join(names), wanted, MAX_NAMES)
+    _check_parsers(config)
     try:
         native.isa()
     except ValueError as error:
         raise ConfigError(str(error), param="KTQUEUE_ISA") from error
     check_device_is_here(config.device)
+
+
+def _check_parsers(config: EngineConfig) -> None:
+    try:
+        tool_parser_named(config.tool_call_parser, "")
+    except KeyError:
+        raise _wrong("tool_call_parser", config.tool_call_parser, f"auto, none, {', '.join(TOOLS)}", "auto") from None
+    try:
+        reasoning_parser_named(config.reasoning_parser, "")
+    except KeyError:
+        wanted = f"auto, none, {', '.join(REASONING)}"
+        raise _wrong("reasoning_parser", config.reasoning_parser, wanted, "auto") from None
 
 
 def _wrong(name: str, value: float | str, wanted: str, limit: float | str) -> ConfigError:

@@ -44,6 +44,30 @@ class EngineConfig:
         flags=("--generation-config",),
         panel="Engine",
     )
+    tool_call_parser: str = setting(
+        "auto",
+        "Format of the model's tool calls: auto (as its chat template shows), none, or a name.",
+        details="Names are those of `ktqueue/answers/families.py`, such as `tool_call` (Hermes, Qwen) or `llama3`; "
+        "names of vLLM and SGLang are understood too.",
+        flags=("--tool-call-parser",),
+        metavar="NAME",
+        panel="Engine",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "Format of the model's reasoning: auto (as its chat template shows), none, or a name.",
+        details="Names are `think`, `kimi`, `mistral`, `seed` and `harmony`; names of vLLM and SGLang are known too.",
+        flags=("--reasoning-parser",),
+        metavar="NAME",
+        panel="Engine",
+    )
+    force_think: bool = setting(
+        False,
+        "Begin the answer of every chat inside the model's reasoning.",
+        details="A request's `force_think` comes first.",
+        flags=("--force-think",),
+        panel="Engine",
+    )
     rules: str | None = setting(
         None,
         "Rules that replace modules: a YAML file, or a shipped one by name.",

@@ -10,7 +10,8 @@ class EncodedPrompt:
     """The prompt's token ids, and its text, which is empty if the request has token ids and wants no text.
 
     `bad_words`: token ids of each spelling of the words that must not appear in the answer. `pieces`: bytes of each
-    token, if the request wants them. `matcher`: at the beginning of the grammar that the answer must match.
+    token, if the request wants them. `matcher`: at the beginning of the grammar that the answer must match. `opening`:
+    the beginning of the answer that the prompt already contains, if readers of the answer must know it.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -18,3 +19,4 @@ class EncodedPrompt:
     bad_words: tuple[tuple[int, ...], ...] = ()
     pieces: tuple[bytes, ...] = ()
     matcher: Matcher | None = None
+    opening: str = ""

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, BinaryIO, NoReturn
 
 from ktqueue.core.codec import CodecError, dumps, loads
-from ktqueue.core.errors import InvalidRequest, KtqueueError
+from ktqueue.core.errors import CheckpointError, InvalidRequest, KtqueueError
 from ktqueue.core.line_process import MEMORY_BYTES, LineProcess, LineProcesses, NoAnswer, NotStarted, limit_process
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
@@ -30,12 +30,13 @@ class TemplateFailed(KtqueueError):
 class TemplateProcesses:
     """One process per thread that renders at the same time. They are kept until `close`.
 
-    `wall_seconds` limit one rendering.
+    `template`: the model's own, if it has one. `wall_seconds` limit one rendering.
     """
 
-    def __init__(self, template: ChatTemplate, wall_seconds: float = WALL_SECONDS) -> None:
+    def __init__(self, template: ChatTemplate | None, wall_seconds: float = WALL_SECONDS) -> None:
         self._wall_seconds = wall_seconds
-        first_line = dumps({"source": template.source, "special": template.special}) + b"\n"
+        source, special = (template.source, template.special) if template else ("", {})
+        first_line = dumps({"source": source, "special": special}) + b"\n"
         self._processes = LineProcesses(lambda: LineProcess(MODULE, first_line))
 
     def start(self) -> None:
@@ -45,7 +46,7 @@ class TemplateProcesses:
     def render(self, request: GenerationRequest) -> str:
         """Return the prompt text of a request with messages. Raises InvalidRequest, also if a limit is reached."""
         try:
-            line = dumps([request.messages, request.tools, request.chat_template_kwargs]) + b"\n"
+            line = dumps([request.chat_template, *render_arguments(request)]) + b"\n"
         except TypeError as error:
             raise InvalidRequest(f"the messages cannot be written as JSON: {error}", param="messages") from error
         try:
@@ -68,6 +69,23 @@ class TemplateProcesses:
         self._processes.close()
 
 
+def render_arguments(request: GenerationRequest) -> tuple[Any, Any, Any, dict[str, bool]]:
+    """The arguments of `ChatTemplate.render` for a request: the last are by keyword."""
+    options = {
+        "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
+    }
+    return request.messages, request.tools, request.chat_template_kwargs, options
+
+
+def other_template(template: ChatTemplate | None, source: str) -> ChatTemplate:
+    """The template of a request, with the special tokens of the model's own, if there is one. Raises InvalidRequest."""
+    try:
+        return ChatTemplate(source, template.special if template else {}, "the request")
+    except CheckpointError as error:
+        raise InvalidRequest(str(error), param="chat_template") from error
+
+
 class _Late(BaseException):
     """The time limit is reached. Not an Exception, so that a template's own handlers do not catch it."""
 
@@ -77,8 +95,10 @@ def _answer(template: ChatTemplate, line: bytes) -> bytes:
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS)
         try:
-            messages, tools, kwargs = loads(line)
-            return dumps({"text": template.render(messages, tools, kwargs)})
+            source, messages, tools, kwargs, options = loads(line)
+            if source is not None:
+                template = other_template(template, source)
+            return dumps({"text": template.render(messages, tools, kwargs, **options)})
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _Late:

@@ -1,7 +1,8 @@
 """The tokenizer of a model, from a Hugging Face folder or a GGUF file alone: text to token ids, token ids to bytes."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from ktqueue.core.prompt_size import check_text, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.gguf.checkpoint import read_parts
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, from_metadata
-from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
+from ktqueue.loading.model_path import DEMO, SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.synthetic.checkpoint import synthetic_vocabulary
 from ktqueue.loading.tokenizer import files, library
 from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.loading.tokenizer.fill_in_middle import GapTokens, gap_tokens
+from ktqueue.loading.tokenizer.template_process import other_template, render_arguments
 
+DEMO_TEMPLATE = Path(__file__).parents[2] / "demo" / "chat_template.jinja"  # has tools, which the model's file has not
 CHARACTERS_PER_TOKEN = 6  # of the beginning that is checked; plain text has three to five
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -81,6 +84,11 @@ class Tokenizer:
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of `text` alone, without the special tokens at the beginning of a prompt."""
         return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of special tokens, which plain text never makes, by how they are spelled."""
+        return {self._tokens[i]: i for i, kind in enumerate(self._kinds) if kind == TokenKind.CONTROL}
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -174,9 +182,14 @@ class Tokenizer:
 
     def render(self, request: GenerationRequest) -> str:
         """Return the prompt text of a request with messages. Raises InvalidRequest."""
-        if self._template is None:
+        messages, tools, kwargs, options = render_arguments(request)
+        if request.chat_template is not None:
+            template = other_template(self._template, request.chat_template)
+        elif self._template is not None:
+            template = self._template
+        else:
             raise InvalidRequest("the model has no chat template: send prompt instead of messages", param="messages")
-        return self._template.render(request.messages or (), request.tools, request.chat_template_kwargs)
+        return template.render(messages or (), tools, kwargs, **options)
 
     def _check_in_vocabulary(self, ids: list[int], param: str) -> list[int]:
         """Check the ids against `size`: some tokenizers have more tokens than their model."""
@@ -228,12 +241,17 @@ def load_tokenizer(path: str) -> Tokenizer:
     if path.startswith(SYNTHETIC_PREFIX):
         return from_data(synthetic_vocabulary(path), path)
     found = resolve(path)
-    return _from_folder(found) if found.is_dir() else _from_gguf(found)
+    if found.is_dir():
+        return _from_folder(found)
+    return _from_gguf(found, DEMO_TEMPLATE.read_text(encoding="utf-8") if path == DEMO else None)
 
 
-def _from_gguf(path: Path) -> Tokenizer:
+def _from_gguf(path: Path, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a file. `chat_template` replaces that of the file."""
     parts = read_parts(path)
     data = from_metadata(parts[0].metadata, str(path))
+    if chat_template is not None:
+        data = replace(data, chat_template=chat_template)
     for rows in (info.shape[0] for part in parts for info in part.tensors if info.name == "token_embd.weight"):
         if rows < len(data.tokens):
             raise CheckpointError(f"{path}: {len(data.tokens)} tokens, but 'token_embd.weight' has {rows} rows")

@@ -173,3 +173,73 @@ def test_a_template_works_on_copies() -> None:
 def test_a_template_that_does_not_parse_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"some.gguf: the chat template does not parse"):
         ChatTemplate("{% if %}", SPECIAL, "some.gguf")
+
+
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
+]
+
+
+@pytest.mark.parametrize("arguments", ["f.arguments | tojson", "'' + f.arguments"])
+@pytest.mark.parametrize("condition", ["m.tool_calls", "m.content is none", "m.tool_calls and m.content is not none"])
+def test_tool_calls_are_spelled_as_the_template_expects(arguments: str, condition: str) -> None:
+    source = (
+        "{% for m in messages %}{% if CONDITION %}{% set f = m.tool_calls[0].function %}({{ f.name }} {{ ARGUMENTS }})"
+        "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+    )
+    source = source.replace("CONDITION", condition).replace("ARGUMENTS", arguments)
+    assert ChatTemplate(source, SPECIAL, "test").render(CALLED) == '[Hi](weather {"city": "Köln"})[rain]'
+
+
+def test_ids_of_calls_have_the_length_that_a_template_asks_for() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+        "{{ raise_exception('nine characters') }}{% endif %}{{ c.id }}{% endfor %}"
+        "{% if m.role == 'tool' %}={{ m.tool_call_id }}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    called, result = ChatTemplate(source, SPECIAL, "test").render(CALLED).split("=")
+    assert len(called) == 9 and result == f"{called}rain"
+
+
+def test_reasoning_is_thinking_where_the_template_calls_it_so() -> None:
+    messages = [{"role": "assistant", "content": "x", "reasoning_content": "Hm"}]
+    assert _render(messages, "{{ messages[0].thinking }}") == "Hm"
+
+
+def test_an_unknown_role_reaches_the_prompt_or_is_refused() -> None:
+    messages = [{"role": "critic", "content": "Bad"}]
+    assert _render(messages) == "[Bad]"
+    with pytest.raises(InvalidRequest, match="does not know the role") as caught:
+        _render([{"role": "user", "content": "x"}, *messages], "{{ messages[0].content }}")
+    assert caught.value.param == "messages[1].content"
+
+
+@pytest.mark.parametrize("content", ["Once upon", "Once upon ", " Once\n", "a"])
+@pytest.mark.parametrize("shown", ["m.content", "m.content | trim"])
+def test_the_last_message_is_continued_as_by_transformers(content: str, shown: str) -> None:
+    source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ {shown} }}}}<|end|>{{% endfor %}}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    got = ChatTemplate(source, SPECIAL, "test").render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    wanted = render_jinja_template(
+        [messages], chat_template=source, continue_final_message=True, add_generation_prompt=False
+    )
+    assert got == wanted[0][0]
+
+
+def test_a_message_that_cannot_be_continued_is_refused() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content[:2] }}{% endfor %}", SPECIAL, "test")
+    for last in ({"role": "assistant", "content": "long"}, {"role": "assistant", "content": ""}, CALLED[1]):
+        with pytest.raises(InvalidRequest) as caught:
+            template.render([last], add_generation_prompt=False, continue_final_message=True)
+        assert caught.value.param == "continue_final_message"
+
+
+def test_reasoning_is_continued_if_there_is_no_content() -> None:
+    source = "{% for m in messages %}<think>{{ m.reasoning_content }}</think>{{ m.content }}{% endfor %}"
+    messages = [{"role": "assistant", "content": "", "reasoning_content": "Well"}]
+    template = ChatTemplate(source, SPECIAL, "test")
+    assert template.render(messages, add_generation_prompt=False, continue_final_message=True) == "<think>Well"

@@ -1,0 +1,163 @@
+"""Grammars of tool calls allow exactly what the parser of the same family reads as calls."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ktqueue.answers.families import REASONING, TOOLS
+from ktqueue.answers.grammar import GrammarFailed, Matcher, byte_compiler
+from ktqueue.answers.parser import make_parser
+from ktqueue.answers.parts import AnswerText, AnswerToolCall, joined
+from ktqueue.answers.tool_grammar import STYLES, Function, after_reasoning, tool_grammar, with_special_tokens
+from ktqueue.openai.json_schema import lark_of_schema
+
+WEATHER = Function(
+    "weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+        },
+        "required": ["city", "days", "unit"],
+        "additionalProperties": False,
+    },
+)
+TIME = Function("time", {"type": "object", "properties": {}})
+TYPES = {"weather": {"city": "string", "unit": "string"}}
+
+
+def json_lark(schema: Any, name: str) -> str:
+    return lark_of_schema(schema, name)
+
+
+def grammar_for(family: str, *, forced: bool = True, several: bool = False, answer: str | None = None) -> str:
+    grammar = tool_grammar([WEATHER, TIME], family, json_lark, forced=forced, several=several, answer=answer)
+    assert grammar is not None
+    return grammar
+
+
+def walk(grammar: str, text: str) -> Matcher:
+    matcher = byte_compiler().compile(grammar)
+    for byte in text.encode():
+        matcher.consume(byte)
+    return matcher
+
+
+def matches(grammar: str, text: str) -> bool:
+    try:
+        return walk(grammar, text).is_accepting
+    except GrammarFailed:
+        return False
+
+
+def written(family: str, calls: int = 1) -> str:
+    """Calls of `weather` as the family writes them."""
+    style = STYLES[family]
+    values: dict[str, Any] = {"city": "Köln", "days": 3, "unit": "C"}
+    if style.parameter:
+        texts = []
+        for key, value in values.items():
+            mark = style.string_mark if isinstance(value, str) else style.json_mark
+            texts.append(f"{style.parameter}{key}{mark}{style.parameter_middle}{value}{style.parameter_end}")
+        arguments = "".join(texts)
+    else:
+        arguments = json.dumps(values, ensure_ascii=False)
+    call = f"{style.start}weather{style.middle}{arguments}{style.end}".replace("\0", "0")
+    return style.opening + style.separator.join([call] * calls) + style.closing
+
+
+@pytest.mark.parametrize("family", list(STYLES))
+def test_a_forced_call_is_read_as_it_was_written(family: str) -> None:
+    text = written(family)
+    grammar = grammar_for(family)
+    assert matches(grammar, text)
+    assert not matches(grammar, "It is sunny.")
+    assert not matches(grammar, text.replace("weather", "wether"))
+    assert not matches(grammar, text.replace("3", "three"))
+    if STYLES[family].many:
+        assert not matches(grammar, written(family, 2))
+        assert matches(grammar_for(family, several=True), written(family, 2))
+    parser = make_parser(family, "", TYPES, "")
+    assert parser is not None
+    parts = joined([*parser.push(text), *parser.finish()])
+    assert [type(part) for part in parts] == [AnswerToolCall]
+    call = parts[0]
+    assert isinstance(call, AnswerToolCall)
+    assert call.name == "weather"
+    assert json.loads(call.arguments) == {"city": "Köln", "days": 3, "unit": "C"}
+
+
+@pytest.mark.parametrize("family", list(STYLES))
+def test_a_free_answer_is_text_or_a_call_after_text(family: str) -> None:
+    grammar = grammar_for(family, forced=False)
+    final = "<|channel|>final<|message|>" if family == "harmony" else ""
+    assert matches(grammar, f"{final}It is <sunny> [today].")
+    assert matches(grammar, written(family))
+    assert not matches(grammar, written(family).replace("3", "three"))
+    if not STYLES[family].start.startswith(("{", "<|channel|>")) or STYLES[family].opening:
+        assert matches(grammar, f"I look.\n{written(family)}")
+
+
+@pytest.mark.parametrize("family", list(STYLES))
+def test_with_an_answer_format_the_answer_is_a_call_or_has_that_format(family: str) -> None:
+    grammar = grammar_for(family, forced=False, answer='start: %json {"type": "integer"}')
+    final = "<|channel|>final<|message|>" if family == "harmony" else ""
+    assert matches(grammar, f"{final}12")
+    assert matches(grammar, written(family))
+    assert not matches(grammar, f"{final}twelve")
+
+
+def test_every_format_of_the_parser_has_a_style() -> None:
+    assert set(STYLES) == set(TOOLS)
+
+
+def test_a_function_without_arguments_has_an_empty_object() -> None:
+    assert matches(grammar_for("tool_call"), '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>')
+    assert not matches(grammar_for("tool_call"), '<tool_call>\n{"name": "time", "arguments": {"a": 1}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("name", [name for name in REASONING if name != "harmony"])
+def test_reasoning_comes_first(name: str) -> None:
+    form = REASONING[name]
+    inner = 'start: "yes" | "no" /[}{]/'
+    grammar = after_reasoning(inner, name, "")
+    assert matches(grammar, "yes")
+    assert matches(grammar, f"{form.start}\nWell {{\n{form.end}\n\nno}}")
+    assert not matches(grammar, f"{form.start}\nWell")
+    assert not matches(grammar, "maybe")
+    opened = after_reasoning(inner, name, f"{form.start}\n")
+    assert matches(opened, f"Well.{form.end}yes")
+    assert not matches(opened, "yes")
+    assert after_reasoning(inner, name, f"{form.start}\n\n{form.end}\n\n") == inner
+    assert after_reasoning(inner, "", "") == inner
+
+
+def test_harmony_puts_an_answer_into_the_final_channel() -> None:
+    thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    grammar = after_reasoning('start: "yes"', "harmony", "")
+    assert matches(grammar, "<|channel|>final<|message|>yes")
+    assert matches(grammar, f"{thoughts}<|channel|>final<|message|>yes")
+    assert not matches(grammar, "yes")
+    tools = after_reasoning(grammar_for("harmony"), "harmony", "")
+    assert matches(tools, written("harmony"))
+    assert matches(tools, thoughts + written("harmony"))
+    assert not matches(tools, thoughts + "<|channel|>final<|message|>yes")
+
+
+def test_markers_become_special_tokens_where_the_vocabulary_has_them() -> None:
+    grammar = after_reasoning(grammar_for("deepseek"), "think", "<think>\n")
+    special = with_special_tokens(grammar, {"<｜tool▁call▁begin｜>": 7, "</think>": 9, "Köln": 1})
+    assert "<[7]>" in special
+    assert "/(?s:.*)/ <[9]>" in special
+    assert "<[1]>" not in special
+    assert with_special_tokens(grammar, {}) == grammar
+
+
+def test_parser_reads_text_that_the_grammar_leaves_free() -> None:
+    parser = make_parser("tool_call", "", TYPES, "")
+    assert parser is not None
+    parts = joined([*parser.push(f"I look.\n{written('tool_call')}"), *parser.finish()])
+    assert parts[0] == AnswerText("I look.")

@@ -1,0 +1,36 @@
+"""Mutations of promises about tool calls, reasoning and chat templates."""
+
+from mutation import Mutation
+
+GRAMMARS, TEMPLATES = "tests/answers/test_tool_grammar.py", "tests/loading/tokenizer/test_chat_template.py"
+
+TOOLS: dict[str, Mutation] = {
+    "several calls where one was asked for": Mutation(
+        "parallel_tool_calls: false allows one call",
+        "ktqueue/answers/tool_grammar.py",
+        "if several and style.many else",
+        "if style.many else",
+        (f"{GRAMMARS}::test_a_forced_call_is_read_as_it_was_written",),
+    ),
+    "a grammar ignores reasoning": Mutation(
+        "a grammar begins after the reasoning",
+        "ktqueue/answers/tool_grammar.py",
+        "    if opening and not is_open:\n",
+        "    if True:\n",
+        (f"{GRAMMARS}::test_reasoning_comes_first",),
+    ),
+    "markers stay text": Mutation(
+        "markers are special tokens where the vocabulary has them",
+        "ktqueue/answers/tool_grammar.py",
+        "        if marker not in special_tokens:\n",
+        "        if True:\n",
+        (f"{GRAMMARS}::test_markers_become_special_tokens_where_the_vocabulary_has_them",),
+    ),
+    "one spelling of tool calls": Mutation(
+        "tool calls reach the prompt in the spelling that a template expects",
+        "ktqueue/loading/tokenizer/chat_template.py",
+        '    if any(message.get("tool_calls") for message in conversation.messages):\n',
+        "    if False:\n",
+        (f"{TEMPLATES}::test_tool_calls_are_spelled_as_the_template_expects",),
+    ),
+}
