@@ -15,6 +15,7 @@ from ktqueue.broker.redis.connection import RedisConnection
 from ktqueue.broker.redis.hub import Hub
 from ktqueue.broker.redis.node import ServerLost
 from ktqueue.broker.redis.private_server import running_url
+from ktqueue.broker.responses import Responses
 from ktqueue.broker.scripts import Scripts
 from ktqueue.broker.webhooks import Webhooks
 from ktqueue.core.config import BrokerConfig
@@ -36,6 +37,7 @@ class Broker:
         self.hub = Hub(connection.subscriber)
         self.jobs = Jobs(self.scripts, config)
         self.conversations = Conversations(self.scripts, config)
+        self.responses = Responses(self.scripts, config)
         self.journal = Journal(self.scripts, self.hub, self.keys, config, max_mailbox_bytes)
         self.models = Models(self.scripts)
         self.webhooks = Webhooks(self.scripts)

@@ -26,6 +26,7 @@ REFUSABLE = (
     "list_workers",
     "server_memory",
     "conversation",
+    "stored_response",
     "bound_jobs",
 )
 # These run even if the server has no memory left: most of them free some, and without them no job would end. A server

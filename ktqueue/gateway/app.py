@@ -17,7 +17,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.codec import dumps
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway import health, jobs, models
+from ktqueue.gateway import health, jobs, models, responses
 from ktqueue.gateway.conversations import StreamEndpoint
 from ktqueue.gateway.errors import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
@@ -91,6 +91,11 @@ def routes() -> list[Route]:
         Route("/v1/models/{model_id:path}", models.get_model),
         *generation_routes(),
         *prompt_routes(),
+        Route("/v1/responses", responses.create_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}", responses.get_response),
+        Route("/v1/responses/{response_id}", responses.delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", responses.cancel_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}/input_items", responses.list_input_items),
         Route("/v1/stream", StreamEndpoint),
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),

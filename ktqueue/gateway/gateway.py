@@ -28,7 +28,7 @@ from ktqueue.gateway.errors import ShuttingDown, UnknownEvent
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.grammars import GrammarChecks
 from ktqueue.gateway.http.auth import ApiKeys, Tenant
-from ktqueue.gateway.http.body import BodyReader
+from ktqueue.gateway.http.body import BodyReader, JsonBody
 from ktqueue.gateway.http.sse import watch_disconnect
 from ktqueue.gateway.metrics import Metrics
 from ktqueue.openai.constraints import may_constrain
@@ -81,7 +81,10 @@ class Gateway:
 
         A body without a model asks for the only one that is served. Raises what `BodyReader.read` and `parse` raise.
         """
-        body = await self.bodies.read(request)
+        return await self.parse_body(await self.bodies.read(request), parse)
+
+    async def parse_body(self, body: JsonBody, parse: Callable[[dict[str, Any], ModelCard | None], Parsed]) -> Parsed:
+        """Do what `read_body` does, with a body that was read already."""
         if body.value.get("model") is None:
             body.value["model"] = await self.broker.models.only_name()
         model = body.value["model"]

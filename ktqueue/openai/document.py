@@ -12,10 +12,18 @@ from ktqueue.openai.completions import CompletionBody
 from ktqueue.openai.foreign_fields import refused_fields
 from ktqueue.openai.jobs import GenerationBody
 from ktqueue.openai.prompt_endpoints import DetokenizeBody, TokenizeBody
+from ktqueue.openai.responses.body import ResponseBody
 
 Json = dict[str, Any]
 
-_REQUESTS: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, GenerationBody, TokenizeBody, DetokenizeBody)
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    GenerationBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.ChatCompletion,
     shapes.ChatCompletionChunk,
@@ -28,6 +36,7 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.JobList,
     shapes.JobEvent,
     shapes.ErrorResponse,
+    shapes.ResponseObject,
     shapes.HealthStatus,
     shapes.Status,
     shapes.Version,
@@ -127,6 +136,7 @@ def _paths() -> Json:
         "/v1/apply-template": {
             "post": _post("applyTemplate", "The prompt that messages become.", [ChatBody], shapes.PromptText)
         },
+        **_response_paths(),
         "/v1/models": {
             "get": _get("listModels", "List the models that are served.", shapes.ModelList, errors=("401", "503"))
         },
@@ -153,6 +163,26 @@ def _paths() -> Json:
         "/metrics": {"get": _text("metrics", "Prometheus metrics.")},
         "/openapi.json": {"get": _text("openapi", "This document.", "application/json")},
         "/": {"get": _text("pointer", "The web page for browsers, else a list of routes.")},
+    }
+
+
+def _response_paths() -> Json:
+    create = _post("createResponse", "Answer input, as OpenAI's Responses.", [ResponseBody], shapes.ResponseObject)
+    create["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "object"}}
+    get = _get("getResponse", "Get a response, or follow its events with stream=true.", shapes.ResponseObject)
+    get["parameters"] = [
+        {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
+        {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+    ]
+    name = [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    delete = _get("deleteResponse", "Cancel and forget a response.", None)
+    cancel = _get("cancelResponse", "Cancel a response.", shapes.ResponseObject)
+    items = _get("listInputItems", "List the messages of a response's conversation.", None)
+    return {
+        "/v1/responses": {"post": create},
+        "/v1/responses/{response_id}": {"get": get, "delete": delete, "parameters": name},
+        "/v1/responses/{response_id}/cancel": {"post": cancel, "parameters": name},
+        "/v1/responses/{response_id}/input_items": {"get": items, "parameters": name},
     }
 
 

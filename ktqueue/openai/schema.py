@@ -241,6 +241,19 @@ class PromptText(_Shape):
     content: str | None = None
 
 
+class ResponseObject(_Shape):
+    """A response of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    error: dict[str, Any] | None
+
+
 class Model(_Shape):
     """A served model."""
 

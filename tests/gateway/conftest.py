@@ -13,7 +13,9 @@ import pytest
 import redis
 from openai.types import Completion, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel
+from openai.types.responses import Response as OpenAIResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 from scripted_worker import ScriptedWorker
 from served_gateway import Conforms, EventFrames, PostStream, ServeWith, read_frames, serving
 
@@ -117,7 +119,7 @@ class _Refusal(BaseModel):
     error: ErrorObject
 
 
-TYPES: dict[str, type[BaseModel]] = {
+TYPES: dict[str, Any] = {
     "CreateChatCompletionResponse": ChatCompletion,
     "CreateChatCompletionStreamResponse": ChatCompletionChunk,
     "CreateCompletionResponse": Completion,
@@ -125,6 +127,8 @@ TYPES: dict[str, type[BaseModel]] = {
     "ErrorResponse": _Refusal,
     "ListModelsResponse": _Models,
     "Model": Model,
+    "Response": OpenAIResponse,
+    "ResponseStreamEvent": ResponseStreamEvent,
 }
 
 
@@ -140,7 +144,7 @@ def conforms() -> Conforms:
     validators: dict[str, jsonschema.Draft202012Validator] = {}
 
     def check(value: Any, name: str) -> None:
-        TYPES[name].model_validate(value, strict=True)
+        TypeAdapter(TYPES[name]).validate_python(value, strict=True)
         if not components:
             return
         if name not in validators:

@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 PARSER, MODELS, PAGE = "tests/answers/test_parser.py", "tests/gateway/test_models.py", "tests/gateway/test_page.py"
+RESPONSES = "tests/gateway/test_responses.py"
 CUTS = f"{PARSER}::test_parts_do_not_depend_on_how_the_text_is_cut"
 
 ANSWERS: dict[str, Mutation] = {
@@ -54,5 +55,19 @@ ANSWERS: dict[str, Mutation] = {
         "script-src 'self'",
         "script-src *",
         (f"{PAGE}::test_the_page_may_load_nothing_from_elsewhere",),
+    ),
+    "events of a response depend on the reader": Mutation(
+        "every reader of a response gets the same events with the same numbers",
+        "ktqueue/gateway/responses.py",
+        "for delta in self._choices.absorb([place_and_event])",
+        "for delta in self._choices.absorb(batch)",
+        (f"{RESPONSES}::test_a_response_in_the_background_can_be_followed_from_any_event",),
+    ),
+    "responses of others can be read": Mutation(
+        "a stored response belongs to its tenant",
+        "ktqueue/broker/responses.py",
+        "name = digest(tenant, response_id)",
+        'name = digest("", response_id)',
+        (f"{RESPONSES}::test_a_response_belongs_to_its_tenant",),
     ),
 }

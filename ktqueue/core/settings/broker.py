@@ -87,6 +87,10 @@ class BrokerConfig:
         at_most=1,
     )
     idempotency_ttl: float = setting(86_400.0, "How long an idempotency key is remembered.", at_least=0.01)
+    response_ttl: float = setting(86_400.0, "How long a stored response of /v1/responses is kept.", at_least=0.01)
+    max_response_bytes: int = setting(
+        32 << 20, "Stored responses of one tenant. Beyond it the oldest are deleted.", at_least=1
+    )
     model_ttl: float = setting(
         3_600.0,
         "How long a model is known, and its jobs are accepted, after its last worker left.",

@@ -1,0 +1,198 @@
+"""/v1/responses: bodies, events, stored responses, the background, and the openai package."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_worker import CARD, ScriptedWorker, Step, ended, token
+from served_gateway import Conforms, ServeWith
+
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
+from ktqueue.core.events import FinishReason
+from ktqueue.core.tenants import TenantConfig, hash_of
+
+PATH = "/v1/responses"
+BODY: dict[str, Any] = {"model": "tale", "input": "Tell me"}
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
+
+
+async def events_of(http: httpx.AsyncClient, method: str, path: str, **options: Any) -> list[dict[str, Any]]:
+    """The events of a stream, which are named after their type and numbered without gaps."""
+    events = []
+    async with http.stream(method, path, **options) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            if line.startswith("data: {"):
+                events.append(json.loads(line.removeprefix("data: ")))
+                assert events[-1]["type"] == name
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return events
+
+
+async def calls_a_tool(claim: Claim) -> AsyncIterator[Step]:
+    """Reasoning, text and a tool call, in pieces."""
+    text = '<think>Hm.</think>I ask.<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    for place in range(0, len(text), 7):
+        yield token(text[place : place + 7])
+    yield {"finish_reason": FinishReason.STOP}
+    yield ended(claim)
+
+
+@pytest.fixture
+async def caller(broker: Broker) -> AsyncIterator[ScriptedWorker]:
+    """A worker whose model reasons and calls tools."""
+    card = replace(CARD, name="caller", tool_parser="tool_call", reasoning_parser="think")
+    worker = ScriptedWorker(broker, calls_a_tool, card)
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    yield worker
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_response_has_the_answer_as_a_message(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
+    body = {**BODY, "instructions": "Be brief", "max_output_tokens": 7, "metadata": {"a": "b"}}
+    response = (await http.post(PATH, json=body)).json()
+    conforms(response, "Response")
+    assert response["status"] == "completed"
+    (item,) = response["output"]
+    assert (item["type"], item["role"], item["content"][0]["text"]) == ("message", "assistant", "Once upon a time")
+    assert (response["instructions"], response["metadata"]) == ("Be brief", {"a": "b"})
+    request = worker.claims[0].request
+    assert [message["role"] for message in request.messages or ()] == ["system", "user"]
+    assert request.sampling.max_tokens == 7
+
+
+async def test_events_add_up_to_the_response(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
+    events = await events_of(http, "POST", PATH, json={**BODY, "stream": True})
+    for event in events:
+        conforms(event, "ResponseStreamEvent")
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "Once upon a time"
+    assert (await http.get(f"{PATH}/{events[0]['response']['id']}")).json() == events[-1]["response"]
+
+
+async def test_reasoning_text_and_a_call_are_items_of_their_own(
+    http: httpx.AsyncClient, caller: ScriptedWorker, conforms: Conforms
+) -> None:
+    events = await events_of(http, "POST", PATH, json={**BODY, "model": "caller", "tools": [TOOL], "stream": True})
+    for event in events:
+        conforms(event, "ResponseStreamEvent")
+    reasoning, message, call = events[-1]["response"]["output"]
+    assert reasoning["content"][0]["text"] == "Hm."
+    assert message["content"][0]["text"] == "I ask."
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Paris"})
+    pieces = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call["arguments"]
+
+
+async def test_a_conversation_goes_on_with_a_call_and_its_output(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
+    first = (await http.post(PATH, json=BODY)).json()
+    items = [
+        {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+        {"role": "user", "content": [{"type": "input_text", "text": "And now?"}]},
+    ]
+    await http.post(PATH, json={**BODY, "input": items, "previous_response_id": first["id"]})
+    messages = worker.claims[1].request.messages or ()
+    assert [(message["role"], message["content"]) for message in messages] == [
+        ("user", "Tell me"), ("assistant", "Once upon a time"), ("tool", "rain"), ("user", "And now?")
+    ]  # fmt: skip
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+
+
+async def test_a_response_in_the_background_can_be_followed_from_any_event(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
+    begun = (await http.post(PATH, json={**BODY, "background": True})).json()
+    conforms(begun, "Response")
+    assert begun["status"] in ("queued", "in_progress")
+    path = f"{PATH}/{begun['id']}"
+    every = await events_of(http, "GET", path, params={"stream": "true"})
+    assert every[-1]["type"] == "response.completed"
+    for after in (0, 3, len(every) - 2):
+        params = {"stream": "true", "starting_after": str(after)}
+        assert await events_of(http, "GET", path, params=params) == every[after + 1 :]
+    assert (await http.get(path)).json() == every[-1]["response"]
+
+
+async def test_a_response_is_cancelled_and_deleted(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    async def slow(claim: Claim) -> AsyncIterator[Step]:
+        yield token("Once")
+        yield 60.0
+
+    worker.script = slow
+    begun = (await http.post(PATH, json={**BODY, "background": True})).json()
+    cancelled = (await http.post(f"{PATH}/{begun['id']}/cancel")).json()
+    assert cancelled["status"] in ("cancelled", "in_progress")
+    assert (await http.delete(f"{PATH}/{begun['id']}")).json()["deleted"] is True
+    missing = await http.get(f"{PATH}/{begun['id']}")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "response_not_found")
+
+
+async def test_what_is_not_stored_cannot_be_found(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    response = (await http.post(PATH, json={**BODY, "store": False})).json()
+    assert (await http.get(f"{PATH}/{response['id']}")).status_code == 404
+    refused = await http.post(PATH, json={**BODY, "previous_response_id": response["id"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+async def test_a_response_belongs_to_its_tenant(serve_with: ServeWith, worker: ScriptedWorker) -> None:
+    tenants = tuple(TenantConfig(name=name, keys=(hash_of(name),)) for name in ("one", "two"))
+    async with serve_with(tenants=tenants) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        mine, theirs = ({"authorization": f"Bearer {name}"} for name in ("one", "two"))
+        response = (await http.post(PATH, json=BODY, headers=mine)).json()
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            answer = await http.request(method, f"{PATH}/{response['id']}{path}", headers=theirs)
+            assert answer.status_code == 404
+        assert (await http.get(f"{PATH}/{response['id']}", headers=mine)).json() == response
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": []}, "input"),
+        ({"background": True, "store": False}, "background"),
+        ({"temperature": 3}, "temperature"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    http: httpx.AsyncClient, worker: ScriptedWorker, change: dict[str, Any], param: str
+) -> None:
+    response = await http.post(PATH, json={**BODY, **change})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_the_openai_package_creates_follows_and_retrieves(url: str, worker: ScriptedWorker) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        response = await client.responses.create(model="tale", input="Tell me")
+        assert response.output_text == "Once upon a time"
+        assert (await client.responses.retrieve(response.id)).output_text == "Once upon a time"
+        async with client.responses.stream(model="tale", input="Tell me") as stream:
+            kinds = [event.type async for event in stream]
+            assert (await stream.get_final_response()).output_text == "Once upon a time"
+        assert kinds[-1] == "response.completed"
+        begun = await client.responses.create(model="tale", input="Tell me", background=True, stream=True)
+        assert [event.sequence_number async for event in begun][:2] == [0, 1]
