@@ -4,13 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic_core import from_json
-
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall
 from ktqueue.core.events import FinishReason, Usage
 from ktqueue.openai.choices import Delta
 from ktqueue.openai.endpoint import Json, ReplyHead
-from ktqueue.openai.tool_calls import call_id
+from ktqueue.openai.tool_calls import call_arguments, call_id
 
 _NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0)
 
@@ -96,7 +94,7 @@ class MessageReply:
 
     def _block_of(self, part: AnswerPart) -> Json:
         if isinstance(part, AnswerToolCall):
-            return self._tool_use(part, _arguments(part.arguments))
+            return self._tool_use(part, call_arguments(part.arguments))
         if isinstance(part, AnswerReasoning):
             return {"type": "thinking", "thinking": part.text, "signature": ""}
         return {"type": "text", "text": part.text}
@@ -111,15 +109,6 @@ def _block_delta(part: AnswerPart) -> Json | None:
     if isinstance(part, AnswerReasoning):
         return {"type": "thinking_delta", "thinking": part.text}
     return {"type": "text_delta", "text": part.text}
-
-
-def _arguments(text: str) -> Json:
-    """Arguments as an object. Those that end too early have what was written of them, as in Anthropic's package."""
-    try:
-        value = from_json(text, allow_partial="trailing-strings") if text else {}
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def _usage(usage: Usage) -> Json:

@@ -19,12 +19,14 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway import health, jobs, models, responses
 from ktqueue.gateway.conversations import StreamEndpoint
+from ktqueue.gateway.endpoints import DESCRIPTIONS
 from ktqueue.gateway.errors import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.generation import generation_routes
 from ktqueue.gateway.http.edge import Edge
 from ktqueue.gateway.http.headers import EXPOSED_HEADERS
 from ktqueue.gateway.http.responses import error_response
+from ktqueue.gateway.ollama import ollama_routes
 from ktqueue.gateway.prompts import prompt_routes
 from ktqueue.gateway.status import StatusReader, status
 from ktqueue.gateway.unserved import unserved
@@ -71,7 +73,7 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
     )
     app.state.gateway = gateway
     app.state.status = StatusReader()
-    app.state.openapi = dumps(build_document())
+    app.state.openapi = dumps(build_document(DESCRIPTIONS))
     return app
 
 
@@ -91,6 +93,7 @@ def routes() -> list[Route]:
         Route("/v1/models/{model_id:path}", models.get_model),
         *generation_routes(),
         *prompt_routes(),
+        *ollama_routes(),
         Route("/v1/responses", responses.create_response, methods=["POST"]),
         Route("/v1/responses/{response_id}", responses.get_response),
         Route("/v1/responses/{response_id}", responses.delete_response, methods=["DELETE"]),

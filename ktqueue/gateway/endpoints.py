@@ -2,15 +2,23 @@
 
 from collections.abc import Mapping
 
+from ktqueue.anthropic.document import DESCRIPTIONS as ANTHROPIC_DESCRIPTIONS
 from ktqueue.anthropic.endpoints import COUNT_TOKENS, MESSAGES
 from ktqueue.core.request import GenerationRequest
+from ktqueue.ollama import endpoints as ollama
+from ktqueue.ollama.document import DESCRIPTIONS as OLLAMA_DESCRIPTIONS
 from ktqueue.openai import endpoints as openai
+from ktqueue.openai.document import Description
 from ktqueue.openai.endpoint import Endpoint
 from ktqueue.openai.prompt_endpoints import PROMPT_ENDPOINTS as OPENAI_PROMPT_ENDPOINTS
 from ktqueue.openai.prompt_endpoints import PromptEndpoint
 
-ENDPOINTS: Mapping[str, Endpoint] = {**openai.ENDPOINTS, MESSAGES.path: MESSAGES}
+ENDPOINTS: Mapping[str, Endpoint] = {
+    **openai.ENDPOINTS,
+    **{endpoint.path: endpoint for endpoint in (MESSAGES, ollama.CHAT, ollama.GENERATE)},
+}
 PROMPT_ENDPOINTS: tuple[PromptEndpoint, ...] = (*OPENAI_PROMPT_ENDPOINTS, COUNT_TOKENS)
+DESCRIPTIONS: tuple[Description, ...] = (*ANTHROPIC_DESCRIPTIONS, *OLLAMA_DESCRIPTIONS)
 
 
 def endpoint_of(request: GenerationRequest) -> Endpoint:

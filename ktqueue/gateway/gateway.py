@@ -34,6 +34,7 @@ from ktqueue.gateway.metrics import Metrics
 from ktqueue.openai.constraints import may_constrain
 
 LARGE_PROMPT = 4_096  # characters or token ids; a smaller prompt costs a worker little
+LATEST = ":latest"
 
 logger = logging.getLogger(__name__)
 Parsed = TypeVar("Parsed")
@@ -88,12 +89,19 @@ class Gateway:
         if body.value.get("model") is None:
             body.value["model"] = await self.broker.models.only_name()
         model = body.value["model"]
-        card = await self.broker.models.card(model) if isinstance(model, str) else None
+        card = await self._card(model) if isinstance(model, str) else None
         if card is not None:
             body.value["model"] = card.name  # the client may have sent an alias
         if may_constrain(body.value):
             return await self.grammars.run(parse, body.value, card)
         return await self.bodies.run(body.size, parse, body.value, card)
+
+    async def _card(self, name: str) -> ModelCard | None:
+        """The card of a model. Ollama's clients may add `:latest` to its name."""
+        card = await self.broker.models.card(name)
+        if card is None and name.endswith(LATEST):
+            card = await self.broker.models.card(name.removesuffix(LATEST))
+        return card
 
     async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
         """Submit a tenant's job within its limits.

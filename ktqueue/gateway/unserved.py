@@ -37,6 +37,13 @@ UNSERVED: Mapping[str, str] = {
     "unload_lora_adapter": "there are no adapters",
 }
 
+_MODELS_ARE_FILES = "workers load models: see `ktqueue worker`"
+# The word of a path after /api/, and why there is no such endpoint of Ollama's.
+UNSERVED_OF_OLLAMA: Mapping[str, str] = {
+    **dict.fromkeys(("pull", "push", "create", "copy", "delete", "blobs"), _MODELS_ARE_FILES),
+    **dict.fromkeys(("embed", "embeddings"), UNSERVED["embeddings"]),
+}
+
 
 class UnsupportedEndpoint(InvalidRequest):
     """The path is an endpoint of other servers that ktqueue does not have. Not a 404: the client has no wrong URL."""
@@ -46,8 +53,14 @@ class UnsupportedEndpoint(InvalidRequest):
 
 def unserved(path: str) -> UnsupportedEndpoint | None:
     """The error for such a path, or None for any other."""
+    if path.startswith("/api/"):
+        word = path.removeprefix("/api/").partition("/")[0]
+        return _refusal(path, UNSERVED_OF_OLLAMA.get(word))
     word = path.removeprefix("/v1").removeprefix("/").partition("/")[0]
-    reason = UNSERVED.get(word)
+    return _refusal(path, UNSERVED.get(word))
+
+
+def _refusal(path: str, reason: str | None) -> UnsupportedEndpoint | None:
     if reason is None:
         return None
     return UnsupportedEndpoint(f"{path[:200]} is not served: {reason}", param="path", limit=reason, value=path[:200])

@@ -1,5 +1,7 @@
 """The OpenAPI 3.1 document of the gateway, made from the pydantic models of bodies and answers."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -41,6 +43,30 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.Status,
     shapes.Version,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """An endpoint of another API. Without a `body` its method is GET. `stream` is the media type of its streams."""
+
+    path: str
+    operation: str
+    summary: str
+    answer: type[BaseModel]
+    error: type[BaseModel]
+    body: type[BaseModel] | None = None
+    stream: str = ""
+
+    def json(self) -> Json:
+        """Its entry among the paths."""
+        if self.body is None:
+            return {"get": _get(self.operation, self.summary, self.answer, ("401", "503"), self.error)}
+        post = _post(self.operation, self.summary, [self.body], self.answer, error=self.error)
+        if self.stream:
+            post["responses"]["200"]["content"][self.stream] = {"schema": {"type": "object"}}
+        return {"post": post}
+
+
 _ERRORS = {
     "400": "A field is wrong.",
     "401": "No API key, or an unknown one.",
@@ -57,9 +83,11 @@ _READ = ("401", "404", "503")
 _WRITE = ("400", "401", "404", "413", "415", "422", "429", "503", "504")
 
 
-def build_document() -> Json:
-    """The whole document as plain data."""
-    inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in (*_REQUESTS, *_ANSWERS)]
+def build_document(others: Sequence[Description] = ()) -> Json:
+    """The whole document as plain data. `others`: endpoints of other APIs."""
+    more = [model for other in others for model in (other.answer, other.error, other.body) if model is not None]
+    models = dict.fromkeys((*_REQUESTS, *_ANSWERS, *more))
+    inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in models]
     _, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
     return {
         "openapi": "3.1.0",
@@ -71,7 +99,7 @@ def build_document() -> Json:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"bearer": []}, {"key": []}, {}],
-        "paths": _paths(),
+        "paths": {**_paths(), **{other.path: other.json() for other in others}},
         "components": {
             "schemas": definitions["$defs"],
             "securitySchemes": {
@@ -202,13 +230,15 @@ def _stream_of(model: type[BaseModel]) -> Json:
     return {"text/event-stream": {"schema": _ref(model)}}
 
 
-def _responses(status: str, model: type[BaseModel] | None, errors: tuple[str, ...]) -> Json:
+def _responses(
+    status: str, model: type[BaseModel] | None, errors: tuple[str, ...], error: type[BaseModel] = shapes.ErrorResponse
+) -> Json:
     content = {} if model is None else {"content": {"application/json": {"schema": _ref(model)}}}
     responses: Json = {status: {"description": "Done.", **content}}
     for code in errors:
         failed: Json = {
             "description": _ERRORS[code],
-            "content": {"application/json": {"schema": _ref(shapes.ErrorResponse)}},
+            "content": {"application/json": {"schema": _ref(error)}},
         }
         if code in ("429", "503"):
             failed["headers"] = {"Retry-After": _header("Seconds.")}
@@ -216,8 +246,14 @@ def _responses(status: str, model: type[BaseModel] | None, errors: tuple[str, ..
     return responses
 
 
-def _get(operation: str, summary: str, model: type[BaseModel] | None, errors: tuple[str, ...] = _READ) -> Json:
-    return {"operationId": operation, "summary": summary, "responses": _responses("200", model, errors)}
+def _get(
+    operation: str,
+    summary: str,
+    model: type[BaseModel] | None,
+    errors: tuple[str, ...] = _READ,
+    error: type[BaseModel] = shapes.ErrorResponse,
+) -> Json:
+    return {"operationId": operation, "summary": summary, "responses": _responses("200", model, errors, error)}
 
 
 def _text(operation: str, summary: str, media_type: str = "text/plain") -> Json:
@@ -231,7 +267,12 @@ def _text(operation: str, summary: str, media_type: str = "text/plain") -> Json:
 
 
 def _post(
-    operation: str, summary: str, bodies: list[type[BaseModel]], answer: type[BaseModel], status: str = "200"
+    operation: str,
+    summary: str,
+    bodies: list[type[BaseModel]],
+    answer: type[BaseModel],
+    status: str = "200",
+    error: type[BaseModel] = shapes.ErrorResponse,
 ) -> Json:
     schema = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
     return {
@@ -239,7 +280,7 @@ def _post(
         "summary": summary,
         "parameters": [_header_parameter("Idempotency-Key")],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": _responses(status, answer, _WRITE),
+        "responses": _responses(status, answer, _WRITE, error),
     }
 
 

@@ -24,6 +24,7 @@ class Call:
     stream: bool
     include_usage: bool  # whether the stream ends with a usage chunk
     digest: str
+    at_once: Json | None = None  # the answer, if there is nothing to generate
 
 
 class EndpointBody(Protocol):

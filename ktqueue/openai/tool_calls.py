@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from ktqueue.answers.parts import AnswerToolCall
 from ktqueue.openai.choices import Delta
 
@@ -40,6 +42,15 @@ def tool_call_delta(choice: int, call: AnswerToolCall, answer_id: str) -> Json:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def call_arguments(text: str) -> Json:
+    """The arguments of a call as an object. If they end too early, it has what was written of them."""
+    try:
+        value = from_json(text, allow_partial="trailing-strings") if text else {}
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:

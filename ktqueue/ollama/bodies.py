@@ -1,0 +1,218 @@
+"""POST /api/chat and /api/generate: their bodies to a chat body or, for a raw prompt, to a completion body."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ktqueue.core.errors import InvalidRequest, ModelNotFound
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
+from ktqueue.core.short_repr import short_repr
+from ktqueue.openai.chat import ChatBody, parse_chat
+from ktqueue.openai.common_fields import FreeObject
+from ktqueue.openai.completions import CompletionBody, parse_completion
+from ktqueue.openai.errors import UnsupportedParameter
+from ktqueue.openai.messages import MAX_MESSAGES, MAX_TOOL_CALLS, NotSupported
+from ktqueue.openai.validation import parse
+
+CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
+Json = dict[str, Any]
+_STRICT = ConfigDict(strict=True, extra="ignore")
+# Options of Ollama's own runner, which say how a model is loaded and change no answer.
+LOADING = frozenset((
+    "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
+    "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only",
+))  # fmt: skip
+
+
+def _none_if_empty(value: Any) -> Any:
+    return None if value in ("", [], {}) else value
+
+
+class PastFunction(BaseModel):
+    """The function that an earlier message called."""
+
+    model_config = _STRICT
+
+    name: str
+    arguments: FreeObject
+
+
+class PastToolCall(BaseModel):
+    """A tool call of an earlier message."""
+
+    model_config = _STRICT
+
+    id: str = ""
+    function: PastFunction
+
+
+class OllamaMessage(BaseModel):
+    """One message of a conversation. Images are refused."""
+
+    model_config = _STRICT
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: NotSupported = None
+    tool_calls: list[PastToolCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def chat(self) -> Json:
+        """The same message in a chat body."""
+        made: Json = {
+            "role": self.role,
+            "content": self.content or "",
+            "reasoning_content": self.thinking,
+            "name": self.tool_name,
+            "tool_call_id": self.tool_call_id,
+        }
+        if self.tool_calls:
+            made["tool_calls"] = [{**call.model_dump(), "type": "function"} for call in self.tool_calls]
+        return {name: value for name, value in made.items() if value is not None}
+
+
+class OllamaFields(BaseModel):
+    """Fields of both endpoints. `keep_alive` changes nothing: workers decide which models are loaded."""
+
+    model_config = _STRICT
+
+    model: str = Field(min_length=1, max_length=256)
+    stream: bool | None = Field(None, description="Default true.")
+    options: FreeObject | None = Field(
+        None, description="Fields of /v1/chat/completions by Ollama's names. num_ctx must fit the model's context."
+    )
+    format: Annotated[Literal["json"] | FreeObject | None, BeforeValidator(_none_if_empty)] = Field(
+        None, description='"json", or a JSON schema.'
+    )
+    think: bool | Literal["low", "medium", "high"] | None = Field(None, description="Passed to the chat template.")
+    keep_alive: str | float | None = None
+    images: NotSupported = None
+    logprobs: NotSupported = None
+
+    def common(self) -> Json:
+        """The fields of a body of OpenAI's that mean the same."""
+        options = {name: value for name, value in (self.options or {}).items() if name not in LOADING}
+        if options.get("n") not in (None, 1):
+            raise InvalidRequest("options.n must be 1", param="options.n", limit=1, value=short_repr(options["n"]))
+        made: Json = {**options, "model": self.model, "stream": self.stream is not False}
+        if self.format == "json":
+            made["response_format"] = {"type": "json_object"}
+        elif self.format is not None:
+            made["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        return made
+
+    def thinking(self) -> Json:
+        """The fields of a chat body that say whether the model thinks."""
+        if self.think is None:
+            return {}
+        on = self.think is not False
+        made: Json = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}  # names in Qwen's, DeepSeek's
+        return {**made, "reasoning_effort": self.think} if isinstance(self.think, str) else made
+
+
+class OllamaChatBody(OllamaFields):
+    """The body of POST /api/chat. Without messages the answer says that the model is loaded."""
+
+    messages: list[OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
+    tools: list[FreeObject] | None = Field(None, max_length=128)
+
+    def chat(self) -> Json | None:
+        """The chat body that means the same; None without messages."""
+        if not self.messages:
+            return None
+        made = {**self.common(), **self.thinking(), "messages": [message.chat() for message in self.messages]}
+        if self.tools:
+            made["tools"] = [{"type": "function", **tool} for tool in self.tools]
+        return made
+
+
+class OllamaGenerateBody(OllamaFields):
+    """The body of POST /api/generate. Without a prompt the answer says that the model is loaded."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = Field(None, description="The prompt does not go through the chat template.")
+    template: NotSupported = None
+    context: NotSupported = None
+
+    def chat(self) -> Json:
+        """The chat body that means the same, for a prompt that is not `completes`."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, {"role": "user", "content": self.prompt}]
+        return {**self.common(), **self.thinking(), "messages": messages}
+
+    def completion(self) -> Json:
+        """The completion body that means the same. Raises UnsupportedParameter."""
+        if self.system:
+            raise UnsupportedParameter(
+                "system is not supported beside raw and suffix: there is no chat template",
+                param="system",
+                limit="left out",
+            )
+        made = {**self.common(), "prompt": self.prompt}
+        return {**made, "suffix": self.suffix} if self.suffix else made
+
+    @property
+    def completes(self) -> bool:
+        """Whether the prompt is continued as it is."""
+        return bool(self.raw or self.suffix)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOllama:
+    """A validated body: `read` is Ollama's, and `inner` means the same; it is None if nothing is generated."""
+
+    path: str
+    read: OllamaFields
+    inner: ChatBody | CompletionBody | None
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is streamed."""
+        return self.inner is not None and self.inner.stream
+
+    def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
+        """One request, or none if there is nothing to generate. Raises InvalidRequest, ModelNotFound."""
+        self._check_context(card)
+        if self.inner is None:
+            if card is None:
+                name = self.read.model
+                raise ModelNotFound(f"no worker serves the model {name!r}", param="model", value=name)
+            return ()
+        return tuple(replace(request, endpoint=self.path) for request in self.inner.requests(card))
+
+    def wants_usage(self) -> bool:
+        """Yes: the last line has the token counts."""
+        return True
+
+    def _check_context(self, card: ModelCard | None) -> None:
+        wanted = (self.read.options or {}).get("num_ctx")
+        if card is not None and isinstance(wanted, int) and wanted > card.max_model_len:
+            raise UnsupportedParameter(
+                f"options.num_ctx must be at most {card.max_model_len}, the context of {card.name}, got {wanted}",
+                param="options.num_ctx",
+                limit=card.max_model_len,
+                value=wanted,
+            )
+
+
+def parse_ollama_chat(body: Mapping[str, Any]) -> ParsedOllama:
+    """A validated body of POST /api/chat. Raises InvalidRequest."""
+    read = parse(OllamaChatBody, body)
+    chat = read.chat()
+    return ParsedOllama(CHAT_PATH, read, None if chat is None else parse_chat(chat))
+
+
+def parse_ollama_generate(body: Mapping[str, Any]) -> ParsedOllama:
+    """A validated body of POST /api/generate. Raises InvalidRequest."""
+    read = parse(OllamaGenerateBody, body)
+    if not read.prompt:
+        return ParsedOllama(GENERATE_PATH, read, None)
+    inner = parse_completion(read.completion()) if read.completes else parse_chat(read.chat())
+    return ParsedOllama(GENERATE_PATH, read, inner)
