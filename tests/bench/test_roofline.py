@@ -22,7 +22,7 @@ def test_the_longer_of_reading_and_computing_binds() -> None:
     assert limits.bound(LayerWork(500, 9000)) is Bound.ARITHMETIC
 
 
-def test_work_of_a_layer_call() -> None:
+def test_the_work_of_a_layer_call_is_counted() -> None:
     """Of Q4_K: 256 weights in 144 bytes. A multiply-add for each weight and (token, expert) pair is two operations."""
     one = expert_bytes("Q4_K", QWEN)
     assert one == 3 * 2048 * 768 * 144 // 256
@@ -35,7 +35,7 @@ def test_expert_bytes_refuses_rows_of_half_a_block() -> None:
         expert_bytes("Q4_K", LayerShape(hidden=128, intermediate=256, experts=1, experts_per_token=1))
 
 
-def test_same_experts_go_round_without_touching_one_again() -> None:
+def test_the_same_experts_come_again_only_after_all_others() -> None:
     pattern = same_experts(3, 8)
     assert (pattern.choices.shape, pattern.touched, pattern.pairs) == ((3, 8), 8, 24)
     calls = pattern.calls(32)

@@ -55,7 +55,7 @@ def calls() -> Iterator[list[dict[str, Any]]]:
     del transformers.AttentionInterface._global_mapping[NAME]
 
 
-def test_version() -> None:
+def test_transformers_has_the_pinned_version() -> None:
     assert transformers.__version__.startswith("5.17.")
 
 
@@ -114,7 +114,7 @@ def test_experts_modules_share_one_call(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", list(MOE))
-def test_meta_skeleton_and_its_own_buffers(model_type: str) -> None:
+def test_a_meta_skeleton_computes_its_own_buffers(model_type: str) -> None:
     whole = _build(_config(model_type))
     with torch.device("meta"), no_init_weights():
         skeleton = _build(_config(model_type))

@@ -157,7 +157,7 @@ cards = st.builds(
 
 @quick
 @given(requests)
-def test_requests(request: GenerationRequest) -> None:
+def test_requests_survive_a_round_trip(request: GenerationRequest) -> None:
     data = encode_request(request)
     assert decode_request(data) == request
     assert encode_request(decode_request(data)) == data
@@ -165,13 +165,13 @@ def test_requests(request: GenerationRequest) -> None:
 
 @quick
 @given(events)
-def test_events(event: TokenEvent) -> None:
+def test_events_survive_a_round_trip(event: TokenEvent) -> None:
     assert decode_event(event.seq, encode_event(event)) == event
 
 
 @quick
 @given(cards)
-def test_cards(card: ModelCard) -> None:
+def test_cards_survive_a_round_trip(card: ModelCard) -> None:
     assert decode_card(encode_card(card), encode_card_more(card)) == card
 
 

@@ -17,7 +17,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_defaults() -> None:
+def test_the_defaults_need_no_file() -> None:
     assert load_config() == Config()
 
 
@@ -35,7 +35,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert isinstance(config.broker.lease_seconds, float)
 
 
-def test_kinds_of_values(tmp_path: Path) -> None:
+def test_each_kind_of_value_is_read(tmp_path: Path) -> None:
     config = load_config(
         write(tmp_path, f'[gateway]\napi_keys = ["{A}", "{B}"]\nmax_body_bytes = "2MiB"\n'),
         {"KTQUEUE_ENGINE_ENABLE_PREFIX_CACHING": "No", "KTQUEUE_ENGINE_KV_CACHE_BYTES": "1g"},

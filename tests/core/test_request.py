@@ -81,12 +81,12 @@ BAD = [
 
 
 @pytest.mark.parametrize("settings", GOOD, ids=repr)
-def test_allowed(settings: dict[str, Any]) -> None:
+def test_these_parameters_are_allowed(settings: dict[str, Any]) -> None:
     SamplingParams(**settings)
 
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=lambda value: repr(value)[:30])
-def test_refused_by_name_limit_and_value(name: str, value: Any) -> None:
+def test_a_refusal_has_name_limit_and_value(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{name: value})
     error = caught.value
@@ -137,7 +137,7 @@ def test_min_tokens_is_bounded_by_max_tokens() -> None:
     ],
     ids=repr,
 )
-def test_requests_refused(settings: dict[str, Any], param: str) -> None:
+def test_wrong_requests_are_refused(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         GenerationRequest(**{"model": "m", "prompt": "x", **settings})
     assert caught.value.param == param

@@ -20,17 +20,17 @@ from ktqueue.core.units import format_bytes, parse_bytes
         ("8gib", 8 << 30),
     ],
 )
-def test_parse(text: str, count: int) -> None:
+def test_byte_sizes_are_parsed(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "b", "-1", -1, "1.2.3", "1 TiB", "many", None, True, 1.5j, "1e3", "."])
-def test_parse_refuses(text: str) -> None:
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_bytes(text)
 
 
-def test_format() -> None:
+def test_byte_sizes_are_formatted() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1024, 3 << 29, 5 << 40)] == [
         "0 B",
         "1023 B",

@@ -47,7 +47,9 @@ def test_other_tokens_keep_their_bits(isa: str, make_weights: MakeWeights, run_l
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 64, 2049])
-def test_no_expert_at_all(tokens: int, isa: str, make_weights: MakeWeights, run_layer: RunLayer) -> None:
+def test_a_layer_may_use_no_expert_at_all(
+    tokens: int, isa: str, make_weights: MakeWeights, run_layer: RunLayer
+) -> None:
     layer = native.ExpertLayer(make_weights("Q4_0", 3, 32, 32), isa=isa)
     x, ids, weights = inputs(tokens, 32, 3, 2)
     assert run_layer(layer, x, ids.fill_(-1), weights).eq(0).all()

@@ -30,7 +30,7 @@ def assert_equals_gguf(quant: str, data: Bytes) -> None:
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_gguf(quant: str, random_weights: RandomWeights) -> None:
+def test_decoded_weights_equal_those_of_gguf(quant: str, random_weights: RandomWeights) -> None:
     assert_equals_gguf(quant, random_weights(quant, 64 * 256))
 
 
@@ -49,7 +49,7 @@ def test_each_bit_of_a_block_is_decoded(quant: str, random_weights: RandomWeight
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
 @pytest.mark.parametrize("scale", [0.0, -0.0, 6e-8, -1.5, 65504.0, np.inf, -np.inf, np.nan])
-def test_extreme_scales(quant: str, scale: float, random_weights: RandomWeights) -> None:
+def test_extreme_scales_are_decoded(quant: str, scale: float, random_weights: RandomWeights) -> None:
     """Zero, subnormal, negative, largest and non-finite halves as each of the block's scales."""
     elements, size = BLOCKS[quant]
     for offset in HALFS[quant]:
@@ -58,21 +58,21 @@ def test_extreme_scales(quant: str, scale: float, random_weights: RandomWeights)
         assert_equals_gguf(quant, blocks.reshape(-1))
 
 
-def test_every_exponent_of_mxfp4(random_weights: RandomWeights) -> None:
+def test_every_exponent_of_mxfp4_is_decoded(random_weights: RandomWeights) -> None:
     blocks = random_weights("MXFP4", 256 * 32).reshape(-1, 17)
     blocks[:, 0] = np.arange(256)
     assert_equals_gguf("MXFP4", blocks.reshape(-1))
 
 
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "MXFP4", "F32"])
-def test_decodes_what_gguf_quantised(quant: str) -> None:
+def test_weights_that_gguf_quantised_are_decoded(quant: str) -> None:
     values = np.random.default_rng(1).normal(size=1024).astype(np.float32)
     packed = gguf.quantize(values, gguf.GGMLQuantizationType[quant]).view(np.uint8).reshape(-1)
     decoded = native.dequantize(quant, packed, 1024)
     assert np.abs(decoded - values).max() <= {"Q4_0": 0.3, "Q8_0": 0.02, "MXFP4": 1.0, "F32": 0.0}[quant]
 
 
-def test_every_half() -> None:
+def test_every_half_is_decoded() -> None:
     """All 65536 halves, including subnormal, infinite and NaN."""
     halves = np.arange(65536, dtype="<u2")
     decoded = native.dequantize("F16", halves.view(np.uint8), 65536)
@@ -81,13 +81,13 @@ def test_every_half() -> None:
 
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("count", [1, 31, 33, 45])
-def test_odd_counts_of_plain_formats(quant: str, count: int, random_weights: RandomWeights) -> None:
+def test_odd_counts_of_plain_formats_are_decoded(quant: str, count: int, random_weights: RandomWeights) -> None:
     data = random_weights(quant, count)
     expected = gguf.dequantize(data, gguf.GGMLQuantizationType[quant]).reshape(-1)
     np.testing.assert_array_equal(native.dequantize(quant, data, count), expected)
 
 
-def test_any_alignment_and_read_only_memory(random_weights: RandomWeights, tmp_path: Path) -> None:
+def test_data_may_have_any_alignment_and_be_read_only(random_weights: RandomWeights, tmp_path: Path) -> None:
     data = random_weights("Q6_K", 1024)
     (tmp_path / "weights").write_bytes(b"x" + data.tobytes())
     mapped = np.memmap(tmp_path / "weights", np.uint8, mode="r")[1:]
@@ -108,19 +108,19 @@ def test_no_weights_give_an_empty_array() -> None:
         ("F32", 4, -1, "count must not be negative, got -1"),
     ],
 )
-def test_refuses_sizes_and_formats_that_do_not_fit(quant: str, size: int, count: int, message: str) -> None:
+def test_sizes_and_formats_that_do_not_fit_are_refused(quant: str, size: int, count: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         native.dequantize(quant, np.zeros(size, np.uint8), count)
 
 
-def test_refuses_other_types_of_data() -> None:
+def test_data_of_other_types_is_refused() -> None:
     with pytest.raises(ValueError, match="data has the wrong element type"):
         native.dequantize("F32", np.zeros(4, np.int8), 1)
     with pytest.raises(ValueError, match="data must be contiguous"):
         native.dequantize("F32", np.zeros(8, np.uint8)[::2], 1)
 
 
-def test_row_bytes() -> None:
+def test_a_row_has_the_bytes_of_its_blocks() -> None:
     sizes = [native.row_bytes(quant, 512) for quant in native.QUANTS]
     assert sizes == [2048, 1024, 1024, 288, 544, 168, 220, 288, 352, 420, 288, 272, 272]
     with pytest.raises(ValueError, match="positive multiple of 1 weights for F32, got 0"):

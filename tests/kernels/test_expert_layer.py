@@ -68,7 +68,7 @@ def assert_close(
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_float64(
+def test_the_layer_equals_float64(
     quant: str,
     kept: native.ActivationType,
     isa: str,
@@ -85,7 +85,7 @@ def test_equals_float64(
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_many_tokens(
+def test_many_tokens_equal_float64(
     quant: str, isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None
 ) -> None:
     packed = make_weights(quant, 3, 256, 256)
@@ -108,7 +108,7 @@ def test_instruction_sets_agree(quant: str, tokens: int, make_weights: MakeWeigh
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped"])
-def test_activations_and_biases(
+def test_each_activation_equals_float64_with_and_without_biases(
     activation: native.ActivationName,
     biased: bool,
     isa: str,
@@ -125,7 +125,7 @@ def test_activations_and_biases(
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(45, 33), (1, 1), (64, 7), (31, 96)])
 @pytest.mark.parametrize("quant", PLAIN)
-def test_odd_sizes(
+def test_odd_sizes_equal_float64(
     quant: str, hidden: int, intermediate: int, isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact
 ) -> None:
     packed = make_weights(quant, 3, hidden, intermediate)
@@ -166,7 +166,9 @@ def test_tiles_give_each_row_the_same_bits(
     native.set_threads(1)
 
 
-def test_many_rows(isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None) -> None:
+def test_many_rows_equal_float64(
+    isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None
+) -> None:
     """More panels than one task takes, and a last task that is not full."""
     packed = make_weights("Q4_0", 2, 96, 416)
     x, (ids, weights) = activations(40, 96), route(40, 2, 2)
@@ -174,7 +176,7 @@ def test_many_rows(isa: str, make_weights: MakeWeights, run_layer: RunLayer, exa
 
 
 @pytest.mark.parametrize("chosen", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[5, 1], [1, 5], [5, 5]]])
-def test_repeated_and_empty_experts(
+def test_repeated_and_empty_experts_equal_float64(
     chosen: list[list[int]], isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact
 ) -> None:
     packed = make_weights("Q8_0", 6, 64, 32)
@@ -182,7 +184,7 @@ def test_repeated_and_empty_experts(
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
-def test_all_tokens_on_one_expert(
+def test_all_tokens_may_use_one_expert(
     isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None
 ) -> None:
     packed = make_weights("Q5_K", 8, 256, 256)
@@ -190,7 +192,9 @@ def test_all_tokens_on_one_expert(
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
 
 
-def test_zero_weights_no_slots_no_tokens(isa: str, make_weights: MakeWeights, run_layer: RunLayer) -> None:
+def test_zero_weights_and_no_slots_give_zeros_and_no_tokens_give_no_rows(
+    isa: str, make_weights: MakeWeights, run_layer: RunLayer
+) -> None:
     layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32), isa=isa)
     ids, weights = route(3, 4, 2)
     assert run_layer(layer, activations(3, 64), ids, weights * 0).eq(0).all()
@@ -241,14 +245,16 @@ def test_slices_of_nodes_change_nothing(nodes: int, make_weights: MakeWeights, r
         assert torch.equal(run_layer(layer, *call), wanted)
 
 
-def test_refuses_too_many_slots(make_weights: MakeWeights, run_layer: RunLayer) -> None:
+def test_too_many_slots_are_refused(make_weights: MakeWeights, run_layer: RunLayer) -> None:
     layer = native.ExpertLayer(make_weights("F32", 70, 16, 16))
     x, (ids, weights) = activations(2, 16), route(2, 70, 65)
     with pytest.raises(ValueError, match="a token has at most 64 experts, got 65"):
         run_layer(layer, x, ids, weights)
 
 
-def test_more_tokens_than_a_pass_takes(isa: str, make_weights: MakeWeights, run_layer: RunLayer) -> None:
+def test_more_tokens_than_a_pass_takes_equal_each_token_alone(
+    isa: str, make_weights: MakeWeights, run_layer: RunLayer
+) -> None:
     packed = make_weights("Q4_0", 3, 32, 32)
     x, (ids, weights) = activations(1100, 32), route(1100, 3, 2)
     if tiled(packed, isa, ids):
@@ -325,7 +331,7 @@ def test_weights_may_be_created_on_access(make_weights: MakeWeights, run_layer: 
 
 
 @pytest.mark.parametrize("bad", [-2, 4, 2**40, -(2**63)])
-def test_refuses_expert_ids_out_of_range(bad: int, make_weights: MakeWeights) -> None:
+def test_expert_ids_out_of_range_are_refused(bad: int, make_weights: MakeWeights) -> None:
     layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32))
     x, (ids, weights) = activations(3, 64), route(3, 4, 2)
     ids[2, 1] = bad
@@ -335,7 +341,7 @@ def test_refuses_expert_ids_out_of_range(bad: int, make_weights: MakeWeights) ->
     assert (out == 7.0).all()
 
 
-def test_refuses_arrays_that_do_not_fit(make_weights: MakeWeights) -> None:
+def test_arrays_that_do_not_fit_are_refused(make_weights: MakeWeights) -> None:
     layer = native.ExpertLayer(make_weights("Q4_0", 4, 64, 32))
     x, (ids, weights) = activations(3, 64).numpy(), (array.numpy() for array in route(3, 4, 2))
     out = np.empty_like(x)
@@ -353,7 +359,7 @@ def test_refuses_arrays_that_do_not_fit(make_weights: MakeWeights) -> None:
             layer.forward(*arguments)
 
 
-def test_refuses_weights_that_do_not_fit(make_weights: MakeWeights) -> None:
+def test_weights_that_do_not_fit_are_refused(make_weights: MakeWeights) -> None:
     good = make_weights("Q4_0", 2, 64, 32)
 
     def gate(quant: str, rows: int, columns: int, data: Any) -> ExpertWeights:
@@ -378,7 +384,7 @@ def test_refuses_weights_that_do_not_fit(make_weights: MakeWeights) -> None:
 
 
 @pytest.mark.parametrize(("quant", "offset"), [("Q4_0", 18), ("Q4_K", 2), ("Q6_K", 208), ("F32", 4), ("MXFP4", 17)])
-def test_refuses_scales_that_are_not_finite(quant: str, offset: int, make_weights: MakeWeights) -> None:
+def test_scales_that_are_not_finite_are_refused(quant: str, offset: int, make_weights: MakeWeights) -> None:
     """An infinite d in the second row (or block), whose products are never finite."""
     packed = make_weights(quant, 2, 256, 256)
     row = packed.up.data[1].reshape(256, -1)[1]

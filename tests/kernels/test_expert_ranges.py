@@ -59,6 +59,6 @@ def test_ranges_hold_a_whole_expert_in_every_format(quant: str, make_weights: Ma
 
 
 @pytest.mark.parametrize(("bad", "message"), [(-1, "not be negative, got -1"), (3, "from 0 to 2, got 3")])
-def test_refuses_an_expert_that_is_not_there(bad: int, message: str, make_weights: MakeWeights) -> None:
+def test_an_expert_that_is_not_there_is_refused(bad: int, message: str, make_weights: MakeWeights) -> None:
     with pytest.raises(ValueError, match=message):
         native.ExpertLayer(make_weights("Q4_0", 3, 32, 32)).ranges(bad)

@@ -40,7 +40,7 @@ def test_replays_equal_the_layer(gpu: Gpu, layers: list[native.ExpertLayer], run
     assert gpu.service.statistics.tasks == 90
 
 
-def test_one_layer_with_the_same_word_each_time(
+def test_one_layer_may_have_the_same_word_each_time(
     gpu: Gpu, layers: list[native.ExpertLayer], run_layer: RunLayer
 ) -> None:
     number = gpu.service.add_layer(layers[0])
@@ -49,7 +49,7 @@ def test_one_layer_with_the_same_word_each_time(
         assert torch.equal(gpu.run(number, *rows), run_layer(layers[0], *rows))
 
 
-def test_counts_what_it_ran(gpu: Gpu, layers: list[native.ExpertLayer]) -> None:
+def test_the_service_counts_what_it_ran(gpu: Gpu, layers: list[native.ExpertLayer]) -> None:
     number = gpu.service.add_layer(layers[0])
     x, _, weights = inputs(2)
     gpu.run(number, x, torch.tensor([[0, 1, -1], [1, 5, 1]]), weights)
@@ -126,7 +126,7 @@ def test_an_invalid_word_is_answered(gpu: Gpu, layers: list[native.ExpertLayer],
     assert gpu.memory.out[0].isnan().all()
 
 
-def test_no_expert_on_the_cpu(gpu: Gpu, layers: list[native.ExpertLayer]) -> None:
+def test_a_task_may_have_no_expert_on_the_cpu(gpu: Gpu, layers: list[native.ExpertLayer]) -> None:
     number = gpu.service.add_layer(layers[0])
     x, ids, weights = inputs(2)
     assert gpu.run(number, x, torch.full_like(ids, -1), weights).eq(0).all()
@@ -143,7 +143,7 @@ def test_a_napping_thread_serves_requests(layers: list[native.ExpertLayer], run_
     assert gpu.service.close()
 
 
-def test_runs_in_the_calling_thread_and_as_a_host_function(
+def test_a_task_runs_in_the_calling_thread_and_as_a_host_function(
     layers: list[native.ExpertLayer], run_layer: RunLayer
 ) -> None:
     gpu = Gpu(serve=False)
@@ -173,7 +173,7 @@ def test_a_closed_service_serves_nothing(layers: list[native.ExpertLayer]) -> No
     assert int(gpu.memory.done[0]) == 0, "the thread has ended"
 
 
-def test_refuses_what_does_not_fit(layers: list[native.ExpertLayer], make_weights: MakeWeights) -> None:
+def test_sizes_that_do_not_fit_are_refused(layers: list[native.ExpertLayer], make_weights: MakeWeights) -> None:
     gpu = Gpu(serve=False)
     other = native.ExpertLayer(make_weights("Q4_0", 2, 32, 32))
     with pytest.raises(ValueError, match="has a hidden size of 64, got 32"):

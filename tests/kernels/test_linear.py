@@ -39,7 +39,7 @@ def sizes(quant: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
 @pytest.mark.parametrize("quant", native.QUANTS)
-def test_equals_the_twin(
+def test_products_equal_the_twin(
     quant: str, kept: native.ActivationType, isa: str, random_weights: RandomWeights, exact: Exact, two_threads: None
 ) -> None:
     for rows, columns in sizes(quant):
@@ -118,7 +118,7 @@ def test_batch_invariant_kernels_give_a_row_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
-def test_bias(kept: native.ActivationType, isa: str, random_weights: RandomWeights, exact: Exact) -> None:
+def test_the_bias_is_added(kept: native.ActivationType, isa: str, random_weights: RandomWeights, exact: Exact) -> None:
     bias = np.random.default_rng(1).normal(size=21).astype(np.float32)
     data, x = random_weights("Q8_0", 21 * 64), normal(3, 64)
     without = multiply(native.Linear("Q8_0", 21, 64, data, activations=kept, isa=isa), x, 21)
@@ -138,7 +138,7 @@ def test_non_finite_numbers_stay_in_their_row(bad: float, isa: str, random_weigh
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-31, 1e-20, 1e20, 1e30])
-def test_activations_of_any_size(size: float, isa: str, random_weights: RandomWeights, exact: Exact) -> None:
+def test_activations_may_have_any_size(size: float, isa: str, random_weights: RandomWeights, exact: Exact) -> None:
     data, x = random_weights("Q8_0", 32 * 64), normal(2, 64) * size
     expected = x.double() @ exact("Q8_0", data, 32 * 64).view(32, 64).T
     got = multiply(native.Linear("Q8_0", 32, 64, data, isa=isa), x, 32)
@@ -172,7 +172,7 @@ def test_sizes_that_overflow_are_refused() -> None:
             native.Linear("F32", rows, columns, nothing)
 
 
-def test_refuses_what_does_not_fit(random_weights: RandomWeights) -> None:
+def test_matrices_and_rows_that_do_not_fit_are_refused(random_weights: RandomWeights) -> None:
     data = random_weights("Q4_0", 32 * 64)
     linear = native.Linear("Q4_0", 32, 64, data)
     x, out = np.zeros((2, 64), np.float32), np.zeros((2, 32), np.float32)

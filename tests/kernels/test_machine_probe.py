@@ -47,7 +47,7 @@ def test_probes_match_the_cpu_flags_of_linux() -> None:
 
 
 @pytest.mark.parametrize("isa", ARITHMETIC)
-def test_peak_of_each_instruction_set(isa: str, two_threads: None) -> None:
+def test_each_instruction_set_has_a_peak(isa: str, two_threads: None) -> None:
     if isa not in offered():
         with pytest.raises(ValueError, match=f"this CPU has no {isa}"):
             native.peak(isa, "int8", seconds=0.001, repeats=1)
@@ -73,14 +73,14 @@ def test_peak_of_each_instruction_set(isa: str, two_threads: None) -> None:
         (("scalar", "fp32", 0.001, 0, 0), "repeats must be at least 1"),
     ],
 )
-def test_peak_refuses_with_a_reason(arguments: tuple[Any, ...], message: str, two_threads: None) -> None:
+def test_a_peak_is_refused_with_a_reason(arguments: tuple[Any, ...], message: str, two_threads: None) -> None:
     defaults: tuple[Any, ...] = (0.001, 0, 1)
     isa, arithmetic, seconds, threads, repeats = (*arguments, *defaults[len(arguments) - 2 :])
     with pytest.raises(ValueError, match=message):
         native.peak(isa, arithmetic, seconds=seconds, threads=threads, repeats=repeats)
 
 
-def test_read_probe(two_threads: None) -> None:
+def test_the_read_probe_measures_a_range_of_memory(two_threads: None) -> None:
     probe = native.ReadProbe(5 * MIB)
     assert probe.bytes == 8 * MIB  # a multiple of 2 MiB for each of two threads
     for prefetch in (0, 4096):
@@ -99,12 +99,12 @@ def test_read_probe(two_threads: None) -> None:
         ({"repeats": 0}, "repeats must be at least 1"),
     ],
 )
-def test_read_probe_refuses_with_a_reason(arguments: dict[str, int], message: str, two_threads: None) -> None:
+def test_a_measurement_is_refused_with_a_reason(arguments: dict[str, int], message: str, two_threads: None) -> None:
     with pytest.raises(ValueError, match=message):
         native.ReadProbe(4 * MIB).measure(**arguments)
 
 
-def test_read_probe_refuses_sizes_that_are_too_small_or_too_large() -> None:
+def test_sizes_that_are_too_small_or_too_large_are_refused() -> None:
     with pytest.raises(ValueError, match="size must be at least 1 byte"):
         native.ReadProbe(0)
     with pytest.raises(MemoryError):

@@ -102,7 +102,7 @@ def ragged(seed: int, rows: int = 9) -> tuple[list[int], list[int]]:
     ("heads", "kv_heads", "head_dim", "page_size"),
     [(8, 2, 64, 16), (4, 4, 24, 5), (6, 2, 8, 1), (5, 1, 128, 100), (40, 1, 16, 16), (3, 3, 256, 64)],
 )
-def test_equals_the_twin(
+def test_attention_equals_the_twin(
     heads: int, kv_heads: int, head_dim: int, page_size: int, window: int, seed: int, isa: str, two_threads: None
 ) -> None:
     chunks, contexts = ragged(seed)
@@ -120,7 +120,7 @@ def test_equals_the_twin(
     assert (case.run(isa) - expected).abs().max() <= BOUND
 
 
-def test_writes_the_cache_and_nothing_else(isa: str) -> None:
+def test_the_kernel_writes_the_cache_and_nothing_else(isa: str) -> None:
     case = Case([3, 1], [5, 20])
     before = [cache.clone() for cache in case.cache]
     case.run(isa)
@@ -186,7 +186,7 @@ def test_stale_pages_are_never_read(isa: str) -> None:
     assert (case.run(isa) - expected).abs().max() <= BOUND
 
 
-def test_large_scores(isa: str) -> None:
+def test_large_scores_do_not_overflow(isa: str) -> None:
     """Scores of +-1e5: one key takes all the weight; nothing overflows."""
     case = Case([10], [50])
     case.scaling *= 1e5
@@ -213,7 +213,7 @@ def test_large_scores(isa: str) -> None:
         (lambda c: setattr(c, "query", c.query.double()), "query has the wrong element type"),
     ],
 )
-def test_refuses_what_does_not_fit(change: Callable[[Case], None], message: str) -> None:
+def test_arrays_that_do_not_fit_are_refused(change: Callable[[Case], None], message: str) -> None:
     case = Case([3, 1], [5, 20])
     before = [cache.clone() for cache in case.cache]
     change(case)
@@ -223,12 +223,12 @@ def test_refuses_what_does_not_fit(change: Callable[[Case], None], message: str)
 
 
 @pytest.mark.parametrize("head_dim", [4, 12, 1032])
-def test_refuses_head_dims_it_does_not_compute(head_dim: int) -> None:
+def test_head_dims_that_the_kernel_does_not_compute_are_refused(head_dim: int) -> None:
     with pytest.raises(ValueError, match=rf"head_dim must be a multiple of 8 and at most \d+, got {head_dim}"):
         Case([1], [3], head_dim=head_dim).run()
 
 
-def test_refuses_a_strided_last_dimension() -> None:
+def test_a_strided_last_dimension_is_refused() -> None:
     case = Case([1], [3])
     case.query = torch.empty(1, 32, 4).transpose(0, 2)[:, ::2].transpose(1, 2)
     with pytest.raises(ValueError, match="query must have a dense last dimension"):

@@ -75,7 +75,9 @@ def test_pool_has_no_data_race(tmp_path: Path) -> None:
         ("no colons\n", {}, "1e+09"),
     ],
 )
-def test_cgroup_quota(groups: str, files: dict[str, str], cpus: str, cpu_check: Path, tmp_path: Path) -> None:
+def test_a_cgroup_quota_limits_the_cpus(
+    groups: str, files: dict[str, str], cpus: str, cpu_check: Path, tmp_path: Path
+) -> None:
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +196,9 @@ def test_set_threads_divides_the_cpus() -> None:
         torch.set_num_threads(before)
 
 
-def test_calls_from_several_threads(make_weights: MakeWeights, run_layer: RunLayer, two_threads: None) -> None:
+def test_calls_from_several_threads_do_not_disturb_each_other(
+    make_weights: MakeWeights, run_layer: RunLayer, two_threads: None
+) -> None:
     """The interpreter lock is released, and callers do not use each other's workspace."""
     layers = [native.ExpertLayer(make_weights("Q4_0", 4, 64, 32 * (1 + i), seed=i)) for i in range(3)]
     generator = torch.Generator().manual_seed(0)

@@ -42,7 +42,7 @@ def test_every_tensor_equals_what_transformers_loads(
 
 
 @pytest.mark.parametrize("quant", ["f16", "bf16", "q8_0", "q4_0", "mxfp4"])
-def test_types(quant: str, tiny: Path, make_gguf: Callable[..., Path]) -> None:
+def test_weights_of_each_type_are_near_the_original(quant: str, tiny: Path, make_gguf: Callable[..., Path]) -> None:
     checkpoint = open_checkpoint(str(make_gguf(quant, quant)))
     bound = {"f16": 1e-3, "bf16": 5e-3, "q8_0": 1e-2, "q4_0": 0.12, "mxfp4": 0.2}[quant]
     for name, expected in _state(tiny).items():
@@ -86,7 +86,7 @@ def _split(source: Path, folder: Path, tensors: int) -> list[Path]:
     return sorted(folder.glob("*.gguf"))
 
 
-def test_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_split_file_equals_the_whole_one(tiny_gguf: Path, tmp_path: Path) -> None:
     parts = _split(tiny_gguf, tmp_path, 10)
     assert len(parts) > 2 and parts[0].name == f"model-00001-of-0000{len(parts)}.gguf"
     whole = open_checkpoint(str(tiny_gguf))
@@ -101,13 +101,13 @@ def test_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
         open_checkpoint(str(parts[0]))
 
 
-def test_renamed_part_of_a_split_file(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_renamed_part_of_a_split_file_is_refused(tiny_gguf: Path, tmp_path: Path) -> None:
     parts = _split(tiny_gguf, tmp_path, 10)
     with pytest.raises(CheckpointError, match=r"one of .* parts"):
         open_checkpoint(str(parts[0].rename(tmp_path / "renamed.gguf")))
 
 
-def test_parts_swapped(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_swapped_parts_are_refused(tiny_gguf: Path, tmp_path: Path) -> None:
     parts = _split(tiny_gguf, tmp_path, 10)
     parts[2].write_bytes(parts[1].read_bytes())
     with pytest.raises(CheckpointError, match="the header says part"):
@@ -132,7 +132,7 @@ def test_unsupported_type_is_named(tiny_gguf: Path, tmp_path: Path) -> None:
     assert header.tensors
 
 
-def test_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_an_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path: Path) -> None:
     raw = tiny_gguf.read_bytes().replace(b"qwen3moe", b"deepseek", 1)
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
@@ -164,7 +164,7 @@ def test_unknown_tensor_in_gguf_is_named(tiny_gguf: Path, tmp_path: Path) -> Non
         ([], "corrupt header entry"),
     ],
 )
-def test_corrupt_safetensors_entries(entry: object, words: str, tiny: Path, tmp_path: Path) -> None:
+def test_corrupt_safetensors_entries_are_refused(entry: object, words: str, tiny: Path, tmp_path: Path) -> None:
     header = json.dumps({"model.norm.weight": entry}).encode()
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
@@ -264,12 +264,12 @@ def test_an_index_must_stay_in_its_folder(tiny: Path, tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
-def test_no_such_path(tmp_path: Path) -> None:
+def test_a_missing_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file or folder"):
         open_checkpoint(str(tmp_path / "nothing.gguf"))
 
 
-def test_unknown_names(tiny: Path) -> None:
+def test_unknown_names_are_errors(tiny: Path) -> None:
     checkpoint = open_checkpoint(str(tiny))
     for call in (checkpoint.shape, checkpoint.quant, checkpoint.nbytes, checkpoint.experts):
         with pytest.raises(CheckpointError, match="no_such"):

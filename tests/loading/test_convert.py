@@ -41,7 +41,9 @@ def test_one_file_carries_config_tokenizer_template_and_licence(tiny: Path, tmp_
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}])
-def test_rope_scaling_survives(rope: dict[str, object], make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_rope_scaling_survives_the_conversion(
+    rope: dict[str, object], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     full = {**rope, "rope_theta": 5e5}
     if rope["rope_type"] == "yarn":
         full["original_max_position_embeddings"] = 128
@@ -143,7 +145,7 @@ def test_a_sliding_window_is_not_converted(make_model: Callable[..., Path], tmp_
         convert(make_model("mixtral", sliding_window=3), tmp_path / "model.gguf", experts="f16")
 
 
-def test_tokens_that_the_model_does_not_have(tiny: Path, tmp_path: Path) -> None:
+def test_tokens_that_the_model_does_not_have_are_refused(tiny: Path, tmp_path: Path) -> None:
     copy_with({"vocab_size": 100, "eos_token_id": None}, tiny, tmp_path)
     weights = safetensors.torch.load_file(tiny / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -183,12 +185,12 @@ def test_a_failed_conversion_leaves_no_file(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("types", [{"experts": "q4_k"}, {"experts": "f16", "dense": "int8"}])
-def test_types_that_cannot_be_written(types: dict[str, str], tiny: Path, tmp_path: Path) -> None:
+def test_types_that_cannot_be_written_are_refused(types: dict[str, str], tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write .*; known: f32, f16, bf16, q4_0, q8_0, mxfp4"):
         convert(tiny, tmp_path / "model.gguf", **types)  # type: ignore[arg-type]
 
 
-def test_unknown_pre_tokenizer(tiny: Path, tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_refused(tiny: Path, tmp_path: Path) -> None:
     for file_name in ("config.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / file_name).write_bytes((tiny / file_name).read_bytes())
     document = json.loads((tiny / "tokenizer.json").read_text())

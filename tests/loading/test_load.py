@@ -122,7 +122,7 @@ def test_a_model_that_counts_positions_itself_is_refused(make_model: Callable[..
 
 
 @pytest.mark.parametrize("model_type", ["exaone4", "ministral", "smollm3", "gemma3n_text", "granitemoehybrid"])
-def test_models_with_layers_of_several_kinds(
+def test_models_may_have_layers_of_several_kinds(
     model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
     """Some configs do not describe each layer.
@@ -185,7 +185,7 @@ def test_a_model_whose_layers_have_a_short_name(
     assert_equals_transformers(load_model(str(folder)), folder)
 
 
-def test_a_model_without_the_flag_of_the_attention_interface(
+def test_a_model_needs_no_flag_of_the_attention_interface(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
     folder = make_model("biogpt", num_key_value_heads=4)
@@ -193,7 +193,7 @@ def test_a_model_without_the_flag_of_the_attention_interface(
 
 
 @pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
-def test_layouts(
+def test_every_layout_equals_transformers(
     layout: str,
     make_model: Callable[..., Path],
     assert_equals_transformers: Callable[..., None],
@@ -244,7 +244,7 @@ def test_operators_equal_transformers_on_decoded_weights(
 
 
 @pytest.mark.parametrize("replaced", ["lm_head", "model.layers.0", None])
-def test_tied_embeddings_under_any_rules(
+def test_tied_embeddings_may_be_replaced_by_any_rules(
     replaced: str | None,
     make_gguf: Callable[..., Path],
     run_logits: Callable[..., torch.Tensor],
@@ -282,7 +282,7 @@ def test_quantised_file_is_near_the_original(
     assert error.norm() / expected.norm() < 0.05
 
 
-def test_bfloat16(
+def test_bfloat16_is_near_float32(
     tiny: Path, reference_logits: Callable[..., torch.Tensor], run_logits: Callable[..., torch.Tensor]
 ) -> None:
     model = load_model(str(tiny), dtype=torch.bfloat16)
@@ -294,7 +294,7 @@ def test_bfloat16(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ["exaone_moe", "hy_v3", "ernie4_5_moe", "deepseek_v3"])
-def test_tensors_that_a_model_keeps_in_float32(
+def test_a_model_may_keep_tensors_in_float32(
     model_type: str, dtype: torch.dtype, make_model: Callable[..., Path]
 ) -> None:
     """Routers correct their scores by small amounts."""
@@ -321,7 +321,7 @@ def test_nothing_is_left_on_meta_and_progress_counts_bytes(tiny_gguf: Path) -> N
     assert model.config.output_router_logits is False
 
 
-def test_demo_model_loads() -> None:
+def test_the_demo_model_loads() -> None:
     model = load_model("demo")
     facts = model.card_facts
     assert (facts.architecture, facts.quantization, facts.vocab_size) == ("Qwen3MoeForCausalLM", "Q4_0", 8192)
@@ -372,7 +372,7 @@ def test_tensors_that_do_not_fit_are_named(fault: str, tiny: Path, tmp_path: Pat
         ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, but there are tensors of 2 layers"),
     ],
 )
-def test_unusable_configs(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:
+def test_unusable_configs_are_refused(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:
     config = json.loads((tiny / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())

@@ -42,7 +42,7 @@ def demo_with(quants: dict[str, str], path: Path) -> str:
     return str(path)
 
 
-def test_report_of_the_demo_model() -> None:
+def test_the_report_has_all_of_the_demo_model() -> None:
     report = report_model("demo")
     assert (report.layers, report.facts.quantization) == (8, "Q4_0")
     assert 29_900_000 < report.parameters < 29_950_000

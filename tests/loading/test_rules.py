@@ -132,7 +132,7 @@ def test_errors_of_a_derived_file_have_file_and_line(text: str, line: int, words
     assert words in str(caught.value)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match=r"none.yaml:1: "):
         load_rules(tmp_path / "none.yaml", OPERATORS)
 
@@ -160,7 +160,7 @@ def test_an_unknown_name_lists_the_shipped_files(rules: str, words: str, tmp_pat
     assert caught.value.param == "engine.rules"
 
 
-def test_first_match_wins_and_layer_ranges(tmp_path: Path) -> None:
+def test_the_first_match_wins_and_names_may_select_layers(tmp_path: Path) -> None:
     plan = _plan(
         tmp_path,
         r"""
@@ -192,12 +192,12 @@ def test_the_root_can_be_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "count"), [("cpu", "float32", 12), ("cuda:1", "float32", 0), ("cpu", "bfloat16", 0)]
 )
-def test_match_by_device_and_type(device: str, dtype: str, count: int, tmp_path: Path) -> None:
+def test_a_rule_may_match_by_device_and_type(device: str, dtype: str, count: int, tmp_path: Path) -> None:
     text = "- match: {class: Experts, device: cpu, dtype: float32}\n  replace: {op: Other}\n  optional: true"
     assert len(make_plan(TREE, _rules(tmp_path, text), device, dtype).replacements) == count
 
 
-def test_match_by_the_device_of_the_module_above(tmp_path: Path) -> None:
+def test_a_rule_matches_by_the_device_of_the_module_above(tmp_path: Path) -> None:
     text = """
 - match: {name: '^layers\\.[01]$'}
   replace: {op: default, device: cpu}
@@ -211,7 +211,7 @@ def test_an_optional_rule_may_have_no_effect(tmp_path: Path) -> None:
     assert not _plan(tmp_path, "- match: {name: attention}\n  replace: {op: Other}\n  optional: true").replacements
 
 
-def test_nothing_below_a_replaced_module(tmp_path: Path) -> None:
+def test_nothing_below_a_replaced_module_is_replaced(tmp_path: Path) -> None:
     plan = _plan(tmp_path, "- match: {name: 'mlp'}\n  replace: {op: Other}")
     assert [item.name for item in plan.replacements] == [f"layers.{i}.mlp" for i in range(12)]
 
@@ -260,7 +260,7 @@ def test_a_rule_without_effect_is_an_error(text: str, words: str, tmp_path: Path
         _plan(tmp_path, text)
 
 
-def test_default_rules(tiny: Path) -> None:
+def test_the_default_rules_replace_the_whole_model(tiny: Path) -> None:
     rules = load_rules(DEFAULT_RULES, WHOLE)
     assert [rule.op for rule in rules] == ["CpuDecoder", "GpuDecoder", "LatentAttention", "CpuExperts", "CpuLinear"]
     assert type(load_model(str(tiny)).module).__name__ == "CpuDecoder"
@@ -313,7 +313,7 @@ def test_errors_of_operators_name_the_rule(text: str, words: str, tiny: Path, tm
         load_model(str(tiny), rules=str(rules))
 
 
-def test_experts_of_one_layer_only(tiny: Path, tmp_path: Path) -> None:
+def test_a_rule_may_replace_the_experts_of_one_layer_only(tiny: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {name: '^model.layers.0.mlp.experts$'}\n  replace: {op: CpuExperts}")
     module = load_model(str(tiny), rules=str(rules)).module

@@ -37,6 +37,6 @@ def test_a_gguf_file_recommends_by_its_metadata(tmp_path: Path) -> None:
     assert sampling_defaults(str(path)) == {"temperature": 0.5, "top_k": 40}
 
 
-def test_models_that_recommend_nothing() -> None:
+def test_some_models_recommend_nothing() -> None:
     assert sampling_defaults("demo") == {}
     assert sampling_defaults("synthetic:qwen3-30b-a3b:q4_k_m:2") == {}

@@ -20,7 +20,7 @@ TEXT = "\n\n".join(
 )
 
 
-def test_a_few_steps_then_convert_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_few_steps_give_a_model_that_converts_and_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "text.txt"
     source.write_text(TEXT)
     folder = tmp_path / "model"
@@ -39,7 +39,7 @@ def test_a_few_steps_then_convert_and_load(tmp_path: Path, capsys: pytest.Captur
     assert [tokenizer.token_bytes(i) for i in tokenizer.eos_token_ids] == [b""]
 
 
-def test_schedule() -> None:
+def test_the_schedule_gives_rates_and_chats() -> None:
     schedule = train.Schedule(steps=1000, batch=10, window=8, learning_rate=1.0, chat_share=0.2)
     assert schedule.rate(0) == pytest.approx(0.05) and schedule.rate(20) == pytest.approx(1.0)
     assert schedule.rate(999) == pytest.approx(train.FINAL_RATE, abs=1e-4)

@@ -63,7 +63,7 @@ MODELS: dict[str, Mutation] = {
         '    ("pytorch_model.bin", "modeling_tiny.py", "modeling_fox.py", "config.json", ',
         (
             f"{HUB}::test_only_needed_files_of_a_folder_are_downloaded",
-            f"{HUB_FILES}::test_only_the_files_that_a_folder_needs",
+            f"{HUB_FILES}::test_only_the_files_that_a_folder_needs_are_chosen",
         ),
     ),
     "`up` starts processes before it checks the model": Mutation(

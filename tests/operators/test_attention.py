@@ -76,7 +76,7 @@ def call(
     return paged_attention(module, *arguments, options.pop("mask", None), scaling=0.25, step=step, **options)
 
 
-def test_shape_layer_and_cache(tiny_config: MakeConfig) -> None:
+def test_attention_writes_the_cache_of_its_layer_only(tiny_config: MakeConfig) -> None:
     kv = cache(tiny_config())
     out, weights = call(make_step(kv, [3, 1], [3, 1]))
     assert (out.shape, weights) == ((1, 4, 4, 16), None)
@@ -91,7 +91,7 @@ def test_bfloat16_uses_the_twin(tiny_config: MakeConfig) -> None:
     torch.testing.assert_close(got.float(), exact, rtol=0.05, atol=0.05)
 
 
-def test_refuses_what_it_does_not_compute(tiny_config: MakeConfig) -> None:
+def test_options_that_attention_does_not_compute_are_refused(tiny_config: MakeConfig) -> None:
     step = make_step(cache(tiny_config()), [3, 1], [3, 1])
     with pytest.raises(ValueError, match="attention_mask must be None"):
         call(step, mask=torch.zeros(1))

@@ -33,7 +33,7 @@ def make_decoder(given_weights: type[OwnWeights]) -> MakeDecoder:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_transformers(family: str, make_decoder: MakeDecoder) -> None:
+def test_logits_equal_those_of_transformers(family: str, make_decoder: MakeDecoder) -> None:
     model = make_model(family)
     expected, found = answers(model), feed(make_decoder(model))
     for name, logits in expected.items():
@@ -42,7 +42,7 @@ def test_equals_transformers(family: str, make_decoder: MakeDecoder) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral"])
-def test_paged_attention_in_the_model_of_transformers(family: str) -> None:
+def test_transformers_modules_work_with_paged_attention(family: str) -> None:
     """The path of models that the decoder does not know, including windows per layer."""
     model = make_model(family)
     expected = answers(model)
@@ -159,7 +159,7 @@ def test_router_picks_valid_experts_for_rows_that_are_not_finite(make_decoder: M
     assert all(row.isnan().all() for row in logits.values())
 
 
-def test_counts_experts_as_transformers_routes(make_decoder: MakeDecoder) -> None:
+def test_experts_are_counted_as_transformers_routes(make_decoder: MakeDecoder) -> None:
     model = make_model("qwen3_moe with dense layers")
     decoder = make_decoder(model)
     expected: list[int] = []
@@ -187,7 +187,9 @@ def test_counts_experts_as_transformers_routes(make_decoder: MakeDecoder) -> Non
         ({"query_starts": torch.tensor([0, 2], dtype=torch.int32)}, "query_starts must run from 0 to the number of"),
     ],
 )
-def test_refuses_what_is_out_of_range(change: dict[str, torch.Tensor], message: str, make_decoder: MakeDecoder) -> None:
+def test_indices_out_of_range_are_refused(
+    change: dict[str, torch.Tensor], message: str, make_decoder: MakeDecoder
+) -> None:
     decoder = make_decoder(make_model("qwen3"))
     cache = Cache(decoder, pages=2)
     step: dict[str, Any] = {
@@ -210,7 +212,7 @@ def test_refuses_what_is_out_of_range(change: dict[str, torch.Tensor], message: 
     assert all(torch.equal(*pair) for pair in zip(cache.kv.keys, before, strict=True))
 
 
-def test_refuses_models_that_it_does_not_compute(make_decoder: MakeDecoder) -> None:
+def test_models_that_the_decoder_does_not_compute_are_refused(make_decoder: MakeDecoder) -> None:
     def refused(model: Any, message: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=message):
             CpuDecoder.from_module(model, **options)

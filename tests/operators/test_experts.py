@@ -34,14 +34,16 @@ def operator(module: Any, given_weights: type[OwnWeights]) -> CpuExperts:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
-def test_equals_the_module_it_replaces(tokens: int, module: Any, operator: CpuExperts) -> None:
+def test_the_operator_equals_the_module_that_it_replaces(tokens: int, module: Any, operator: CpuExperts) -> None:
     x, ids, weights = route(tokens)
     with torch.no_grad():
         torch.testing.assert_close(operator(x, ids, weights), module(x, ids, weights), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
-def test_equals_the_twin_on_the_same_packed_weights(quant: str, module: Any, given_weights: type[OwnWeights]) -> None:
+def test_the_operator_equals_the_twin_on_the_same_packed_weights(
+    quant: str, module: Any, given_weights: type[OwnWeights]
+) -> None:
     weights_of = given_weights(module, quant)
     operator = CpuExperts.from_module(module, activations="float32")
     operator.load(weights_of)
@@ -56,7 +58,9 @@ def test_equals_the_twin_on_the_same_packed_weights(quant: str, module: Any, giv
 
 
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh")])
-def test_uses_the_activation_of_its_module(activation: nn.Module, module: Any, given_weights: type[OwnWeights]) -> None:
+def test_the_operator_uses_the_activation_of_its_module(
+    activation: nn.Module, module: Any, given_weights: type[OwnWeights]
+) -> None:
     module.act_fn = activation
     operator = CpuExperts.from_module(module)
     operator.load(given_weights(module, "F32"))
@@ -65,7 +69,7 @@ def test_uses_the_activation_of_its_module(activation: nn.Module, module: Any, g
         torch.testing.assert_close(operator(x, ids, weights), module(x, ids, weights), rtol=1e-5, atol=1e-6)
 
 
-def test_keeps_the_dtype_and_accepts_the_outputs_of_routers(operator: CpuExperts) -> None:
+def test_the_operator_keeps_the_dtype_and_accepts_the_outputs_of_routers(operator: CpuExperts) -> None:
     x, ids, weights = route(5)
     expected = operator(x.bfloat16().float(), ids, weights.bfloat16().float())
     got = operator(x.bfloat16(), ids.int(), weights.bfloat16())
@@ -75,7 +79,7 @@ def test_keeps_the_dtype_and_accepts_the_outputs_of_routers(operator: CpuExperts
     assert torch.equal(operator(x.requires_grad_(), ids, weights.requires_grad_()), operator(x, ids, weights))
 
 
-def test_made_from_a_module_on_the_meta_device(tiny_config: MakeConfig, tiny_model: MakeModel) -> None:
+def test_an_operator_is_made_from_a_module_on_the_meta_device(tiny_config: MakeConfig, tiny_model: MakeModel) -> None:
     with torch.device("meta"):
         model = type(tiny_model())(tiny_config())
     operator = CpuExperts.from_module(model.model.layers[0].mlp.experts)
@@ -83,17 +87,19 @@ def test_made_from_a_module_on_the_meta_device(tiny_config: MakeConfig, tiny_mod
     assert list(operator.parameters()) == []
 
 
-def test_counts_its_bytes(module: Any, operator: CpuExperts) -> None:
+def test_the_operator_counts_its_bytes(module: Any, operator: CpuExperts) -> None:
     assert operator.device_bytes() == {"cpu": 6 * 3 * 64 * 32 * 4}
     assert CpuExperts.from_module(module).device_bytes() == {"cpu": 0}
 
 
-def test_needs_its_weights(module: Any) -> None:
+def test_the_operator_needs_its_weights(module: Any) -> None:
     with pytest.raises(RuntimeError, match="CpuExperts has no weights yet"):
         CpuExperts.from_module(module)(*route(1))
 
 
-def test_refuses_weights_of_another_shape(module: Any, given_weights: type[OwnWeights], tiny_model: MakeModel) -> None:
+def test_weights_of_another_shape_are_refused(
+    module: Any, given_weights: type[OwnWeights], tiny_model: MakeModel
+) -> None:
     other = given_weights(tiny_model(num_experts=4).model.layers[0].mlp.experts, "F32")
     with pytest.raises(ValueError, match=r"gate must be \[experts, rows, columns\] = \[6, 32, 64\], got \[4, 32, 64\]"):
         CpuExperts.from_module(module).load(other)
@@ -104,7 +110,7 @@ def test_refuses_weights_of_another_shape(module: Any, given_weights: type[OwnWe
         CpuExperts.from_module(module).load(weights)
 
 
-def test_refuses_what_it_does_not_compute(module: Any) -> None:
+def test_modules_that_the_kernels_do_not_compute_are_refused(module: Any) -> None:
     with pytest.raises(ValueError, match="CpuExperts knows no option 'speed'; it has: activations, isa"):
         CpuExperts.from_module(module, speed=2)
     with pytest.raises(ValueError, match="activations must be int8 or float32, got 'int4'"):
@@ -123,7 +129,7 @@ def test_refuses_what_it_does_not_compute(module: Any) -> None:
         setattr(module, name, before)
 
 
-def test_refuses_a_gate_of_its_own() -> None:
+def test_a_module_with_a_gate_of_its_own_is_refused() -> None:
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
@@ -135,7 +141,7 @@ def test_refuses_a_gate_of_its_own() -> None:
         CpuExperts.from_module(experts)
 
 
-def test_refuses_an_unknown_expert_id(operator: CpuExperts) -> None:
+def test_an_unknown_expert_id_is_refused(operator: CpuExperts) -> None:
     x, ids, weights = route(3)
     ids[1, 1] = 6
     with pytest.raises(ValueError, match="expert id must be from 0 to 5 or -1 for none, got 6 for token 1"):

@@ -17,7 +17,7 @@ def test_page_bytes_are_those_of_the_tensors() -> None:
     assert LAYOUT.page_bytes * 5 == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_write_puts_tokens_at_their_slots() -> None:
+def test_tokens_are_written_at_their_slots() -> None:
     kv = KVCache(LAYOUT, 5)
     key, value = torch.randn(3, 3, 8), torch.randn(3, 3, 8)
     kv.write(1, torch.tensor([19, 4, 6]), key, value)

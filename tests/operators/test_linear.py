@@ -19,14 +19,16 @@ def made(given_weights: type[OwnWeights], module: nn.Linear, quant: str = "F32",
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (1, 64), (3, 5, 64)])
-def test_equals_the_module_it_replaces(bias: bool, shape: tuple[int, ...], given_weights: type[OwnWeights]) -> None:
+def test_the_operator_equals_the_module_that_it_replaces(
+    bias: bool, shape: tuple[int, ...], given_weights: type[OwnWeights]
+) -> None:
     module = nn.Linear(64, 50, bias=bias)
     x = torch.randn(shape)
     with torch.no_grad():
         torch.testing.assert_close(made(given_weights, module)(x), module(x), rtol=1e-5, atol=1e-6)
 
 
-def test_quantised_weights(given_weights: type[OwnWeights]) -> None:
+def test_quantised_weights_are_near_the_module(given_weights: type[OwnWeights]) -> None:
     module = nn.Linear(96, 40)
     x = torch.randn(7, 96)
     operator = made(given_weights, module, "Q8_0", activations="float32")
@@ -39,13 +41,13 @@ def test_quantised_weights(given_weights: type[OwnWeights]) -> None:
     assert operator.device_bytes()["cpu"] > 0
 
 
-def test_keeps_the_dtype(given_weights: type[OwnWeights]) -> None:
+def test_the_operator_keeps_the_dtype(given_weights: type[OwnWeights]) -> None:
     operator = made(given_weights, nn.Linear(32, 16))
     x = torch.randn(2, 32).bfloat16()
     assert torch.equal(operator(x), operator(x.float()).bfloat16())
 
 
-def test_refuses_modules_and_weights_that_do_not_fit(given_weights: type[OwnWeights]) -> None:
+def test_modules_and_weights_that_do_not_fit_are_refused(given_weights: type[OwnWeights]) -> None:
     with pytest.raises(ValueError, match=r"ReLU cannot be replaced by CpuLinear: it is no nn\.Linear"):
         CpuLinear.from_module(nn.ReLU())
     with pytest.raises(ValueError, match="CpuLinear knows no option 'speed'"):

@@ -22,7 +22,7 @@ def _try(path: Path) -> bool:
     return True
 
 
-def test_truncated_gguf(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_a_truncated_gguf_file_is_an_error_that_names_it(tiny_gguf: Path, tmp_path: Path) -> None:
     raw = tiny_gguf.read_bytes()
     header = min(tensor.offset for tensor in read_header(tiny_gguf).tensors)
     path = tmp_path / "cut.gguf"
@@ -38,7 +38,7 @@ def test_truncated_gguf(tiny_gguf: Path, tmp_path: Path) -> None:
                 load_tokenizer(str(path))
 
 
-def test_flipped_header_bytes(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_flipped_header_bytes_are_an_error_or_a_model(tiny_gguf: Path, tmp_path: Path) -> None:
     raw = tiny_gguf.read_bytes()
     header = min(tensor.offset for tensor in read_header(tiny_gguf).tensors)
     path = tmp_path / "flipped.gguf"
@@ -64,7 +64,7 @@ def test_flipped_header_bytes(tiny_gguf: Path, tmp_path: Path) -> None:
         (24, (1 << 40).to_bytes(8, "little"), "the length of a metadata key is"),
     ],
 )
-def test_absurd_numbers(position: int, value: bytes, words: str, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_absurd_numbers_are_refused(position: int, value: bytes, words: str, tiny_gguf: Path, tmp_path: Path) -> None:
     raw = bytearray(tiny_gguf.read_bytes())
     raw[position : position + len(value)] = value
     path = tmp_path / "absurd.gguf"
@@ -83,7 +83,7 @@ def test_a_million_layers_are_refused_before_a_skeleton_is_built(tiny_gguf: Path
         load_model(str(path))
 
 
-def test_truncated_safetensors(tiny: Path, tmp_path: Path) -> None:
+def test_a_truncated_safetensors_file_is_an_error_that_names_it(tiny: Path, tmp_path: Path) -> None:
     raw = (tiny / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
     rng = random.Random(7)
@@ -93,7 +93,7 @@ def test_truncated_safetensors(tiny: Path, tmp_path: Path) -> None:
             load_model(str(tmp_path))
 
 
-def test_flipped_safetensors_header(tiny: Path, tmp_path: Path) -> None:
+def test_a_flipped_safetensors_header_is_an_error_or_a_model(tiny: Path, tmp_path: Path) -> None:
     raw = (tiny / "model.safetensors").read_bytes()
     header = 8 + int.from_bytes(raw[:8], "little")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -107,7 +107,7 @@ def test_flipped_safetensors_header(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_damaged_json_files(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_damaged_json_files_are_an_error_or_a_model(name: str, tiny: Path, tmp_path: Path) -> None:
     for file_name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / file_name).write_bytes((tiny / file_name).read_bytes())
     raw = (tiny / name).read_bytes()

@@ -88,7 +88,7 @@ def test_layers_that_predict_further_tokens_are_left_out(
 
 
 @pytest.mark.parametrize("case", ["V2-Lite", "V3"])
-def test_files_with_keys_and_values_in_two_tensors(
+def test_keys_and_values_may_be_in_two_tensors(
     case: str,
     make_model: Callable[..., Path],
     make_gguf: Callable[..., Path],
@@ -183,7 +183,7 @@ def test_a_number_of_groups_needs_the_number_of_used_groups() -> None:
 
 
 @pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor"])
-def test_keys_that_a_config_with_sigmoid_scores_must_have(key: str) -> None:
+def test_a_config_with_sigmoid_scores_must_have_certain_keys(key: str) -> None:
     """Without them transformers uses DeepSeek-V3's values, and the GGUF file would have none."""
     with pytest.raises(CheckpointError, match=f"folder: config key {key} is missing"):
         metadata_of("deepseek_v3", **{key: None})
@@ -195,7 +195,7 @@ def test_sigmoids_in_a_family_of_softmax_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("experts", "groups"), [(160, (8, 3)), (256, (8, 4)), (64, (1, 1))])
-def test_default_groups_of_old_files(experts: int, groups: tuple[int, int]) -> None:
+def test_old_files_have_default_groups(experts: int, groups: tuple[int, int]) -> None:
     metadata = metadata_of("deepseek_v3", n_routed_experts=experts)
     del metadata["deepseek2.expert_group_count"], metadata["deepseek2.expert_group_used_count"]
     found = config_of(metadata)

@@ -49,7 +49,7 @@ def test_missing_betas_have_the_defaults_of_transformers(latent: bool) -> None:
         ({"mscale": 1.0, "mscale_all_dim": 0.5}, True, "mscale 1.0 and mscale_all_dim 0.5 differ"),
     ],
 )
-def test_what_gguf_cannot_say(changes: dict[str, Any], latent: bool, message: str) -> None:
+def test_parameters_that_gguf_cannot_express_are_refused(changes: dict[str, Any], latent: bool, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         written({**YARN, **changes}, latent=latent)
 
@@ -70,7 +70,9 @@ def test_what_gguf_cannot_say(changes: dict[str, Any], latent: bool, message: st
         ("none", "yarn_ext_factor", 1.0, False),
     ],
 )
-def test_attention_factors_of_a_file(kind: str, key: str, value: float, refused: bool, latent: bool) -> None:
+def test_attention_factors_of_a_file_are_refused_or_have_no_effect(
+    kind: str, key: str, value: float, refused: bool, latent: bool
+) -> None:
     """They scale scores or mix frequencies, which is not implemented."""
     plain = written({**YARN, "rope_type": kind.replace("none", "default")}, latent=latent)
     given = {**plain, f"x.rope.scaling.{key}": value}

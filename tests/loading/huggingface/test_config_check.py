@@ -116,7 +116,7 @@ def test_impossible_rotary_parameters_are_refused(
         ("rope_type", 2, {"rope_parameters": {**YARN, "rope_type": 2}}),
     ],
 )
-def test_names_that_transformers_does_not_know(
+def test_names_that_transformers_does_not_know_are_refused(
     name: str, value: Any, values: dict[str, Any], changed: Callable[..., Path]
 ) -> None:
     folder = changed("mixtral", **values)
@@ -210,7 +210,7 @@ def test_rotary_pairs_that_are_half_a_head_apart(
         ("olmoe", {"head_dim": 8}, "head_dim must be the width of norms, which is 16 for head_dim 8, got 8"),
     ],
 )
-def test_heads_that_transformers_cannot_compute(
+def test_heads_that_transformers_cannot_compute_are_refused(
     model_type: str, sizes: dict[str, Any], words: str, make_model: Callable[..., Path]
 ) -> None:
     """Their tensors fit each other, so only a step would fail."""

@@ -49,17 +49,17 @@ def chosen(name: str, paths: list[str]) -> tuple[str, list[str]]:
         ("Fox-30B-Q4_K_M", "Fox-30B-Q4_K_M.gguf"),
     ],
 )
-def test_a_gguf_by_its_quantisation_or_file(variant: str, entry: str) -> None:
+def test_a_gguf_file_is_named_by_its_quantisation_or_path(variant: str, entry: str) -> None:
     assert chosen(f"hf:A/Fox-GGUF:{variant}", GGUF) == (entry, [entry])
 
 
 @pytest.mark.parametrize("variant", ["bf16", "BF16/Fox-30B-BF16-00001-of-00002.gguf", "BF16/Fox-30B-BF16"])
-def test_all_parts_of_a_split_model(variant: str) -> None:
+def test_all_parts_of_a_split_model_are_chosen(variant: str) -> None:
     entry, files = chosen(f"hf:A/Fox-GGUF:{variant}", GGUF)
     assert (entry, files) == (GGUF[6], GGUF[6:8])
 
 
-def test_only_the_files_that_a_folder_needs() -> None:
+def test_only_the_files_that_a_folder_needs_are_chosen() -> None:
     """No pickles, no code, no weights in another layout."""
     entry, files = chosen("hf:A/Fox", FOLDER)
     assert (entry, set(files)) == ("", set(FOLDER[:7]))
@@ -98,7 +98,7 @@ def test_invalid_names_are_refused(name: str) -> None:
         parse(name)
 
 
-def test_the_name_that_clients_use() -> None:
+def test_clients_use_a_short_name() -> None:
     assert served_name("hf:A/Fox-GGUF:q4_k_m") == "Fox-GGUF:q4_k_m"
     assert served_name("hf:A/Fox") == "Fox"
     assert parse("hf:A/Fox:BF16/Fox-BF16-00001-of-00002.gguf").served_name == "Fox:Fox-BF16"

@@ -24,7 +24,7 @@ REQUEST = GenerationRequest(model="m", prompt="def add(a, b):\n", suffix="\n    
         ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
     ],
 )
-def test_families_by_name(names: tuple[str, str, str]) -> None:
+def test_families_are_found_by_the_names_of_their_tokens(names: tuple[str, str, str]) -> None:
     assert gap_tokens(["a", *names, "b"], {}) == GapTokens(1, 2, 3)
     assert gap_tokens(["a", *names[:2], "b"], {}) is None
 
@@ -35,7 +35,7 @@ def test_metadata_comes_before_names() -> None:
     assert gap_tokens(names, {"fim_pre": 2}) == GapTokens(0, 1, 2)
 
 
-def test_a_prompt_with_a_gap() -> None:
+def test_a_prompt_may_have_a_gap() -> None:
     data = from_metadata(read_header(resolve("demo")).metadata, "demo")
     names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     first = len(data.tokens)

@@ -39,7 +39,7 @@ ODD_TEXTS = [
 
 
 @pytest.mark.parametrize("name", ["qwen2", "deepseek-llm", "gpt-2", "llama-spm"])
-def test_ids_of_real_vocabularies(name: str, shared_data: Path, tmp_path: Path) -> None:
+def test_ids_equal_those_of_real_vocabularies(name: str, shared_data: Path, tmp_path: Path) -> None:
     stem = shared_data / "vocab" / f"ggml-vocab-{name}.gguf"
     path = tmp_path / f"{name}.gguf"
     path.write_bytes(lzma.decompress(Path(f"{stem}.xz").read_bytes()))
@@ -65,7 +65,7 @@ def test_beginning_token_is_added_where_the_file_says_so(shared_data: Path, tmp_
     assert tokenizer.eos_token_ids == {2} and tokenizer.chat_template is None
 
 
-def test_gguf_alone_equals_the_folder(tiny: Path, tiny_gguf: Path) -> None:
+def test_a_gguf_file_alone_equals_the_folder(tiny: Path, tiny_gguf: Path) -> None:
     folder, file = load_tokenizer(str(tiny)), load_tokenizer(str(tiny_gguf))
     for text in ODD_TEXTS:
         ids = folder.encode(text)
@@ -76,7 +76,7 @@ def test_gguf_alone_equals_the_folder(tiny: Path, tiny_gguf: Path) -> None:
     assert file.chat_template == folder.chat_template
 
 
-def test_demo_model_equals_its_own_tokenizer(shared_data: Path) -> None:
+def test_the_demo_model_equals_its_own_tokenizer(shared_data: Path) -> None:
     folder, demo = load_tokenizer(str(shared_data / "demo-model")), load_tokenizer("demo")
     tales = lzma.decompress((shared_data / "corpus" / "tales.txt.xz").read_bytes()).decode()
     for text in [*ODD_TEXTS, tales[:300_000], tales[-100_000:]]:
@@ -125,7 +125,7 @@ def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
         thread.join()
 
 
-def test_bytes_of_special_unused_and_unknown_ids(tiny_gguf: Path) -> None:
+def test_special_unused_and_unknown_ids_have_no_bytes(tiny_gguf: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_gguf))
     (tool_call,) = tokenizer.encode("<tool_call>")
     assert tokenizer.token_bytes(tool_call) == b"<tool_call>"  # added but not special, so it is text
@@ -133,7 +133,7 @@ def test_bytes_of_special_unused_and_unknown_ids(tiny_gguf: Path) -> None:
     assert tokenizer.token_bytes(-1) == tokenizer.token_bytes(384) == tokenizer.token_bytes(1 << 40) == b""
 
 
-def test_requests() -> None:
+def test_requests_become_token_ids() -> None:
     tokenizer = load_tokenizer("demo")
     chat = GenerationRequest(model="demo", messages=({"role": "user", "content": "Hi"},))
     rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -144,7 +144,7 @@ def test_requests() -> None:
     assert tokenizer.encode_request(ids) == EncodedPrompt([5, 6], "")
 
 
-def test_refused_requests() -> None:
+def test_wrong_requests_are_refused() -> None:
     tokenizer = load_tokenizer("demo")
     with pytest.raises(InvalidRequest, match=r"prompt_token_ids\[1\] must be below 8192, got 8192") as caught:
         tokenizer.encode_request(GenerationRequest(model="demo", prompt_token_ids=(5, 8192)))
@@ -153,7 +153,7 @@ def test_refused_requests() -> None:
         tokenizer.encode_request(GenerationRequest(model="demo", prompt="\ud800"))
 
 
-def test_no_chat_template(tiny: Path, tmp_path: Path) -> None:
+def test_messages_need_a_chat_template(tiny: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     tokenizer = load_tokenizer(str(tmp_path))
@@ -170,7 +170,7 @@ def test_end_tokens_come_from_the_generation_config(tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stated", [-1, 384, True, [10**6, -1, None]])
-def test_end_tokens_that_the_model_does_not_have(stated: object, tiny: Path, tmp_path: Path) -> None:
+def test_end_tokens_that_the_model_does_not_have_are_ignored(stated: object, tiny: Path, tmp_path: Path) -> None:
     """Then the next file decides, and the model can be converted."""
     shutil.copytree(tiny, tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
@@ -196,7 +196,7 @@ def test_a_chat_template_that_is_not_a_text(tiny: Path, tmp_path: Path) -> None:
         (b"tokenizer.ggml.merges", b"tokenizer.ggml.mergez", "tokenizer.ggml.merges is missing"),
     ],
 )
-def test_unusable_vocabularies(old: bytes, new: bytes, words: str, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_unusable_vocabularies_are_refused(old: bytes, new: bytes, words: str, tiny_gguf: Path, tmp_path: Path) -> None:
     assert "tokenizer.ggml.pre" in read_header(tiny_gguf).metadata
     path = tmp_path / "odd.gguf"
     path.write_bytes(tiny_gguf.read_bytes().replace(old, new, 1))
@@ -204,12 +204,12 @@ def test_unusable_vocabularies(old: bytes, new: bytes, words: str, tiny_gguf: Pa
         load_tokenizer(str(path))
 
 
-def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer.json: No such file"):
         load_tokenizer(str(tmp_path))
 
 
-def test_more_tokens_than_the_model_has(tiny: Path, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_tokens_that_the_model_does_not_have_are_refused(tiny: Path, tiny_gguf: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     config = json.loads((tiny / "config.json").read_text())

@@ -77,7 +77,7 @@ def qwen2(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Ids:
 
 
 @pytest.mark.parametrize(("pre", "make"), [("gpt-2", gpt2), ("qwen2", qwen2)])
-def test_byte_level_vocabularies(pre: str, make: Callable[..., Ids], tmp_path: Path) -> None:
+def test_byte_level_vocabularies_equal_the_library(pre: str, make: Callable[..., Ids], tmp_path: Path) -> None:
     vocabulary, merges = trained()
     assert len(merges) > 100
     write_byte_level(tmp_path / "vocabulary.gguf", pre, vocabulary, merges)
@@ -107,7 +107,7 @@ def sentence_piece(text: str, pieces: dict[str, tuple[int, float]]) -> list[int]
     ]
 
 
-def test_a_sentence_piece_vocabulary(tmp_path: Path) -> None:
+def test_a_sentence_piece_vocabulary_equals_its_definition(tmp_path: Path) -> None:
     words = " ".join(CORPUS[:2]).split()
     grown = {f"\u2581{word[:length]}" for word in words for length in range(2, len(word) + 1)}
     grown |= {word[place : place + 2] for word in words for place in range(len(word) - 1)}

@@ -44,7 +44,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
-def test_equals_transformers(family: str, make_decoder: Callable[..., Any]) -> None:
+def test_logits_equal_those_of_transformers(family: str, make_decoder: Callable[..., Any]) -> None:
     model = make_model(family)
     assert_close(fed(make_decoder(model, expert_streaming="auto")), answers(model), 1e-5)
 
@@ -60,7 +60,7 @@ def test_half_precision_is_near(family: str, dtype: torch.dtype, make_decoder: C
 
 
 @pytest.mark.parametrize("quant", ["BF16", "Q8_0"])
-def test_equals_the_decoder_of_the_cpu_on_quantised_weights(
+def test_the_decoder_equals_that_of_the_cpu_on_quantised_weights(
     quant: str, make_decoder: Callable[..., Any], given_weights: Callable[..., Any]
 ) -> None:
     model = make_model("qwen2_moe")

@@ -140,7 +140,7 @@ def test_captured_steps_equal_eager_ones(
         assert (statistics["expert_prediction_hits"] > 0) == (method == "flags")
 
 
-def test_experts_of_the_cpu_in_a_model_on_the_gpu(
+def test_a_model_on_the_gpu_may_have_experts_on_the_cpu(
     tiny_model: Callable[..., Any], given_weights: Callable[..., Any]
 ) -> None:
     """As under rules/modules.yaml: tensors are copied to the host and back."""

@@ -39,7 +39,9 @@ def expected(shared_cpus: None) -> list[list[int]]:
 
 @pytest.mark.parametrize("streaming", ["off", "on"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_greedy_tokens(device: str, share: float, streaming: Any, expected: list[list[int]], tmp_path: Path) -> None:
+def test_greedy_tokens_equal_those_of_the_cpu(
+    device: str, share: float, streaming: Any, expected: list[list[int]], tmp_path: Path
+) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
     model = load_model("demo", rules=str(rules), device=device).module

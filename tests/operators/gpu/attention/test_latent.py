@@ -33,7 +33,9 @@ def planner(kv: KVCache, heads: int, dtype: torch.dtype = torch.float32) -> Late
         (4, 64, 32, 16, torch.float8_e4m3fn),
     ],
 )
-def test_mixed_steps(heads: int, latent: int, rotary: int, page_size: int, dtype: torch.dtype) -> None:
+def test_mixed_steps_equal_the_reference(
+    heads: int, latent: int, rotary: int, page_size: int, dtype: torch.dtype
+) -> None:
     """Heads that fill a program partly, or three programs; widths that are not powers of two."""
     kv = cache(latent, rotary, page_size, dtype)
     step = make_step(kv, *MIXED)

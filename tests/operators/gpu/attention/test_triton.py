@@ -31,7 +31,7 @@ def buffers(plan: TritonPlan) -> list[int]:
     ("heads", "page_size", "window"),
     [(2, 1, 0), (2, 16, 7), (2, 64, 33), (8, 1, 7), (8, 16, 33), (8, 64, 0), (14, 1, 33), (14, 16, 0), (14, 64, 7)],
 )
-def test_mixed_steps(heads: int, page_size: int, window: int) -> None:
+def test_mixed_steps_equal_the_reference(heads: int, page_size: int, window: int) -> None:
     """Two key/value heads shared by 1, 4 and 7 query heads each."""
     kv = make_cache(kv_heads=2, head_dim=16, page_size=page_size, dtype=torch.float32, pages=240 // page_size + 5)
     step = make_step(kv, *MIXED)
@@ -41,14 +41,14 @@ def test_mixed_steps(heads: int, page_size: int, window: int) -> None:
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_types_and_head_sizes(head_dim: int, cache: torch.dtype, window: int) -> None:
+def test_each_type_and_head_size_equals_the_reference(head_dim: int, cache: torch.dtype, window: int) -> None:
     """A head of 80 numbers is padded to 128."""
     kv = make_cache(kv_heads=1, head_dim=head_dim, page_size=16, dtype=cache, pages=24)
     step = make_step(kv, *MIXED)
     check_plan(planner(kv, 8, torch.bfloat16).plan(step), step, random_query(step, 8, torch.bfloat16), window)
 
 
-def test_chunks_longer_than_a_tile() -> None:
+def test_chunks_longer_than_a_tile_equal_the_reference() -> None:
     kv = make_cache(kv_heads=1, head_dim=16, page_size=16, dtype=torch.float32, pages=40)
     step = make_step(kv, [40, 33], [130, 34])
     for window in (0, 33):
@@ -71,7 +71,7 @@ def test_a_decode_plan_follows_its_updates(window: int) -> None:
     assert places == buffers(plan)
 
 
-def test_decode_rows_that_fill_the_table() -> None:
+def test_decode_rows_may_fill_the_table() -> None:
     """The list of pages is padded on the host, but the buffer has no room for the padding."""
     kv = make_cache(kv_heads=1, head_dim=16, page_size=4, dtype=torch.float32, pages=12)
     plan = planner(kv, 1).decode_plan(3, 3)
@@ -99,7 +99,7 @@ def test_splits_keep_the_processors_busy() -> None:
     assert split_count(1, 4, 64, 132) == 2
 
 
-def test_an_h200_takes_them(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """The interpreter accepts what the compiler refuses."""
     names = {"_decode_split", "_decode_join", "_prefill_tile", "_latent_split"}
     assert set(compiled_for_h200("attention", tmp_path)) == names

@@ -5,7 +5,7 @@ import pytest
 from ktqueue.operators.gpu.experts.fetching import split_into_parts
 
 
-def test_parts_are_what_all_experts_have_in_common() -> None:
+def test_parts_are_contiguous_in_all_experts() -> None:
     apart, touching = [(1000, 64), (5000, 128)], [(2000, 192)]
     parts, addresses = split_into_parts([apart, touching])
     assert parts == [(0, 64), (64, 128)]

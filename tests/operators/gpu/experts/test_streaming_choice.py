@@ -180,7 +180,7 @@ def test_one_slow_step_is_forgotten() -> None:
     assert one.seconds(512, 0.5) == pytest.approx(slow_machine_costs().seconds(512, 0.5), rel=0.05)
 
 
-def test_a_line_through_two_points() -> None:
+def test_a_line_goes_through_two_points() -> None:
     assert fit_line((10, 3.0), (20, 4.0)) == pytest.approx((2.0, 0.1))
     assert fit_line((10, 1.0), (110, 101.0)) == (0.0, 1.0)
     assert fit_line((10, 3.0), (20, 2.0)) == (3.0, 0.0)

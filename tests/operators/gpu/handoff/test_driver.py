@@ -67,7 +67,7 @@ def test_memory_operations_have_cuda_s_layout() -> None:
     assert cuda.calls == [(0x77, 2, [write, wait], 0)]
 
 
-def test_asks_whether_streams_can_wait_for_memory() -> None:
+def test_the_driver_says_whether_streams_can_wait_for_memory() -> None:
     driver = Driver(Cuda(), Runtime())
     assert driver.has_memory_operations(1)
     assert not driver.has_memory_operations(0)
@@ -110,7 +110,7 @@ def test_errors_name_the_function() -> None:
     assert runtime.cudaGetErrorString.restype is ctypes.c_char_p
 
 
-def test_finds_the_runtime_that_torch_has_loaded() -> None:
+def test_the_driver_finds_the_runtime_that_torch_has_loaded() -> None:
     maps = (
         "7f0-7f1 r-xp 00000000 08:01 1 /usr/lib/libc.so.6\n"
         "7f2-7f3 rw-p 00000000 00:00 0 \n"

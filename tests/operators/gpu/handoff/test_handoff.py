@@ -66,7 +66,7 @@ def run(handoff: Handoff, layer: int, x: torch.Tensor, ids: torch.Tensor, weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_direct_equals_the_layer(layers: list[native.ExpertLayer], dtype: torch.dtype) -> None:
+def test_direct_calls_equal_the_layer(layers: list[native.ExpertLayer], dtype: torch.dtype) -> None:
     handoff = Handoff(HIDDEN, K, MAX_TOKENS, "cpu")
     assert handoff.method == "direct"
     numbers = [handoff.add_layer(layer) for layer in layers]
@@ -175,7 +175,7 @@ def test_flags_serve_step_after_step(flags: Handoff, stream: PlayedStream, layer
     assert flags.statistics.tasks == 40
 
 
-def test_flags_with_the_same_word_each_time(flags: Handoff, layers: list[native.ExpertLayer]) -> None:
+def test_flags_serve_the_same_word_each_time(flags: Handoff, layers: list[native.ExpertLayer]) -> None:
     """The done word of the task before must not pass for this one's."""
     number = flags.add_layer(layers[0])
     for step in range(30):

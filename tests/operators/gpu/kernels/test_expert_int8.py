@@ -82,7 +82,7 @@ def test_kernels_equal_products_of_rounded_rows(quant: str, random_weights: Call
 @pytest.mark.parametrize(
     ("tokens", "experts", "slots", "own"), [(1, 9, 4, True), (3, 3, 2, False), (9, 2, 1, False)]
 )  # fmt: skip
-def test_ways_to_find_pairs(
+def test_each_way_to_find_pairs_equals_plain_torch(
     tokens: int,
     experts: int,
     slots: int,
@@ -100,7 +100,7 @@ def test_ways_to_find_pairs(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
+def test_each_activation_equals_plain_torch(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
     assert_experts(pool, pool.offsets, ids, x, weights, activation)
@@ -150,7 +150,7 @@ def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Byt
     assert torch.equal(run(x.bfloat16(), floats), run(x.bfloat16(), floats, exact=True))
 
 
-def test_an_h200_takes_them(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     few = ["_prepare_kernel", "_experts_kernel", "_experts_kernel"]
     fetching = ["_divide_kernel", "_fetch_kernel"]
     assert compiled_for_h200("experts", tmp_path) == few * 2 + fetching * 2

@@ -58,7 +58,7 @@ def test_twins_equal_the_cpu_kernels(quant: str, random_weights: Callable[..., B
     assert_close(products.down(pool.pairs(ids), mid, weights).sum(1), expected)
 
 
-def test_record_sizes(random_weights: Callable[..., Bytes]) -> None:
+def test_a_record_has_the_bytes_of_its_panels(random_weights: Callable[..., Bytes]) -> None:
     record = make_pool(random_weights, ("Q4_K", "Q8_0", "Q6_K"), 2, 256, 256).record
     assert record.down_start == 16 * (record.gate_panel_bytes + record.up_panel_bytes)
     assert (record.gate_panel_bytes, record.up_panel_bytes, record.down_panel_bytes) == (2368, 4352, 3392)
@@ -76,7 +76,7 @@ def test_kernels_equal_the_twins(quant: str, random_weights: Callable[..., Bytes
     assert_experts(pool.pairs(ids), x, weights)
 
 
-def test_three_formats_and_float16(random_weights: Callable[..., Bytes]) -> None:
+def test_three_formats_and_float16_equal_the_twins(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, ("Q8_0", "Q4_0", "IQ4_NL"), 2, 160, 64)
     x, (ids, weights) = activations(3, 160), route(3, 2, 1)
     assert_experts(pool.pairs(ids), x, weights)
@@ -84,7 +84,7 @@ def test_three_formats_and_float16(random_weights: Callable[..., Bytes]) -> None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
+def test_each_activation_equals_the_twins(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
     assert_experts(pool.pairs(ids), x, weights, activation)
@@ -95,7 +95,9 @@ def test_activations(activation: ActivationName, random_weights: Callable[..., B
     [(1, 9, 4), (2, 4, 2), (17, 3, 2), (130, 3, 2), (130, 5, 4)],
     ids=["leaders", "few experts", "more than a block", "many blocks", "sorted"],
 )
-def test_ways_to_find_pairs(tokens: int, experts: int, slots: int, random_weights: Callable[..., Bytes]) -> None:
+def test_each_way_to_find_pairs_equals_the_twins(
+    tokens: int, experts: int, slots: int, random_weights: Callable[..., Bytes]
+) -> None:
     """With unused experts, experts that the GPU lacks, and pairs without an expert."""
     pool = make_pool(random_weights, "MXFP4", experts, 32, 32)
     x, (ids, weights) = activations(tokens, 32), route(tokens, experts, slots)
@@ -108,20 +110,20 @@ def test_ways_to_find_pairs(tokens: int, experts: int, slots: int, random_weight
 
 
 @pytest.mark.parametrize("ids", [[[3, 3], [3, 3], [3, 3]], [[0, 0], [1, 0], [0, 1]], [[-1, -1]] * 3])
-def test_repeated_and_no_experts(ids: list[list[int]], random_weights: Callable[..., Bytes]) -> None:
+def test_tokens_may_repeat_an_expert_or_have_none(ids: list[list[int]], random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q4_0", 8, 64, 32)
     x, weights = activations(3, 64), torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.1, 0.9]])
     assert_experts(pool.pairs(torch.tensor(ids)), x, weights)
 
 
-def test_all_pairs_on_one_expert(random_weights: Callable[..., Bytes]) -> None:
+def test_all_pairs_may_use_one_expert(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 8, 32, 32)
     for tokens in (70, 600):
         x, ids, weights = activations(tokens, 32), torch.full((tokens, 1), 6), torch.ones(tokens, 1)
         assert_experts(pool.pairs(ids), x, weights)
 
 
-def test_strided_columns(random_weights: Callable[..., Bytes]) -> None:
+def test_columns_may_be_strided(random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q8_0", 3, 64, 32)
     for tokens in (3, 130):
         x, (ids, weights) = activations(64, tokens).T, route(tokens, 3, 2)

@@ -17,7 +17,7 @@ from ktqueue.operators.gpu.kernels.router import route
 from ..interpreted import compiled_for_h200
 
 
-def test_no_tokens(qkv: Callable[..., dict[str, Any]]) -> None:
+def test_operations_accept_no_tokens(qkv: Callable[..., dict[str, Any]]) -> None:
     assert qk_norm_rope_append(**qkv(tokens=0)).shape == (0, 4, 16)
     assert route(torch.zeros(0, 4), 2, renormalise=True).ids.shape == (0, 2)
     assert add_rms_norm(torch.zeros(0, 8), torch.zeros(8), 1e-6).shape == (0, 8)
@@ -39,7 +39,7 @@ def test_shapes_that_do_not_fit_are_refused(qkv: Callable[..., dict[str, Any]]) 
         qk_norm_rope_append(**qkv() | {"sine": torch.zeros(64, 4)})
 
 
-def test_an_h200_takes_them(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """What the CPU has just written is read past the caches. (Triton drops a cache_modifier of ".cv" silently.)"""
     names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
     assert set(compiled_for_h200("between matrices", tmp_path)) == names | {"_add_rms_norm+volatile"}

@@ -37,7 +37,7 @@ def test_rows_are_decoded_as_gguf_has_them(quant: str, random_weights: Callable[
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
-def test_few_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
+def test_products_of_few_rows_equal_the_decoded_weights(quant: str, random_weights: Callable[..., Bytes]) -> None:
     """Weights are not rounded; the tile has more slabs than the matrix."""
     panels, weights = make_panels(random_weights, quant, 21, columns_of(quant))
     x = activations(1, panels.columns, torch.bfloat16)
@@ -47,7 +47,7 @@ def test_few_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
         assert_close(out, x.float() @ weights.T)
 
 
-def test_more_columns_than_a_tile_has(random_weights: Callable[..., Bytes]) -> None:
+def test_a_matrix_may_have_more_columns_than_a_tile(random_weights: Callable[..., Bytes]) -> None:
     """129 slabs, with several tokens of float16."""
     panels, weights = make_panels(random_weights, "Q4_0", 16, 4128)
     x, out = activations(3, 4128, torch.float16), torch.full((3, 16), torch.nan)
@@ -56,7 +56,7 @@ def test_more_columns_than_a_tile_has(random_weights: Callable[..., Bytes]) -> N
 
 
 @pytest.mark.parametrize("quants", [("Q4_K", "Q6_K"), ("Q8_0", "MXFP4")])
-def test_two_formats_in_one_product(quants: tuple[str, str], random_weights: Callable[..., Bytes]) -> None:
+def test_one_product_may_have_two_formats(quants: tuple[str, str], random_weights: Callable[..., Bytes]) -> None:
     """Both have rows that do not fill a panel; rows of x and of the product are strided."""
     two = [
         make_panels(random_weights, quant, rows, 256, seed=rows) for quant, rows in zip(quants, (40, 7), strict=True)
@@ -110,5 +110,5 @@ def test_weights_that_are_not_finite_are_refused(random_weights: Callable[..., B
         PanelMatrix.pack(PackedMatrix("Q8_0", 3, 64, data), "cpu")
 
 
-def test_an_h200_takes_them(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     assert compiled_for_h200("matrices", tmp_path) == ["_few_rows_kernel"] * 3 + ["_decode_kernel"] * 2

@@ -129,7 +129,7 @@ def test_the_lowest_of_equal_experts_comes_first() -> None:
     assert route(logits, 6, renormalise=True).ids.tolist() == [[1, 3, 0, 2, 4, 5]]
 
 
-def test_padding_counts_and_experts_on_the_gpu() -> None:
+def test_padding_is_not_counted_and_the_cpu_gets_only_its_experts() -> None:
     logits = torch.tensor([[0.0, 3, 2, 1], [9, 0, 8, 0], [9, 0, 8, 0]])
     counts = torch.tensor([1, 1, 1, 1], dtype=torch.int32)
     on_gpu = torch.tensor([-1, 0, -1, 4096])
