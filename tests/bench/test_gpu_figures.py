@@ -43,7 +43,7 @@ def test_a_trace_is_divided_without_remainder() -> None:
 
 
 def test_an_interrupted_run_has_tables_of_what_it_measured() -> None:
-    """It writes its result, and so the page, after each part."""
+    """The command writes its result, and with it the page, after each part."""
     result = json.loads((RESULTS / "gpu-h200.json").read_text())
     lines = page.engine(result)
     del result["deferred"]  # is empty

@@ -96,7 +96,7 @@ def test_calls_are_taken_in_turn() -> None:
 
 @pytest.mark.parametrize(("routed", "experts"), [(False, 104), (True, 128)])
 def test_weights_exceed_the_last_cache_four_times(routed: bool, experts: int) -> None:
-    """Q4_K: 2.53 MiB an expert, so 13 groups of 8 exceed 256 MiB; routed tokens need all 128. Q2_K takes two layers.
+    """A Q4_K expert has 2.53 MiB, so 13 groups of 8 exceed 256 MiB. Routed tokens need all 128. Q2_K takes two layers.
 
     While the last layer is packed, what it is packed from is there too.
     """

@@ -1,4 +1,4 @@
-"""The clients of the kill loop: they submit, read, leave and come back, cancel; habits are drawn from a seed."""
+"""The clients of the kill loop: they submit, read, leave, come back and cancel. A seed decides their habits."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from ktqueue.core.events import JobState, TokenEvent
 from tests.chaos.reader import FixedRequest, JobOutcome, ReaderView, Reference, judge
 
 HABITS = {"reads": 40, "comes and goes": 30, "cancels": 15, "looks later": 15}
-AGAIN_SECONDS = 0.1  # before a client tries again what failed
+AGAIN_SECONDS = 0.1  # until a client repeats a request that failed
 PATIENCE = 90.0  # seconds without any progress after which a job counts as lost
 TERMINAL = {state.value for state in JobState if state.terminal}
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class LostJob(Exception):
-    """An acknowledged job that is not there, or does not go on."""
+    """An acknowledged job is missing, or makes no progress."""
 
 
 class Clients:
@@ -45,7 +45,7 @@ class Clients:
         self.tokens = 0
 
     async def undisturbed(self, requests: Sequence[FixedRequest]) -> None:
-        """Run each request once, as long as any job will ask for, before anything is killed."""
+        """Run each request once before anything is killed, with as many tokens as the longest job has."""
         longest = self._tokens[1]
 
         async def run_once(request: FixedRequest, number: int) -> list[list[int]]:
@@ -54,7 +54,7 @@ class Clients:
             ids: list[list[int]] = [[] for _ in range(request.choices)]
             for event in view.events:
                 ids[event["index"]] += event.get("token_ids", [])
-            assert all(len(one) == longest for one in ids), "the reference run was disturbed"
+            assert all(len(choice) == longest for choice in ids), "the reference run was disturbed"
             return ids
 
         answers: list[list[list[int]]] = []
@@ -64,11 +64,11 @@ class Clients:
         self.reference = dict(zip(requests, answers, strict=True))
 
     async def run(self, clients: int) -> None:
-        """Until `stop`, and the jobs under way have ended."""
+        """Run the clients until `stop` is called and their current jobs have ended."""
         await asyncio.gather(*(self._client(number) for number in range(clients)))
 
     def stop(self) -> None:
-        """No more jobs."""
+        """Let no client begin another job."""
         self._over.set()
 
     async def _client(self, number: int) -> None:
@@ -116,10 +116,10 @@ class Clients:
     async def _looks_later(self, outcome: JobOutcome, draw: random.Random) -> None:
         await self._ended(outcome)
 
-    # What they do
+    # Requests
 
     async def _submit(self, body: dict[str, Any], key: str) -> str:
-        """Until it is acknowledged; the key makes one job of all tries."""
+        """Submit until the job is acknowledged. The idempotency key makes one job of all attempts."""
         while True:
             answer = await self._ask("POST", "/v1/jobs", json=body, headers={"Idempotency-Key": key})
             if answer is not None:
@@ -127,7 +127,7 @@ class Clients:
                 return str(answer.json()["id"])
 
     async def _whole(self, job_id: str, view: ReaderView) -> ReaderView:
-        """Read to the end, over as many connections as it takes."""
+        """Read to the end of the job, over as many connections as that takes."""
         while view.state is None:
             before = view.last_seq
             await self._read(job_id, view)
@@ -136,7 +136,7 @@ class Clients:
         return view
 
     async def _read(self, job_id: str, view: ReaderView, leave_after: int | None = None) -> None:
-        """Over one connection, which may end before the job or `leave_after` events."""
+        """Read over one connection: to its end, to the end of the job, or for `leave_after` events."""
         headers = {"Last-Event-ID": str(view.last_seq)} if view.events else {}
         self.connections += 1
         here, seen = self.connections, 0
@@ -147,7 +147,7 @@ class Clients:
             ):
                 if answer.status_code == 404:
                     raise LostJob(f"{job_id} is not known")
-                if answer.status_code != 200:  # 204: there is no more to come
+                if answer.status_code != 200:  # 204: no event will follow
                     return
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: "):
@@ -164,12 +164,12 @@ class Clients:
         except httpx.TransportError:
             await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError:
-            raise LostJob(f"{job_id} stands still after event {view.last_seq}") from None
+            raise LostJob(f"{job_id} makes no progress after event {view.last_seq}") from None
 
-    async def _ask(self, method: str, path: str, **given: Any) -> httpx.Response | None:
-        """One request; None, after a moment, where it has to be made again."""
+    async def _ask(self, method: str, path: str, **options: Any) -> httpx.Response | None:
+        """Send one request. Returns None, after AGAIN_SECONDS, if it must be repeated."""
         try:
-            answer = await self._http.request(method, path, **given)
+            answer = await self._http.request(method, path, **options)
         except httpx.TransportError:
             await asyncio.sleep(AGAIN_SECONDS)
             return None

@@ -71,7 +71,7 @@ class Killer:
         """Run a job to its end and return its choices. With `kill` its worker dies at a random event."""
         job = await self._broker.jobs.submit(request)
         choices: list[Choice] = [([], "") for _ in range(request.sampling.n)]
-        at = self._draw.randint(1, LATEST) if kill else 0
+        kill_at = self._draw.randint(1, LATEST) if kill else 0
         try:
             async with asyncio.timeout(JOB_SECONDS):
                 async for event in self._broker.journal.follow(job.id):
@@ -80,9 +80,9 @@ class Killer:
                     self._writing[job.id] = event.seq
                     if event.state not in (None, JobState.DONE):
                         raise AssertionError(f"{job.id} ended as {event.state}: {event.error}")
-                    if event.seq == at and event.state is None and self.kills < self._target:
+                    if event.seq == kill_at and event.state is None and self.kills < self._target:
                         await self._kill(job.id)
-                        at += self._draw.randint(1, LATEST)
+                        kill_at += self._draw.randint(1, LATEST)
         finally:
             self._writing.pop(job.id, None)
         return choices
@@ -91,7 +91,7 @@ class Killer:
         """SIGKILL the worker that writes this document."""
         worker_id = (await self._broker.jobs.get(job_id)).worker_id
         for worker in await self._broker.models.workers():
-            if worker.worker_id == worker_id and worker.pid in {one.pid for one in self._up.workers}:
+            if worker.worker_id == worker_id and worker.pid in {child.pid for child in self._up.workers}:
                 running = [name for name in list(self._writing) if await self._runs_on(name, worker_id)]
                 try:
                     os.kill(worker.pid, signal.SIGKILL)
@@ -123,16 +123,18 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             killer = Killer(up, broker, arguments.kills, draw)
             gate = asyncio.Semaphore(STREAMS)
 
-            async def one(number: int, *, kill: bool) -> tuple[int, list[Choice]]:
+            async def run_once(number: int, *, kill: bool) -> tuple[int, list[Choice]]:
                 async with gate:
                     return number, await killer.result(asked[number], kill=kill)
 
-            undisturbed = dict(await asyncio.gather(*(one(number, kill=False) for number in range(len(asked)))))
+            undisturbed = dict(await asyncio.gather(*(run_once(number, kill=False) for number in range(len(asked)))))
             began = time.monotonic()
             different: Counter[int] = Counter()
             documents = 0
             while killer.kills < arguments.kills and time.monotonic() < began + 60 * arguments.minutes:
-                for number, choices in await asyncio.gather(*(one(place, kill=True) for place in range(len(asked)))):
+                for number, choices in await asyncio.gather(
+                    *(run_once(place, kill=True) for place in range(len(asked)))
+                ):
                     documents += len(choices)
                     different[number] += choices != undisturbed[number]
             seconds = time.monotonic() - began

@@ -12,7 +12,7 @@ from tests.chaos.reader import JobOutcome, ReaderView
 from tests.chaos.timeline import Line, around
 
 ON_THEIR_WAY_SECONDS = 0.3
-MARGIN_SECONDS = 1.0  # before a silence; what is done to others then still shows in it
+MARGIN_SECONDS = 1.0  # before a silence: an attack in this time can still lengthen it
 KINDS = (WORKER_KILL, UNSEEN_KILL, WORKER_STOP, WORKER_DRAIN)
 
 
@@ -27,12 +27,12 @@ class Gap:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """The length of the silence."""
         return self.last - self.first
 
 
 def find(jobs: Sequence[JobOutcome], attacks: Sequence[Attack]) -> list[Gap]:
-    """Those where the reader was there, and nothing was done meanwhile to Redis, gateway, fork server or the job."""
+    """Return the gaps whose reader was connected, and in which no other attack could have lengthened the silence."""
     readers = {outcome.job_id: outcome for outcome in jobs}
     found = []
     for attack in attacks:
@@ -44,39 +44,45 @@ def find(jobs: Sequence[JobOutcome], attacks: Sequence[Attack]) -> list[Gap]:
             if span is None:
                 continue
             gap = Gap(attack, outcome, *span)
-            others = (one for one in attacks if one is not attack and gap.first - MARGIN_SECONDS <= one.at <= gap.last)
-            if not any(job in one.jobs or one.kind not in KINDS for one in others):
+            others = (
+                other for other in attacks if other is not attack and gap.first - MARGIN_SECONDS <= other.at <= gap.last
+            )
+            if not any(job in other.jobs or other.kind not in KINDS for other in others):
                 found.append(gap)
     return found
 
 
 def spreads(gaps: Sequence[Gap]) -> dict[str, dict[str, dict[str, float]]]:
-    """By class of job and kind of attack, in seconds."""
+    """Return count, percentiles and maximum of the gaps, in seconds, by class of job and kind of attack."""
     return {
-        one: {
-            kind: _spread([gap.seconds for gap in gaps if (gap.outcome.job_class, gap.attack.kind) == (one, kind)])
+        job_class: {
+            kind: _spread(
+                [gap.seconds for gap in gaps if (gap.outcome.job_class, gap.attack.kind) == (job_class, kind)]
+            )
             for kind in KINDS
         }
-        for one in JobClass
+        for job_class in JobClass
     }
 
 
 def longest(jobs: Sequence[JobOutcome]) -> float:
-    """The longest silence of all, whatever was done."""
+    """Return the longest silence within a connection, in seconds, whatever its reason."""
     return max(
         (
             after - before
             for outcome in jobs
             if outcome.view is not None
-            for (before, one), (after, other) in pairwise(zip(outcome.view.times, outcome.view.connection, strict=True))
-            if one == other
+            for (before, connection), (after, next_connection) in pairwise(
+                zip(outcome.view.times, outcome.view.connection, strict=True)
+            )
+            if connection == next_connection
         ),
         default=0.0,
     )
 
 
 def explain(gap: Gap, lines: Sequence[Line]) -> dict[str, Any]:
-    """What happened meanwhile, in s since the last event before: to the job, and what was not about a job."""
+    """Describe a gap, with the log lines about its job or no job. Times are seconds since the event before it."""
     return {
         "class": str(gap.outcome.job_class),
         "job": gap.outcome.job_id,
@@ -87,9 +93,9 @@ def explain(gap: Gap, lines: Sequence[Line]) -> dict[str, Any]:
     }
 
 
-def _span(view: ReaderView, at: float) -> tuple[float, float] | None:
-    """When the longest silence about a moment began and ended; events of before it may be on their way for a while."""
-    first, last = bisect_right(view.times, at), bisect_right(view.times, at + ON_THEIR_WAY_SECONDS)
+def _span(view: ReaderView, moment: float) -> tuple[float, float] | None:
+    """Return when the longest silence at a moment began and ended. Earlier events may arrive a little later."""
+    first, last = bisect_right(view.times, moment), bisect_right(view.times, moment + ON_THEIR_WAY_SECONDS)
     found = None
     for i in range(max(1, first), min(last + 1, len(view.times))):
         before, after = view.times[i - 1], view.times[i]

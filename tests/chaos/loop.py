@@ -2,10 +2,10 @@
 
     python -m tests.chaos.loop --minutes 10 --workers 3 --seed 1
 
-What `ktqueue up` runs (private Redis with its append-only file, gateway, fork server, workers on the built-in model),
-clients over HTTP and a nemesis, all drawn from the seed. First every request runs undisturbed; afterwards each job's
-journal, and what its readers saw over all their connections, is held against that. For each stream that was silent for
-too long, it prints what happened meanwhile. Exits with 1 if a promise was broken.
+It runs what `ktqueue up` runs: Redis with its append-only file, gateway, fork server, and workers on the built-in
+model. Clients use it over HTTP while a nemesis attacks it. The seed decides what they do. First every request runs
+undisturbed. Afterwards each job's journal, and what its readers saw, is compared with that run. For each stream that
+was silent for too long, it prints what happened meanwhile. Exits with 1 if a promise was broken.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from tests.chaos.nemesis import PACE, UNSEEN_KILL, WORKER_KILL, Nemesis, PartlyB
 from tests.chaos.reader import requests
 
 REST_SECONDS = 60.0  # until every worker runs again and is idle after the last job
-LONGEST = 4  # times as long as planned, until there was an attack of each kind
+LONGEST = 4  # times the planned time: the most that a run waits for an attack of each kind
 BEYOND_LEASE_SECONDS = 1.0  # how much longer than the lease a silence over a kill may last
 FAULTS = (
     "lost jobs", "unexpected jobs", "jobs without exactly one end", "duplicated tokens", "skipped tokens",
@@ -45,7 +45,7 @@ FAULTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run. `pace`: mean seconds between attacks, by kind; times in seconds; tokens of the jobs asked for."""
+    """One run. `pace`: mean seconds between attacks, by kind. `shortest`, `longest`: tokens of a job."""
 
     seconds: float
     seed: int
@@ -56,8 +56,8 @@ class Plan:
     shortest: int = 20
     longest: int = 160
     lease_seconds: float = 2.0
-    keep_seconds: float = 120.0  # records and journals of ended jobs; a gateway may be away for a while of it
-    until_empty: bool = True  # wait in the end until all of them are gone; else only look that they all will be
+    keep_seconds: float = 120.0  # for records and journals of ended jobs; longer than a gateway is away
+    until_empty: bool = True  # wait until all keys have expired; otherwise only check that each has an expiry
     pace: tuple[tuple[str, float], ...] = tuple(PACE.items())
 
     def config(self, state_dir: str) -> Config:
@@ -98,15 +98,15 @@ async def _run(plan: Plan, up: PartlyBlindSupervisor, broker: Broker, http: http
     census = _Census(up.broker_url, broker.keys.tag)
     kinds = dict(plan.pace).keys()
     working = asyncio.create_task(clients.run(plan.clients))
-    trouble = [asyncio.create_task(one) for one in (nemesis.run(), census.watch(), up.wait())]
+    trouble = [asyncio.create_task(part) for part in (nemesis.run(), census.watch(), up.wait())]
     over: set[asyncio.Task[None]] = set()
-    # On a machine that is busy with other things an attack may have found nobody to hit.
+    # On a busy machine an attack may have found no process to hit.
     while not over and time.monotonic() < began + plan.seconds * (1 if nemesis.counts.keys() == kinds else LONGEST):
         over, _ = await asyncio.wait([working, *trouble], timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
     clients.stop()
     for task in trouble:
         if task.done():
-            task.result()  # nothing of it ends by itself
+            task.result()  # only an error ends one of these tasks
         task.cancel()
     await asyncio.gather(*trouble, return_exceptions=True)
     await working
@@ -119,7 +119,7 @@ async def _run(plan: Plan, up: PartlyBlindSupervisor, broker: Broker, http: http
     found = gaps.find(outcomes, nemesis.attacks)
     allowed = plan.lease_seconds + BEYOND_LEASE_SECONDS
     lines = timeline.timeline(Path(up.config.broker.state_dir), log_collector.lines, nemesis.attacks)
-    too_long = [one for one in found if one.attack.kind in (WORKER_KILL, UNSEEN_KILL) and one.seconds > allowed]
+    too_long = [gap for gap in found if gap.attack.kind in (WORKER_KILL, UNSEEN_KILL) and gap.seconds > allowed]
     return {
         "what": "kill loop on the built-in model",
         "plan": {name: getattr(plan, name) for name in ("seed", "workers", "clients", "rows", "lease_seconds")},
@@ -134,7 +134,7 @@ async def _run(plan: Plan, up: PartlyBlindSupervisor, broker: Broker, http: http
         "jobs_hit": len({job for attack in nemesis.attacks for job in attack.jobs}),
         "gaps": {**gaps.spreads(found), "longest of all": gaps.longest(outcomes)},
         "gap_margin_s": BEYOND_LEASE_SECONDS,
-        "gaps_too_long": [gaps.explain(one, lines) for one in too_long],
+        "gaps_too_long": [gaps.explain(gap, lines) for gap in too_long],
         "faults": {name: faults[name] for name in (*FAULTS, *sorted(faults.keys() - set(FAULTS)))},
         "load_average": {"mean": statistics.fmean(census.loads), "max": max(census.loads)},
     }
@@ -151,7 +151,7 @@ class _Census:
         self.loads: list[float] = []  # of the machine
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Record jobs and load until cancelled."""
         while True:
             self.loads.append(machine.load_average())
             with contextlib.suppress(redis.RedisError, OSError):
@@ -162,7 +162,10 @@ class _Census:
             await asyncio.sleep(5.0)
 
     async def left(self, within: float, *, all_of_them: bool) -> int:
-        """Count the keys that remain after `within` seconds: all but live workers' own, or those without an expiry."""
+        """Wait until no key is left but those of live workers, at most `within` seconds. Returns how many are left.
+
+        Without `all_of_them` only keys without an expiry count.
+        """
         ours = ("tick", "leases", "models", "models:seen", "worker:", "parked:")
         end = time.monotonic() + within
         async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
@@ -180,7 +183,7 @@ class _Census:
 
 
 async def _until_idle(http: httpx.AsyncClient, workers: int) -> bool:
-    """Whether all pages of every worker become free."""
+    """Wait at most REST_SECONDS until all pages of every worker are free. Returns whether they are."""
     end = time.monotonic() + REST_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(httpx.TransportError):
@@ -203,7 +206,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--results", type=Path, help="a folder to write chaos.json to; the tables of the default one are made anew"
+        "--results",
+        type=Path,
+        help="a folder to write chaos.json to; the tables are written again if it is the default one",
     )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)

@@ -23,7 +23,7 @@ from ktqueue.workers.supervision.supervisor import Supervisor
 WORKER_KILL, UNSEEN_KILL = "worker kill -9", "worker kill -9 that its supervisor does not see"
 WORKER_STOP, WORKER_DRAIN = "worker SIGSTOP past its lease", "worker drain"
 REDIS_KILL, GATEWAY_KILL, FORK_SERVER_KILL = "Redis kill -9", "gateway kill -9", "fork server kill -9"
-# Mean seconds between two of a kind. A supervisor gives Redis up when it dies within 10 s of its start time and again.
+# Mean seconds between two attacks of a kind. A supervisor stops restarting a Redis that keeps dying within 10 s.
 PACE = {
     WORKER_KILL: 3.2, UNSEEN_KILL: 3.2, WORKER_STOP: 15.0, WORKER_DRAIN: 12.0, REDIS_KILL: 11.5, GATEWAY_KILL: 20.0,
     FORK_SERVER_KILL: 150.0,
@@ -52,7 +52,7 @@ class PartlyBlindSupervisor(Supervisor):
 
 
 class Nemesis:
-    """`run` until cancelled; every attack is in `attacks`."""
+    """Attacks the processes of an installation while `run` runs. `attacks` lists what it did."""
 
     def __init__(self, up: PartlyBlindSupervisor, broker: Broker, seed: int, pace: Mapping[str, float]) -> None:
         self._up = up
@@ -61,12 +61,12 @@ class Nemesis:
         self._seed = seed
         self._pace = pace
         self._stopped: set[int] = set()
-        self._dead: set[int] = set()  # killed, which their supervisor may not know yet
+        self._dead: set[int] = set()  # killed, but the supervisor may not know it yet
         self.attacks: list[Attack] = []
 
     @property
     def counts(self) -> Counter[str]:
-        """Blows by kind."""
+        """The number of attacks of each kind."""
         return Counter(attack.kind for attack in self.attacks)
 
     async def run(self) -> None:
@@ -101,7 +101,7 @@ class Nemesis:
             _send(pid, signal.SIGKILL)
 
     async def _kill_gateway(self, draw: random.Random) -> None:
-        """Once it answers: on a machine that is busy with other things it might never come up."""
+        """Kill the gateway if it answers. On a busy machine it might otherwise never finish starting."""
         async with httpx.AsyncClient(base_url=self._up.url, trust_env=False) as http:
             with contextlib.suppress(httpx.TransportError):
                 if (await http.get("/healthz")).is_success:
@@ -126,8 +126,8 @@ class Nemesis:
         self._stopped.discard(worker.pid)
 
     async def _hit(self, kind: str, worker: WorkerInfo, number: signal.Signals) -> None:
-        """Its jobs are looked up afterwards: until the signal it may have claimed some, and ended others."""
-        at = time.monotonic()
+        """Signal a worker and record its jobs. They are read afterwards, because they may change until the signal."""
+        signalled_at = time.monotonic()
         _send(worker.pid, number)
         if number == signal.SIGKILL:
             self._dead.add(worker.pid)
@@ -136,16 +136,16 @@ class Nemesis:
         with contextlib.suppress(redis.RedisError, OSError):
             async with redis.asyncio.from_url(self._up.broker_url) as client:  # type: ignore[no-untyped-call]
                 jobs = frozenset(job.decode() for job in await client.hkeys(running))
-        self.attacks.append(Attack(kind, at, jobs, worker.pid))
+        self.attacks.append(Attack(kind, signalled_at, jobs, worker.pid))
 
     async def _at_work(self, draw: random.Random) -> WorkerInfo | None:
-        """A worker whose lease and process live; none while Redis is away."""
+        """Return a worker with a live lease and a live process; None if there is none or Redis does not answer."""
         try:
             workers = await self._broker.models.workers()
         except Unavailable:
             return None
         ours = {worker.pid for worker in self._up.workers} - self._dead
-        living = [one for one in workers if one.pid in ours]
+        living = [worker for worker in workers if worker.pid in ours]
         return draw.choice(living) if living else None
 
 

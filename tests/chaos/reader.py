@@ -1,4 +1,4 @@
-"""What one client of the kill loop saw of its job, compared with the journal and an undisturbed run. Pure."""
+"""What one client of the kill loop saw of its job, compared with the journal and an undisturbed run. It does no I/O."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from ktqueue.core.events import JobState, TokenEvent
 
 WORDS = ("king", "queen", "wolf", "forest", "bread", "gold", "river", "night", "door", "mother", "giant", "hill", "fox")
-STEPS_AFTER_CANCEL = 8  # steps under way, and waiting for their commit, when a cancel is acknowledged
+STEPS_AFTER_CANCEL = 8  # steps that run or wait for their commit when a cancel is acknowledged
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,17 @@ class FixedRequest:
 
     @property
     def choices(self) -> int:
-        """How many."""
+        """Number of choices."""
         return int(self.sampling.get("n", 1))
 
     def body(self, tokens: int, job_class: str = "interactive") -> dict[str, Any]:
-        """Of POST /v1/jobs."""
+        """The body of POST /v1/jobs."""
         sampling = {**self.sampling, "max_tokens": tokens, "ignore_eos": True}
         return {"model": "demo", "prompt": self.prompt, "sampling": sampling, "job_class": job_class}
 
 
 def requests(count: int) -> list[FixedRequest]:
-    """`count` different ones: half greedy, half sampled, some of them with two choices."""
+    """Return `count` different requests: half greedy, half sampled, some of them with two choices."""
     made = []
     for number in range(count):
         words = " ".join(WORDS[(number * 5 + i * (number % 7 + 1)) % len(WORDS)] for i in range(4 + number % 23))
@@ -45,13 +45,13 @@ class ReaderView:
     """The events of one reader over all its connections. `faults` counts what no reader may see."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # s of the monotonic clock, an event each
+    times: list[float] = field(default_factory=list)  # seconds of the monotonic clock, one for each event
     connection: list[int] = field(default_factory=list)  # which connection each event came over
     faults: Counter[str] = field(default_factory=Counter)
 
     @property
     def last_seq(self) -> int:
-        """0 before the first event."""
+        """The number of the last event; 0 before the first."""
         return int(self.events[-1]["seq"]) if self.events else 0
 
     @property
@@ -59,8 +59,8 @@ class ReaderView:
         """The final state of the job; None until the reader has seen its end."""
         return self.events[-1].get("state") if self.events else None
 
-    def add(self, event: dict[str, Any], at: float, connection: int) -> None:
-        """Record an event that arrived `at` seconds of the monotonic clock."""
+    def add(self, event: dict[str, Any], arrival: float, connection: int) -> None:
+        """Record an event that arrived at `arrival`, in seconds of the monotonic clock."""
         if event["seq"] <= self.last_seq:
             self.faults["duplicated tokens"] += 1
             return
@@ -69,7 +69,7 @@ class ReaderView:
         if self.state is not None:
             self.faults["events after the last one"] += 1
         self.events.append(event)
-        self.times.append(at)
+        self.times.append(arrival)
         self.connection.append(connection)
 
 
@@ -86,14 +86,14 @@ class JobOutcome:
     tail_at_cancel: int | None = None
 
 
-Reference = Mapping[FixedRequest, Sequence[Sequence[int]]]  # token ids of each choice, as many as any job asks for
+Reference = Mapping[FixedRequest, Sequence[Sequence[int]]]  # token ids of each choice, as many as the longest job has
 
 
 def judge(outcome: JobOutcome, journal: Sequence[TokenEvent], reference: Sequence[Sequence[int]]) -> Counter[str]:
     """Count what is wrong with an ended job. `reference`: token ids of its choices in an undisturbed run."""
     faults: Counter[str] = Counter(outcome.view.faults if outcome.view else ())
     if [event.seq for event in journal] != list(range(1, len(journal) + 1)):
-        faults["journals with holes"] += 1
+        faults["journals with gaps"] += 1
     ends = [event.state for event in journal if event.state is not None]
     if len(ends) != 1 or journal[-1].state is None or ends[0] != outcome.state:
         faults["jobs without exactly one end"] += 1

@@ -1,6 +1,6 @@
 """One timeline of what all processes logged and what was done to them, to explain why a stream was silent.
 
-Reads the logs in the state folder, which the processes begin with the local time.
+Reads the logs in the state folder. Each of their lines begins with the local time.
 """
 
 import logging
@@ -14,13 +14,13 @@ from pathlib import Path
 from tests.chaos.nemesis import Attack
 
 STAMPED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (.*)")
-LOGGERS = ("ktqueue.workers", "ktqueue.broker")  # loggers
+LOGGERS = ("ktqueue.workers", "ktqueue.broker")
 JOB = re.compile(r"\bjob-[0-9a-f]{24}\b")
 
 
 @dataclass(frozen=True, order=True)
 class Line:
-    """A line that `who` logged at that time (seconds of the monotonic clock)."""
+    """A line that the process `who` logged. `at`: seconds of the monotonic clock."""
 
     at: float
     who: str
@@ -39,10 +39,10 @@ class LogCollector(logging.Handler):
         self.lines.append(Line(time.monotonic() - (time.time() - record.created), "supervisor", record.getMessage()))
 
 
-def timeline(state_dir: Path, own: Sequence[Line], attacks: Sequence[Attack]) -> list[Line]:
-    """All lines and attacks, in order of time."""
+def timeline(state_dir: Path, collected: Sequence[Line], attacks: Sequence[Attack]) -> list[Line]:
+    """Return the collected lines, those of the log files, and the attacks, in order of time."""
     since = time.monotonic() - time.time()
-    lines = [*own]
+    lines = [*collected]
     lines += [
         Line(attack.at, "nemesis", f"{attack.kind} ({len(attack.jobs)} jobs, process {attack.pid})")
         for attack in attacks
@@ -51,13 +51,13 @@ def timeline(state_dir: Path, own: Sequence[Line], attacks: Sequence[Attack]) ->
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             found = STAMPED.match(text)
             if found is not None:
-                at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() + since
-                lines.append(Line(at, path.stem, found[2]))
+                logged_at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() + since
+                lines.append(Line(logged_at, path.stem, found[2]))
     return sorted(lines)
 
 
 def around(lines: Sequence[Line], first: float, last: float, job: str, zero: float) -> list[str]:
-    """The lines of a span that name the job, or no job, such as "+0.012 worker-2: text"."""
+    """Return the lines of a time span that name this job or no job, such as "+0.012 worker-2: text"."""
     texts = []
     for line in lines:
         named = JOB.search(line.text)

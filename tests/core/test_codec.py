@@ -1,4 +1,4 @@
-"""Records survive the way through JSON, and nothing else gets in."""
+"""Records survive a round trip through JSON, and anything else is refused."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Events fold into a completion."""
+"""The events of a job become a completion."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Settings from a file, the environment and flags; wrong ones are named."""
+"""Settings come from a file, the environment and flags. Errors name wrong settings."""
 
 from dataclasses import fields
 from pathlib import Path

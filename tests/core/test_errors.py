@@ -1,4 +1,4 @@
-"""Errors travel as plain data and come back as what they were."""
+"""Errors become plain data and are the same errors when they are read again."""
 
 import inspect
 

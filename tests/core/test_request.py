@@ -1,4 +1,4 @@
-"""What a request may be: every bound, by a table."""
+"""The limits of each field of a request."""
 
 import math
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Tenants in the settings: how they come in, and what is refused; no message repeats a key."""
+"""Tenants in the settings: how they are read, and what is refused. No message repeats a key."""
 
 import json
 from pathlib import Path

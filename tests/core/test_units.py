@@ -1,4 +1,4 @@
-"""Byte sizes, there and back."""
+"""Byte sizes are parsed and formatted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Webhook: what may be asked for."""
+"""Webhook: which URLs and events a request may name."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "ktqueue.cli.main"]
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[=>78])")  # ECMA-48 and the keypad's
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-"""Runs one command to its end: words, then stdin, env, timeout by name."""
+"""Runs one command to its end. Takes its words, then stdin, env and timeout by name."""
 
 
 class Process(subprocess.Popen[str]):
@@ -30,11 +30,11 @@ class Process(subprocess.Popen[str]):
 
 
 Start = Callable[..., Process]
-"""Starts one command with pipes: words, then cwd and env by name."""
+"""Starts one command with pipes. Takes its words, then cwd and env by name."""
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:
-    """The variables of this process without KTQUEUE_*, and `more`."""
+    """Return the variables of this process without KTQUEUE_*, and `more`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("KTQUEUE_")}
     paths = [str(ROOT), *([kept["PYTHONPATH"]] if "PYTHONPATH" in kept else [])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(more or {})}
@@ -51,7 +51,7 @@ class Stack:
 
 @contextmanager
 def serving(start: Start, folder: Path, *words: str, env: dict[str, str] | None = None) -> Iterator[Stack]:
-    """`ktqueue up` on a free port, with more flags. Ctrl-C must end it with 0."""
+    """Run `ktqueue up` on a free port, with more flags. Ctrl-C must end it with 0."""
     state_dir = folder / "state"
     process = start("up", "--state-dir", state_dir, "--port", 0, *words, cwd=folder, env=env)
     head = ""

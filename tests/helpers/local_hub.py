@@ -141,7 +141,7 @@ def _etag(content: bytes) -> str:
 
 @contextmanager
 def local_hub() -> Iterator[LocalHub]:
-    """A hub that serves until the context ends."""
+    """Run a hub that serves until the context ends."""
     hub = LocalHub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

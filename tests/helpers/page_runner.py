@@ -84,10 +84,10 @@ class PageRunner:
         state = f"{{ export -p; printf 'cd %q\\n' \"$PWD\"; }} > {self._state}"
         self._execute(f"set -euo pipefail -a\n. {self._state}\n{text}\n{state}\n", "", place, text)
 
-    def _execute(self, script: str, given: str, place: str, shown: str = "") -> None:
+    def _execute(self, script: str, stdin: str, place: str, shown: str = "") -> None:
         done = subprocess.run(
             ["bash", "-c", script],
-            input=given,
+            input=stdin,
             capture_output=True,
             text=True,
             env=self._environment,
@@ -95,7 +95,7 @@ class PageRunner:
             timeout=BLOCK_SECONDS,
             check=False,
         )
-        seen = f"{place} ended with {done.returncode}:\n{shown or given}\n{done.stdout}\n{done.stderr}\n{self._logs()}"
+        seen = f"{place} ended with {done.returncode}:\n{shown or stdin}\n{done.stdout}\n{done.stderr}\n{self._logs()}"
         assert done.returncode == 0 and "Traceback" not in done.stderr, seen
 
     def _logs(self) -> str:

@@ -32,7 +32,7 @@ def until(predicate: Callable[[], Any], seconds: float = 30.0) -> None:
                 return
         except redis.RedisError:
             pass
-        assert time.monotonic() < end, "it never became true"
+        assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.02)
 
 
@@ -229,7 +229,7 @@ class ClusterFleet:
         for low, high, owner, *_ in server("CLUSTER", "SLOTS"):
             if low <= self.slot <= high:
                 return self.servers[self._announced_ports.index(owner[1])]
-        raise AssertionError(f"nobody has slot {self.slot}")
+        raise AssertionError(f"no node has slot {self.slot}")
 
     @property
     def owner(self) -> Server:

@@ -8,4 +8,4 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-"""As Llama 3.1 has them, for a context of 64 tokens."""
+"""The rotary parameters of Llama 3.1, for a context of 64 tokens."""

@@ -18,7 +18,7 @@ HALFS |= {"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
 
 
 def assert_equals_gguf(quant: str, data: Bytes) -> None:
-    """Compare bit for bit, including signs of zeros and infinities; all NaN are equal."""
+    """Compare bit for bit, including the signs of zeros and infinities. All NaN count as equal."""
     elements, size = BLOCKS[quant]
     count = data.size // size * elements
     with np.errstate(over="ignore", invalid="ignore"):
@@ -36,7 +36,7 @@ def test_decoded_weights_equal_those_of_gguf(quant: str, random_weights: RandomW
 
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
 def test_each_bit_of_a_block_is_decoded(quant: str, random_weights: RandomWeights) -> None:
-    """Blocks with one bit set, one bit clear, no bit set and all bits set, with a scale of 1 (MXFP4: 2^-4)."""
+    """Blocks have one bit set, one bit clear, no bit set or all bits set. Their scale is 1 (MXFP4: 2^-4)."""
     size = BLOCKS[quant][1]
     ones = np.eye(8 * size, dtype=np.uint8)
     blocks = np.packbits(np.concatenate([ones, 1 - ones, np.zeros_like(ones[:1]), np.ones_like(ones[:1])]), axis=1)
@@ -50,7 +50,7 @@ def test_each_bit_of_a_block_is_decoded(quant: str, random_weights: RandomWeight
 @pytest.mark.parametrize("quant", BLOCK_QUANTS)
 @pytest.mark.parametrize("scale", [0.0, -0.0, 6e-8, -1.5, 65504.0, np.inf, -np.inf, np.nan])
 def test_extreme_scales_are_decoded(quant: str, scale: float, random_weights: RandomWeights) -> None:
-    """Zero, subnormal, negative, largest and non-finite halves as each of the block's scales."""
+    """Each of a block's scales is a zero, subnormal, negative, largest or non-finite half."""
     elements, size = BLOCKS[quant]
     for offset in HALFS[quant]:
         blocks = random_weights(quant, 16 * elements).reshape(-1, size)
@@ -73,7 +73,7 @@ def test_weights_that_gguf_quantised_are_decoded(quant: str) -> None:
 
 
 def test_every_half_is_decoded() -> None:
-    """All 65536 halves, including subnormal, infinite and NaN."""
+    """These are all 65536 halves, including subnormal, infinite and NaN."""
     halves = np.arange(65536, dtype="<u2")
     decoded = native.dequantize("F16", halves.view(np.uint8), 65536)
     np.testing.assert_array_equal(decoded, halves.view(np.float16).astype(np.float32))

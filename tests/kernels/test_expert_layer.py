@@ -96,7 +96,7 @@ def test_many_tokens_equal_float64(
 @pytest.mark.parametrize("tokens", [9, 40])
 @pytest.mark.parametrize("quant", native.QUANTS)
 def test_instruction_sets_agree(quant: str, tokens: int, make_weights: MakeWeights, run_layer: RunLayer) -> None:
-    """Vector kernels bit for bit; the portable kernel up to rounding, because its exp is the C library's."""
+    """Vector kernels agree bit for bit. The portable kernel agrees up to rounding: its exp is the C library's."""
     packed = make_weights(quant, 4, 256, 512)
     x, (ids, weights) = activations(tokens, 256), route(tokens, 4, 2)
     isas = [isa for isa in native.isas() if not tiled(packed, isa, ids)]
@@ -148,7 +148,7 @@ def test_formats_may_differ_between_the_three(
 def test_tiles_give_each_row_the_same_bits(
     quant: str, isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact
 ) -> None:
-    """In another order, among more rows, with 1, 2 and 3 threads. And closer to float64 than int8."""
+    """Bits are the same in another order, among more rows, with 1, 2 and 3 threads. The error is below that of int8."""
     packed = make_weights(quant, 3, 256, 512)
     if not native.tile_rows(quant, isa):
         pytest.skip("this format has no tiles here")
@@ -169,7 +169,7 @@ def test_tiles_give_each_row_the_same_bits(
 def test_many_rows_equal_float64(
     isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None
 ) -> None:
-    """More panels than one task takes, and a last task that is not full."""
+    """There are more panels than one task takes, and the last task is not full."""
     packed = make_weights("Q4_0", 2, 96, 416)
     x, (ids, weights) = activations(40, 96), route(40, 2, 2)
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
@@ -206,7 +206,7 @@ def test_zero_weights_and_no_slots_give_zeros_and_no_tokens_give_no_rows(
 def test_tokens_do_not_depend_on_each_other(
     quant: str, isa: str, make_weights: MakeWeights, run_layer: RunLayer
 ) -> None:
-    """Bit for bit: alone, among others, in another order, with 1, 2 and 3 threads. Does not hold for AMX tiles."""
+    """Bits are the same alone, among others, in another order, and with 1, 2 and 3 threads. AMX tiles are excluded."""
     packed = make_weights(quant, 5, 256, 512)
     x, (ids, weights) = activations(33, 256), route(33, 5, 3)
     if tiled(packed, isa, ids):
@@ -227,7 +227,7 @@ def test_tokens_do_not_depend_on_each_other(
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_slices_of_nodes_change_nothing(nodes: int, make_weights: MakeWeights, run_layer: RunLayer) -> None:
-    """Weights divided among NUMA nodes that this machine may not have, with sizes that they do not divide evenly."""
+    """Weights are divided among pretended NUMA nodes, and their sizes are no multiples of the number of nodes."""
     packed = make_weights(("Q4_K", "Q8_0", "Q6_K"), 5, 256, 256)
     small = make_weights("F32", 3, 45, 20)
     cases = [(packed, 256, 5), (small, 45, 3)]
@@ -278,7 +278,7 @@ def test_a_nan_stays_with_its_token(isa: str, make_weights: MakeWeights, run_lay
 
 
 def test_large_gates_do_not_overflow(isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact) -> None:
-    """silu of +-300 and +-1000: exp must neither overflow to NaN nor lose the sign."""
+    """With gates of +-300 and +-1000, exp must neither overflow to NaN nor lose the sign."""
     packed = make_weights("F32", 1, 32, 32)
     x, ids, weights = activations(4, 32) * 1000, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
     assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
@@ -385,7 +385,7 @@ def test_weights_that_do_not_fit_are_refused(make_weights: MakeWeights) -> None:
 
 @pytest.mark.parametrize(("quant", "offset"), [("Q4_0", 18), ("Q4_K", 2), ("Q6_K", 208), ("F32", 4), ("MXFP4", 17)])
 def test_scales_that_are_not_finite_are_refused(quant: str, offset: int, make_weights: MakeWeights) -> None:
-    """An infinite d in the second row (or block), whose products are never finite."""
+    """The second row (or block) has an infinite d, so its products are never finite."""
     packed = make_weights(quant, 2, 256, 256)
     row = packed.up.data[1].reshape(256, -1)[1]
     if quant in ("F32", "MXFP4"):

@@ -148,7 +148,7 @@ def share(tasks: list[Ranges], thread: int, threads: int) -> Ranges:
 def test_each_thread_fetches_what_it_will_read_in_that_order(
     threads: int, nodes: int, make_weights: MakeWeights, set_pool: SetPool
 ) -> None:
-    """Its share of gate and up, then of down. With little work a task has about 8 KB: 2 pairs, or 4 panels of down."""
+    """A thread fetches its share of gate and up, then of down. A small task has 8 KB: 2 pairs, or 4 panels of down."""
     set_pool(threads, nodes)
     weights = make_weights(("F32", "F32", "Q4_0"), 6, 200, 160)
     layer = native.ExpertLayer(weights)

@@ -31,7 +31,7 @@ def layers(make_weights: MakeWeights) -> list[native.ExpertLayer]:
 
 
 def test_replays_equal_the_layer(gpu: Gpu, layers: list[native.ExpertLayer], run_layer: RunLayer) -> None:
-    """The same words in each replay, as in a captured graph, with other rows each time."""
+    """Each replay has the same words, as in a captured graph, but other rows."""
     numbers = [gpu.service.add_layer(layer) for layer in layers]
     for replay in range(30):
         for number, layer in zip(numbers, layers, strict=True):

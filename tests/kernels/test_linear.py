@@ -63,7 +63,7 @@ def test_products_equal_the_twin(
 @pytest.mark.parametrize(("d", "dmin"), [(1, 0), (0, 1), (1, 1), (1, 8), (-1, 8), (2**-24, 2**-24), (0, 0)])
 @pytest.mark.parametrize("codes", [0x00, 0xFF, 0x0F])
 def test_q4_k_does_not_overflow(codes: int, d: float, dmin: float, isa: str, exact: Exact) -> None:
-    """All scales and minimums 63, all activations equal, codes 0 or 15: the largest possible words."""
+    """Scales and minimums of 63, equal activations and codes 0 or 15 give the largest possible words."""
     blocks = np.full((32 * 2, 144), codes, dtype=np.uint8)
     blocks[:, 0:4] = np.array([d, dmin], dtype="<f2").view(np.uint8)
     blocks[:, 4:16] = 0xFF
@@ -77,7 +77,7 @@ def test_q4_k_does_not_overflow(codes: int, d: float, dmin: float, isa: str, exa
 
 @pytest.mark.parametrize("quant", native.QUANTS)
 def test_int8_stays_close_to_float(quant: str, random_weights: RandomWeights, exact: Exact) -> None:
-    """Half a percent for normal activations with a scale per 32 of them (measured: 0.53 %)."""
+    """The error is about half a percent for normal activations with a scale per 32 of them (measured: 0.53 %)."""
     data, x = random_weights(quant, 64 * 512), normal(8, 512)
     expected = x.double() @ exact(quant, data, 64 * 512).view(64, 512).T
     got = multiply(native.Linear(quant, 64, 512, data), x, 64)
@@ -89,7 +89,7 @@ def test_int8_stays_close_to_float(quant: str, random_weights: RandomWeights, ex
 def test_instruction_sets_and_batches_agree(
     quant: str, kept: native.ActivationType, random_weights: RandomWeights
 ) -> None:
-    """Bit for bit: on every instruction set, alone and in a batch, with one thread and more. Not with tiles."""
+    """Without tiles, bits are the same on every instruction set, alone and in a batch, with any number of threads."""
     data, x = random_weights(quant, 40 * 512), normal(45, 512)
     native.set_threads(1)
     isas = [isa for isa in native.isas() if kept == "float32" or not 0 < native.tile_rows(quant, isa) <= 45]
@@ -107,7 +107,7 @@ def test_instruction_sets_and_batches_agree(
 def test_batch_invariant_kernels_give_a_row_the_same_bits_in_every_batch(
     quant: str, isa: str, random_weights: RandomWeights, batch_invariant: None
 ) -> None:
-    """Also with AMX, which would otherwise use tiles for many rows."""
+    """This holds with AMX too, which would otherwise use tiles for many rows."""
     data, x = random_weights(quant, 40 * 512), normal(130, 512)
     linear = native.Linear(quant, 40, 512, data, isa=isa)
     together = multiply(linear, x, 40)

@@ -133,7 +133,7 @@ def test_the_kernel_writes_the_cache_and_nothing_else(isa: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 33])
 def test_a_row_does_not_depend_on_the_others(window: int, isa: str) -> None:
-    """Bit for bit: alone, with others, with 1 and 2 threads."""
+    """Its bits are the same alone, with others, and with 1 and 2 threads."""
     case = Case(*ragged(7), heads=8, head_dim=64, window=window)
     native.set_threads(1)
     together = case.rows(*range(9)).run(isa)
@@ -147,7 +147,7 @@ def test_a_row_does_not_depend_on_the_others(window: int, isa: str) -> None:
 @pytest.mark.parametrize("heads", [2, 6, 8])
 @pytest.mark.parametrize("window", [0, 33])
 def test_a_token_does_not_depend_on_its_chunk(window: int, heads: int, isa: str) -> None:
-    """Bit for bit: a prompt in one chunk, in chunks of 7, and token by token."""
+    """Its bits are the same for a prompt in one chunk, in chunks of 7, and token by token."""
     whole = Case([100], [100], heads=heads, head_dim=64, window=window)
     expected = whole.rows(0).run(isa)
     for size in (1, 7, 33):
@@ -187,7 +187,7 @@ def test_stale_pages_are_never_read(isa: str) -> None:
 
 
 def test_large_scores_do_not_overflow(isa: str) -> None:
-    """Scores of +-1e5: one key takes all the weight; nothing overflows."""
+    """With scores of +-1e5 one key gets all the weight, and nothing overflows."""
     case = Case([10], [50])
     case.scaling *= 1e5
     assert (case.run(isa) - case.expected()).abs().max() <= 1e-3

@@ -245,7 +245,7 @@ def test_layers_that_predict_further_tokens_are_ignored(
 
 
 def test_a_single_file_has_precedence_over_an_index(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    """As in transformers, if a model was saved twice into one folder."""
+    """transformers does the same if a model was saved twice into one folder."""
     shutil.copytree(make_model("llama", shard="100KB"), tmp_path, dirs_exist_ok=True)
     weights = safetensors.torch.load_file(make_model("llama") / "model.safetensors")
     weights["model.norm.weight"] = torch.full((64,), 3.0)

@@ -46,7 +46,7 @@ def test_a_copy_under_another_name_is_the_same_model(copy: Path) -> None:
 
 
 def test_one_bit_of_the_weights_makes_another_model(copy: Path) -> None:
-    """Wherever the bit is, even if the size and time of the file are unchanged."""
+    """This holds wherever the bit is, even if the size and time of the file are unchanged."""
     part_bytes = 1 << 20  # several parts, the last one shorter
     original, status = digest(copy, part_bytes=part_bytes), copy.stat()
     found = {original}

@@ -24,7 +24,7 @@ from ktqueue.workers.startup.build import build
 
 
 def demo_with(quants: dict[str, str], path: Path) -> str:
-    """The demo model, some of its tensors in another type with nothing but zeros in them."""
+    """Write the demo model with some of its tensors in other types. These tensors have only zeros."""
     (header,) = read_parts(Path(report_model("demo").source))
     left_out = {"general.architecture", "general.file_type", "general.quantization_version"}  # the writer adds these
     contents = []
@@ -80,7 +80,7 @@ def test_every_tensor_is_in_a_row(model_type: str, make_model: Callable[..., Pat
 def test_a_fused_product_with_a_float_part_is_reported_as_decoded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All of q, k and v are reported as decoded; the warning names the float part."""
+    """The report says that q, k and v are decoded. The warning names the float part."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, dense: quantised}\n")
     path = demo_with({"blk.3.attn_v.weight": "F32"}, tmp_path / "mixed.gguf")

@@ -104,7 +104,7 @@ def test_a_model_of_one_format_loads_and_runs(
 def test_every_matrix_in_a_format_computes_as_decoded(
     quant: str, rewrite: Callable[..., Any], run_logits: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
-    """Embeddings, projections, router, experts and head have that format; activations are not rounded."""
+    """Embeddings, projections, router, experts and head have that format. Activations are not rounded."""
     path, _ = rewrite(quant)
     keep = tmp_path / "keep.yaml"
     keep.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n")

@@ -40,7 +40,7 @@ def cache(config: Any, dtype: torch.dtype = torch.float32) -> KVCache:
 @pytest.mark.parametrize("head_dim", [16, 20])
 @pytest.mark.parametrize("window", [None, 10])
 def test_packed_chunks_equal_the_eager_model(window: int | None, head_dim: int, tiny_model: MakeModel) -> None:
-    """Three prompts, fed in uneven chunks in packed batches. head_dim 20 uses the torch twin."""
+    """Three prompts are fed in uneven chunks in packed batches. A head_dim of 20 uses the torch twin."""
     changes = {"head_dim": head_dim, "sliding_window": window, "use_sliding_window": window is not None}
     eager, paged = tiny_model(**changes), tiny_model(paged=True, **changes)
     prompts = [

@@ -43,7 +43,7 @@ def test_logits_equal_those_of_transformers(family: str, make_decoder: MakeDecod
 
 @pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral"])
 def test_transformers_modules_work_with_paged_attention(family: str) -> None:
-    """The path of models that the decoder does not know, including windows per layer."""
+    """Models that the decoder does not know take this path. Layers may have different windows."""
     model = make_model(family)
     expected = answers(model)
     AttentionInterface.register(attention.NAME, attention.paged_attention)
@@ -93,7 +93,7 @@ def test_float32_activations_equal_the_dequantised_twin(
 
 @pytest.mark.parametrize(("quant", "activations"), [("F32", "int8"), ("Q4_0", "int8"), ("Q8_0", "float32")])
 def test_a_token_depends_only_on_its_sequence(quant: str, activations: str, make_decoder: MakeDecoder) -> None:
-    """Bit for bit: alone, in a batch, in other chunks, on other pages, with other threads."""
+    """Its bits are the same alone, in a batch, in other chunks, on other pages, and with other threads."""
     native.set_batch_invariant(True)
     decoder = make_decoder(make_model("qwen2_moe"), quant, activations=activations, isa="")
     expected = feed(decoder)

@@ -28,12 +28,12 @@ from ktqueue.workers.startup.build import Built, build
 from tests.soak.schemas import SCHEMAS, Schema
 
 ROWS = 32
-LONGEST = 900  # tokens of an answer; a text that is still not complete is cut and completed
+LONGEST = 900  # tokens of an answer; a text that is still incomplete is cut and continued
 CUT = 0.2  # of all answers are cut
 
 
 def valid(schema: Schema, text: str) -> str:
-    """What is wrong with a text, empty if nothing is."""
+    """Return what is wrong with a text; empty if it is valid."""
     try:
         document = json.loads(text)
         validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
@@ -44,7 +44,7 @@ def valid(schema: Schema, text: str) -> str:
 
 
 def _beginning(grammar: str, text: str) -> str:
-    """What is wrong with a text as the beginning of one that matches, empty if nothing is."""
+    """Return why a text is not the beginning of one that matches; empty if it is."""
     matcher = byte_compiler().compile(grammar)
     try:
         for byte in text.encode():
@@ -63,7 +63,7 @@ class Sampler:
         self.steps = 0
 
     def answers(self, requests: dict[str, GenerationRequest], emitted: dict[str, EmittedChoice]) -> dict[str, "Answer"]:
-        """The answer to each request, which goes on after what was emitted."""
+        """Return the answer to each request. It continues after what was emitted."""
         waiting = list(requests)
         found = {name: Answer(emitted.get(name, EmittedChoice())) for name in requests}
         running = 0
@@ -102,7 +102,7 @@ class Answer:
         self.error = ""
 
     def add(self, output: Any) -> None:
-        """Add what a step gave."""
+        """Add an output of a step."""
         self.token_ids += output.token_ids
         self.text += output.text
         self.finish_reason = output.finish_reason or self.finish_reason
@@ -148,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         answer = rest.get(name, first[name])
         # Not the texts of both parts: a cut may halve a character.
         text = b"".join(map(built.tokenizer.token_bytes, answer.token_ids)).decode(errors="ignore")
-        if answer.finish_reason is FinishReason.LENGTH:  # such as a tree that branches for ever
+        if answer.finish_reason is FinishReason.LENGTH:  # such as a tree that never stops branching
             ends["a valid beginning after 1,800 tokens"] += 1
             problem = answer.error or _beginning(requests[name].grammar or "", text)
         else:
@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _longer(original: GenerationRequest, quote: int) -> GenerationRequest:
-    """The same request with room for the rest. The quote is likely, so that a text of any length ends."""
+    """Return the request with room for the rest. A quotation mark is made likely, so that a text of any length ends."""
     sampling = replace(original.sampling, max_tokens=2 * LONGEST, logit_bias={quote: 6.0}, temperature=1.0)
     return replace(original, sampling=sampling)
 

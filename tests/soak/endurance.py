@@ -30,56 +30,56 @@ DRAWN: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
 )
 ABORTED = 0.1  # of all requests
-ALIKE = 0.3  # of all prompts begin like others
+ALIKE = 0.3  # of all prompts share a prefix with others
 
 
 def up_to(draw: random.Random, most: int) -> int:
-    """From 1 to `most`, each order of magnitude as likely."""
+    """Draw a number from 1 to `most`. Each order of magnitude is equally likely."""
     return int(most ** draw.random())
 
 
 def serve(engine: Engine, vocabulary: int, count: int, longest: int, draw: random.Random, run: str) -> dict[str, int]:
-    """So many requests to their end, a few of which come with every step. How they ended."""
+    """Run `count` requests to their end; a few arrive with each step. Returns how many ended in which way."""
     begin = [draw.randrange(vocabulary) for _ in range(longest)]
     ended = {"finished": 0, "aborted": 0, "failed": 0}
     live: dict[str, int] = {}  # choices that have not ended
-    came = 0
-    while came < count or engine.has_work:
-        for _ in range(min(draw.randrange(16), count - came)):
+    added = 0
+    while added < count or engine.has_work:
+        for _ in range(min(draw.randrange(16), count - added)):
             length = up_to(draw, longest // 2)
             alike = min(length, up_to(draw, longest)) if draw.random() < ALIKE else 0
             prompt = begin[:alike] + [draw.randrange(vocabulary) for _ in range(length - alike)]
             choices = draw.choice((1, 1, 1, 2, 3))
-            name = f"{run}-{came}"
+            name = f"{run}-{added}"
             engine.add(
                 name,
                 prompt,
-                SamplingParams(seed=came, n=choices, max_tokens=up_to(draw, longest // 4), **draw.choice(DRAWN)),
+                SamplingParams(seed=added, n=choices, max_tokens=up_to(draw, longest // 4), **draw.choice(DRAWN)),
             )
             live[name] = choices
-            came += 1
+            added += 1
         if live and draw.random() < ABORTED:
             name = draw.choice(list(live))
             engine.abort(name)
             del live[name]
             ended["aborted"] += 1
-        for one in engine.step(lambda: True):
-            if one.finish_reason is None and one.error is None:
+        for output in engine.step(lambda: True):
+            if output.finish_reason is None and output.error is None:
                 continue
-            if one.error is not None:
-                sys.stderr.write(f"{one.request_id}: {one.error}\n")
+            if output.error is not None:
+                sys.stderr.write(f"{output.request_id}: {output.error}\n")
                 ended["failed"] += 1
-            if one.request_id in live:
-                live[one.request_id] -= 1
-                if live[one.request_id] == 0:
-                    del live[one.request_id]
+            if output.request_id in live:
+                live[output.request_id] -= 1
+                if live[output.request_id] == 0:
+                    del live[output.request_id]
                     ended["finished"] += 1
     engine.check()
     return ended
 
 
 def held(device: str) -> dict[str, float]:
-    """What this process holds: MB (10^6 bytes), threads, open files."""
+    """Return what this process uses: memory in MB (10^6 bytes), threads, open files."""
     gc.collect()
     on_device = 0.0
     if device == "cuda":
@@ -96,7 +96,7 @@ def held(device: str) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All runs; the first one warms up."""
+    """Run all requests in parts. The first part warms up."""
     built = build(
         EngineConfig(
             model=arguments.model,
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             num_pages=arguments.longest
             * arguments.max_num_seqs
             // 16
-            // 12,  # fewer than so many rows need: some are preempted
+            // 12,  # too few for all rows, so some are preempted
             gpu_expert_memory_bytes=arguments.gpu_expert_memory_bytes if arguments.device == "cuda" else 0,
         )
     )
@@ -148,7 +148,7 @@ def main() -> None:
     write(arguments.results / f"endurance-{arguments.device}.json", result)
     notes = result["notes"]
     sys.exit(
-        any(one["missing_pages"] or one["failed"] for one in notes)
+        any(note["missing_pages"] or note["failed"] for note in notes)
         or any(result["leaked"][name] > most for name, most in LEAK.items())
     )
 

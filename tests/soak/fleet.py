@@ -34,7 +34,7 @@ Output = tuple[tuple[int, ...], str]
 
 
 def request(number: int, tokens: int) -> GenerationRequest:
-    """A different prompt for each number."""
+    """Make a request with its own prompt for each number."""
     return GenerationRequest(
         model="demo",
         prompt=f"Output {number}. {PROMPTS[number % len(PROMPTS)]}",
@@ -65,7 +65,7 @@ async def ended(broker: Broker) -> None:
 
 
 async def outputs(broker: Broker, jobs: Sequence[str]) -> list[Output]:
-    """Token ids and text of each job; empty if it has not ended exactly once, as done, with a journal without gaps."""
+    """Return token ids and text of each job. Both are empty unless it is done, ended once, and has no gap."""
     texts: list[Output] = []
     for job in jobs:
         events = await broker.journal.replay(job)
@@ -78,7 +78,7 @@ async def outputs(broker: Broker, jobs: Sequence[str]) -> list[Output]:
 
 
 async def come_and_go(workers: Sequence[Child], pause: float, seed: int) -> None:
-    """Every `pause` seconds a worker leaves, and its supervisor starts it again, until this is cancelled."""
+    """Every `pause` seconds, drain a worker, which its supervisor then restarts. Runs until cancelled."""
     draw = random.Random(seed)
     while True:
         await asyncio.sleep(pause)
@@ -86,13 +86,13 @@ async def come_and_go(workers: Sequence[Child], pause: float, seed: int) -> None
 
 
 async def work(size: int, arguments: argparse.Namespace) -> list[tuple[dict[str, Any], list[Output]]]:
-    """Figures and outputs of a fleet: undisturbed, then with workers that leave and return."""
+    """Return figures and outputs of a fleet: first undisturbed, then with workers that leave and return."""
     engine = EngineConfig(threads=1, max_num_seqs=arguments.rows, num_pages=512)
     async with (
         whole_system(engine, workers=size, worker=WorkerConfig(drain_seconds=0.0)) as up,
         await Broker.open(up.config.broker) as broker,
     ):
-        await submit(broker, 2 * size * arguments.rows, arguments.tokens)  # warm
+        await submit(broker, 2 * size * arguments.rows, arguments.tokens)  # warms up
         await ended(broker)
         results = []
         for restless in (False, True):
@@ -125,7 +125,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for size in FLEETS:
         for figure, texts in await work(size, arguments):
             reference = reference or texts
-            wrong = sum(one != other or not one[0] for one, other in zip(texts, reference, strict=True))
+            wrong = sum(output != expected or not output[0] for output, expected in zip(texts, reference, strict=True))
             figures.append({**figure, "wrong": wrong})
             sys.stdout.write(f"{figures[-1]}\n")
             sys.stdout.flush()
@@ -142,7 +142,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run the command line. Exits with 1 if a job was lost or has other tokens."""
     parser = command_line(__doc__)
-    parser.add_argument("--jobs", type=int, default=1200, help="jobs of a crew")
+    parser.add_argument("--jobs", type=int, default=1200, help="jobs of a fleet")
     parser.add_argument("--tokens", type=int, default=48, help="of each job")
     parser.add_argument("--rows", type=int, default=8, help="rows of each worker's engine")
     parser.add_argument("--pause", type=float, default=2.5, help="seconds until the next worker leaves")
@@ -150,7 +150,7 @@ def main() -> None:
     result = asyncio.run(measure(arguments))
     sys.stdout.write("\n".join(table(FLEET, result["figures"])) + "\n")
     write(arguments.results / "crew.json", result)
-    sys.exit(any(one["wrong"] for one in result["figures"]))
+    sys.exit(any(figure["wrong"] for figure in result["figures"]))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ SMALL_BUFFER = 4_096  # that the kernel keeps for a client that does not read
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a socket sends first, and then for ever: `more` as fast as it is taken, or `drop` each `PAUSE` seconds."""
+    """What a socket sends first, and then without end: `more` as fast as it can, or `drop` every `PAUSE` seconds."""
 
     first: bytes = b""
     more: bytes = b""
@@ -68,7 +68,7 @@ class Flood:
         self.opened = self.closed = 0
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Serve all sockets until standard input ends."""
         self._poll.register(sys.stdin.fileno(), select.EPOLLIN)
         complete, next_open = False, 0.0
         while True:

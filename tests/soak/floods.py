@@ -37,7 +37,7 @@ PAUSE = 0.1  # seconds between two chats
 
 
 async def chat(url: str, turn: int) -> float | None:
-    """Seconds to the first text of a short answer; None: refused, or not in time."""
+    """Return the seconds to the first text of a short answer; None if it was refused or too late."""
     body = {"model": "demo", "max_tokens": 4, "ignore_eos": True,
             "messages": [{"role": "user", "content": f"Tell me tale number {turn}."}]}  # fmt: skip
     transport = httpx.AsyncHTTPTransport(local_address=STRANGER)
@@ -50,7 +50,7 @@ async def chat(url: str, turn: int) -> float | None:
 
 
 async def chats(url: str, count: int) -> list[float | None]:
-    """The stranger's chats, one after another."""
+    """Send the stranger's chats, one after another."""
     taken = []
     for turn in range(count):
         taken.append(await chat(url, turn))
@@ -59,7 +59,7 @@ async def chats(url: str, count: int) -> list[float | None]:
 
 
 async def probes(url: str, until: asyncio.Event) -> list[float | None]:
-    """Seconds that /healthz took, again and again, each time over a new connection."""
+    """Measure how long /healthz takes, again and again, each time over a new connection."""
     taken: list[float | None] = []
     while not until.is_set():
         began = time.monotonic()
@@ -74,13 +74,13 @@ async def probes(url: str, until: asyncio.Event) -> list[float | None]:
 
 
 def _be_nice() -> None:
-    """Hostile clients have machines of their own; here they get what the measured processes leave."""
+    """Give this process low priority: real hostile clients would run on other machines."""
     os.nice(19)
 
 
 @asynccontextmanager
 async def flood(kind: str, port: int, sockets: int, addresses: int, rate: float) -> AsyncIterator[dict[str, Any]]:
-    """The hostile process, once all its sockets are open; what it says at its end is added to what is given here."""
+    """Run the hostile process. Yields a report once all sockets are open; at the end it gets the process's counts."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.soak.flood_clients", "--kinds", kind, "--port", str(port),
         "--sockets", str(sockets), "--addresses", str(addresses), "--reopen-per-second", str(rate),
@@ -103,7 +103,7 @@ async def flood(kind: str, port: int, sockets: int, addresses: int, rate: float)
 
 
 async def highest_memory(process: int, until: asyncio.Event) -> int:
-    """Most bytes that the process had resident, measured ten times a second."""
+    """Measure resident memory ten times a second. Returns the largest value in bytes."""
     highest = 0
     while not until.is_set():
         highest = max(highest, machine.resident_bytes(process))
@@ -114,7 +114,7 @@ async def highest_memory(process: int, until: asyncio.Event) -> int:
 async def measure(
     up: Supervisor, kind: str, *, sockets: int, addresses: int, count: int, rate: float
 ) -> dict[str, Any]:
-    """One kind from so many addresses."""
+    """Measure one kind of hostile socket, opened from `addresses` addresses."""
     process = up.gateway.pid
     assert process is not None
     idle = await chats(up.url, count)
@@ -147,13 +147,13 @@ async def measure(
 
 
 def _middle(seconds: list[float | None]) -> float | None:
-    """The median of those that succeeded, in milliseconds."""
+    """Return the median of the chats that succeeded, in milliseconds."""
     times = [value for value in seconds if value is not None]
     return 1e3 * median(times) if times else None
 
 
 def _longest(seconds: list[float | None]) -> float | None:
-    """The longest of those that succeeded, in milliseconds."""
+    """Return the longest of the chats that succeeded, in milliseconds."""
     return max((1e3 * value for value in seconds if value is not None), default=None)
 
 

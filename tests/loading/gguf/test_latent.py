@@ -95,7 +95,7 @@ def test_keys_and_values_may_be_in_two_tensors(
     assert_equals_transformers: Callable[..., None],
     tmp_path: Path,
 ) -> None:
-    """As in files that llama.cpp has written since April 2025: the widths of a head have their own keys."""
+    """llama.cpp writes such files since April 2025. The widths of a head have their own keys."""
     model_type, changes = CASES[case]
     (header,) = read_parts(make_gguf(model_type=model_type, **changes))
     metadata = {key: value for key, value in header.metadata.items() if key != "general.architecture"}
@@ -238,7 +238,7 @@ def test_impossible_metadata_is_refused(changes: dict[str, Any], message: str) -
 def test_impossible_groups_are_refused(
     model_type: str, changes: dict[str, Any], message: str, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """They are found before weights are read, not in the first step."""
+    """This is noticed before weights are read, not in the first step."""
     folder = make_model(model_type)
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changes))
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""Parameters of yarn, to GGUF and back; values that one side cannot express are refused by name, in every family."""
+"""Parameters of yarn go to GGUF and back. Values that one side cannot express are refused by name, in every family."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_parameters_that_gguf_cannot_express_are_refused(changes: dict[str, Any]
 def test_attention_factors_of_a_file_are_refused_or_have_no_effect(
     kind: str, key: str, value: float, refused: bool, latent: bool
 ) -> None:
-    """They scale scores or mix frequencies, which is not implemented."""
+    """Such factors scale scores or mix frequencies, which is not implemented."""
     plain = written({**YARN, "rope_type": kind.replace("none", "default")}, latent=latent)
     given = {**plain, f"x.rope.scaling.{key}": value}
     if refused:

@@ -213,7 +213,7 @@ def test_rotary_pairs_that_are_half_a_head_apart(
 def test_heads_that_transformers_cannot_compute_are_refused(
     model_type: str, sizes: dict[str, Any], words: str, make_model: Callable[..., Path]
 ) -> None:
-    """Their tensors fit each other, so only a step would fail."""
+    """The tensors fit each other, so without this check only a step would fail."""
     with pytest.raises(CheckpointError, match=words):
         load_model(str(make_model(model_type, **sizes)), rules=MODULES)
 
@@ -247,7 +247,7 @@ def test_a_file_with_partial_rotary_embeddings_is_refused(tiny: Path) -> None:
 def test_models_with_bidirectional_attention_are_refused(
     model_type: str, name: str, value: object, limit: str, changed: Callable[..., Path]
 ) -> None:
-    """For example models that compute embeddings of texts. transformers applies the first key to any model."""
+    """Models that compute embeddings of texts are an example. transformers applies the first key to any model."""
     with pytest.raises(CheckpointError, match=f"{name} must be {limit}, for attention to be causal, got {value}"):
         load_model(str(changed(model_type, **{name: value})))
 

@@ -60,7 +60,7 @@ def test_all_parts_of_a_split_model_are_chosen(variant: str) -> None:
 
 
 def test_only_the_files_that_a_folder_needs_are_chosen() -> None:
-    """No pickles, no code, no weights in another layout."""
+    """Pickles, code and weights in another layout are left out."""
     entry, files = chosen("hf:A/Fox", FOLDER)
     assert (entry, set(files)) == ("", set(FOLDER[:7]))
     assert files[-2:] == FOLDER[5:7]  # weights come last

@@ -171,7 +171,7 @@ def test_end_tokens_come_from_the_generation_config(tiny: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("stated", [-1, 384, True, [10**6, -1, None]])
 def test_end_tokens_that_the_model_does_not_have_are_ignored(stated: object, tiny: Path, tmp_path: Path) -> None:
-    """Then the next file decides, and the model can be converted."""
+    """The next file decides instead, and the model can be converted."""
     shutil.copytree(tiny, tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
     convert(tmp_path / "tiny", tmp_path / "model.gguf", experts="f16")

@@ -241,7 +241,7 @@ def test_padding_tokens_change_nothing_and_are_not_counted(make_decoder: Callabl
 
 
 def test_captured_steps_stream_nothing(make_decoder: Callable[..., Any], device: str) -> None:
-    """Whatever their number of rows, since a replay cannot choose again."""
+    """Their number of rows does not matter, since a replay cannot choose again."""
     decoder = make_decoder(make_model("qwen3_moe"), expert_streaming="on", streamed_share=0.5, streaming_tokens=2)
     cache = Cache(decoder, device=device, planner=make_planner_for)
     streamed = []

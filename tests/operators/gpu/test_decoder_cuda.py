@@ -143,7 +143,7 @@ def test_captured_steps_equal_eager_ones(
 def test_a_model_on_the_gpu_may_have_experts_on_the_cpu(
     tiny_model: Callable[..., Any], given_weights: Callable[..., Any]
 ) -> None:
-    """As under rules/modules.yaml: tensors are copied to the host and back."""
+    """This is how rules/modules.yaml does it: tensors are copied to the host and back."""
     experts = tiny_model().model.layers[0].mlp.experts
     operator = CpuExperts.from_module(experts, activations="float32")
     operator.load(given_weights(experts, "F32"))

@@ -32,7 +32,7 @@ def logits(decoder: GpuDecoder) -> torch.Tensor:
 def test_logits_equal_those_of_decoded_weights(
     family: str, dtype: torch.dtype, make_decoder: Callable[..., Any]
 ) -> None:
-    """With shared experts, dense layers, biases and tied embeddings, in steps of few and of many rows."""
+    """Models have shared experts, dense layers, biases and tied embeddings. Steps have few or many rows."""
     model = make_model(family).to(dtype)
     expected, found = (logits(make_decoder(model, "Q8_0", dense=dense)) for dense in ("dequantised", "quantised"))
     assert expected.std() > 0.1
@@ -45,7 +45,7 @@ def test_logits_equal_those_of_decoded_weights(
 def test_products_are_equal_for_any_number_of_rows(
     tokens: int, few: int, device: str, random_weights: Callable[..., Bytes]
 ) -> None:
-    """Parts of two formats, a bias, and a buffer smaller than the matrix that ends within a part."""
+    """The matrix has parts of two formats and a bias. The buffer is smaller than it, and ends within a part."""
     parts = [make_panels(random_weights, quant, rows, 256, device) for quant, rows in (("Q4_K", 40), ("Q6_K", 13))]
     x = activations(tokens, 256, torch.bfloat16).to(device)
     bias = activations(1, 53, torch.bfloat16)[0].to(device)
@@ -152,7 +152,7 @@ def test_a_product_with_a_matrix_of_floats_is_decoded(given_weights: Callable[..
 
 
 def test_inspect_reports_the_packed_size_of_embeddings(tmp_path: Path) -> None:
-    """Not their size in the file."""
+    """Their size in the file is different."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, dense: quantised}\n")
     report = report_model("synthetic:qwen3-30b-a3b:q4_k_m:2", rules=str(rules), device="cuda", dtype=torch.bfloat16)

@@ -36,7 +36,7 @@ def planner(kv: KVCache, heads: int, dtype: torch.dtype = torch.float32) -> Late
 def test_mixed_steps_equal_the_reference(
     heads: int, latent: int, rotary: int, page_size: int, dtype: torch.dtype
 ) -> None:
-    """Heads that fill a program partly, or three programs; widths that are not powers of two."""
+    """Heads fill a program partly, or three programs. Widths are not powers of two."""
     kv = cache(latent, rotary, page_size, dtype)
     step = make_step(kv, *MIXED)
     states = torch.float32 if dtype == torch.float32 else torch.bfloat16

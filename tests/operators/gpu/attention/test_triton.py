@@ -32,7 +32,7 @@ def buffers(plan: TritonPlan) -> list[int]:
     [(2, 1, 0), (2, 16, 7), (2, 64, 33), (8, 1, 7), (8, 16, 33), (8, 64, 0), (14, 1, 33), (14, 16, 0), (14, 64, 7)],
 )
 def test_mixed_steps_equal_the_reference(heads: int, page_size: int, window: int) -> None:
-    """Two key/value heads shared by 1, 4 and 7 query heads each."""
+    """Each of two key/value heads is shared by 1, 4 or 7 query heads."""
     kv = make_cache(kv_heads=2, head_dim=16, page_size=page_size, dtype=torch.float32, pages=240 // page_size + 5)
     step = make_step(kv, *MIXED)
     check_plan(planner(kv, heads).plan(step), step, random_query(step, heads), window)
@@ -57,7 +57,7 @@ def test_chunks_longer_than_a_tile_equal_the_reference() -> None:
 
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_decode_plan_follows_its_updates(window: int) -> None:
-    """Long rows beside padding of length 1, with one split used or all of them. The buffers stay in place."""
+    """Long rows are beside padding of length 1, and use one split or all. The buffers stay in place."""
     kv = make_cache(kv_heads=1, head_dim=16, page_size=16, dtype=torch.float32, pages=64)
     plan = planner(kv, 4).decode_plan(4, 32)
     places = buffers(plan)

@@ -74,7 +74,7 @@ def test_the_best_share_is_found_within_few_steps(differs: dict[str, float], tok
 
 
 def test_long_steps_on_a_slow_split_stream_everything_from_the_fifth_step_on() -> None:
-    """As measured on an H200."""
+    """These are times that were measured on an H200."""
     for tokens in (2048, 8192):
         shares = run(StreamingChoice(costs(), LAYERS), queued, tokens, 20)
         assert shares[4:] == [1.0] * 16

@@ -36,7 +36,7 @@ class Cuda:
 
 
 class Runtime:
-    """libcudart in the same way."""
+    """The functions of libcudart that are called. It records the calls too."""
 
     class Text:
         restype = None

@@ -176,7 +176,7 @@ def test_flags_serve_step_after_step(flags: Handoff, stream: PlayedStream, layer
 
 
 def test_flags_serve_the_same_word_each_time(flags: Handoff, layers: list[native.ExpertLayer]) -> None:
-    """The done word of the task before must not pass for this one's."""
+    """The done word of the previous task must not count for this task."""
     number = flags.add_layer(layers[0])
     for step in range(30):
         rows = inputs(MAX_TOKENS, step)

@@ -71,7 +71,7 @@ def assert_experts(
 
 @pytest.mark.parametrize("quant", BLOCKS)
 def test_kernels_equal_products_of_rounded_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
-    """A tile with more slabs than the matrix, and a superblock that is not whole."""
+    """A tile has more slabs than the matrix, and a superblock is not whole."""
     superblocks = quant.endswith("_K") or quant == "IQ4_XS"
     pool = make_pool(random_weights, (quant, quant, "MXFP4"), 2, 512 if superblocks else 288, 32)
     hidden = pool.record.hidden
@@ -89,7 +89,7 @@ def test_each_way_to_find_pairs_equals_plain_torch(
     own: bool,
     random_weights: Callable[..., Bytes],
 ) -> None:
-    """Pairs on their own and by expert; unused experts, experts that the GPU lacks, and pairs without an expert."""
+    """Pairs are alone or grouped by expert. Some experts are unused or not on the GPU; some pairs have none."""
     pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), experts, 64, 32)
     x, (ids, weights) = activations(tokens, 64), route(tokens, experts, slots)
     offsets = pool.offsets.clone()
@@ -107,7 +107,7 @@ def test_each_activation_equals_plain_torch(activation: ActivationName, random_w
 
 
 def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tiles of few pairs, since those of many add in another order."""
+    """This uses the tiles of few pairs, since those of many pairs add in another order."""
     monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
     pool = make_pool(random_weights, ("Q6_K", "Q4_K", "Q8_0"), 1, 256, 32)
     x, weights = activations(4, 256), torch.ones(4, 1)
@@ -135,7 +135,7 @@ def test_rows_that_are_not_finite_poison_themselves() -> None:
 
 
 def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Bytes]) -> None:
-    """Unless they are float32, the caller wants exact products, or a matrix is stored as floats."""
+    """Rows are not rounded if they are float32, if exact products are wanted, or for matrices of floats."""
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     x, (ids, weights) = activations(3, 64), route(3, 2, 1)
 

@@ -98,7 +98,7 @@ def test_each_activation_equals_the_twins(activation: ActivationName, random_wei
 def test_each_way_to_find_pairs_equals_the_twins(
     tokens: int, experts: int, slots: int, random_weights: Callable[..., Bytes]
 ) -> None:
-    """With unused experts, experts that the GPU lacks, and pairs without an expert."""
+    """Some experts are unused or not on the GPU, and some pairs have no expert."""
     pool = make_pool(random_weights, "MXFP4", experts, 32, 32)
     x, (ids, weights) = activations(tokens, 32), route(tokens, experts, slots)
     assert_experts(pool.pairs(ids), x, weights)

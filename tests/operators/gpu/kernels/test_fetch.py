@@ -72,7 +72,7 @@ def test_the_kernel_divides_like_its_twin(experts: int, tokens: int, k: int, slo
 
 @pytest.mark.parametrize("run", [by_twin, by_kernel])
 def test_chosen_experts_arrive(run: Callable[..., Any]) -> None:
-    """Records of more than 20 KB whose parts are apart; the second slot is empty."""
+    """Records have more than 20 KB, and their parts are apart. The second slot is empty."""
     sizes = [(0, 16_448), (16_448, 4_096)]
     record = sum(size for _, size in sizes)
     host = torch.randint(0, 256, (3 * record,), dtype=torch.uint8)

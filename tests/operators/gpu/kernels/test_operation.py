@@ -46,7 +46,7 @@ def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
 
 
 def test_operations_import_without_triton() -> None:
-    """Their twins compute; launching a kernel says what is missing."""
+    """Their twins work, and launching a kernel says what is missing."""
     code = """
 import sys
 sys.modules["triton"] = None

@@ -22,7 +22,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, bound: float = BOUND
 
 @pytest.mark.parametrize("quant", BLOCKS)
 def test_rows_are_decoded_as_gguf_has_them(quant: str, random_weights: Callable[..., Bytes]) -> None:
-    """From any row on, or the rows of some ids, by kernel and by twin, bit for bit."""
+    """Kernel and twin decode the same bits, from any row on or for the rows of some ids."""
     panels, weights = make_panels(random_weights, quant, 37, columns_of(quant))
     ids = torch.tensor([36, 0, 17, 17, 31, 15, 16, 1, 2, 3, 4, 5, 6, 7, 8, 9, 33])
     for first, count in ((0, 37), (5, 20)):
@@ -38,7 +38,7 @@ def test_rows_are_decoded_as_gguf_has_them(quant: str, random_weights: Callable[
 
 @pytest.mark.parametrize("quant", BLOCKS)
 def test_products_of_few_rows_equal_the_decoded_weights(quant: str, random_weights: Callable[..., Bytes]) -> None:
-    """Weights are not rounded; the tile has more slabs than the matrix."""
+    """Weights are not rounded. The tile has more slabs than the matrix."""
     panels, weights = make_panels(random_weights, quant, 21, columns_of(quant))
     x = activations(1, panels.columns, torch.bfloat16)
     for run in (by_twin, by_kernel):
@@ -48,7 +48,7 @@ def test_products_of_few_rows_equal_the_decoded_weights(quant: str, random_weigh
 
 
 def test_a_matrix_may_have_more_columns_than_a_tile(random_weights: Callable[..., Bytes]) -> None:
-    """129 slabs, with several tokens of float16."""
+    """The matrix has 129 slabs, and there are several tokens of float16."""
     panels, weights = make_panels(random_weights, "Q4_0", 16, 4128)
     x, out = activations(3, 4128, torch.float16), torch.full((3, 16), torch.nan)
     by_kernel(multiply_few, [panels], x, None, out)
@@ -57,7 +57,7 @@ def test_a_matrix_may_have_more_columns_than_a_tile(random_weights: Callable[...
 
 @pytest.mark.parametrize("quants", [("Q4_K", "Q6_K"), ("Q8_0", "MXFP4")])
 def test_one_product_may_have_two_formats(quants: tuple[str, str], random_weights: Callable[..., Bytes]) -> None:
-    """Both have rows that do not fill a panel; rows of x and of the product are strided."""
+    """Rows of both formats do not fill a panel. Rows of x and of the product are strided."""
     two = [
         make_panels(random_weights, quant, rows, 256, seed=rows) for quant, rows in zip(quants, (40, 7), strict=True)
     ]
