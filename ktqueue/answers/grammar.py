@@ -107,6 +107,10 @@ class Matcher:
         """The tokens that must come next because the grammar leaves no choice, perhaps none. They are not consumed."""
         return self._matcher.compute_ff_tokens()
 
+    def allows(self, token_id: int) -> bool:
+        """Whether this token may come next. It is not consumed."""
+        return self._matcher.validate_tokens([token_id]) == 1
+
     def mask(self) -> bytes:
         """Which tokens may come next: bit i % 8 of byte i // 8 is set for token i."""
         return self._matcher.compute_bitmask()

@@ -91,7 +91,7 @@ class Engine:
         self._model = device_model(model)
         self._runner = parts.runner
         self._selector = parts.selector
-        self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids)
+        self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids, check_greedy=parts.check_greedy)
         self.graph_bytes = parts.graph_bytes
         self._requests = RequestTable(self._scheduler.remove, vocabulary.token_bytes, parts.least_jump)
         self._prepared: PreparedStep | None = None

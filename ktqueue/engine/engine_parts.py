@@ -21,7 +21,7 @@ class EngineParts:
     """The parts of an engine that depend on the device.
 
     `graph_bytes`: device memory of captured steps. `least_jump`: fewer tokens that a grammar forces are not appended at
-    once, but chosen one by one.
+    once, but chosen one by one. `check_greedy`: see TokenMasks.
     """
 
     kv: KVCache
@@ -29,6 +29,7 @@ class EngineParts:
     selector: Selector
     graph_bytes: int = 0
     least_jump: int = 1
+    check_greedy: bool = True
 
 
 def make_parts(
@@ -67,5 +68,5 @@ def make_parts(
         progress=progress,
     )
     return EngineParts(
-        kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes, least_jump=LEAST_JUMP
+        kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes, LEAST_JUMP, check_greedy=False
     )

@@ -3,7 +3,7 @@
 A mask is a row of 32-bit words, [ceil(vocab / 32)] int32, with the lowest token in the lowest bit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktqueue.answers.grammar import MaskWriter
+from ktqueue.engine.sampler import GREEDY_BELOW
 from ktqueue.engine.sequence import Sequence
 
 _WORD = 32  # bits
@@ -24,10 +25,24 @@ Masks = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """The masks of some rows of a step. `rows`: their numbers; `masks`: [rows, words] int32, in the same order."""
+    """The masks of some rows of a step. `rows`: their numbers; `masks`: [rows, words] int32, in the same order.
+
+    `late` computes the masks of those greedy rows whose likeliest tokens, [rows] int64, are not allowed. It is None if
+    all masks are here.
+    """
 
     rows: list[int]
     masks: Masks
+    late: Callable[[NDArray[np.int64]], "MaskedRows"] | None = None
+
+    def completed(self, likeliest: NDArray[np.int64]) -> "MaskedRows":
+        """These masks and the late ones, in the order of the rows. `likeliest`: the likeliest token of each row."""
+        if self.late is None:
+            return self
+        late = self.late(likeliest)
+        rows = np.array(self.rows + late.rows, dtype=np.int64)
+        order = np.argsort(rows)
+        return MaskedRows(rows[order].tolist(), np.concatenate([self.masks, late.masks])[order])
 
 
 class TokenMasks:
@@ -35,9 +50,13 @@ class TokenMasks:
 
     With `ignore_eos` or `min_tokens` a choice with a grammar goes on while its grammar allows other tokens. Sequences
     without a grammar cost nothing. A sequence must not advance between `begin` and `take`.
+
+    With `check_greedy` a greedy row gets a mask only if its likeliest token is not allowed. That is faster where the
+    tokens are on the host anyway.
     """
 
-    def __init__(self, vocab: int, end_ids: Iterable[int]) -> None:
+    def __init__(self, vocab: int, end_ids: Iterable[int], *, check_greedy: bool) -> None:
+        self._check_greedy = check_greedy
         self._words = -(-vocab // _WORD)
         self._end_ids = frozenset(end_ids)
         self._writer: MaskWriter | None = None  # made for the first grammar, because it has threads
@@ -52,7 +71,7 @@ class TokenMasks:
             for sequence, count in rows.items()
             if count == sequence.remaining and sequence.samples
             for choice in (sequence, *sequence.forks)
-            if choice.matcher is not None
+            if choice.matcher is not None and not self._is_late(choice)
         ]
         self._places = {sequence: place for place, sequence in enumerate(constrained)}
         self._begun = None
@@ -63,15 +82,36 @@ class TokenMasks:
 
     def take(self, sequences: Many[Sequence]) -> MaskedRows | None:
         """Wait for the masks of these sequences, by their rows here. Returns None if none of them has a grammar."""
-        rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-        if not rows:
+        constrained = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
+        if not constrained:
             return None
-        constrained = [sequences[row] for row in rows]
+        late = [row for row in constrained if self._is_late(sequences[row])]
+        rows = [row for row in constrained if row not in set(late)] if late else constrained
+        masks = self._begun_masks([sequences[row] for row in rows])
+        return MaskedRows(
+            rows, masks, (lambda likeliest: self._late_masks(sequences, late, likeliest)) if late else None
+        )
+
+    def _begun_masks(self, sequences: Many[Sequence]) -> Masks:
         begun = None if self._begun is None else self._begun.result()
-        places = [self._places.get(sequence, -1) for sequence in constrained]
+        places = [self._places.get(sequence, -1) for sequence in sequences]
         if begun is None or -1 in places:  # choices that begin with this step, from the logits of a sibling's prompt
-            return MaskedRows(rows, self._compute(constrained))
-        return MaskedRows(rows, begun if places == list(range(len(begun))) else begun[places])
+            return self._compute(sequences)
+        return begun if places == list(range(len(begun))) else begun[places]
+
+    def _late_masks(self, sequences: Many[Sequence], rows: list[int], likeliest: NDArray[np.int64]) -> MaskedRows:
+        wrong = []
+        for row, token_id in zip(rows, likeliest[rows].tolist(), strict=True):
+            matcher = sequences[row].matcher
+            if token_id in self._end_ids or (matcher is not None and not matcher.allows(token_id)):
+                wrong.append(row)
+        return MaskedRows(wrong, self._compute([sequences[row] for row in wrong]))
+
+    def _is_late(self, sequence: Sequence) -> bool:
+        """Whether the mask is computed only if the likeliest token is not allowed."""
+        sampling = sequence.request.sampling
+        greedy = self._check_greedy and sampling.temperature < GREEDY_BELOW
+        return greedy and sequence.edits is None and sampling.logprobs is None
 
     def close(self) -> None:
         """End the thread."""

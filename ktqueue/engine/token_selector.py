@@ -93,6 +93,8 @@ class HostSelector:
         with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
         chosen, finite = greedy(array)
         if masked is not None:
+            masked = masked.completed(chosen)
+        if masked is not None and masked.rows:
             apply_masks(array, masked)
             chosen[masked.rows], allowed = greedy(array if len(masked.rows) == len(array) else array[masked.rows])
             finite[masked.rows] &= allowed

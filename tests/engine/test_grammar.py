@@ -1,6 +1,7 @@
 """Choices whose answer must match a grammar: masks, forced tokens, the end, resuming, and errors in mid-answer."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,23 @@ def test_answers_match_the_schema(
             jsonschema.validate(json.loads(result.text), SCHEMA)
     assert len({result.text for result in results.values()}) > 12
     assert engine.stats().steps < 100  # forced tokens take no steps of their own
+
+
+def test_checking_greedy_tokens_instead_of_masking_changes_nothing(
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, compile_grammar: Any, parts: str
+) -> None:
+    if parts == "device":
+        return  # its tokens are not on the host when they are chosen
+    answers = []
+    for check_greedy in (True, False):
+        change = functools.partial(dataclasses.replace, check_greedy=check_greedy)
+        engine = make_engine(make_model(), vocabulary, change_parts=change)
+        for number in range(9):
+            more: dict[str, Any] = [{}, {"ignore_eos": True}, {"logprobs": 1}, {"temperature": 1.0}][number % 4]
+            sampling = SamplingParams(**{"temperature": 0.0, "seed": 3, "max_tokens": 60, **more})
+            engine.add(str(number), PROMPT[: 3 + number], sampling, matcher=compile_grammar(JSON))
+        answers.append({key: (one.token_ids, one.text, one.logprobs) for key, one in run(engine).items()})
+    assert answers[0] == answers[1]
 
 
 def test_rows_with_and_without_a_grammar_share_a_step(

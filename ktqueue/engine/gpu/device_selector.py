@@ -90,6 +90,7 @@ class DeviceSelector:
         work = _collect(rows, sequences, logits.shape, self._uniform)
         arrays = work.arrays
         if masked is not None:
+            assert masked.late is None, "a device checks no greedy tokens"
             arrays["masks"] = masked.masks
             if len(masked.rows) < len(sequences):
                 arrays["grammar_rows"] = np.array(masked.rows, dtype=np.int64)
