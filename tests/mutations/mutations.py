@@ -7,6 +7,7 @@ from installing import INSTALLING
 from models import MODELS
 from mutation import ROOT, SCRIPTS, Mutation
 from operation import OPERATION
+from other_apis import OTHER_APIS
 from prompts import PROMPTS
 from stored_jobs import STORED_JOBS
 from structured_output import STRUCTURED_OUTPUT
@@ -389,6 +390,7 @@ MUTATIONS: dict[str, Mutation] = {
     **UPGRADES,
     **INSTALLING,
     **MODELS,
+    **OTHER_APIS,
     **PROMPTS,
     **HOSTILE_CLIENTS,
     **ANSWERS,
