@@ -140,4 +140,11 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         '    """A reader claims to have an event that is not in the journal."""\n',
         (f"{JOBS}::test_a_wrong_last_event_id_is_an_error",),
     ),
+    "a refused request cancels another client's job": Mutation(
+        "only a client's own request cancels its job",
+        "ktqueue/gateway/submission.py",
+        "        if key is None:\n            gateway.abandon(record.id",
+        "        if True:\n            gateway.abandon(record.id",
+        ("tests/gateway/test_completions.py::test_a_refused_request_cancels_no_job_of_its_idempotency_key",),
+    ),
 }

@@ -380,13 +380,6 @@ MUTATIONS: dict[str, Mutation] = {
         "-H 'X-Conversation-Id",
         ("tests/docs/test_pages.py::test_each_page_runs_as_printed[docs/guides/watching.md]",),
     ),
-    "a refused request cancels another client's job": Mutation(
-        "only a client's own request cancels its job",
-        "ktqueue/gateway/submission.py",
-        "        if key is None:\n            gateway.abandon(record.id",
-        "        if True:\n            gateway.abandon(record.id",
-        ("tests/gateway/test_completions.py::test_a_refused_request_cancels_no_job_of_its_idempotency_key",),
-    ),
     **UPGRADES,
     **INSTALLING,
     **MODELS,
