@@ -1,4 +1,4 @@
-"""Readers of one tool call each: JSON objects, a name before JSON, XML-like parameters, and Python calls.
+"""Readers of one tool call each: JSON objects, a name before JSON, and Python calls. See also `xml_reader`.
 
 A reader takes the text after the marker of the call, in pieces of any length. The result does not depend on how the
 text is cut. None of them raises: what is not a call is given back as text.
@@ -55,12 +55,15 @@ class JsonReader(CallReader):
         self._expects_key = True
         self._in_arguments = False
         self._arguments_begun = False
+        self._arguments_closed = False  # they were an object or a list, which has ended
         self._arguments_are_text = False  # a string that holds JSON
         self._waiting: list[str] = []  # characters of arguments that cannot be passed on yet
 
     def push(self, text: str) -> int | None:
         for place, character in enumerate(text):
             if self._depth > 0:
+                if self._is_broken_at(character):
+                    return place
                 self._take(character)
                 if self._depth == 0 and not self._in_list:
                     return place + 1
@@ -74,6 +77,11 @@ class JsonReader(CallReader):
             elif not character.isspace() and not (character == "," and self._in_list):
                 return place
         return None
+
+    def _is_broken_at(self, character: str) -> bool:
+        """Whether the arguments are complete, but the object around them is neither continued nor closed."""
+        is_complete = self._arguments_closed and self._in_arguments and self._depth == 1
+        return is_complete and not character.isspace() and character not in ",}"
 
     def finish(self) -> str:
         if self._emit is None:
@@ -118,7 +126,7 @@ class JsonReader(CallReader):
         closes_string = was_in_string and not self._in_string
         if closes_string and self._expects_key:
             self._key, self._expects_key = "".join(self._string), False
-        elif closes_string and self._key == "name" and self._emit is None:
+        elif closes_string and self._key in ("name", "tool_name") and self._string and self._emit is None:
             self._emit = self._begin()
             self._emit(_text_of(self._string), "", self._id)
             self._pass_on("".join(self._waiting))
@@ -140,6 +148,10 @@ class JsonReader(CallReader):
                 self._pass_on("".join(self._waiting))
                 self._waiting = []
             return
+        if depth == 2 and self._depth == 1:
+            self._arguments_closed = True
+        elif self._arguments_closed:
+            return  # white space
         if not self._arguments_begun:
             if character.isspace():
                 return
@@ -196,6 +208,9 @@ class NamedReader(CallReader):
         if brace < 0:
             return None
         name, call_id = _name_in(self._header[:brace])
+        if not name:  # it is no call
+            self._header = self._header[:brace]
+            return brace - former
         rest = self._header[brace:]
         self._json = JsonReader(self._begin, name, call_id)
         self._header = ""
@@ -206,7 +221,7 @@ class NamedReader(CallReader):
         return self._header if self._json is None else ""
 
 
-_NAME = re.compile(r"[\w.-]+")
+NAME = re.compile(r"[\w.-]+")
 
 
 def _name_in(header: str) -> tuple[str, str]:
@@ -218,115 +233,8 @@ def _name_in(header: str) -> tuple[str, str]:
     head = lines[0].strip() if lines else ""
     if match := re.fullmatch(r"(?:functions\.)?([\w.-]+):(\d+)", head):
         return match[1], head
-    match = _NAME.match(head)
-    return (match[0].removeprefix("functions.") if match else ""), marked.strip()
-
-
-class XmlReader(CallReader):
-    """Parameters between tags. The type of a value is that of the function's schema, else what it looks like.
-
-    `name_end` ends the name, which comes first. A parameter is `key_start` KEY `key_end` VALUE `value_end`, and the
-    call ends with `end`.
-    """
-
-    def __init__(
-        self, begin: Callable[[], Emit], types: Types, *, name_end: str, key_start: str, key_end: str, value_end: str,
-        end: str, name_may_end_at: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        self._begin = begin
-        self._types = types
-        self._name_ends = (name_end, *name_may_end_at)
-        self._name_end = name_end
-        self._key_start, self._key_end, self._value_end, self._end = key_start, key_end, value_end, end
-        self._buffer = ""
-        self._used = 0  # characters that are read for good
-        self._name: str | None = None
-        self._emit: Emit | None = None
-        self._count = 0
-        self._ended = False
-
-    def push(self, text: str) -> int | None:
-        before = len(self._buffer)
-        self._buffer += text
-        while True:
-            step = self._name_step() if self._name is None else self._parameter_step()
-            if step is None:
-                return None
-            if step:
-                return self._used - before
-
-    def _name_step(self) -> bool | None:
-        found = [(at, mark) for mark in self._name_ends if (at := self._buffer.find(mark)) >= 0]
-        if not found:
-            return None
-        place, mark = min(found)
-        if not _NAME.fullmatch(self._buffer[:place].strip()):  # it is no call
-            self._used = place + len(mark)
-            self._buffer = self._buffer[: self._used]
-            return True
-        self._used = place + (len(mark) if mark == self._name_end else 0)
-        self._name = self._buffer[:place].strip()
-        self._emit = self._begin()
-        self._emit(self._name, "", "")
-        return False
-
-    def _parameter_step(self) -> bool | None:
-        assert self._emit is not None and self._name is not None
-        rest = self._buffer[self._used :]
-        start, end = rest.find(self._key_start), rest.find(self._end)
-        if end >= 0 and (start < 0 or end < start):
-            self._emit("", "{}" if self._count == 0 else "}", "")
-            self._used += end + len(self._end)
-            self._ended = True
-            return True
-        if start < 0:
-            return None
-        key_from = start + len(self._key_start)
-        key_to = rest.find(self._key_end, key_from)
-        value_to = rest.find(self._value_end, key_to + len(self._key_end)) if key_to >= 0 else -1
-        if value_to < 0:
-            return None
-        key, attributes = _key_and_attributes(rest[key_from:key_to].partition("</")[0].strip())
-        value = rest[key_to + len(self._key_end) : value_to]
-        kind = attributes or self._types.get(self._name, {}).get(key, "")
-        separator = "{" if self._count == 0 else ", "
-        self._emit("", f"{separator}{json.dumps(key, ensure_ascii=False)}: {_json_of(value, kind)}", "")
-        self._count += 1
-        self._used += value_to + len(self._value_end)
-        return False
-
-    def finish(self) -> str:
-        if self._name is None:
-            return self._buffer
-        assert self._emit is not None
-        if self._ended:
-            return ""
-        if self._count:
-            self._emit("", "}", "")
-        elif not self._buffer[self._used :].strip():
-            self._emit("", "{}", "")
-        return ""
-
-
-def _key_and_attributes(text: str) -> tuple[str, str]:
-    """The key of a parameter, and the type that its tag names (`name" string="true`)."""
-    key, _, attributes = text.partition('"')
-    if 'string="true' in attributes:
-        return key, "string"
-    return key, "any" if 'string="false' in attributes else ""
-
-
-def _json_of(value: str, kind: str) -> str:
-    """A parameter's text as JSON. One line break at each end belongs to the tags."""
-    text = value.removeprefix("\n").removesuffix("\n")
-    if kind == "string":
-        return json.dumps(text, ensure_ascii=False)
-    try:
-        parsed: Any = json.loads(text)
-    except ValueError:
-        words = {"True": "true", "False": "false", "None": "null"}
-        return words.get(text.strip(), json.dumps(text, ensure_ascii=False))
-    return json.dumps(parsed, ensure_ascii=False)
+    name = head.removeprefix("functions.")
+    return (name if NAME.fullmatch(name) else ""), marked.strip()
 
 
 class PythonReader(CallReader):

@@ -40,6 +40,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
     "harmony": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>"),
 }
@@ -74,11 +75,22 @@ TOOLS: Mapping[str, ToolFormat] = {
     "minimax": ToolFormat(
         starts=('<invoke name="',), sections=("<minimax:tool_call>",), ends=("</minimax:tool_call>",)
     ),
-    "llama3": ToolFormat(starts=("<|python_tag|>",), ends=(";",), bare_json=True, specials=True),
+    "llama3": ToolFormat(starts=("<|python_tag|>", "<function="), ends=(";",), bare_json=True, specials=True),
     "llama4": ToolFormat(
         starts=("<|python_start|>",), ends=("<|python_end|>",), bare_python=True, bare_json=True, specials=True
     ),
-    "granite": ToolFormat(starts=("<|tool_call|>",), ends=("]",), specials=True),
+    "granite": ToolFormat(starts=("<|tool_call|>",), ends=("]", "<|/tool_call|>"), specials=True),  # and Phi-4-mini
+    "command": ToolFormat(
+        starts=("<|START_ACTION|>",),
+        sections=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ends=("]", "<|END_ACTION|>"),
+        specials=True,
+    ),
+    "lfm2": ToolFormat(starts=("<|tool_call_start|>",), ends=("]", "<|tool_call_end|>"), specials=True),
+    "nemotron": ToolFormat(starts=("<TOOLCALL>",), ends=("]", "</TOOLCALL>")),
+    "seed": ToolFormat(
+        starts=("<function=",), sections=("<seed:tool_call>",), ends=("</seed:tool_call>",), specials=True
+    ),
     "jamba": ToolFormat(starts=("<tool_calls>",), ends=("]", "</tool_calls>")),
     "harmony": ToolFormat(specials=True),
 }
@@ -87,7 +99,11 @@ TOOLS: Mapping[str, ToolFormat] = {
 # the order matters: a Hermes template that also knows <think> is found under both tables.
 _TOOL_SIGNS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
-    ("<｜DSML｜", "deepseek_v32"),
+    ("DSML｜", "deepseek_v32"),
+    ("<|START_ACTION|>", "command"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<seed:tool_call>", "seed"),
     ("<｜tool▁call", "deepseek"),
     ("<|tool_call_begin|>", "kimi_k2"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
@@ -111,6 +127,7 @@ _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
     ("◁think▷", "kimi"),
     ("[THINK]", "mistral"),
+    ("<|START_THINKING|>", "command"),
     ("<seed:think>", "seed"),
     ("<think>", "think"),
     ("</think>", "think"),
@@ -123,7 +140,7 @@ _TOOL_ALIASES: Mapping[str, str] = {
     "step3p5": "qwen3_coder", "glm": "glm45", "glm47": "glm45", "deepseek_v31": "deepseek", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek", "deepseekv32": "deepseek_v32", "llama3_json": "llama3", "llama4_json": "llama4",
     "llama4_pythonic": "llama4", "pythonic": "llama4", "minimax_m2": "minimax", "openai": "harmony",
-    "gpt_oss": "harmony",
+    "gpt_oss": "harmony", "seed_oss": "seed", "phi4_mini_json": "granite", "cohere_command3": "command",
 }  # fmt: skip
 _REASONING_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(
@@ -160,7 +177,7 @@ def _named(
 def has_special_markers(tool_parser: str, reasoning_parser: str) -> bool:
     """Whether special tokens must be part of the text, so that these formats can be read."""
     tools = TOOLS.get(tool_parser)
-    return (tools is not None and tools.specials) or reasoning_parser in ("mistral", "harmony")
+    return (tools is not None and tools.specials) or reasoning_parser in ("command", "mistral", "seed", HARMONY)
 
 
 def tool_format_of(template: str) -> str:

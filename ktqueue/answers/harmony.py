@@ -55,11 +55,11 @@ class HarmonyParser:
         return self._read_body(parts, final=final) if self._in_body else self._read_header(parts, final=final)
 
     def _read_header(self, parts: list[AnswerPart], *, final: bool) -> bool:
+        if not self._seen_marker and self._buffer and not _may_be_header(self._buffer):
+            self._in_body = True  # plain text without channels
+            return True
         header, marker, after = self._buffer.partition(_MESSAGE)
         if not marker:
-            if not self._seen_marker and self._buffer and not _may_be_header(self._buffer):
-                self._in_body = True  # plain text without channels
-                return True
             if final:
                 if not _may_be_header(self._buffer):
                     parts.append(AnswerText(self._buffer))
@@ -106,4 +106,6 @@ class HarmonyParser:
 def _may_be_header(text: str) -> bool:
     """Whether the text can be the beginning of a header."""
     words = text.lstrip()
-    return any(words.startswith(mark) or mark.startswith(words) for mark in ("<|start|>", "<|channel|>", "assistant"))
+    return any(
+        words.startswith(mark) or mark.startswith(words) for mark in ("<|start|>", "<|channel|>", "assistant", "to=")
+    )

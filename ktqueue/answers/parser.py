@@ -8,10 +8,11 @@ call and is none is text. White space around calls and reasoning belongs to thei
 from collections.abc import Iterable
 from typing import Protocol
 
-from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, PythonReader, Types, XmlReader
+from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, PythonReader, Types
 from ktqueue.answers.families import HARMONY, REASONING, TOOLS, ReasoningFormat, ToolFormat
 from ktqueue.answers.harmony import HarmonyParser
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
+from ktqueue.answers.xml_reader import XmlReader
 
 TOOL_CALL = "<tool_call>"  # what follows it differs between families
 
@@ -229,10 +230,14 @@ class AnswerParser:
             return self._xml_reader(f"<{prefix}", '">', 'parameter name="', "invoke", closing=f"</{prefix}")
         if not final and (not text or (marker == TOOL_CALL and "<function=".startswith(text))):
             return None
-        if text.startswith("{") or (text.startswith("[") and marker):
-            return JsonReader(self._begin_call)
         if text.startswith("["):
-            return PythonReader(self._begin_call)
+            first = text[1:].lstrip()[:1]
+            if not first and not final:
+                return None
+            is_json = first in ("{", "]", "") and (marker or not self._tools.bare_python)
+            return JsonReader(self._begin_call) if is_json else PythonReader(self._begin_call)
+        if text.startswith("{"):
+            return JsonReader(self._begin_call)
         if marker != TOOL_CALL:
             return NamedReader(self._begin_call, self._tag_ends)
         # A name comes first. Then GLM-4.5 has pairs of keys and values, and other models have JSON.

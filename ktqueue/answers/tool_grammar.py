@@ -96,6 +96,21 @@ STYLES: Mapping[str, CallStyle] = {
     "granite": CallStyle(
         '{"name": "', '", "arguments": ', "}", opening="<|tool_call|>[", closing="]", separator=", "
     ),
+    "command": CallStyle(
+        '{"tool_call_id": "\0", "tool_name": "', '", "parameters": ', "}",
+        opening="<|START_ACTION|>[", closing="]<|END_ACTION|>", separator=", ",
+    ),
+    "lfm2": CallStyle(
+        '{"name": "', '", "arguments": ', "}", opening="<|tool_call_start|>[", closing="]<|tool_call_end|>",
+        separator=", ",
+    ),
+    "nemotron": CallStyle(
+        '{"name": "', '", "arguments": ', "}", opening="<TOOLCALL>[", closing="]</TOOLCALL>", separator=", "
+    ),
+    "seed": CallStyle(
+        "<function=", ">\n", "</function>\n", opening="<seed:tool_call>\n", closing="</seed:tool_call>",
+        parameter="<parameter=", parameter_middle=">", parameter_end="</parameter>\n",
+    ),
     "jamba": CallStyle(
         '{"name": "', '", "arguments": ', "}", opening="<tool_calls>[", closing="]</tool_calls>", separator=", "
     ),
@@ -282,7 +297,7 @@ class _Writer:
 
 
 def _name(function: Function, style: CallStyle) -> str:
-    return _quoted(json.dumps(function.name)[1:-1] if style.start.endswith('"name": "') else function.name)
+    return _quoted(json.dumps(function.name)[1:-1] if style.start.endswith('name": "') else function.name)
 
 
 def _json_rule(lark: str) -> str:

@@ -56,7 +56,7 @@ class EngineConfig:
     reasoning_parser: str = setting(
         "auto",
         "Format of the model's reasoning: auto (as its chat template shows), none, or a name.",
-        details="Names are `think`, `kimi`, `mistral`, `seed` and `harmony`; names of vLLM and SGLang are known too.",
+        details="Names: `think`, `kimi`, `mistral`, `seed`, `command`, `harmony`. Those of vLLM and SGLang work too.",
         flags=("--reasoning-parser",),
         metavar="NAME",
         panel="Engine",
