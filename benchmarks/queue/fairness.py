@@ -76,12 +76,6 @@ async def fill(broker: Broker, model: str, count: int) -> list[str]:
     return [job for jobs in await asyncio.gather(*(submit() for _ in range(SUBMITTERS))) for job in jobs]
 
 
-async def generated(broker: Broker) -> float:
-    """Tokens that the worker has generated."""
-    (worker,) = await broker.models.workers()
-    return worker.stats["generation_tokens"]
-
-
 async def batch_alone(broker: Broker, seconds: float) -> float:
     """Tokens a second of batch jobs, over whole beats of the worker."""
     first, began = await _next_figure(broker)
@@ -92,11 +86,12 @@ async def batch_alone(broker: Broker, seconds: float) -> float:
 
 async def _next_figure(broker: Broker) -> tuple[float, float]:
     """The number of generated tokens when it next changes, and the time of the change."""
-    before = await generated(broker)
+    (before,) = await broker.models.workers()
     while True:
         await asyncio.sleep(0.002)
-        if (now := await generated(broker)) != before:
-            return now, time.perf_counter()
+        (now,) = await broker.models.workers()
+        if (tokens := now.stats["generation_tokens"]) != before.stats["generation_tokens"]:
+            return tokens, time.perf_counter()
 
 
 async def flood(broker: Broker, model: str, clients: int, seconds: float) -> float:

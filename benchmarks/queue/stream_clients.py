@@ -1,5 +1,4 @@
-"""HTTP clients that follow jobs by SSE: bare sockets and a C parser, so that a thousand of them fit beside what they
-measure.
+"""HTTP clients that follow jobs by SSE, by bare sockets and a C parser: a thousand need little of the machine.
 
 It answers questions (see `json_lines`): "follow" once every stream is open, "report" once every stream has ended. A
 stalled client reads nothing until the report.
@@ -7,6 +6,7 @@ stalled client reads nothing until the report.
 
 import argparse
 import asyncio
+import contextlib
 import socket
 import time
 from typing import Any, cast
@@ -164,11 +164,8 @@ class Clients:
 
 async def _closed(stream: Stream) -> None:
     """Wait until the stream has ended or END_SECONDS are over, and close the connection."""
-    try:
-        async with asyncio.timeout(END_SECONDS):
-            await stream.closed.wait()
-    except TimeoutError:
-        pass
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stream.closed.wait(), END_SECONDS)
     stream.transport.close()
 
 

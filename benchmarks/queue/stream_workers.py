@@ -23,7 +23,7 @@ ROWS = 128  # of each worker
 
 
 class Workers:
-    """As many leases as the streams need, each with its own beat and its own steps."""
+    """As many leases as the streams need. Each has its own heartbeat and its own steps."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker

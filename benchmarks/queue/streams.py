@@ -47,13 +47,13 @@ class Point:
 
 
 def points(seconds: float, stall_seconds: float) -> list[Point]:
-    """Those of a round."""
+    """The points of a round."""
     plain = [Point(64, 50.0, seconds), Point(256, 50.0, seconds), Point(1000, 20.0, seconds)]
     return [*plain, *(Point(1000, 20.0, stall_seconds, heavy) for heavy in ("read", "stalled") if stall_seconds)]
 
 
 def measure_point(point: Point, url: str, server: int) -> dict[str, Any]:
-    """One point, with a gateway, workers and clients of its own. `server`: the process id of Redis."""
+    """Measure a point with its own gateway, workers and clients. `server`: the process id of Redis."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
     with ExitStack() as stack:

@@ -24,10 +24,10 @@ def test_the_longer_of_reading_and_computing_binds() -> None:
 
 def test_the_work_of_a_layer_call_is_counted() -> None:
     """Of Q4_K: 256 weights in 144 bytes. A multiply-add for each weight and (token, expert) pair is two operations."""
-    one = expert_bytes("Q4_K", QWEN)
-    assert one == 3 * 2048 * 768 * 144 // 256
-    work = layer_work(QWEN, one, touched=8, pairs=16)
-    assert work == LayerWork(8 * one, 2 * 16 * 3 * 2048 * 768)
+    expert_size = expert_bytes("Q4_K", QWEN)
+    assert expert_size == 3 * 2048 * 768 * 144 // 256
+    work = layer_work(QWEN, expert_size, touched=8, pairs=16)
+    assert work == LayerWork(8 * expert_size, 2 * 16 * 3 * 2048 * 768)
 
 
 def test_expert_bytes_refuses_rows_of_half_a_block() -> None:
@@ -89,7 +89,7 @@ def test_calls_are_taken_in_turn() -> None:
     assert best_seconds(calls, 0.0, lambda: taken.append(9)) > 0
     assert taken[1] == taken[-1] == 9  # probes after the call to warm up, and at the end
     assert taken.count(9) == 2
-    turns = [one for one in taken if one != 9]
+    turns = [call for call in taken if call != 9]
     assert len(turns) > 3
     assert turns == [i % 3 for i in range(len(turns))]
 

@@ -181,9 +181,9 @@ def test_latent_attention_is_called_with_angles_and_the_step(model_type: str) ->
     angles = torch.outer(torch.arange(6.0), 10_000 ** -(torch.arange(0, 8, 2) / 8))
     for named in seen:
         assert named["step"] is step
-        given = named["position_embeddings"]
+        angles_of_the_call = named["position_embeddings"]
         if model_type == "deepseek_v2":
-            torch.testing.assert_close(given, torch.polar(torch.ones(1, 6, 4), angles[None]))
+            torch.testing.assert_close(angles_of_the_call, torch.polar(torch.ones(1, 6, 4), angles[None]))
         else:
-            torch.testing.assert_close(given[0], torch.cat([angles, angles], -1)[None].cos())
-            torch.testing.assert_close(given[1], torch.cat([angles, angles], -1)[None].sin())
+            torch.testing.assert_close(angles_of_the_call[0], torch.cat([angles, angles], -1)[None].cos())
+            torch.testing.assert_close(angles_of_the_call[1], torch.cat([angles, angles], -1)[None].sin())

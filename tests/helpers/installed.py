@@ -80,12 +80,12 @@ def _copy_kernels(packages: Path) -> None:
 def _closure(name: str) -> list[metadata.Distribution]:
     """Return the direct and transitive dependencies of a distribution without extras, except itself."""
     found: dict[str, metadata.Distribution] = {}
-    waiting = [Requirement(one) for one in metadata.requires(name) or []]
+    waiting = [Requirement(requirement) for requirement in metadata.requires(name) or []]
     while waiting:
-        one = waiting.pop()
-        extras = ("", *one.extras)
-        if one.marker is None or one.marker.evaluate({"extra": ""}):
-            distribution = metadata.distribution(one.name)
+        requirement = waiting.pop()
+        extras = ("", *requirement.extras)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            distribution = metadata.distribution(requirement.name)
             asked = [Requirement(line) for line in distribution.requires or []]
             for child in asked:
                 if child.name not in found and any(
@@ -93,7 +93,7 @@ def _closure(name: str) -> list[metadata.Distribution]:
                 ):
                     child.marker = None
                     waiting.append(child)
-            found[one.name] = distribution
+            found[requirement.name] = distribution
     return list(found.values())
 
 

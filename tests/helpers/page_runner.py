@@ -114,7 +114,7 @@ class PageRunner:
 
 
 def _listed(path: Path) -> list[int]:
-    return [int(one) for one in path.read_text().split()] if path.exists() else []
+    return [int(word) for word in path.read_text().split()] if path.exists() else []
 
 
 def _stop(pids: list[int]) -> None:

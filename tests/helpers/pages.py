@@ -76,19 +76,21 @@ def blocks(page: Path) -> list[Block]:
     """Return the code blocks of a page from top to bottom."""
     found: list[Block] = []
     lines = page.read_text(encoding="utf-8").splitlines()
-    at = 0
-    while at < len(lines):
-        begin = at
-        if fence := _FENCE.match(lines[at]):
-            at += 1
-            while lines[at].strip() != "```":
-                at += 1
-            code = [line.removeprefix(fence[1]) for line in lines[begin + 1 : at]]
+    index = 0
+    while index < len(lines):
+        begin = index
+        if fence := _FENCE.match(lines[index]):
+            index += 1
+            while lines[index].strip() != "```":
+                index += 1
+            code = [line.removeprefix(fence[1]) for line in lines[begin + 1 : index]]
             found.append(Block(page, begin + 2, fence[2], "\n".join(code) + "\n"))
-        elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip() or lines[at - 1].startswith("#")):
-            while at + 1 < len(lines) and lines[at + 1].startswith("    "):
-                at += 1
-            code = [line[4:] for line in lines[begin : at + 1]]
+        elif lines[index].startswith("    ") and (
+            index == 0 or not lines[index - 1].strip() or lines[index - 1].startswith("#")
+        ):
+            while index + 1 < len(lines) and lines[index + 1].startswith("    "):
+                index += 1
+            code = [line[4:] for line in lines[begin : index + 1]]
             found.append(Block(page, begin + 1, SHELL, "\n".join(code) + "\n"))
-        at += 1
+        index += 1
     return found

@@ -92,8 +92,8 @@ class TlsFront:
                 for pump in pumps:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
-                for one in (writer, forth):
-                    one.close()
+                for end in (writer, forth):
+                    end.close()
 
 
 async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

@@ -75,10 +75,10 @@ def test_attention_factors_of_a_file_are_refused_or_have_no_effect(
 ) -> None:
     """Such factors scale scores or mix frequencies, which is not implemented."""
     plain = written({**YARN, "rope_type": kind.replace("none", "default")}, latent=latent)
-    given = {**plain, f"x.rope.scaling.{key}": value}
+    metadata = {**plain, f"x.rope.scaling.{key}": value}
     if refused:
         with pytest.raises(CheckpointError, match=f"file: x.rope.scaling.{key} {value} is not supported"):
-            rope_from_metadata("x", given, "file", latent=latent)
+            rope_from_metadata("x", metadata, "file", latent=latent)
     else:
-        found = rope_from_metadata("x", given, "file", latent=latent)
+        found = rope_from_metadata("x", metadata, "file", latent=latent)
         assert found == rope_from_metadata("x", plain, "file", latent=latent)

@@ -115,8 +115,8 @@ def test_fetched_experts_change_nothing(
     model = make_model(family)
     plain = make_decoder(model, quant)
     expected = fed(plain)
-    given = {"expert_streaming": "on", "fetched_shares": (fetched, fetched)}
-    decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **given)
+    settings = {"expert_streaming": "on", "fetched_shares": (fetched, fetched)}
+    decoder = make_decoder(model, quant, expert_memory_bytes=int(share * record_bytes(plain)), **settings)
     for _ in range(2):
         assert_close(fed(decoder), expected, 1e-5)
     short, all_of_it = decoder.handoff_statistics, plain.handoff_statistics
@@ -126,15 +126,17 @@ def test_fetched_experts_change_nothing(
     assert (statistics["expert_fetched_share_one"], statistics["expert_fetched_share_several"]) == (fetched, fetched)
 
 
-@pytest.mark.parametrize(("one", "several"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
-def test_steps_of_one_token_have_their_own_share(one: float, several: float, make_decoder: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("one_token", "several_tokens"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
+def test_steps_of_one_token_have_their_own_share(
+    one_token: float, several_tokens: float, make_decoder: Callable[..., Any]
+) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     expected = fed(make_decoder(model))
-    decoder = make_decoder(model, expert_streaming="auto", fetched_shares=(one, several))
+    decoder = make_decoder(model, expert_streaming="auto", fetched_shares=(one_token, several_tokens))
     assert_close(fed(decoder), expected, 1e-5)
     cache = Cache(decoder, device=decoder.device, planner=make_planner_for)
     with torch.inference_mode():
-        for rows, share in (({"a": [5], "b": [6, 7]}, several), ({"a": [8]}, one)):
+        for rows, share in (({"a": [5], "b": [6, 7]}, several_tokens), ({"a": [8]}, one_token)):
             used = decoder.handoff_statistics.experts_used
             cache.step(rows)
             decoder.after_step()
@@ -193,20 +195,23 @@ def test_norms_and_router_use_the_memory_of_the_hand_off(
     assert places["copy"] == places["x"]
     rows = [addresses for addresses in for_cpu if addresses[0] not in places["predicted"]]
     assert rows == list(zip(places["cpu_ids"], places["weights"], strict=True))
-    assert [one for one in places["added"] if one in places["result"]] == places["result"]
+    assert [place for place in places["added"] if place in places["result"]] == places["result"]
 
 
 def test_experts_that_are_used_often_move_to_the_gpu(make_decoder: Callable[..., Any]) -> None:
     model = make_model("qwen3_moe", num_hidden_layers=2)
     plain = make_decoder(model)
     decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3)
-    cache, expected = (Cache(one, device=decoder.device, planner=make_planner_for) for one in (decoder, plain))
+    cache, expected = (
+        Cache(model_under_test, device=decoder.device, planner=make_planner_for)
+        for model_under_test in (decoder, plain)
+    )
     with torch.inference_mode():
         for i in range(8 * READ_EVERY_STEPS):
             chunk = {str(i): [3, 4, 5, 3, 4]}  # the same few experts again and again
             torch.testing.assert_close(cache.step(chunk), expected.step(chunk), atol=1e-4, rtol=1e-4)
-            for one in (cache, expected):
-                one.end(str(i))
+            for sequences in (cache, expected):
+                sequences.end(str(i))
             if decoder.device == "cuda":
                 torch.cuda.synchronize()
             decoder.after_step()

@@ -87,14 +87,14 @@ class Captured:
         cache, size = self._cache, self._cache.kv.layout.page_size
         rows: dict[str, list[Any]] = {"ids": [], "positions": [], "slots": [], "contexts": [], "pages": []}
         for name, token in tokens.items():
-            at, pages = cache.fed[name], cache.pages[name]
-            if at // size == len(pages):
+            position, pages = cache.fed[name], cache.pages[name]
+            if position // size == len(pages):
                 pages.append(cache._free.pop())
-            cache.fed[name] = at + 1
+            cache.fed[name] = position + 1
             rows["ids"].append(token)
-            rows["positions"].append(at)
-            rows["slots"].append(pages[at // size] * size + at % size)
-            rows["contexts"].append(at + 1)
+            rows["positions"].append(position)
+            rows["slots"].append(pages[position // size] * size + position % size)
+            rows["contexts"].append(position + 1)
             rows["pages"].append(list(pages))
         self._host(rows)
         self._graph.replay()

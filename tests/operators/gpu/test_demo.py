@@ -26,8 +26,8 @@ def greedy(model: Any, device: str, planner: Any = None) -> list[list[int]]:
     with torch.inference_mode():
         for _ in range(NEW_TOKENS):
             tokens = cache.step(chunks, ends).argmax(-1).tolist()
-            for one, token in zip(found, tokens, strict=True):
-                one.append(token)
+            for continuation, token in zip(found, tokens, strict=True):
+                continuation.append(token)
             chunks, ends = {name: [token] for name, token in zip(names, tokens, strict=True)}, list(range(len(names)))
     return found
 

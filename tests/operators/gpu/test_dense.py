@@ -52,9 +52,9 @@ def test_products_are_equal_for_any_number_of_rows(
     buffer = DecodeBuffer(torch.bfloat16, device, weights_per_piece=21 * 256)
     assert buffer.reserve(53, 256) == 21 * 256 * 2
     assert buffer.reserve(3, 256) == 0
-    weights = torch.cat([one for _, one in parts])
+    weights = torch.cat([part for _, part in parts])
     expected = x.cpu().float() @ weights.T
-    panels = [one for one, _ in parts]
+    panels = [part for part, _ in parts]
     found = QuantisedLinear(panels, bias, buffer, few_rows=few)(x).cpu()
     assert found.dtype == torch.bfloat16 and found.shape == (tokens, 53)
     torch.testing.assert_close(found.float(), expected + bias.cpu().float(), rtol=0.01, atol=0.05)
@@ -75,7 +75,7 @@ def test_few_rows_of_16_bits_are_multiplied_directly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken = []
-    monkeypatch.setattr(dense_module, "multiply_few", lambda *given: taken.append(given))
+    monkeypatch.setattr(dense_module, "multiply_few", lambda *arguments: taken.append(arguments))
     panels, _ = make_panels(random_weights, "Q4_0", 16, 32, device)
     buffer = DecodeBuffer(dtype, device)
     buffer.reserve(16, 32)
@@ -123,7 +123,7 @@ def test_float_formats_are_decoded_with_one_warning(
     model = make_model("qwen3_moe")
     with caplog.at_level(logging.WARNING):
         found, expected = (make_decoder(model, "F16", dense=dense) for dense in ("quantised", "dequantised"))
-    assert [one.message for one in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         "dense matrices in F16 are decoded: only quantised formats can be kept"
     ]
     assert torch.equal(logits(found), logits(expected))

@@ -63,8 +63,8 @@ def holds(pool: ExpertPool, layer: int) -> set[int]:
     """The experts in the device's tables. Checks that their bytes are there."""
     found = {expert for expert in range(EXPERTS) if pool.offsets[layer, expert] != ABSENT}
     for expert in found:
-        at = int(pool.offsets[layer, expert])
-        assert (pool.memory[at : at + RECORD] == 16 * layer + expert).all()
+        offset = int(pool.offsets[layer, expert])
+        assert (pool.memory[offset : offset + RECORD] == 16 * layer + expert).all()
     return found
 
 

@@ -31,7 +31,9 @@ def guesses(model: Any) -> torch.Tensor:
     """The prediction for the last layer by its definition: [sequences, experts_per_token], for the last tokens."""
     first, second = model.model.layers[-2:]
     residuals: list[torch.Tensor] = []
-    hook = first.post_attention_layernorm.register_forward_pre_hook(lambda _, given: residuals.append(given[0][0, -1]))
+    hook = first.post_attention_layernorm.register_forward_pre_hook(
+        lambda _, inputs: residuals.append(inputs[0][0, -1])
+    )
     with torch.no_grad():
         for prompt in SEQUENCES.values():
             model(torch.tensor([prompt]))

@@ -95,17 +95,17 @@ def test_every_step_streams_if_zero_is_not_among_the_shares() -> None:
 
 
 def test_measured_times_do_not_change_with_the_costs() -> None:
-    one = costs()
-    choice = StreamingChoice(one, LAYERS)
+    machine_costs = costs()
+    choice = StreamingChoice(machine_costs, LAYERS)
     run(choice, queued, 1024, 20)
-    one.copy *= 3
+    machine_costs.copy *= 3
     assert choice.share(1024) == 1.0
 
 
 def test_an_untried_split_must_promise_much_more() -> None:
-    one = costs()
-    assert one.seconds(3000, 0.875) < 0.97 * one.seconds(3000, 1)
-    assert run(StreamingChoice(one, LAYERS), queued, 3000, 20) == [1.0] * 20
+    machine_costs = costs()
+    assert machine_costs.seconds(3000, 0.875) < 0.97 * machine_costs.seconds(3000, 1)
+    assert run(StreamingChoice(machine_costs, LAYERS), queued, 3000, 20) == [1.0] * 20
 
 
 def test_one_slow_step_does_not_exclude_a_share() -> None:
@@ -142,8 +142,8 @@ def test_streaming_everything_takes_the_time_of_copies_or_gpu() -> None:
 
 
 def test_streaming_nothing_takes_the_time_of_the_cpu_alone() -> None:
-    one = slow_machine_costs(alone=0.5, row=1e-7, gpu_token=1e-6)
-    assert one.seconds(1000, 0) == pytest.approx(0.001 + FIXED_SECONDS + 2e-4 + 0.006)
+    machine_costs = slow_machine_costs(alone=0.5, row=1e-7, gpu_token=1e-6)
+    assert machine_costs.seconds(1000, 0) == pytest.approx(0.001 + FIXED_SECONDS + 2e-4 + 0.006)
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.875, 0.0001 + 0.007), (0.25, 0.001 + FIXED_SECONDS + 2e-4 + 0.009)])
@@ -153,31 +153,31 @@ def test_a_split_ends_with_the_slower_side(share: float, seconds: float) -> None
 
 
 def test_costs_approach_the_real_machine() -> None:
-    one, real = (
+    machine_costs, real = (
         slow_machine_costs(row=1e-7),
         slow_machine_costs(cpu_fixed=0.004, cpu_token=2e-5, copy=0.016, gpu_token=4e-6),
     )
     for _ in range(60):
         gpu = real.gpu(512) + 2 * 512e-7  # with the rows
-        one.learn(512, 0.5, cpu=0.5 * real.cpu(512), copy=0.5 * real.copy, gpu=gpu)
-    assert one.cpu(512) == pytest.approx(real.cpu(512), rel=0.01)
-    assert one.copy == pytest.approx(real.copy, rel=0.01)
-    assert one.gpu(512) == pytest.approx(real.gpu(512), rel=0.01)
+        machine_costs.learn(512, 0.5, cpu=0.5 * real.cpu(512), copy=0.5 * real.copy, gpu=gpu)
+    assert machine_costs.cpu(512) == pytest.approx(real.cpu(512), rel=0.01)
+    assert machine_costs.copy == pytest.approx(real.copy, rel=0.01)
+    assert machine_costs.gpu(512) == pytest.approx(real.gpu(512), rel=0.01)
 
 
 def test_cpu_times_without_copies_are_scaled() -> None:
-    one = slow_machine_costs(alone=0.5)
-    one.learn(512, 0, cpu=0.5 * one.cpu(512), copy=0.0, gpu=0.0)
-    assert one.cpu(512) == pytest.approx(slow_machine_costs().cpu(512))
+    machine_costs = slow_machine_costs(alone=0.5)
+    machine_costs.learn(512, 0, cpu=0.5 * machine_costs.cpu(512), copy=0.0, gpu=0.0)
+    assert machine_costs.cpu(512) == pytest.approx(slow_machine_costs().cpu(512))
 
 
 def test_one_slow_step_is_forgotten() -> None:
-    one = slow_machine_costs()
-    one.learn(512, 0.5, cpu=1.0, copy=0.004, gpu=5.0)
-    assert one.cpu(512) < 1.3 * slow_machine_costs().cpu(512)
+    machine_costs = slow_machine_costs()
+    machine_costs.learn(512, 0.5, cpu=1.0, copy=0.004, gpu=5.0)
+    assert machine_costs.cpu(512) < 1.3 * slow_machine_costs().cpu(512)
     for _ in range(20):
-        one.learn(512, 0.5, cpu=0.5 * slow_machine_costs().cpu(512), copy=0.004, gpu=1e-5)
-    assert one.seconds(512, 0.5) == pytest.approx(slow_machine_costs().seconds(512, 0.5), rel=0.05)
+        machine_costs.learn(512, 0.5, cpu=0.5 * slow_machine_costs().cpu(512), copy=0.004, gpu=1e-5)
+    assert machine_costs.seconds(512, 0.5) == pytest.approx(slow_machine_costs().seconds(512, 0.5), rel=0.05)
 
 
 def test_a_line_goes_through_two_points() -> None:

@@ -18,7 +18,7 @@ class Cuda:
         self.calls: list[Any] = []
 
     def cuStreamBatchMemOp_v2(self, stream: Any, count: Any, parameters: Any, flags: Any) -> Any:  # noqa: N802
-        fields = [bytes(one) for one in parameters]
+        fields = [bytes(parameter) for parameter in parameters]
         self.calls.append((stream.value, count.value, fields, flags.value))
         return self.code
 
@@ -51,7 +51,7 @@ class Runtime:
 
     def __getattr__(self, name: Any) -> Any:
         def call(*arguments: Any) -> Any:
-            self.calls.append((name, *(one.value for one in arguments)))
+            self.calls.append((name, *(argument.value for argument in arguments)))
             return self.code
 
         return call

@@ -228,7 +228,7 @@ def test_a_failed_capture_leaves_nothing_to_wait_for(
 def test_buffers_have_the_layout_that_the_service_reads() -> None:
     handoff = Handoff(4, 2, 3, "cpu")
     buffers = handoff.buffers(3)
-    assert [list(one.shape) for one in buffers] == [[3, 4], [3, 2], [3, 2], [3, 4], [3, 2]]
+    assert [list(buffer.shape) for buffer in buffers] == [[3, 4], [3, 2], [3, 2], [3, 4], [3, 2]]
     for target in buffers:
         target.copy_(torch.arange(target.numel()).view_as(target))
     memory = torch.empty(0, dtype=torch.uint8).set_(buffers.x.untyped_storage())
@@ -245,7 +245,7 @@ def test_the_memory_holds_the_largest_task(hidden: int, k: int, max_tokens: int)
     handoff = Handoff(hidden, k, max_tokens, "cpu")
     task = handoff.buffers(max_tokens)
     parts = [task.cpu_ids, task.weights, task.x, task.predicted]
-    ends = [one.data_ptr() + one.nbytes for one in parts]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
     assert all(end <= following.data_ptr() for end, following in zip(ends, parts[1:], strict=False))
     assert ends[-1] <= task.x.untyped_storage().data_ptr() + task.x.untyped_storage().nbytes()
     handoff.close()

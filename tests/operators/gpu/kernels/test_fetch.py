@@ -30,12 +30,12 @@ def case(experts: int, tokens: int, k: int, slots: int, parts: int = 2) -> dict[
     }
 
 
-def divide(given: dict[str, Any], share: float, run: Callable[..., Any] = by_twin) -> dict[str, Any]:
+def divide(arguments: dict[str, Any], share: float, run: Callable[..., Any] = by_twin) -> dict[str, Any]:
     run(
-        fetch.divide, given["ids"], given["resident"], given["addresses"], share, AREA, RECORD,
-        offsets=given["offsets"], sources=given["sources"], cpu_ids=given["cpu_ids"],
+        fetch.divide, arguments["ids"], arguments["resident"], arguments["addresses"], share, AREA, RECORD,
+        offsets=arguments["offsets"], sources=arguments["sources"], cpu_ids=arguments["cpu_ids"],
     )  # fmt: skip
-    return given
+    return arguments
 
 
 CASES = [(8, 1, 2, 2), (8, 3, 8, 8), (128, 1, 8, 3), (128, 64, 8, 40), (128, 5, 8, 3), (60, 17, 4, 60)]

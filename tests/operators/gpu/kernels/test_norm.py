@@ -23,14 +23,14 @@ def test_residual_and_norm(dtype: torch.dtype) -> None:
     norm.weight.data.normal_()
     residual, added = torch.randn(2, 5, 48).to(dtype)
     hidden = residual + added
-    given = residual.clone()
+    updated = residual.clone()
     copy = torch.empty(5, 48)
-    normed = add_rms_norm(given, norm.weight.data, 1e-5, added=added, copy=copy)
-    assert torch.equal(given, hidden)
+    normed = add_rms_norm(updated, norm.weight.data, 1e-5, added=added, copy=copy)
+    assert torch.equal(updated, hidden)
     assert torch.equal(normed, norm(hidden).data)
     assert torch.equal(copy, normed.float())
-    assert torch.equal(add_rms_norm(given, norm.weight.data, 1e-5), normed)
-    assert torch.equal(given, hidden)
+    assert torch.equal(add_rms_norm(updated, norm.weight.data, 1e-5), normed)
+    assert torch.equal(updated, hidden)
 
 
 def test_the_sum_is_rounded_once() -> None:
