@@ -42,15 +42,24 @@ class ThinkingBlock(BaseModel):
     thinking: str
 
 
+def _blocks(value: Any) -> Any:
+    """A string is one block of text."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise must_be("a string or a list of blocks", value)
+    return value
+
+
 def _only_text(value: Any) -> Any:
-    for block in value if isinstance(value, list) else ():
+    value = None if value is None else _blocks(value)
+    for block in value or ():
         if not isinstance(block, dict) or block.get("type") != "text":
             raise must_be("a string or a list of text blocks: only text is served", block)
     return value
 
 
-BlocksOfText = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)]
-Text = Annotated[str | BlocksOfText, BeforeValidator(_only_text)]
+Text = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), BeforeValidator(_only_text)]
 
 
 class ToolResultBlock(BaseModel):
@@ -60,7 +69,7 @@ class ToolResultBlock(BaseModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text = ""
+    content: Text = Field(default_factory=list)
     is_error: bool | None = None
 
 
@@ -74,7 +83,7 @@ class InputMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(max_length=MAX_BLOCKS)]
+    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS), BeforeValidator(_blocks)]
 
 
 def _allowed_blocks(value: Any) -> Any:
@@ -93,9 +102,9 @@ InputMessages = Annotated[
 ]
 
 
-def text_parts(text: str | Sequence[TextBlock]) -> str | list[Json]:
-    """A text or its blocks as the content of a chat message."""
-    return text if isinstance(text, str) else [{"type": "text", "text": block.text} for block in text]
+def text_parts(blocks: Sequence[TextBlock]) -> list[Json]:
+    """Blocks of text as the content of a chat message."""
+    return [{"type": "text", "text": block.text} for block in blocks]
 
 
 def chat_messages(messages: Sequence[InputMessage]) -> list[Json]:
@@ -105,9 +114,7 @@ def chat_messages(messages: Sequence[InputMessage]) -> list[Json]:
 
 
 def _translated(message: InputMessage, names: dict[str, str]) -> Iterator[Json]:
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
-    elif message.role == "assistant":
+    if message.role == "assistant":
         yield _assistant(message.content, names)
     else:
         yield from _user(message.content, names)

@@ -11,11 +11,11 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import ChatBody, parse_chat
-from ktqueue.openai.common_fields import FreeObject
+from ktqueue.openai.common_fields import FreeObject, shallow
 from ktqueue.openai.completions import CompletionBody, parse_completion
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.messages import MAX_MESSAGES, MAX_TOOL_CALLS, NotSupported
-from ktqueue.openai.validation import parse
+from ktqueue.openai.validation import must_be, parse
 
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
 Json = dict[str, Any]
@@ -27,8 +27,18 @@ LOADING = frozenset((
 ))  # fmt: skip
 
 
-def _none_if_empty(value: Any) -> Any:
-    return None if value in ("", [], {}) else value
+def _format(value: Any) -> Any:
+    if value is None or value == "" or value == {}:
+        return None
+    if value != "json" and not isinstance(value, dict):
+        raise must_be('"json" or a JSON schema', value)
+    return shallow(value)
+
+
+def _think(value: Any) -> Any:
+    if not (value is None or isinstance(value, bool) or value in ("low", "medium", "high")):
+        raise must_be('true, false, "low", "medium" or "high"', value)
+    return value
 
 
 class PastFunction(BaseModel):
@@ -86,11 +96,13 @@ class OllamaFields(BaseModel):
     options: FreeObject | None = Field(
         None, description="Fields of /v1/chat/completions by Ollama's names. num_ctx must fit the model's context."
     )
-    format: Annotated[Literal["json"] | FreeObject | None, BeforeValidator(_none_if_empty)] = Field(
+    format: Annotated[Literal["json"] | dict[str, Any] | None, BeforeValidator(_format)] = Field(
         None, description='"json", or a JSON schema.'
     )
-    think: bool | Literal["low", "medium", "high"] | None = Field(None, description="Passed to the chat template.")
-    keep_alive: str | float | None = None
+    think: Annotated[bool | Literal["low", "medium", "high"] | None, BeforeValidator(_think)] = Field(
+        None, description="Passed to the chat template."
+    )
+    keep_alive: Any = None
     images: NotSupported = None
     logprobs: NotSupported = None
 

@@ -35,10 +35,11 @@ async def thinker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
 
 
 async def thinks(claim: Claim) -> AsyncIterator[Step]:
-    """Thinking, text and a tool call in pieces of three characters, then the end."""
+    """Thinking, text and a tool call in pieces, then the end. The gateway gets them one after the other."""
     text = f"<think>Is it sunny?</think>Let me look.{CALL}"
-    for start in range(0, len(text), 3):
-        yield token(text[start : start + 3])
+    for start in range(0, len(text), 7):
+        yield token(text[start : start + 7])
+        yield 0.02
     yield {"finish_reason": FinishReason.STOP}
     usage = replace(USAGE, timings=Timings(queue=0.25, tokenise=0.25, prefill=0.5, decode=1.0))
     yield {**ended(claim), "usage": usage}
@@ -122,12 +123,12 @@ async def test_options_and_messages_reach_the_worker(http: httpx.AsyncClient, th
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
-        (CHAT, {"options": {"num_ctx": 1024}}, "options.num_ctx must be at most 512"),
         (CHAT, {"options": {"temperature": 9}}, "temperature"),
         (CHAT, {"options": {"mirostat": 1}}, "mirostat"),
         (CHAT, {"options": {"n": 2}}, "options.n must be 1"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aaaa"]}]}, "images"),
-        (CHAT, {"format": "xml"}, "format"),
+        (CHAT, {"format": "xml"}, 'format must be "json" or a JSON schema, got'),
+        (CHAT, {"think": "much"}, "think must be true"),
         (GENERATE, {"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
         (GENERATE, {"prompt": "x", "context": [1, 2]}, "context"),
         (GENERATE, {"prompt": "x", "raw": True, "system": "y"}, "system"),
@@ -140,6 +141,12 @@ async def test_a_bad_field_is_named(
     assert response.status_code == 400, response.text
     assert set(response.json()) == {"error"}
     assert words in response.json()["error"]
+
+
+async def test_a_context_that_is_too_large_is_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    response = await http.post(CHAT, json={**BODY, "options": {"num_ctx": 1024}})
+    assert response.status_code == 400
+    assert "options.num_ctx must be at most 512" in response.json()["error"]
 
 
 async def test_a_body_without_a_prompt_is_answered_at_once(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:

@@ -45,6 +45,6 @@ OTHER_APIS: dict[str, Mutation] = {
         "ktqueue/ollama/bodies.py",
         "        self._check_context(card)\n",
         "        pass\n",
-        (f"{OLLAMA}::test_a_bad_field_is_named",),
+        (f"{OLLAMA}::test_a_context_that_is_too_large_is_refused",),
     ),
 }
