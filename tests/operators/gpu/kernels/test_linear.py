@@ -29,11 +29,14 @@ def test_few_rows_are_multiplied_as_torch_does() -> None:
 def test_the_kernel_equals_torch(outputs: int, columns: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(outputs, columns).to(dtype), torch.randn(outputs).to(dtype)
-    for tokens in (1, 3, 4):
+    many = outputs > 1000  # the interpreter takes a second for each thousand outputs
+    for tokens in (1, 4) if many else (1, 3, 4):
         x = torch.randn(tokens, columns + 4).to(dtype)[:, :columns]
-        for added in (None, bias):
+        for added in (bias,) if many else (None, bias):
             ours = by_kernel(few_rows_linear, x, weight, added)
             twin = x.float() @ weight.float().T + (0 if added is None else added.float())
             torch.testing.assert_close(ours.float(), twin, rtol=STEP[dtype], atol=1e-4)
+        if many:
+            continue
         sums = by_kernel(few_rows_linear, x, weight, dtype=torch.float32)
         torch.testing.assert_close(sums, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
