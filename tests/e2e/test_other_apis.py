@@ -39,7 +39,7 @@ async def streamed_call(stack: Any, kill_at: int | None = None) -> tuple[str, st
     name, arguments, reason, pieces = "", "", "", 0
     async with stack.http.stream("POST", "/v1/messages", json={**CALL, "stream": True}) as response:
         async for line in response.aiter_lines():
-            event = json.loads(line[6:]) if line.startswith("data: ") else {"type": ""}
+            event: dict[str, Any] = json.loads(line[6:]) if line.startswith("data: ") else {"type": ""}
             if event["type"] == "content_block_start":
                 name += event["content_block"]["name"]
             elif event["type"] == "content_block_delta":

@@ -82,7 +82,7 @@ async def test_a_required_call_whole_and_streamed(client: AsyncOpenAI) -> None:
     assert [piece.index for piece in pieces] == [0] * len(pieces)
     assert [piece.function.name for piece in pieces if piece.function.name] == ["weather"]
     assert pieces[0].id and not any(piece.id for piece in pieces[1:])
-    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments  # type: ignore[union-attr]
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
 
 
 async def test_a_named_function_and_allowed_functions(client: AsyncOpenAI) -> None:
@@ -156,7 +156,7 @@ async def test_forced_thinking_is_reasoning(client: AsyncOpenAI) -> None:
         **{**SEEDED, "max_tokens": 20, "stop": ["</think>"]}, extra_body={"force_think": True, "ignore_eos": True}
     )
     message = answer.choices[0].message
-    assert message.content == "" and message.reasoning_content  # type: ignore[attr-defined]
+    assert message.content == "" and message.reasoning_content
     details = answer.usage.completion_tokens_details if answer.usage else None
     assert details is not None and details.reasoning_tokens == 20
 

@@ -64,8 +64,8 @@ def test_checking_greedy_tokens_instead_of_masking_changes_nothing(
         change = functools.partial(dataclasses.replace, check_greedy=check_greedy)
         engine = make_engine(make_model(), vocabulary, change_parts=change)
         for number in range(9):
-            more: dict[str, Any] = [{}, {"ignore_eos": True}, {"logprobs": 1}, {"temperature": 1.0}][number % 4]
-            sampling = SamplingParams(**{"temperature": 0.0, "seed": 3, "max_tokens": 60, **more})
+            changes: list[dict[str, Any]] = [{}, {"ignore_eos": True}, {"logprobs": 1}, {"temperature": 1.0}]
+            sampling = SamplingParams(**{"temperature": 0.0, "seed": 3, "max_tokens": 60, **changes[number % 4]})
             engine.add(str(number), PROMPT[: 3 + number], sampling, matcher=compile_grammar(JSON))
         answers.append({key: (one.token_ids, one.text, one.logprobs) for key, one in run(engine).items()})
     assert answers[0] == answers[1]

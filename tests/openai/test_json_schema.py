@@ -168,6 +168,8 @@ def test_a_deep_schema_is_refused() -> None:
 
 
 def test_a_schema_that_explodes_is_refused_soon() -> None:
-    choices = [{"anyOf": [{"properties": {f"{side}{i}": {}}} for side in "ab"]} for i in range(18)]
+    choices: list[dict[str, Any]] = [
+        {"anyOf": [{"properties": {f"{side}{i}": {}}} for side in "ab"]} for i in range(18)
+    ]
     with pytest.raises(InvalidRequest, match="schema too large"):
         lark_of_schema({"allOf": choices}, "p")

@@ -45,6 +45,9 @@ def _expression() -> Schema:
     return {"$ref": "#/$defs/term", "$defs": {"term": _union(number, total)}}
 
 
+AWKWARD: dict[str, Any] = {'quo"te': {"type": "null"}, "sl/ash~": WHOLE}  # names of properties
+
+
 def _menu() -> Schema:
     entry = _record(title=_text(8), entries=_list({"$ref": "#/definitions/entry"}, 0, 2))
     return {"$ref": "#/definitions/entry", "definitions": {"entry": entry}}
@@ -53,7 +56,8 @@ def _menu() -> Schema:
 def _nested(depth: int) -> Schema:
     schema: Schema = _record(end={"type": "boolean"})
     for level in range(depth):
-        schema = _record(**{f"level_{level}": schema})
+        properties: dict[str, Any] = {f"level_{level}": schema}
+        schema = _record(**properties)
     return schema
 
 
@@ -89,7 +93,7 @@ SCHEMAS: tuple[Schema, ...] = (
     {"allOf": [_record(required=False, a=WHOLE, b=WHOLE), {"required": ["a"]}, {"properties": {"a": {"minimum": 5}}}]},
     {"anyOf": [WHOLE, _text(5), _list(WHOLE, 1, 2), PERSON]},
     _union(_record(kind={"const": "cat"}, lives=WHOLE), _record(kind={"const": "dog"}, name=_text())),
-    _record(ort=_text(10), größe=WHOLE, 名前=_text(6), **{'quo"te': {"type": "null"}, "sl/ash~": WHOLE}),
+    _record(ort=_text(10), größe=WHOLE, 名前=_text(6), **AWKWARD),
     {"type": ["integer", "null", "boolean"]},
     {"type": "integer", "multipleOf": 7, "minimum": -70, "maximum": 7000},
     {"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 10},
