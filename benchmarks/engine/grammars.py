@@ -176,7 +176,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         f"{len(schemas())} JSON schemas; "
         f"medians of {arguments.rounds} rounds of {arguments.steps} steps. Forced tokens take no step."
     )
-    section = {"title": f"Grammars, {Path(arguments.model).stem}", "text": text, "columns": COLUMNS, "words": {}}
+    section = {"title": f"Grammars, {Path(arguments.model).stem}", "text": text, "columns": COLUMNS, "words": 1}
     return {"section": section, "figures": figures}
 
 
