@@ -250,7 +250,7 @@ class ResponseObject(_Shape):
     model: str
     status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
     output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
+    usage: dict[str, Any] | None = None
     error: dict[str, Any] | None
 
 

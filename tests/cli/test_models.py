@@ -131,7 +131,7 @@ def test_fit_says_yes_with_the_sum_and_the_command(here: Verb) -> None:
 def test_fit_says_no_and_why(here: Verb, tmp_path: Path) -> None:
     code, out, err = here("fit", "demo", "--host-memory", "1GiB", "--gpu-memory", "0B")
     assert (code, err) == (1, "")
-    assert "no, demo does not run here: it needs 1.5 GiB of the host's memory, and 1.0 GiB are free" in out
+    assert "no, demo does not run here: it needs 1.6 GiB of the host's memory, and 1.0 GiB are free" in out
     (tmp_path / "odd.gguf").write_bytes(b"GGUF")
     code, out, _ = here("fit", "odd.gguf", "--json")
     assert code == 1 and json.loads(out)["command"] is None and "truncated" in json.loads(out)["why_not"]

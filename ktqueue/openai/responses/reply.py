@@ -30,6 +30,7 @@ class ResponseReply:
     def response(self, status: str, usage: Usage | None = None, error: Json | None = None) -> Json:
         """The response object with the items so far."""
         cut = status == "incomplete"
+        user = self._head.request.user
         return {
             **self._echo,
             "id": self._head.id,
@@ -41,8 +42,8 @@ class ResponseReply:
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [dict(item) for item in self._items],
-            "usage": None if usage is None else _usage(usage),
-            "user": self._head.request.user,
+            **({} if usage is None else {"usage": _usage(usage)}),
+            **({} if user is None else {"user": user}),
         }
 
     def chunks(self, delta: Delta) -> Iterator[Json]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from local_hub import TOKEN, LocalHub, local_hub
 
 from ktqueue.core.config import EngineConfig
@@ -26,8 +27,9 @@ def hub() -> Iterator[LocalHub]:
 
 
 @pytest.fixture
-def access(hub: LocalHub, tmp_path: Path) -> HubAccess:
+def access(hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubAccess:
     """The way to the local hub, without a token, with an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the library reads the environment when it is imported
     return HubAccess(endpoint=hub.url, cache=str(tmp_path / "cache"), offline=False, token=False)
 
 
