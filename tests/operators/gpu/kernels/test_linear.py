@@ -30,7 +30,8 @@ def test_the_kernel_equals_torch(outputs: int, columns: int, dtype: torch.dtype)
     torch.manual_seed(0)
     weight, bias = torch.randn(outputs, columns).to(dtype), torch.randn(outputs).to(dtype)
     many = outputs > 1000  # the interpreter takes a second for each thousand outputs
-    for tokens in (1, 4) if many else (1, 3, 4):
+    few = (1,) if dtype is torch.float16 else (4,)
+    for tokens in few if many else (1, 3, 4):
         x = torch.randn(tokens, columns + 4).to(dtype)[:, :columns]
         for added in (bias,) if many else (None, bias):
             ours = by_kernel(few_rows_linear, x, weight, added)
