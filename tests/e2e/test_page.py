@@ -35,7 +35,9 @@ async def stack(start_stack: Any) -> AsyncIterator[Any]:
 async def browser() -> AsyncIterator[Any]:
     """One browser for all tests."""
     async with playwright.async_playwright() as driver:
-        opened = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = await driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield opened
         await opened.close()
 

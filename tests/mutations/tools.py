@@ -10,7 +10,7 @@ TOOLS: dict[str, Mutation] = {
         "ktqueue/answers/tool_grammar.py",
         "if several and style.many else",
         "if style.many else",
-        (f"{GRAMMARS}::test_a_forced_call_is_read_as_it_was_written",),
+        (f"{GRAMMARS}::test_a_forced_call_is_read_as_it_was_written[tool_call]",),
     ),
     "a grammar ignores reasoning": Mutation(
         "a grammar begins after the reasoning",
@@ -31,6 +31,6 @@ TOOLS: dict[str, Mutation] = {
         "ktqueue/loading/tokenizer/chat_template.py",
         '    if any(message.get("tool_calls") for message in conversation.messages):\n',
         "    if False:\n",
-        (f"{TEMPLATES}::test_tool_calls_are_spelled_as_the_template_expects",),
+        (f"{TEMPLATES}::test_tool_calls_are_spelled_as_the_template_expects[m.content is none-'' + f.arguments]",),
     ),
 }
