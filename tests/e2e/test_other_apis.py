@@ -1,4 +1,4 @@
-"""Anthropic's and Ollama's APIs with a worker of the built-in model: tools, formats, counts, and a killed worker."""
+"""Responses, and the APIs of Anthropic and Ollama, with a worker of the built-in model that is killed at times."""
 
 import json
 import signal
@@ -111,3 +111,35 @@ async def test_a_prompt_of_ollama_is_the_same_raw_and_as_a_completion(stack: Any
     prompt = {"model": "demo", "prompt": "Once upon a", "temperature": 0, "max_tokens": 8}
     text = (await stack.http.post("/v1/completions", json=prompt)).json()["choices"][0]["text"]
     assert (await stack.http.post("/api/generate", json=raw)).json()["response"] == text
+
+
+async def followed(stack: Any, response_id: str, after: int, kill_at: int | None = None) -> list[dict[str, Any]]:
+    """The events of a response after one of them. The worker is killed after `kill_at` events."""
+    events: list[dict[str, Any]] = []
+    params = {"stream": "true", "starting_after": str(after)} if after >= 0 else {"stream": "true"}
+    async with stack.http.stream("GET", f"/v1/responses/{response_id}", params=params) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+                if len(events) == kill_at:
+                    stack.up.workers[0].signal(signal.SIGKILL)
+    return events
+
+
+async def test_a_response_in_the_background_survives_its_worker(stack: Any) -> None:
+    body = {"model": "demo", "input": "Tell me of a king.", "background": True, "seed": 3}
+    body |= {"max_output_tokens": 600, "ignore_eos": True}  # still running when the worker is killed
+    texts, attempts = [], []
+    for kill_at in (None, 20):
+        begun = (await stack.http.post("/v1/responses", json=body)).json()
+        events = await followed(stack, begun["id"], -1, kill_at)
+        assert events == await followed(stack, begun["id"], -1)
+        assert events[31:] == await followed(stack, begun["id"], 30)
+        last = events[-1]
+        assert last["type"] in ("response.completed", "response.incomplete")
+        assert last["response"] == (await stack.http.get(f"/v1/responses/{begun['id']}")).json()
+        texts.append(last["response"]["output"][0]["content"][0]["text"])
+        job = (await stack.http.get(f"/v1/jobs/{begun['id'].removeprefix('resp_')}")).json()
+        attempts.append(job["attempts"])
+    assert texts[0] == texts[1]
+    assert attempts == [1, 2]
