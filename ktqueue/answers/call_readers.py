@@ -7,8 +7,9 @@ text is cut. None of them raises: what is not a call is given back as text.
 import ast
 import json
 import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Emit = Callable[[str, str, str], None]
@@ -45,10 +46,10 @@ class JsonReader(CallReader):
         self._in_string = False
         self._escaped = False
         self._string: list[str] = []
+        self._raw: list[str] = []  # what belongs to no call so far
         self._new_object()
 
     def _new_object(self) -> None:
-        self._raw: list[str] = []  # of an object without a name so far
         self._emit: Emit | None = None
         self._id = self._given_id
         self._key: str | None = None
@@ -70,11 +71,13 @@ class JsonReader(CallReader):
             elif character == "{":
                 self._begin_object()
                 self._take(character)
-            elif character == "[" and not self._in_list:
-                self._in_list = True
             elif character == "]" and self._in_list:
+                self._raw.append(character)
                 return place + 1
-            elif not character.isspace() and not (character == "," and self._in_list):
+            elif character.isspace() or character == ("," if self._in_list else "["):
+                self._raw.append(character)
+                self._in_list = self._in_list or character == "["
+            else:
                 return place
         return None
 
@@ -93,7 +96,7 @@ class JsonReader(CallReader):
     def _begin_object(self) -> None:
         self._new_object()
         if self._given_name is not None:
-            self._emit = self._begin()
+            self._emit, self._raw = self._begin(), []
             self._emit(self._given_name, "", self._id)
 
     def _take(self, character: str) -> None:
@@ -127,7 +130,7 @@ class JsonReader(CallReader):
         if closes_string and self._expects_key:
             self._key, self._expects_key = "".join(self._string), False
         elif closes_string and self._key in ("name", "tool_name") and self._string and self._emit is None:
-            self._emit = self._begin()
+            self._emit, self._raw = self._begin(), []
             self._emit(_text_of(self._string), "", self._id)
             self._pass_on("".join(self._waiting))
             self._waiting = []
@@ -172,9 +175,53 @@ class JsonReader(CallReader):
 def _text_of(escaped: list[str]) -> str:
     """The text of a JSON string without its quotation marks."""
     try:
-        return str(json.loads(f'"{"".join(escaped)}"', strict=False))
+        return clean(str(json.loads(f'"{"".join(escaped)}"', strict=False)))
     except ValueError:
         return "".join(escaped)
+
+
+def clean(text: str) -> str:
+    """The text with question marks for lone surrogates, which an escape can make and UTF-8 does not have."""
+    return text.encode(errors="replace").decode()
+
+
+def to_json(value: Any) -> str:
+    """A value as JSON. Raises ValueError for what JSON does not have: infinity, NaN; TypeError for other types."""
+    return clean(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+class HeldText:
+    """Collects text until one of `marks` is found. Each piece is looked at once, however long the text becomes."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self.mark = ""  # the one that was found
+        self.after = ""  # the text behind it
+        self.look_for(marks)
+
+    def look_for(self, marks: Sequence[str]) -> None:
+        """Begin anew with other marks."""
+        self._marks = marks
+        self._overlap = max(map(len, marks)) - 1
+        self._pieces: list[str] = []
+        self._end = ""  # of the text so far, where a mark may have begun
+
+    def push(self, text: str) -> bool:
+        """Add text. Returns whether a mark was found; then `take` returns the text before it."""
+        window = self._end + text
+        found = [(place, mark) for mark in self._marks if (place := window.find(mark)) >= 0]
+        if not found:
+            self._pieces.append(text)
+            self._end = window[max(len(window) - self._overlap, 0) :]
+            return False
+        place, self.mark = min(found)
+        self.after = window[place + len(self.mark) :]
+        held = "".join(self._pieces)
+        self._pieces = [held[: len(held) - len(self._end)] + window[:place]]
+        return True
+
+    def take(self) -> str:
+        """The text before the mark, or all text if none was found."""
+        return "".join(self._pieces)
 
 
 class NamedReader(CallReader):
@@ -182,43 +229,33 @@ class NamedReader(CallReader):
 
     DeepSeek V3: `function<｜tool▁sep｜>NAME` and a fenced block of JSON. V3.1: `NAME<｜tool▁sep｜>{...}`. Kimi-K2:
     `functions.NAME:0<|tool_call_argument_begin|>{...}`. Mistral: `NAME[ARGS]{...}`. Without arguments, the call ends at
-    one of `ends`.
+    one of `ends`. The first text has the name and what ends it.
     """
 
     def __init__(self, begin: Callable[[], Emit], ends: tuple[str, ...]) -> None:
         self._begin = begin
-        self._ends = ends
-        self._header = ""
+        self._ends = ("{", *ends)
         self._json: JsonReader | None = None
+        self._refused = ""  # what is no call
 
     def push(self, text: str) -> int | None:
         if self._json is not None:
             return self._json.push(text)
-        former = len(self._header)
-        self._header += text
-        brace = self._header.find("{")
-        end, mark = min(((at, mark) for mark in self._ends if (at := self._header.find(mark)) >= 0), default=(-1, ""))
-        if end >= 0 and (brace < 0 or end < brace):
-            name, call_id = _name_in(self._header[:end])
-            if name:
-                emit = self._begin()
-                emit(name, "{}", call_id)
-                self._header = ""
-                return end + len(mark) - former
-        if brace < 0:
-            return None
-        name, call_id = _name_in(self._header[:brace])
-        if not name:  # it is no call
-            self._header = self._header[:brace]
-            return brace - former
-        rest = self._header[brace:]
+        found = [(place, mark) for mark in self._ends if (place := text.find(mark)) >= 0]
+        place, mark = min(found, default=(len(text), ""))
+        name, call_id = _name_in(text[:place])
+        if not name or not mark:
+            self._refused = text[:place] if mark == "{" else text[: place + len(mark)]
+            return len(self._refused)
+        if mark != "{":
+            self._begin()(name, "{}", call_id)
+            return place + len(mark)
         self._json = JsonReader(self._begin, name, call_id)
-        self._header = ""
-        used = self._json.push(rest)
-        return None if used is None else brace + used - former
+        used = self._json.push(text[place:])
+        return None if used is None else place + used
 
     def finish(self) -> str:
-        return self._header if self._json is None else ""
+        return self._refused if self._json is None else self._json.finish()
 
 
 NAME = re.compile(r"[\w.-]+")
@@ -234,7 +271,7 @@ def _name_in(header: str) -> tuple[str, str]:
     if match := re.fullmatch(r"(?:functions\.)?([\w.-]+):(\d+)", head):
         return match[1], head
     name = head.removeprefix("functions.")
-    return (name if NAME.fullmatch(name) else ""), marked.strip()
+    return (name if NAME.fullmatch(name) else ""), clean(marked.strip())
 
 
 class PythonReader(CallReader):
@@ -242,7 +279,7 @@ class PythonReader(CallReader):
 
     def __init__(self, begin: Callable[[], Emit]) -> None:
         self._begin = begin
-        self._text = ""
+        self._text: list[str] = []
         self._depth = 0
         self._quote = ""
         self._escaped = False
@@ -250,7 +287,7 @@ class PythonReader(CallReader):
 
     def push(self, text: str) -> int | None:
         for place, character in enumerate(text):
-            self._text += character
+            self._text.append(character)
             if self._quote:
                 if self._escaped:
                     self._escaped = False
@@ -271,26 +308,33 @@ class PythonReader(CallReader):
 
     def finish(self) -> str:
         """Emit the calls of a complete list. Anything else is text."""
-        calls = _python_calls(self._text) if self._ended else None
+        text = "".join(self._text)
+        calls = _python_calls(text) if self._ended else None
         if calls is None:
-            return self._text
+            return text
         for name, arguments in calls:
-            self._begin()(name, json.dumps(arguments, ensure_ascii=False), "")
+            self._begin()(name, arguments, "")
         return ""
 
 
-def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """The calls of a list with literal keyword arguments, or None if it is something else."""
+def _python_calls(text: str) -> list[tuple[str, str]] | None:
+    """Name and arguments of each call of a list, or None if it is something else. The arguments must be literals."""
     try:
-        body = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a wrong escape such as "\\d" is the model's, not ours
+            body = ast.parse(text.strip(), mode="eval").body
         elements = body.elts if isinstance(body, ast.List) else [body]
         calls = []
         for element in elements:
             if not isinstance(element, ast.Call) or element.args:
                 return None
-            arguments = {str(word.arg): ast.literal_eval(word.value) for word in element.keywords}
-            json.dumps(arguments)
-            calls.append((ast.unparse(element.func), arguments))
+            name = ast.unparse(element.func)
+            if not NAME.fullmatch(name):
+                return None
+            if any(keyword.arg is None for keyword in element.keywords):
+                return None
+            arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in element.keywords}
+            calls.append((name, to_json(arguments)))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
     return calls or None

@@ -12,6 +12,7 @@ from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, Answe
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _LONGEST = max(map(len, _ENDS))
+_MAX_HEADER = 512  # characters; what is longer is text
 
 
 class HarmonyParser:
@@ -59,6 +60,9 @@ class HarmonyParser:
             self._in_body = True  # plain text without channels
             return True
         header, marker, after = self._buffer.partition(_MESSAGE)
+        if len(header) > _MAX_HEADER + (0 if marker else len(_MESSAGE)):
+            self._in_body, self._kind = True, AnswerText
+            return True
         if not marker:
             if final:
                 if not _may_be_header(self._buffer):

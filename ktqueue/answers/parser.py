@@ -15,6 +15,9 @@ from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, Answe
 from ktqueue.answers.xml_reader import XmlReader
 
 TOOL_CALL = "<tool_call>"  # what follows it differs between families
+FUNCTION = "<function="
+INVOKE = 'invoke name="'
+MAX_HEADER = 512  # characters before the arguments of a call; what has more is text
 
 
 class Parser(Protocol):
@@ -211,40 +214,50 @@ class AnswerParser:
     # Calls
 
     def _recognise_call(self, marker: str, *, final: bool) -> bool:
-        """Choose the reader of a call by how it begins."""
+        """Choose the reader of a call by how it begins. Returns whether that could be decided."""
         text = self._buffer.lstrip()
-        reader = self._reader_of(marker, text, final=final)
-        if reader is None:
+        ends = self._ends_of_name(marker, text)
+        found = _first(text, ends)
+        if ends and (found is None or found[0] > MAX_HEADER):
+            if not final and len(text) <= MAX_HEADER + max(map(len, ends)):
+                return False
+            self._call_marker = None
+            self._say_no_call(marker)
+            return True
+        behind = text[1:].lstrip()[:1] if text.startswith("[") else ""
+        if text.startswith("[") and not behind and not final:
             return False
-        if marker == TOOL_CALL and text.startswith("<function="):
-            self._buffer = text.removeprefix("<function=")
-        self._reader, self._marker_of_reader, self._call_marker = reader, marker, None
+        name = text.removeprefix(FUNCTION) if marker == TOOL_CALL else text
+        if found is not None and found[1] == "</tool_call>":
+            name = self._buffer  # a word on its own line is no call without arguments
+        self._marker_of_reader = marker + self._buffer[: len(self._buffer) - len(name)]
+        self._reader, self._call_marker, self._buffer = self._reader_of(marker, text, found), None, name
         return True
 
-    def _reader_of(self, marker: str, text: str, *, final: bool) -> CallReader | None:
-        """The reader for a call whose marker is followed by `text`. None: more text must be seen."""
-        if marker == "<function=" or (marker == TOOL_CALL and text.startswith("<function=")):
+    def _ends_of_name(self, marker: str, text: str) -> tuple[str, ...]:
+        """What ends the name that a call begins with. Empty: it begins with JSON or a list."""
+        if marker == FUNCTION or (marker == TOOL_CALL and text.startswith(FUNCTION)):
+            return (">",)
+        if marker.endswith(INVOKE):
+            return ('">',)
+        if text.startswith(("{", "[")):
+            return ()
+        return ("{", "<arg_key>", "</tool_call>") if marker == TOOL_CALL else ("{", *self._tag_ends)
+
+    def _reader_of(self, marker: str, text: str, name_end: tuple[int, str] | None) -> CallReader:
+        """The reader for a call whose marker is followed by `text`."""
+        if marker == FUNCTION or (marker == TOOL_CALL and text.startswith(FUNCTION)):
             return self._xml_reader("<", ">", "parameter=", "function")
-        if marker.endswith('invoke name="'):
-            prefix = marker.removeprefix("<").removesuffix('invoke name="')
+        if marker.endswith(INVOKE):
+            prefix = marker.removeprefix("<").removesuffix(INVOKE)
             return self._xml_reader(f"<{prefix}", '">', 'parameter name="', "invoke", closing=f"</{prefix}")
-        if not final and (not text or (marker == TOOL_CALL and "<function=".startswith(text))):
-            return None
         if text.startswith("["):
-            first = text[1:].lstrip()[:1]
-            if not first and not final:
-                return None
-            is_json = first in ("{", "]", "") and (marker or not self._tools.bare_python)
+            is_json = text[1:].lstrip()[:1] in ("{", "]", "") and (marker or not self._tools.bare_python)
             return JsonReader(self._begin_call) if is_json else PythonReader(self._begin_call)
         if text.startswith("{"):
             return JsonReader(self._begin_call)
-        if marker != TOOL_CALL:
-            return NamedReader(self._begin_call, self._tag_ends)
         # A name comes first. Then GLM-4.5 has pairs of keys and values, and other models have JSON.
-        found = _first(text, ("{", "<arg_key>", "</tool_call>"))
-        if found is None and not final:
-            return None
-        if found is not None and found[1] == "{":
+        if marker != TOOL_CALL or (name_end is not None and name_end[1] == "{"):
             return NamedReader(self._begin_call, self._tag_ends)
         return XmlReader(
             self._begin_call, self._types, name_end="\n", name_may_end_at=("<arg_key>", "</tool_call>"),
@@ -279,10 +292,16 @@ class AnswerParser:
         assert self._reader is not None
         left = self._reader.finish()
         self._reader = None
-        if left:
-            self._parts.append(AnswerText(self._dropped + self._marker_of_reader + left))
-            self._said = True
         self._after_call = not left
+        if left:
+            self._say_no_call(self._marker_of_reader + left)
+
+    def _say_no_call(self, text: str) -> None:
+        """What began like a call is text, with the white space around it."""
+        self._parts.append(AnswerText(self._dropped + text))
+        self._dropped = ""
+        self._said = True
+        self._at_edge = False
 
 
 def _first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:

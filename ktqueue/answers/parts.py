@@ -3,6 +3,7 @@
 A stream has many pieces of each part. Pieces of the same kind that follow each other belong to the same part.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,18 +40,21 @@ AnswerPart = AnswerText | AnswerReasoning | AnswerToolCall
 
 
 def joined(parts: Iterable[AnswerPart]) -> tuple[AnswerPart, ...]:
-    """The same parts, with neighbouring pieces of one part joined."""
-    merged: list[AnswerPart] = []
-    for part in parts:
-        last = merged[-1] if merged else None
-        if isinstance(part, AnswerText) and isinstance(last, AnswerText):
-            merged[-1] = AnswerText(last.text + part.text)
-        elif isinstance(part, AnswerReasoning) and isinstance(last, AnswerReasoning):
-            merged[-1] = AnswerReasoning(last.text + part.text)
-        elif isinstance(part, AnswerToolCall) and isinstance(last, AnswerToolCall) and part.place == last.place:
-            merged[-1] = AnswerToolCall(
-                last.place, last.name or part.name, last.arguments + part.arguments, last.id or part.id
-            )
-        else:
-            merged.append(part)
-    return tuple(merged)
+    """The same parts, with neighbouring pieces of one part joined. It takes time in proportion to the text."""
+    return tuple(_join(list(pieces)) for _, pieces in itertools.groupby(parts, _which))
+
+
+def _which(part: AnswerPart) -> tuple[type, int]:
+    return type(part), part.place if isinstance(part, AnswerToolCall) else 0
+
+
+def _join(pieces: list[AnswerPart]) -> AnswerPart:
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if isinstance(first, AnswerToolCall):
+        calls = [piece for piece in pieces if isinstance(piece, AnswerToolCall)]
+        name = next((call.name for call in calls if call.name), "")
+        identity = next((call.id for call in calls if call.id), "")
+        return AnswerToolCall(first.place, name, "".join(call.arguments for call in calls), identity)
+    return type(first)("".join(piece.text for piece in pieces if not isinstance(piece, AnswerToolCall)))

@@ -2,6 +2,7 @@
 
 import random
 
+import orjson
 import pytest
 
 from ktqueue.answers.families import REASONING, TOOLS
@@ -30,6 +31,19 @@ ODD: list[tuple[str, str, Parts]] = [
     ("llama3", '<function=w>{"a": 1}</function>', (call("w", '{"a": 1}'),)),
     ("tool_call", '<tool_call>{"name": "w", "arguments": {"a": 1}\n</tool_call>', (call("w", '{"a": 1}'),)),
     ("tool_call", 'Use <tool_call> to call. {"a": 1}', (AnswerText('Use <tool_call> to call. {"a": 1}'),)),
+    ("tool_call", "<tool_call> hello you </tool_call>  x", (AnswerText("<tool_call> hello you </tool_call>  x"),)),
+    ("tool_call", "<tool_call>", (AnswerText("<tool_call>"),)),
+    (
+        "glm45",
+        "<tool_call>\nw\n<arg_key>a</arg_key><arg_value>NaN</arg_value></tool_call>",
+        (call("w", '{"a": "NaN"}'),),
+    ),
+    ("tool_call", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', (call("?"),)),
+    ("llama4", r"[w(a='\ud800', b='\d')]", (call("w", r'{"a": "?", "b": "\\d"}'),)),
+    ("mistral", '[TOOL_CALLS] [{"a": 1}, {"b": 2}] x', (AnswerText('[TOOL_CALLS] [{"a": 1}, {"b": 2}] x'),)),
+    ("llama4", "[w(a=1e999)]", (AnswerText("[w(a=1e999)]"),)),
+    ("llama4", "[w(**{})]", (AnswerText("[w(**{})]"),)),
+    ("deepseek", "<｜tool▁call▁begin｜>two words{}", (AnswerText("<｜tool▁call▁begin｜>two words{}"),)),
     ("tool_call", "<tool_call>\nhello\n</tool_call>", (AnswerText("<tool_call>\nhello\n</tool_call>"),)),
     ("qwen3_coder", "<function=w>\n<parameter=a>\n1", (call("w", '{"a": "1'),)),
     ("qwen3_coder", "<function=w>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx", (call("w", '{"a": 1, "b": "x'),)),
@@ -49,7 +63,7 @@ def test_odd_answers(family: str, text: str, parts: Parts) -> None:
 
 FRAGMENTS = (
     '{"name": "f", ', '"arguments": ', '{"a": "b"}', "}", "[", "]", "{", ", ", "\n", " ", "f", "text", '"', "\\", "é",
-    "</", "<", ":0", "f(a=1)", "```", "<think>", "</think>", "\u25c1",
+    "</", "<", ":0", "f(a=1)", "```", "<think>", "</think>", "\u25c1", "\\ud800", "NaN", "1e999", "long " * 120,
 )  # fmt: skip
 
 
@@ -59,7 +73,7 @@ def test_random_answers_have_the_same_parts_however_they_are_cut(family: str) ->
     form, style = TOOLS[family], STYLES[family]
     own = [*form.starts, *form.sections, *form.ends, style.start, style.middle, style.end, style.parameter]
     own += [style.parameter_middle, style.parameter_end, "<|message|>", "<|end|>", "<|start|>assistant", " to=f"]
-    for number in range(400):
+    for number in range(300):
         fragments = draw.choices([*filter(None, own), *FRAGMENTS], k=draw.randint(1, 12))
         text = "".join(fragments)
         reasoning = "harmony" if family == "harmony" else draw.choice(["", *REASONING][:4])
@@ -69,3 +83,19 @@ def test_random_answers_have_the_same_parts_however_they_are_cut(family: str) ->
         for part in whole:
             assert isinstance(part, AnswerToolCall) or part.text
             assert isinstance(part, AnswerText | AnswerReasoning) or part.name
+            orjson.dumps(part)
+        markers = [*form.sections, *form.ends, *(mark.start for mark in REASONING.values())]
+        has_marker = family == "harmony" or any(mark in text for mark in markers)
+        if not has_marker and all(isinstance(part, AnswerText) for part in whole):
+            assert "".join(part.text for part in whole if isinstance(part, AnswerText)) == text, (number, text)
+
+
+@pytest.mark.parametrize("family", ["tool_call", "minimax", "kimi_k2", "mistral", "harmony"])
+def test_a_marker_before_prose_does_not_hold_the_answer_back(family: str) -> None:
+    form = TOOLS[family]
+    start = form.starts[0] if form.starts else "<|channel|>"
+    parser = make_parser(family, "", {}, "")
+    assert parser is not None
+    streamed = [part for _ in range(200) for part in parser.push(start + "word " * 200)]
+    text = "".join(part.text for part in streamed if isinstance(part, AnswerText))
+    assert text.count("word") > 190 * 200

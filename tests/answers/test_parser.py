@@ -141,6 +141,9 @@ CASES = {
         (AnswerText("Text with < and <tool and <tool_call> no JSON\n"),),
         reasoning="think",
     ),
+    "text behind what is no call": Case(
+        "tool_call", "a <tool_call>\n<function=b c>\n d", (AnswerText("a <tool_call>\n<function=b c>\n d"),)
+    ),
     "a call that was cut off": Case(
         "tool_call", '<tool_call>{"name": "w", "arguments": {"a": [1, ', (call("w", '{"a": [1, '),)
     ),

@@ -17,9 +17,23 @@ ANSWERS: dict[str, Mutation] = {
     "text that is not a tool call is lost": Mutation(
         "text that only looks like a tool call stays text",
         "ktqueue/answers/parser.py",
-        "self._parts.append(AnswerText(self._dropped + self._marker_of_reader + left))",
+        "self._parts.append(AnswerText(self._dropped + text))",
         "pass",
         (f"{CUTS}[text that looks like a call]",),
+    ),
+    "a marker before prose holds the whole answer back": Mutation(
+        "text that only looks like a tool call is streamed",
+        "ktqueue/answers/parser.py",
+        "if not final and len(text) <= MAX_HEADER + max(map(len, ends)):",
+        "if not final:",
+        ("tests/answers/test_broken_answers.py::test_a_marker_before_prose_does_not_hold_the_answer_back[mistral]",),
+    ),
+    "white space behind what is no call is lost": Mutation(
+        "text that only looks like a tool call stays text",
+        "ktqueue/answers/parser.py",
+        "        self._said = True\n        self._at_edge = False",
+        "        self._said = True",
+        (f"{CUTS}[text behind what is no call]",),
     ),
     "brackets in a call's strings count": Mutation(
         "the arguments of a call may have any characters in their strings",
