@@ -110,7 +110,7 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test mutations soak fleet parity sanitize fuzz
+.PHONY: test mutations soak fleet parity clients sanitize fuzz
 # Two processes, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -130,6 +130,26 @@ fleet: $(VENV)/dev.stamp ## The broker's and the gateway's tests with Sentinel a
 
 parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matrix on the demo model
 	@$(BIN)/python -m pytest -m parity $(ARGS)
+
+# Each client has an environment of its own. Its pins come first there, and what ktqueue needs from .venv behind them.
+CLIENTS ?= $(patsubst tests/clients/requirements/%.txt,%,$(wildcard tests/clients/requirements/*.txt))
+.venv-clients/%/stamp: tests/clients/requirements/%.txt $(VENV)/dev.stamp
+	@echo "installing $* in .venv-clients/$*"
+	@$(BIN)/python -m venv --clear "$(@D)"
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$(echo $(@D)/lib/python*/site-packages)/ktqueue.pth"
+	@PIP_CONSTRAINT=/dev/null timeout 900 "$(@D)/bin/python" -m pip --quiet --disable-pip-version-check --no-cache-dir \
+		--no-input install --no-compile --ignore-installed --no-deps --requirement $<
+	@touch $@
+
+# What a client warns of is its own affair.
+clients: $(foreach group,$(CLIENTS),.venv-clients/$(group)/stamp) ## Foreign clients against a real server (CLIENTS=langchain for one)
+	@failed=; for group in $(CLIENTS); do \
+		echo "== $$group"; \
+		KTQUEUE_SERVER_PYTHON="$(BIN)/python" timeout 900 ".venv-clients/$$group/bin/python" -m pytest --quiet -m clients \
+			-o filterwarnings=default --disable-warnings $(ARGS) \
+			$$(sed -n 's|^# tests: |tests/clients/|p' "tests/clients/requirements/$$group.txt") || failed="$$failed $$group"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 build/sanitize-%/stamp: $(VENV)/fuzz.stamp $(SOURCES) $(DRIVER)
 	@echo "compiling the kernels with -fsanitize=$* (a minute or two)"
@@ -181,5 +201,5 @@ size: $(VENV)/dev.stamp ## Lines per package and size of the wheel
 	@$(BIN)/python -m release.size $(ARGS)
 
 clean: ## Remove all that these targets made
-	rm -rf .venv .cache .state .ktqueue build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-clients .cache .state .ktqueue build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -234,6 +234,7 @@ async def test_other_content_types_are_refused(http: httpx.AsyncClient, worker: 
         ("multipart/form-data; boundary=x", 415),
         ("application/json; charset=utf-8", 200),
         ("APPLICATION/JSON", 200),
+        ("application/octet-stream", 200),
     ):
         response = await http.post(CHAT, content=content, headers={"content-type": kind})
         assert response.status_code == status

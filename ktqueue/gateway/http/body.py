@@ -13,6 +13,9 @@ from ktqueue.gateway.errors import UnsupportedMediaType
 from ktqueue.gateway.http.body_decoding import check_encoding, decode_content, decode_object
 from ktqueue.gateway.http.uploads import Uploads, too_large
 
+# aiohttp calls bytes an octet-stream, as LiteLLM does with Ollama's form. A web page may send none of these to another
+# origin without a preflight, in contrast to text/plain and forms.
+JSON_TYPES = ("application/json", "application/octet-stream")
 LARGE = 128 << 10  # bytes; a smaller body takes a few milliseconds
 
 Arguments = ParamSpec("Arguments")
@@ -69,7 +72,7 @@ def _check_media_type(request: Request) -> None:
     if content_type is None:
         return
     kind = content_type.partition(";")[0].strip().lower()
-    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+    if kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json")):
         return
     form = kind == "application/x-www-form-urlencoded"
     hint = ": curl -d sends this unless told otherwise with -H 'content-type: application/json'" if form else ""

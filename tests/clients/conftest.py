@@ -1,0 +1,45 @@
+"""One installation with the built-in model for all foreign clients of a session."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command_line import Process, environment, serving
+
+PYTHON = os.environ.get("KTQUEUE_SERVER_PYTHON", sys.executable)
+"""Runs the server: the environment of a client may have other versions of what the server imports."""
+
+
+@dataclass(frozen=True)
+class ClientsServer:
+    """A running `ktqueue up`. `root` is its address, `base_url` that of OpenAI's API."""
+
+    root: str
+    api_key: str = "unused"
+    model: str = "demo"
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.root}/v1"
+
+
+def start(*words: object, cwd: Path, env: dict[str, str] | None = None) -> Process:
+    return Process(
+        [PYTHON, "-m", "ktqueue.cli.main", *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment(env),
+    )
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientsServer]:
+    with serving(start, tmp_path_factory.mktemp("up"), "--threads", "1") as running:
+        yield ClientsServer(running.url)
