@@ -12,6 +12,7 @@
 #include "bindings/weights.h"
 #include "isa/ladder.h"
 #include "model/paged_attention.h"
+#include "model/token_masks.h"
 #include "threads/cpus.h"
 #include "threads/thread_pool.h"
 
@@ -91,6 +92,20 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
     attend(step, shape, plan, layer, kernels);
 }
 
+void bound_mask_logits(const Writable& logits, const ReadOnly& masks, const std::vector<size_t>& rows) {
+    require<float>(logits, "logits", {kAny, kAny});
+    const size_t scored = logits.shape(0), vocab = logits.shape(1), words = (vocab + 31) / 32;
+    require<int32_t>(masks, "masks", {static_cast<int64_t>(rows.size()), static_cast<int64_t>(words)});
+    for (size_t row : rows)
+        if (row >= scored)
+            throw std::invalid_argument("rows has " + std::to_string(row) + ", but there are " +
+                                        std::to_string(scored) + " rows of logits");
+    const auto* mask = reinterpret_cast<const uint32_t*>(data<int32_t>(masks));
+    nb::gil_scoped_release release;
+    for (size_t i = 0; i < rows.size(); ++i)
+        mask_logits(data<float>(logits) + rows[i] * vocab, vocab, mask + i * words);
+}
+
 }  // namespace
 }  // namespace ktqueue
 
@@ -125,6 +140,7 @@ NB_MODULE(_kernels, module) {
                nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),
                nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("sliding_window"),
                nb::arg("out"), nb::arg("isa") = "");
+    module.def("mask_logits", &bound_mask_logits, nb::arg("logits"), nb::arg("masks"), nb::arg("rows"));
     bind_weights(module);
     bind_decoder(module);
     bind_handoff(module);

@@ -9,7 +9,8 @@ import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from threading import Lock
+from queue import SimpleQueue
+from threading import Lock, Thread
 
 import llguidance
 from llguidance import gbnf_to_lark as gbnf
@@ -77,10 +78,11 @@ def regex_terminal(pattern: str) -> str:
 class Matcher:
     """Follows one answer through a grammar. Not safe to use from several threads at once."""
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_accepted", "_matcher")
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
+        self._accepted = -1  # the token that `consume` has still to be called with
 
     def copy(self) -> "Matcher":
         """A matcher in the same state that continues on its own."""
@@ -88,6 +90,10 @@ class Matcher:
 
     def consume(self, token_id: int) -> None:
         """Add the next token of the answer. Raises GrammarFailed, after which the matcher must not be used."""
+        if self._accepted >= 0:
+            assert token_id == self._accepted
+            self._accepted = -1
+            return
         consumed = self._matcher.consume_token(token_id)
         if not consumed or self._matcher.is_error():
             reason = _short(self._matcher.get_error()) or "it allows no such token"
@@ -107,9 +113,15 @@ class Matcher:
         """The tokens that must come next because the grammar leaves no choice, perhaps none. They are not consumed."""
         return self._matcher.compute_ff_tokens()
 
-    def allows(self, token_id: int) -> bool:
-        """Whether this token may come next. It is not consumed."""
-        return self._matcher.validate_tokens([token_id]) == 1
+    def accept(self, token_id: int) -> bool:
+        """Whether this token may come next. If so, `consume` must be called with it, which then has no more work.
+
+        If the grammar fails, `consume` says why.
+        """
+        if self._matcher.try_consume_tokens([token_id]) == 1:
+            self._accepted = token_id
+            return True
+        return self._matcher.is_error()
 
     def mask(self) -> bytes:
         """Which tokens may come next: bit i % 8 of byte i // 8 is set for token i."""
@@ -117,23 +129,64 @@ class Matcher:
 
 
 class MaskWriter:
-    """Writes the masks of many matchers without Python's global lock, on several threads if there are many CPUs."""
+    """Writes the masks of many matchers in the background, one list of them at a time.
+
+    Its threads are few because a mask takes microseconds and the model needs the CPUs.
+    """
 
     def __init__(self) -> None:
-        threads = min(MAX_THREADS, (os.cpu_count() or 1) // 2)
-        self._executor = llguidance.LLExecutor(threads) if threads > 1 else None
+        self._executor = llguidance.LLExecutor(max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4)))
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._results: SimpleQueue[Exception | None] = SimpleQueue()
+        self._started = False
+        self._thread = Thread(target=self._run, name="masks", daemon=True)
+        self._thread.start()
 
-    def write(self, matchers: Sequence[Matcher], address: int, row_bytes: int) -> None:
-        """Write a mask for each matcher to `address`, one row of `row_bytes` after the other.
+    def task(
+        self, matchers: Sequence[Matcher], address: int, row_bytes: int, then: Callable[[], None]
+    ) -> Callable[[], None]:
+        """What `start` takes: write a mask for each matcher to `address`, one row of `row_bytes` after the other.
 
-        A row has ceil(vocabulary / 32) words of 32 bits, with the lowest token in the lowest bit.
+        A row has ceil(vocabulary / 32) words of 32 bits, with the lowest token in the lowest bit. `then` is called in
+        the background once they are written. A task can be started again, when the matchers have consumed more.
         """
-        if self._executor is None or len(matchers) == 1:
-            for row, matcher in enumerate(matchers):
-                matcher._matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
-        elif matchers:
-            pairs = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(pairs))
+        pairs = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
+
+        def task() -> None:
+            self._executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(pairs))  # without the global lock
+            then()
+
+        return task
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Start to write masks, once those before are written.
+
+        Their matchers and their memory must not be touched before `wait` or the next `start` returns.
+        """
+        self.wait()
+        self._tasks.put(task)
+        self._started = True
+
+    def wait(self) -> None:
+        """Wait until the masks are written."""
+        if self._started:
+            self._started = False
+            error = self._results.get()
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+                self._results.put(None)
+            except Exception as error:
+                self._results.put(error)
 
 
 class GrammarCompiler:

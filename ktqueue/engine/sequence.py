@@ -16,6 +16,7 @@ from ktqueue.engine.detokenizer import Detokenizer
 from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.noise import stream
 from ktqueue.engine.pages import page_digest
+from ktqueue.engine.sampler import GREEDY_BELOW
 
 _ROOT = b""
 
@@ -96,11 +97,13 @@ class Sequence:
     __slots__ = (
         "detokenizer",
         "edits",
+        "expects_likeliest",
         "forks",
         "generated",
         "index",
         "known_digests",
         "length",
+        "masks_in_advance",
         "matcher",
         "noise_stream",
         "num_computed_tokens",
@@ -128,6 +131,8 @@ class Sequence:
         self.detokenizer = detokenizer
         self.edits = edits
         self.matcher = matcher  # follows the answer through its grammar, if it has one
+        self.expects_likeliest = _expects_likeliest(request.sampling, edits)
+        self.masks_in_advance = 0  # steps whose mask is computed before the likeliest token is known: see TokenMasks
         self.noise_stream = stream(request.seed, index)
         self.tokens = np.empty(capacity, dtype=np.int32)
         self.tokens[: len(request.prompt)] = request.prompt
@@ -245,3 +250,8 @@ class Sequence:
             parent = digests[-1] if digests else _ROOT
             digests.append(page_digest(parent, self.tokens[start : start + page_size]))
         return digests[:pages]
+
+
+def _expects_likeliest(sampling: SamplingParams, edits: LogitEdits | None) -> bool:
+    """Whether the likeliest token is the next one if the grammar allows it, and nothing else is asked of the logits."""
+    return sampling.temperature < GREEDY_BELOW and edits is None and sampling.logprobs is None

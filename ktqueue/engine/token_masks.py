@@ -5,20 +5,16 @@ A mask is a row of 32-bit words, [ceil(vocab / 32)] int32, with the lowest token
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktqueue.answers.grammar import MaskWriter
-from ktqueue.engine.sampler import GREEDY_BELOW
 from ktqueue.engine.sequence import Sequence
 
 _WORD = 32  # bits
-_SMALL_VOCABULARY = 1 << 16  # up to it, adding a penalty to each logit is faster than looking for those to change
-_OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_PENALTIES = np.where(_OCTETS == 1, np.float32(0.0), np.float32(-np.inf))  # [256, 8]: of the eight bits of a byte
+_STEPS_AFTER_MISS = 16  # of a row, whose masks are computed in advance
 
 Masks = NDArray[np.int32]
 
@@ -40,6 +36,8 @@ class MaskedRows:
         if self.late is None:
             return self
         late = self.late(likeliest)
+        if not late.rows:
+            return MaskedRows(self.rows, self.masks)
         rows = np.array(self.rows + late.rows, dtype=np.int64)
         order = np.argsort(rows)
         return MaskedRows(rows[order].tolist(), np.concatenate([self.masks, late.masks])[order])
@@ -52,117 +50,132 @@ class TokenMasks:
     without a grammar cost nothing. A sequence must not advance between `begin` and `take`.
 
     With `check_greedy` a greedy row gets a mask only if its likeliest token is not allowed. That is faster where the
-    tokens are on the host anyway.
+    tokens are on the host anyway. After such a miss, the masks of its next steps are computed in advance.
     """
 
     def __init__(self, vocab: int, end_ids: Iterable[int], *, check_greedy: bool) -> None:
         self._check_greedy = check_greedy
         self._words = -(-vocab // _WORD)
         self._end_ids = frozenset(end_ids)
+        self._none: Masks = np.zeros((0, self._words), dtype=np.int32)
         self._writer: MaskWriter | None = None  # made for the first grammar, because it has threads
-        self._thread: ThreadPoolExecutor | None = None
-        self._places: dict[Sequence, int] = {}
-        self._begun: Future[Masks] | None = None
+        self._constrained: list[Sequence] = []
+        self._places: dict[Sequence, int] = {}  # of those
+        self._tasks: list[tuple[Masks, Callable[[], None]]] = []  # for those, in turns: the last masks may be in use
+        self._begun: Masks | None = None
 
     def begin(self, rows: Mapping[Sequence, int]) -> None:
         """Start to compute the masks for a step that is launched now. `rows`: the number of tokens of each sequence."""
         constrained = [
             choice
             for sequence, count in rows.items()
-            if count == sequence.remaining and sequence.samples
+            if sequence.matcher is not None and count == sequence.remaining and sequence.samples
             for choice in (sequence, *sequence.forks)
-            if choice.matcher is not None and not self._is_late(choice)
+            if not (self._check_greedy and choice.expects_likeliest and choice.masks_in_advance <= 0)
         ]
-        self._places = {sequence: place for place, sequence in enumerate(constrained)}
-        self._begun = None
-        if constrained:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-            self._begun = self._thread.submit(self._compute, constrained)
+        if not constrained:
+            self._begun = None
+            return
+        if constrained != self._constrained:
+            self._wait()
+            self._constrained = constrained
+            self._places = {sequence: place for place, sequence in enumerate(constrained)}
+            self._tasks = [self._task(constrained), self._task(constrained)]
+        self._tasks.reverse()
+        self._begun, task = self._tasks[0]
+        self._make_writer().start(task)
 
     def take(self, sequences: Many[Sequence]) -> MaskedRows | None:
         """Wait for the masks of these sequences, by their rows here. Returns None if none of them has a grammar."""
-        constrained = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
-        if not constrained:
+        rows: list[int] = []
+        late: list[int] = []
+        check_greedy = self._check_greedy
+        for row, sequence in enumerate(sequences):
+            if sequence.matcher is not None:
+                if check_greedy and sequence.expects_likeliest and sequence.masks_in_advance <= 0:
+                    late.append(row)
+                else:
+                    rows.append(row)
+                    sequence.masks_in_advance -= 1
+        if not rows and not late:
             return None
-        late = [row for row in constrained if self._is_late(sequences[row])]
-        rows = [row for row in constrained if row not in set(late)] if late else constrained
+        self._wait()
         masks = self._begun_masks([sequences[row] for row in rows])
         return MaskedRows(
             rows, masks, (lambda likeliest: self._late_masks(sequences, late, likeliest)) if late else None
         )
 
     def _begun_masks(self, sequences: Many[Sequence]) -> Masks:
-        begun = None if self._begun is None else self._begun.result()
+        if not sequences:
+            return self._none
         places = [self._places.get(sequence, -1) for sequence in sequences]
-        if begun is None or -1 in places:  # choices that begin with this step, from the logits of a sibling's prompt
-            return self._compute(sequences)
+        if self._begun is None or -1 in places:
+            return self._compute(sequences)  # choices that begin with this step, from the logits of a sibling's prompt
+        begun = self._begun
         return begun if places == list(range(len(begun))) else begun[places]
 
     def _late_masks(self, sequences: Many[Sequence], rows: list[int], likeliest: NDArray[np.int64]) -> MaskedRows:
         wrong = []
         for row, token_id in zip(rows, likeliest[rows].tolist(), strict=True):
-            matcher = sequences[row].matcher
-            if token_id in self._end_ids or (matcher is not None and not matcher.allows(token_id)):
+            sequence = sequences[row]
+            if token_id in self._end_ids:
                 wrong.append(row)
-        return MaskedRows(wrong, self._compute([sequences[row] for row in wrong]))
-
-    def _is_late(self, sequence: Sequence) -> bool:
-        """Whether the mask is computed only if the likeliest token is not allowed."""
-        sampling = sequence.request.sampling
-        greedy = self._check_greedy and sampling.temperature < GREEDY_BELOW
-        return greedy and sequence.edits is None and sampling.logprobs is None
+            elif sequence.matcher is not None and not sequence.matcher.accept(token_id):
+                sequence.masks_in_advance = _STEPS_AFTER_MISS
+                wrong.append(row)
+        return MaskedRows(wrong, self._compute([sequences[row] for row in wrong]) if wrong else self._none)
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        if self._writer is not None:
+            self._writer.close()
 
     def _compute(self, sequences: Many[Sequence]) -> Masks:
+        masks, task = self._task(sequences)
+        self._make_writer().start(task)
+        self._wait()
+        return masks
+
+    def _task(self, sequences: Many[Sequence]) -> tuple[Masks, Callable[[], None]]:
+        """Memory for the masks of these sequences, and what writes them."""
+        masks = np.empty((len(sequences), self._words), dtype=np.int32)
+        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
+        return masks, self._make_writer().task(
+            matchers, masks.ctypes.data, masks.shape[1] * masks.itemsize, lambda: self._remove_ends(masks, sequences)
+        )
+
+    def _make_writer(self) -> MaskWriter:
         if self._writer is None:
             self._writer = MaskWriter()
-        masks = np.zeros((len(sequences), self._words), dtype=np.int32)
-        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
-        self._writer.write(matchers, masks.ctypes.data, masks.shape[1] * masks.itemsize)
+        return self._writer
+
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+
+    def _remove_ends(self, masks: Masks, sequences: Many[Sequence]) -> None:
+        """Remove the end of the text from the masks where `ignore_eos` or `min_tokens` postpones it."""
+        endless = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.request.sampling
             if sequence.generated < sampling.min_tokens:
-                _remove(masks[row], sequence.request.end_ids)
+                _remove(masks, np.array([row]), sequence.request.end_ids)
             elif sampling.ignore_eos:
-                _remove(masks[row], self._end_ids)
-        return masks
+                endless.append(row)
+        if endless:
+            _remove(masks, np.array(endless), self._end_ids)
 
 
-def _remove(mask: Masks, ids: Iterable[int]) -> None:
-    """Remove tokens from a mask that allows others. If it allows no others, the answer has to end with one of these."""
-    others = mask.copy()
-    words = others.view(np.uint32)
-    for token_id in ids:
-        if token_id < _WORD * len(words):
-            words[token_id // _WORD] &= np.uint32(~(1 << token_id % _WORD) & 0xFFFF_FFFF)
-    if others.any():
-        mask[:] = others
-
-
-def apply_masks(logits: NDArray[np.float32], masked: MaskedRows) -> None:
-    """Set the logits of tokens that are not allowed to -inf, in place. `logits`: [rows, vocab]."""
-    vocab = logits.shape[1]
-    octets = masked.masks.view(np.uint8)
-    if vocab <= _SMALL_VOCABULARY:
-        penalties = np.take(_PENALTIES, octets, axis=0).reshape(len(octets), -1)[:, :vocab]
-        with np.errstate(invalid="ignore"):  # inf - inf, in rows whose logits are not finite anyway
-            if len(masked.rows) == len(logits):
-                logits += penalties
-            else:
-                logits[masked.rows] += penalties
+def _remove(masks: Masks, rows: NDArray[np.int64], ids: Iterable[int]) -> None:
+    """Remove tokens from the masks of `rows`, where these allow others. Where they do not, an answer must end."""
+    places = [divmod(token_id, _WORD) for token_id in ids if token_id < _WORD * masks.shape[1]]
+    bits = [(word, np.uint32(1 << bit).view(np.int32)) for word, bit in places]
+    allowing = np.logical_or.reduce([masks[rows, word] & bit != 0 for word, bit in bits]) if bits else np.False_
+    if not allowing.any():
         return
-    allowed = np.unpackbits(octets, axis=1, bitorder="little")[:, :vocab].view(np.bool_)
-    for row, mask in zip(masked.rows, allowed, strict=True):
-        values = logits[row]
-        if 2 * np.count_nonzero(mask) > vocab:
-            values[~mask] = -np.inf
-        else:  # most masks allow a few tokens only, and then copying these is faster
-            ids = mask.nonzero()[0]
-            kept = values[ids]
-            values.fill(-np.inf)
-            values[ids] = kept
+    rows = rows[allowing]
+    others = masks[rows]
+    for word, bit in bits:
+        others[:, word] &= ~bit
+    kept = others.any(axis=1)
+    masks[rows[kept]] = others[kept]

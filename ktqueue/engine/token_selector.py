@@ -17,7 +17,8 @@ from ktqueue.engine.logprobs import logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, Uniform, greedy
 from ktqueue.engine.sequence import Sequence
-from ktqueue.engine.token_masks import MaskedRows, apply_masks
+from ktqueue.engine.token_masks import MaskedRows
+from ktqueue.operators.token_masks import mask_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class HostSelector:
         if masked is not None:
             masked = masked.completed(chosen)
         if masked is not None and masked.rows:
-            apply_masks(array, masked)
+            mask_logits(array, masked.masks, masked.rows)
             chosen[masked.rows], allowed = greedy(array if len(masked.rows) == len(array) else array[masked.rows])
             finite[masked.rows] &= allowed
         unedited = array[with_logprobs] if with_logprobs else array

@@ -11,15 +11,15 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
     "every token matches a grammar": Mutation(
         "an answer matches its grammar",
         "ktqueue/engine/token_selector.py",
-        "            apply_masks(array, masked)\n",
+        "            mask_logits(array, masked.masks, masked.rows)\n",
         "",
         (f"{ENGINE}::test_answers_match_the_schema[host]",),
     ),
     "ends are removed from every mask": Mutation(
         "an answer with a grammar always ends",
         "ktqueue/engine/token_masks.py",
-        "    if others.any():\n",
-        "    if True:\n",
+        "    kept = others.any(axis=1)\n",
+        "    kept = np.ones(len(others), dtype=bool)\n",
         (f"{ENGINE}::test_an_answer_ends_if_the_vocabulary_has_no_other_token[host]",),
     ),
     "a prepared step is used after a jump": Mutation(
