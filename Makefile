@@ -140,6 +140,8 @@ CLIENTS ?= $(patsubst tests/clients/requirements/%.txt,%,$(wildcard tests/client
 		> "$$(echo $(@D)/lib/python*/site-packages)/ktqueue.pth"
 	@PIP_CONSTRAINT=/dev/null timeout 900 "$(@D)/bin/python" -m pip --quiet --disable-pip-version-check --no-cache-dir \
 		--no-input install --no-compile --ignore-installed --no-deps --requirement $<
+	@if [ -e "tests/clients/$*/package.json" ] && command -v npm >/dev/null; then \
+		cp tests/clients/$*/package*.json "$(@D)/" && cd "$(@D)" && timeout 900 npm ci --silent --no-audit --no-fund; fi
 	@touch $@
 
 # What a client warns of is its own affair.

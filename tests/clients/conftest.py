@@ -43,3 +43,10 @@ def start(*words: object, cwd: Path, env: dict[str, str] | None = None) -> Proce
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientsServer]:
     with serving(start, tmp_path_factory.mktemp("up"), "--threads", "1") as running:
         yield ClientsServer(running.url)
+
+
+@pytest.fixture(scope="session")
+def exact_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientsServer]:
+    """A server that computes all weights in float32, as transformers does."""
+    with serving(start, tmp_path_factory.mktemp("up"), "--threads", "1", "--rules", "exact") as running:
+        yield ClientsServer(running.url)

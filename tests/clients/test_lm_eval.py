@@ -1,17 +1,15 @@
-"""lm-evaluation-harness computes log likelihoods with us, unchanged, and they are those of transformers.
+"""lm-evaluation-harness computes log likelihoods with us, unchanged, and they are those of transformers."""
 
-The package is heavy, so it is no dependency of the tests: `pip install --target FOLDER lm_eval` and
-`KTQUEUE_LM_EVAL=FOLDER` run them.
-"""
-
-import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("lm_eval")
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -22,8 +20,6 @@ from ktqueue.loading.model_path import resolve
 from ktqueue.loading.tokenizer import library
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
-FOLDER = os.environ.get("KTQUEUE_LM_EVAL", "")
-EXACT_RULES = Path(__file__).parents[2] / "rules" / "exact.yaml"
 QUESTIONS: list[dict[str, Any]] = [
     {"question": "Once upon a time there was a king who had", "choices": [" three daughters", " xylophone", " a son"]},
     {"question": "The wolf went into the", "choices": [" forest", " computer", " deep wood and"]},
@@ -41,12 +37,7 @@ doc_to_choice: "{{choices}}"
 target_delimiter: ""
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
-RUN = "import sys; sys.path.append(sys.argv.pop(1)); from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
-
-pytestmark = [
-    pytest.mark.skipif(not FOLDER, reason="KTQUEUE_LM_EVAL names no folder with the package lm_eval"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
 
 def write_task(folder: Path) -> None:
@@ -82,25 +73,22 @@ def likelihoods_of_transformers() -> list[list[tuple[float, bool]]]:
 
 
 @pytest.mark.parametrize("as_token_ids", [True, False])
-async def test_log_likelihoods(start_stack: Any, tmp_path: Path, as_token_ids: bool) -> None:
+def test_log_likelihoods(exact_server: Any, tmp_path: Path, as_token_ids: bool) -> None:
     write_task(tmp_path)
-    async with start_stack(engine={"rules": str(EXACT_RULES)}) as stack:
-        await stack.until_ready()
-        options = {
-            "model": "demo", "base_url": f"{stack.up.url}/v1/completions", "max_length": 512, "num_concurrent": 2,
-            "tokenizer_backend": "huggingface", "tokenizer": tmp_path, "tokenized_requests": as_token_ids,
-        }  # fmt: skip
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RUN, FOLDER, "run", "--model", "local-completions",
-            "--model_args", ",".join(f"{name}={value}" for name, value in options.items()),
-            "--tasks", "tale_choices", "--include_path", str(tmp_path), "--batch_size", "3",
-            "--output_path", str(tmp_path / "results"), "--log_samples",
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"),
-                 "OPENAI_API_KEY": "none"},
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
+    options = {
+        "model": "demo", "base_url": f"{exact_server.base_url}/completions", "max_length": 512, "num_concurrent": 2,
+        "tokenizer_backend": "huggingface", "tokenizer": tmp_path, "tokenized_requests": as_token_ids,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions",
+         "--model_args", ",".join(f"{name}={value}" for name, value in options.items()),
+         "--tasks", "tale_choices", "--include_path", str(tmp_path), "--batch_size", "3",
+         "--output_path", str(tmp_path / "results"), "--log_samples"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"),
+             "OPENAI_API_KEY": exact_server.api_key},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     (samples,) = (tmp_path / "results").rglob("samples_tale_choices*.jsonl")
     found = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
     for sample, expected in zip(found, likelihoods_of_transformers(), strict=True):
