@@ -129,9 +129,10 @@ class Matcher:
 
 
 class MaskWriter:
-    """Writes the masks of many matchers in the background, one list of them at a time.
+    """Writes the masks of many matchers, in the background one list of them at a time.
 
-    Its threads are few because a mask takes microseconds and the model needs the CPUs.
+    A mask has ceil(vocabulary / 32) words of 32 bits, with the lowest token in the lowest bit. The threads are few
+    because a mask takes microseconds and the model needs the CPUs.
     """
 
     def __init__(self) -> None:
@@ -142,13 +143,21 @@ class MaskWriter:
         self._thread = Thread(target=self._run, name="masks", daemon=True)
         self._thread.start()
 
+    def write(self, matchers: Sequence[Matcher], address: int, row_bytes: int) -> None:
+        """Write a mask for each matcher to `address`, one row of `row_bytes` after the other, in this thread.
+
+        For few masks this is faster than waking another thread.
+        """
+        self.wait()
+        for row, matcher in enumerate(matchers):
+            matcher._matcher.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+
     def task(
         self, matchers: Sequence[Matcher], address: int, row_bytes: int, then: Callable[[], None]
     ) -> Callable[[], None]:
-        """What `start` takes: write a mask for each matcher to `address`, one row of `row_bytes` after the other.
+        """What `start` takes: writes masks as `write` does, then calls `then`, both in the background.
 
-        A row has ceil(vocabulary / 32) words of 32 bits, with the lowest token in the lowest bit. `then` is called in
-        the background once they are written. A task can be started again, when the matchers have consumed more.
+        A task can be started again, when the matchers have consumed more.
         """
         pairs = [(matcher._matcher, row) for row, matcher in enumerate(matchers)]
 

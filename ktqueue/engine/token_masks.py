@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ktqueue.answers.grammar import MaskWriter
+from ktqueue.answers.grammar import MaskWriter, Matcher
 from ktqueue.engine.sequence import Sequence
 
 _WORD = 32  # bits
@@ -131,18 +131,21 @@ class TokenMasks:
             self._writer.close()
 
     def _compute(self, sequences: Many[Sequence]) -> Masks:
-        masks, task = self._task(sequences)
-        self._make_writer().start(task)
-        self._wait()
+        masks, matchers = self._empty_masks(sequences)
+        self._make_writer().write(matchers, masks.ctypes.data, masks.shape[1] * masks.itemsize)
+        self._remove_ends(masks, sequences)
         return masks
 
     def _task(self, sequences: Many[Sequence]) -> tuple[Masks, Callable[[], None]]:
         """Memory for the masks of these sequences, and what writes them."""
-        masks = np.empty((len(sequences), self._words), dtype=np.int32)
-        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
+        masks, matchers = self._empty_masks(sequences)
         return masks, self._make_writer().task(
             matchers, masks.ctypes.data, masks.shape[1] * masks.itemsize, lambda: self._remove_ends(masks, sequences)
         )
+
+    def _empty_masks(self, sequences: Many[Sequence]) -> tuple[Masks, list[Matcher]]:
+        masks = np.empty((len(sequences), self._words), dtype=np.int32)
+        return masks, [sequence.matcher for sequence in sequences if sequence.matcher is not None]
 
     def _make_writer(self) -> MaskWriter:
         if self._writer is None:
