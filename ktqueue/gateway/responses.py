@@ -4,8 +4,9 @@ A response is its job: the journal has its answer, so it can be followed from an
 conversation, and the answer of a response that a client waited for, are stored for `broker.response_ttl`.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -144,12 +145,17 @@ async def delete_response(request: Request) -> Response:
 
 
 async def cancel_response(request: Request) -> Response:
-    """POST /v1/responses/{id}/cancel. A response that has ended stays as it is. Raises ResponseNotFound."""
+    """POST /v1/responses/{id}/cancel. A response that has ended stays as it is. Raises ResponseNotFound.
+
+    The worker learns of it at its next commit. Until then, but not longer than `gateway.first_event_wait`, this waits.
+    """
     gateway: Gateway = request.app.state.gateway
     response_id, stored = await _stored(request)
     if stored.answer is not None:
         return json_response(stored.answer)
-    await gateway.broker.jobs.cancel((await _record(request, response_id)).id)
+    record = await gateway.broker.jobs.cancel((await _record(request, response_id)).id)
+    if not record.state.terminal:
+        await _wait_for_end(gateway, request, record)
     return json_response(await _answer(request, response_id, stored))
 
 
@@ -185,6 +191,15 @@ async def _record(request: Request, response_id: str) -> JobRecord:
         return tenant_of(request).check_sees(await gateway.broker.jobs.get(response_id.removeprefix(PREFIX)))
     except JobNotFound:
         raise _not_found(response_id, "response_id") from None
+
+
+async def _wait_for_end(gateway: Gateway, request: Request, record: JobRecord) -> None:
+    """Wait until the job has ended, at most `gateway.first_event_wait` seconds."""
+    follower = JobFollower(gateway, request, [record], keep=True, counted=False)
+    with closing(follower), suppress(TimeoutError, KtqueueError):
+        async with asyncio.timeout(gateway.config.gateway.first_event_wait):
+            while follower.running:
+                await follower.take()
 
 
 async def _answer(request: Request, response_id: str, stored: StoredResponse) -> dict[str, Any]:
