@@ -113,6 +113,7 @@ class Jobs:
         idempotency_key: str | None = None,
         tenant: str = DEFAULT_TENANT,
         limits: TenantLimits | None = None,
+        keep: float = 0.0,
     ) -> JobRecord:
         """Queue a job. Once this has returned, the job ends in exactly one terminal state.
 
@@ -121,6 +122,8 @@ class Jobs:
 
         With `limits`, even if all of them are None, the job is counted for its tenant, and reserves tokens until its
         end, when the real number is known. A submission that is sent twice counts once.
+
+        `keep`: for how many seconds after its end the job and its journal can be read, if that is longer than usual.
 
         Raises ModelNotFound, QueueFull, TenantLimitReached, RateLimitExceeded, RequestTooLarge; Unavailable while no
         model is known; IdempotencyConflict if the id or key was used for another request; JobConflict if the key's job
@@ -167,6 +170,7 @@ class Jobs:
                 "" if request.prompt_only else " ".join(prefix_hashes(request)),
                 encode_request(summary_of(stored)),
                 f"{round(self._config.memory_share * 1000)} {round(self._config.tenant_memory_share * 1000)}",
+                milliseconds(keep),
             )
         except ScriptRefused as refused:
             if refused.code == "MODEL_UNKNOWN":
@@ -180,6 +184,7 @@ class Jobs:
                     idempotency_key=idempotency_key,
                     tenant=tenant,
                     limits=limits,
+                    keep=keep,
                 )
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
             raise error or _submit_error(refused, request, cap) from refused

@@ -27,6 +27,7 @@ The scripts build the same names from the tag (`KEYS[1]`).
 | conversation:DIGEST      | string     | job id of its latest answer (JSON)            | idempotency_ttl           |
 | response:DIGEST          | string     | a response's conversation and answer (JSON)   | response_ttl              |
 | responses:TENANT         | zset       | its responses by the time of their storing    | response_ttl; 1,000       |
+| responses:bytes:TENANT   | string     | bytes of these, with some that have expired   | response_ttl              |
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
 | worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 5 model_ttl               |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |

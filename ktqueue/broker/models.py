@@ -1,6 +1,8 @@
 """Which models are served, and by which workers."""
 
+import asyncio
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from ktqueue.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from ktqueue.core.model_card import ModelCard
 
 RETRY_NO_WORKER = 5.0  # seconds
+FRESH_CARDS = 1.0  # seconds in which `Models.card` does not ask again for a model that it knows
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs after each start of each machine; proc(5)
 NAMESPACE = Path("/proc/self/ns/pid")  # the namespace of our process ids; pid_namespaces(7)
 
@@ -73,6 +76,9 @@ class Models:
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
+        self._known: list[ModelCard] = []
+        self._known_at = -FRESH_CARDS
+        self._asking = asyncio.Lock()  # many requests that begin together ask once
 
     async def cards(self) -> list[ModelCard]:
         """Cards of the models that have a live worker or had one within the model TTL, sorted by name."""
@@ -80,8 +86,19 @@ class Models:
         return sorted(cards, key=lambda card: card.name)
 
     async def card(self, name: str) -> ModelCard | None:
-        """The card of the model with this name or alias, or None if nobody serves it."""
-        return find_card(await self.cards(), name)
+        """The card of the model with this name or alias, or None if nobody serves it. At most FRESH_CARDS old."""
+        if (card := self._fresh_card(name)) is not None:
+            return card
+        async with self._asking:
+            if (card := self._fresh_card(name)) is not None:
+                return card
+            self._known = await self.cards()
+            self._known_at = time.monotonic()
+            return find_card(self._known, name)
+
+    def _fresh_card(self, name: str) -> ModelCard | None:
+        is_fresh = time.monotonic() < self._known_at + FRESH_CARDS
+        return find_card(self._known, name) if is_fresh else None
 
     async def only_name(self) -> str:
         """The name of the only model. Raises InvalidRequest if there are several, Unavailable if there is none."""

@@ -103,8 +103,10 @@ class Gateway:
             card = await self.broker.models.card(name.removesuffix(LATEST))
         return card
 
-    async def submit(self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None) -> JobRecord:
-        """Submit a tenant's job within its limits.
+    async def submit(
+        self, tenant: Tenant, generation: GenerationRequest, *, idempotency_key: str | None, keep: float = 0.0
+    ) -> JobRecord:
+        """Submit a tenant's job within its limits. `keep` as in `Jobs.submit`.
 
         Raises what `Jobs.submit` raises, ContextLengthExceeded if the prompt cannot fit the model's context, and
         InvalidRequest for a grammar that takes too long to compile.
@@ -114,7 +116,7 @@ class Gateway:
         try:
             with self._count_refusals(tenant):
                 record = await self.broker.jobs.submit(
-                    generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits
+                    generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits, keep=keep
                 )
         except QueueFull:
             self.metrics.serves(generation.model)  # only a known model has a queue

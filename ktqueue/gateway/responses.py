@@ -1,7 +1,8 @@
 """/v1/responses: create, retrieve, follow, cancel and delete responses. The id of a response has that of its job.
 
 A response is its job: the journal has its answer, so it can be followed from any event, at any gateway. The
-conversation, and the answer of a response that a client waited for, are stored for `broker.response_ttl`.
+conversation, and the answer once somebody has it, are stored for `broker.response_ttl`, and so is the journal of a
+response in the background.
 """
 
 import asyncio
@@ -89,7 +90,11 @@ async def create_response(request: Request) -> Response:
         return parse_response(value, card, history)
 
     call = await gateway.parse_body(body, parse)
-    record = await gateway.submit(tenant_of(request), call.generation, idempotency_key=idempotency_key(request.headers))
+    # Nobody may ask for an answer in the background before it has been there for long.
+    keep_for = gateway.config.broker.response_ttl if call.background and call.store else 0.0
+    record = await gateway.submit(
+        tenant_of(request), call.generation, idempotency_key=idempotency_key(request.headers), keep=keep_for
+    )
     response_id = PREFIX + record.id
     if call.store:
         await gateway.broker.responses.store(tenant, response_id, StoredResponse(call.messages, call.echo))

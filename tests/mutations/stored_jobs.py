@@ -3,6 +3,7 @@
 from mutation import SCRIPTS, Mutation
 
 STORED, CLOCK = "tests/broker/test_stored.py", "tests/broker/test_clock.py"
+RESPONSES = "tests/broker/test_responses.py"
 SCRUB, RETRY = "tests/broker/test_scrub.py", "tests/broker/test_retry.py"
 
 STORED_JOBS: dict[str, Mutation] = {
@@ -89,5 +90,26 @@ STORED_JOBS: dict[str, Mutation] = {
         "job_id=_next_id(job_id), tenant",
         "tenant",
         (f"{RETRY}::test_a_failed_job_is_retried_once",),
+    ),
+    "answers in the background expire early": Mutation(
+        "a job is kept for as long as its submitter wants",
+        f"{SCRIPTS}/prelude.lua",
+        "    ttl, journal_ttl = math.max(ttl, kept), math.max(journal_ttl, kept)\n",
+        "",
+        (f"{RESPONSES}::test_a_job_can_be_read_for_as_long_as_its_submitter_wants[done]",),
+    ),
+    "stored responses have no limit": Mutation(
+        "the stored responses of a tenant have a limit",
+        f"{SCRIPTS}/stored_response.lua",
+        "if is_counted and bytes <= most and",
+        "if is_counted and",
+        (f"{RESPONSES}::test_the_oldest_responses_of_a_tenant_make_room",),
+    ),
+    "a model is looked up for each request": Mutation(
+        "requests that follow each other closely look a model up once",
+        "ktqueue/broker/models.py",
+        "is_fresh = time.monotonic() < self._known_at + FRESH_CARDS",
+        "is_fresh = False",
+        (f"{RESPONSES}::test_a_model_is_looked_up_once_for_many_requests",),
     ),
 }

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from mutations import MUTATIONS, ROOT, Mutation
 
+FILES = Path(__file__).parent.glob("*.py")
+
 
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
 def test_every_mutation_finds_its_place(mutation: Mutation, tmp_path: Path) -> None:
@@ -15,6 +17,11 @@ def test_every_mutation_finds_its_place(mutation: Mutation, tmp_path: Path) -> N
     copy.write_text(before)
     assert mutation.apply(tmp_path) == before
     assert copy.read_text() != before
+
+
+def test_no_mutation_hides_another_of_the_same_name() -> None:
+    written = sum(len(re.findall(r'^    ".*": Mutation\($', path.read_text(), re.M)) for path in FILES)
+    assert written == len(MUTATIONS)
 
 
 def test_a_mutation_without_its_place_is_refused(tmp_path: Path) -> None:

@@ -130,14 +130,17 @@ end
 -- job's tokens if known. `final`: a retry would fail too, so the request is not kept.
 local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, final)
   local job = TAG .. 'job:' .. id
-  local class, model, old_state, tenant, account, started, stored = unpack(redis.call(
-    'HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored'))
+  local class, model, old_state, tenant, account, started, stored, kept = unpack(redis.call(
+    'HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored', 'keep'))
   redis.call('ZREM', TAG .. 'live', id)
   redis.call('ZREM', TAG .. 'deadlines', id)
   if not old_state then return end -- the record was deleted by hand
   local usual_ttl, failed_ttl, most_failed = string.match(job_ttl, '^(%d+) (%d+) (%d+)$')
   local keeps = state == 'failed' and not final
   local ttl = keeps and failed_ttl or usual_ttl
+  if kept then -- whoever submitted it reads its answer later than usual
+    ttl, journal_ttl = math.max(ttl, kept), math.max(journal_ttl, kept)
+  end
   if old_state == 'queued' then count_waiting(id, -1, tenant, account) end
   if account then
     -- If the worker is dead, an estimate: the prompt, and at least one token for each event.

@@ -3,25 +3,35 @@
 -- Replies the value for read, else how many responses the tenant has stored.
 -- Promises: the responses of one tenant never have more bytes than it may use; the oldest are deleted first.
 local action, tenant, name = ARGV[1], ARGV[2], ARGV[3]
-local key, list = TAG .. 'response:' .. name, TAG .. 'responses:' .. tenant
+local key, list, sum = TAG .. 'response:' .. name, TAG .. 'responses:' .. tenant, TAG .. 'responses:bytes:' .. tenant
 if action == 'read' then return redis.call('GET', key) end
+local old = redis.call('STRLEN', key)
 if action == 'delete' then
   redis.call('DEL', key)
+  redis.call('ZREM', list, name)
+  if redis.call('EXISTS', sum) == 1 then redis.call('INCRBY', sum, -old) end
   return redis.call('ZCARD', list)
 end
 local value, ttl, most = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local now = now_us()
+local is_counted = redis.call('EXISTS', sum) == 1
 redis.call('SET', key, value, 'PX', ttl)
 redis.call('ZADD', list, now, name)
 redis.call('PEXPIRE', list, ttl)
--- Bytes are counted anew from the newest on: there are at most 1,000 entries, and a length costs Redis nothing.
-local bytes = 0
+local bytes = redis.call('INCRBY', sum, #value - old)
+redis.call('PEXPIRE', sum, ttl)
+if is_counted and bytes <= most and redis.call('ZCARD', list) <= 1000 then return redis.call('ZCARD', list) end
+-- The sum does not know which responses have expired, so the bytes are counted anew, from the newest on. A tenth is
+-- made free, so that this is rare.
+bytes = 0
 for place, stored in ipairs(redis.call('ZREVRANGE', list, 0, -1)) do
   local size = redis.call('STRLEN', TAG .. 'response:' .. stored)
-  bytes = bytes + size
-  if size == 0 or place > 1000 or (bytes > most and place > 1) then
+  if size == 0 or place > 1 and (place > 900 or bytes + size > most * 0.9) then
     redis.call('DEL', TAG .. 'response:' .. stored)
     redis.call('ZREM', list, stored)
+  else
+    bytes = bytes + size
   end
 end
+redis.call('SET', sum, bytes, 'PX', ttl)
 return redis.call('ZCARD', list)

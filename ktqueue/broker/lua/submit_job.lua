@@ -6,7 +6,7 @@
 --        once, tokens per minute and at once, tokens of the prompt, tokens to reserve, stored bytes), 1 if it has a
 --        webhook, else '', hashes of the prompt's prefixes, the shortest first, summary that replaces the request after
 --        the end, thousandths of the server's memory that clients may fill, and the thousandths of these that one
---        tenant may fill.
+--        tenant may fill, and for how many ms record and journal are kept after the end if that is longer than usual.
 -- Replies {1, arrival, place, requests left, us until all are available, tokens left, us until all are available} for a
 -- new job, and {0, id, job} for an existing one. Instead of the place it is the worker, if one has the job at once.
 -- Refuses with QUEUE_BYTES, MEMORY and TENANT_*. Details: value, limit, and for TENANT_* the us to wait (0: until jobs
@@ -153,6 +153,7 @@ if taker and taker_fields[6] and taker_fields[6] ~= '' then redis.call('HSET', j
 if ARGV[11] ~= '0' then redis.call('HSET', job, 'shift', ARGV[11]) end
 if ARGV[15] ~= '' then redis.call('HSET', job, 'webhook', 1) end
 if ARGV[16] ~= '' then redis.call('HSET', job, 'prefix', ARGV[16]) end
+if ARGV[19] ~= '0' then redis.call('HSET', job, 'keep', ARGV[19]) end
 if rows ~= 1 then redis.call('HSET', job, 'rows', rows) end
 if deadline then
   redis.call('HSET', job, 'deadline', digits(deadline))
