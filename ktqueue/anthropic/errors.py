@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import ErrorInfo
+from ktqueue.openai.errors import UnsupportedParameter, status_of
 from ktqueue.openai.errors import error_body as openai_error_body
-from ktqueue.openai.errors import status_of
 
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -18,8 +18,17 @@ _TYPES: Mapping[int, str] = {
 }
 
 
+class ThreadUnsupported(UnsupportedParameter):
+    """The conversation should be kept on the server. Anthropic's clients then send all of it with each request."""
+
+    code = "thread_unsupported_request"
+
+
 def error_body(info: ErrorInfo) -> dict[str, Any]:
     """The JSON body of an error: Anthropic's type and message, then our param, code, limit and value."""
     status = status_of(info)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {**openai_error_body(info)["error"], "type": kind}}
+    error = {**openai_error_body(info)["error"], "type": kind}
+    if info.code == ThreadUnsupported.code:
+        error["details"] = {"error_code": info.code, "unsupported": ["thread"]}
+    return {"type": "error", "error": error}

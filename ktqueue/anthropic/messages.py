@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ktqueue.anthropic.blocks import InputMessages, Text, chat_messages, text_parts
+from ktqueue.anthropic.errors import ThreadUnsupported
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -167,6 +168,12 @@ def parse_count(body: Mapping[str, Any], card: ModelCard | None) -> PromptCall:
 
 def _chat(body: Mapping[str, Any], read: CountBody) -> ChatBody:
     others = {name: value for name, value in body.items() if name not in CountBody.model_fields}
+    if body.get("thread") is not None:
+        raise ThreadUnsupported(
+            "thread must be left out: this server keeps no conversations of /v1/messages, so send all messages",
+            param="thread",
+            value=short_repr(body["thread"]),
+        )
     if others.get("n") not in (None, 1):
         raise InvalidRequest("n must be 1: a message is one choice", param="n", limit=1, value=short_repr(others["n"]))
     return parse_chat({**others, **read.chat()})

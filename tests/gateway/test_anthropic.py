@@ -219,6 +219,16 @@ async def test_a_bad_field_is_named_in_anthropics_form(
     assert words in body["error"]["message"]
 
 
+async def test_a_thread_is_refused_so_that_its_client_sends_whole_conversations(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
+    """The package's tool runner asks for one, and continues without only after this error."""
+    response = await http.post(PATH, json={**BODY, "thread": {"type": "create"}})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (response.status_code, response.json()["error"]["details"]) == (400, details)
+    assert (await http.post(PATH, json={**BODY, "thread": None})).status_code == 200
+
+
 async def test_every_error_has_anthropics_form(
     http: httpx.AsyncClient, serve_with: ServeWith, worker: ScriptedWorker
 ) -> None:

@@ -13,7 +13,8 @@ from ktqueue.core.config import STANDALONE, all_settings
 from ktqueue.core.errors import KtqueueError
 
 ROOT = Path(__file__).parents[2]
-OVER_HTTP = tuple(f"ktqueue.{name}." for name in ("core", "broker", "engine", "gateway", "loading", "openai"))
+FLOORS = ("core", "broker", "engine", "gateway", "loading", "openai", "anthropic")
+OVER_HTTP = tuple(f"ktqueue.{name}." for name in FLOORS)
 REFERENCE = ROOT / "docs" / "reference"
 
 
