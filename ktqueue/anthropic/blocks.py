@@ -59,7 +59,11 @@ def _only_text(value: Any) -> Any:
     return value
 
 
-Text = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), BeforeValidator(_only_text)]
+Text = Annotated[
+    list[TextBlock],
+    Field(max_length=MAX_BLOCKS),
+    BeforeValidator(_only_text, json_schema_input_type=str | list[TextBlock]),
+]
 
 
 class ToolResultBlock(BaseModel):
@@ -83,7 +87,11 @@ class InputMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["user", "assistant"]
-    content: Annotated[list[Block], Field(max_length=MAX_BLOCKS), BeforeValidator(_blocks)]
+    content: Annotated[
+        list[Block],
+        Field(max_length=MAX_BLOCKS),
+        BeforeValidator(_blocks, json_schema_input_type=str | Annotated[list[Block], Field(max_length=MAX_BLOCKS)]),
+    ]
 
 
 def _allowed_blocks(value: Any) -> Any:
@@ -94,6 +102,8 @@ def _allowed_blocks(value: Any) -> Any:
             kind = block.get("type") if isinstance(block, dict) else None
             if kind not in allowed:
                 raise must_be(f"made of blocks of type {', '.join(allowed)}", kind)
+        if content == [] and "tool_result" in allowed:
+            raise must_be("made of messages whose content is not empty, except the assistant's", content)
     return value
 
 

@@ -51,6 +51,12 @@ DESCRIPTIONS = (
         PATH, "createMessage", "Anthropic's messages.", AnswerMessage, MessageError, MessagesBody, "text/event-stream"
     ),
     Description(
-        f"{PATH}/count_tokens", "countTokens", "Tokens of Anthropic's messages.", TokenCount, MessageError, CountBody
+        f"{PATH}/count_tokens",
+        "countTokens",
+        "Tokens of Anthropic's messages.",
+        TokenCount,
+        MessageError,
+        CountBody,
+        is_job=False,
     ),
 )

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import closing, suppress
 from typing import Any
 
+from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -120,33 +121,35 @@ async def create_response(request: Request) -> Response:
     return json_response(answer, headers=headers)
 
 
-async def get_response(request: Request) -> Response:
-    """GET /v1/responses/{id}: the response, or its events after `starting_after`. Raises ResponseNotFound."""
-    gateway: Gateway = request.app.state.gateway
-    response_id, stored = await _stored(request)
-    if request.query_params.get("stream", "").lower() != "true":
-        if stored.answer is not None:
-            return json_response(stored.answer)
-        return json_response(await _answer(request, response_id, stored))
-    after = request.query_params.get("starting_after", "-1")
-    if after != "-1" and not (after.isdecimal() and len(after) < 10):
-        raise InvalidRequest(
-            "starting_after must be the sequence_number of an event", param="starting_after", value=after[:80]
-        )
-    record = await _record(request, response_id)
-    writer = ResponseWriter(record, dict(stored.echo))
-    follower = JobFollower(gateway, request, [record], keep=True, counted=False)
-    return await _stream(gateway, follower, writer, {"x-job-id": record.id}, None, "", after=int(after))
+class ResponseEndpoint(HTTPEndpoint):
+    """/v1/responses/{id}."""
 
+    async def get(self, request: Request) -> Response:
+        """Send the response, or its events after `starting_after`. Raises ResponseNotFound."""
+        gateway: Gateway = request.app.state.gateway
+        response_id, stored = await _stored(request)
+        if request.query_params.get("stream", "").lower() != "true":
+            if stored.answer is not None:
+                return json_response(stored.answer)
+            return json_response(await _answer(request, response_id, stored))
+        after = request.query_params.get("starting_after", "-1")
+        if after != "-1" and not (after.isdecimal() and len(after) < 10):
+            raise InvalidRequest(
+                "starting_after must be the sequence_number of an event", param="starting_after", value=after[:80]
+            )
+        record = await _record(request, response_id)
+        writer = ResponseWriter(record, dict(stored.echo))
+        follower = JobFollower(gateway, request, [record], keep=True, counted=False)
+        return await _stream(gateway, follower, writer, {"x-job-id": record.id}, None, "", after=int(after))
 
-async def delete_response(request: Request) -> Response:
-    """DELETE /v1/responses/{id}: it is forgotten, and cancelled if it still runs. Raises ResponseNotFound."""
-    gateway: Gateway = request.app.state.gateway
-    response_id, _ = await _stored(request)
-    await gateway.broker.responses.delete(tenant_of(request).name, response_id)
-    with suppress(JobNotFound):
-        await gateway.broker.jobs.cancel((await _record(request, response_id)).id)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    async def delete(self, request: Request) -> Response:
+        """Forget the response, and cancel it if it still runs. Raises ResponseNotFound."""
+        gateway: Gateway = request.app.state.gateway
+        response_id, _ = await _stored(request)
+        await gateway.broker.responses.delete(tenant_of(request).name, response_id)
+        with suppress(JobNotFound):
+            await gateway.broker.jobs.cancel((await _record(request, response_id)).id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(request: Request) -> Response:

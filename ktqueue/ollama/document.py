@@ -75,7 +75,7 @@ DESCRIPTIONS = (
         OllamaGenerateBody,
         _LINES,
     ),
-    Description("/api/show", "ollamaShow", "One model.", OllamaModel, OllamaError, OllamaModelName),
+    Description("/api/show", "ollamaShow", "One model.", OllamaModel, OllamaError, OllamaModelName, is_job=False),
     Description("/api/tags", "ollamaTags", "The models that are served.", OllamaModels, OllamaError),
     Description("/api/ps", "ollamaRunning", "The models that have a live worker.", OllamaModels, OllamaError),
     Description("/api/version", "ollamaVersion", "The version of ktqueue.", Version, OllamaError),

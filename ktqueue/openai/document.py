@@ -47,7 +47,10 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """An endpoint of another API. Without a `body` its method is GET. `stream` is the media type of its streams."""
+    """An endpoint of another API. Without a `body` its method is GET. `stream` is the media type of its streams.
+
+    `is_job`: a POST submits a job, so it takes an Idempotency-Key.
+    """
 
     path: str
     operation: str
@@ -56,12 +59,13 @@ class Description:
     error: type[BaseModel]
     body: type[BaseModel] | None = None
     stream: str = ""
+    is_job: bool = True
 
     def json(self) -> Json:
         """Its entry among the paths."""
         if self.body is None:
             return {"get": _get(self.operation, self.summary, self.answer, ("401", "503"), self.error)}
-        post = _post(self.operation, self.summary, [self.body], self.answer, error=self.error)
+        post = _post(self.operation, self.summary, [self.body], self.answer, error=self.error, is_job=self.is_job)
         if self.stream:
             post["responses"]["200"]["content"][self.stream] = {"schema": {"type": "object"}}
         return {"post": post}
@@ -79,6 +83,12 @@ _ERRORS = {
     "503": "No broker, no worker, or too many connections; see Retry-After.",
     "504": "The deadline passed.",
 }
+_NAME: Json = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[ -~]+$"}  # see checked_key
+_MODEL: Json = {
+    "anyOf": [{"type": "string", "minLength": 1, "maxLength": 256}, {"type": "null"}],
+    "description": "It can be left out if only one model is served.",
+}
+_FRAME: Json = {"type": "string", "pattern": r"^([0-9]{1,18}(\.[0-9]{1,3})?)?$"}  # see last_place
 _READ = ("401", "404", "503")
 _WRITE = ("400", "401", "404", "413", "415", "422", "429", "503", "504")
 
@@ -89,6 +99,10 @@ def build_document(others: Sequence[Description] = ()) -> Json:
     models = dict.fromkeys((*_REQUESTS, *_ANSWERS, *more))
     inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in models]
     _, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
+    for body in (*_REQUESTS, *(other.body for other in others if other.body is not None)):
+        schema = definitions["$defs"][body.__name__]
+        schema["required"] = [name for name in schema.get("required", ()) if name != "model"]
+        schema["properties"]["model"] = _MODEL
     return {
         "openapi": "3.1.0",
         "info": {
@@ -119,24 +133,24 @@ def _paths() -> Json:
     _add_stream(completion, shapes.TextCompletion)
     submit = _post("createJob", "Submit a job.", [GenerationBody, ChatBody], shapes.Job, status="202")
     submit["responses"]["202"]["headers"] = {"Location": _header("The URL of the job.")}
-    events = _get("streamJobEvents", "Follow a job's journal, after Last-Event-ID if it is sent.", None)
+    events = _get(
+        "streamJobEvents", "Follow a job's journal, after Last-Event-ID if it is sent.", None, errors=("400", *_READ)
+    )
     events["responses"]["200"] = {"description": "Server-sent events.", "content": _stream_of(shapes.JobEvent)}
     events["responses"]["204"] = {"description": "The reader already has the last event."}
     events["parameters"] = [
         {"name": "Last-Event-ID", "in": "header", "schema": {"type": "integer", "minimum": 0}},
         {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
     ]
-    conversation = {"name": "conv_id", "in": "query", "required": True, "schema": {"type": "string", "maxLength": 255}}
+    conversation = {"name": "conv_id", "in": "query", "required": True, "schema": _NAME}
     resume = _get("resumeStream", "Resume the stream of a conversation.", None, errors=("400", *_READ))
     resume["responses"]["200"] = {
         "description": "Server-sent events, the same as for the first request.",
-        "content": {
-            "text/event-stream": {"schema": {"anyOf": [_ref(shapes.ChatCompletionChunk), _ref(shapes.TextCompletion)]}}
-        },
+        "content": _stream_of(shapes.ChatCompletionChunk, shapes.TextCompletion),
     }
     resume["parameters"] = [
-        {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}},
-        {"name": "starting_after", "in": "query", "schema": {"type": "string"}},
+        {"name": "Last-Event-ID", "in": "header", "schema": _FRAME},
+        {"name": "starting_after", "in": "query", "schema": _FRAME},
     ]
     stop = _get("stopStream", "Cancel the answer of a conversation.", None, errors=("400", "401", "503"))
     stop["responses"]["204"] = {"description": "It is cancelled, or was not running."}
@@ -158,11 +172,17 @@ def _paths() -> Json:
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
         "/v1/tokenize": {
-            "post": _post("tokenize", "Token ids of a text or of messages.", [TokenizeBody, ChatBody], shapes.Tokens)
+            "post": _post(
+                "tokenize", "Token ids of a text or of messages.", [TokenizeBody, ChatBody], shapes.Tokens, is_job=False
+            )
         },
-        "/v1/detokenize": {"post": _post("detokenize", "The text of token ids.", [DetokenizeBody], shapes.PromptText)},
+        "/v1/detokenize": {
+            "post": _post("detokenize", "The text of token ids.", [DetokenizeBody], shapes.PromptText, is_job=False)
+        },
         "/v1/apply-template": {
-            "post": _post("applyTemplate", "The prompt that messages become.", [ChatBody], shapes.PromptText)
+            "post": _post(
+                "applyTemplate", "The prompt that messages become.", [ChatBody], shapes.PromptText, is_job=False
+            )
         },
         **_response_paths(),
         "/v1/models": {
@@ -197,7 +217,9 @@ def _paths() -> Json:
 def _response_paths() -> Json:
     create = _post("createResponse", "Answer input, as OpenAI's Responses.", [ResponseBody], shapes.ResponseObject)
     create["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "object"}}
-    get = _get("getResponse", "Get a response, or follow its events with stream=true.", shapes.ResponseObject)
+    get = _get(
+        "getResponse", "Get a response, or follow its events with stream=true.", shapes.ResponseObject, ("400", *_READ)
+    )
     get["parameters"] = [
         {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
         {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
@@ -219,15 +241,18 @@ def _ref(model: type[BaseModel]) -> Json:
 
 
 def _header_parameter(name: str) -> Json:
-    return {"name": name, "in": "header", "schema": {"type": "string", "maxLength": 255}}
+    return {"name": name, "in": "header", "schema": _NAME}
 
 
 def _header(description: str) -> Json:
     return {"description": description, "schema": {"type": "string"}}
 
 
-def _stream_of(model: type[BaseModel]) -> Json:
-    return {"text/event-stream": {"schema": _ref(model)}}
+def _stream_of(*models: type[BaseModel]) -> Json:
+    """Server-sent events as OpenAPI 3.2 describes them: the schema is that of an event, whose data is JSON."""
+    schema = _ref(models[0]) if len(models) == 1 else {"anyOf": [_ref(model) for model in models]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {"text/event-stream": {"schema": {"type": "object", "properties": {"data": data}}}}
 
 
 def _responses(
@@ -273,12 +298,13 @@ def _post(
     answer: type[BaseModel],
     status: str = "200",
     error: type[BaseModel] = shapes.ErrorResponse,
+    is_job: bool = True,
 ) -> Json:
     schema = _ref(bodies[0]) if len(bodies) == 1 else {"anyOf": [_ref(body) for body in bodies]}
     return {
         "operationId": operation,
         "summary": summary,
-        "parameters": [_header_parameter("Idempotency-Key")],
+        "parameters": [_header_parameter("Idempotency-Key")] if is_job else [],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": _responses(status, answer, _WRITE, error),
     }

@@ -46,7 +46,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str = Field(min_length=1, max_length=256)
-    tokens: Annotated[list[int], SkipValidation, BeforeValidator(_token_ids)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], SkipValidation, BeforeValidator(_token_ids)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,6 +218,9 @@ async def test_the_openapi_document_is_valid_and_fits_answers(http: httpx.AsyncC
     check((await http.get("/v1/models")).json(), "ModelList")
     check((await http.get("/nowhere")).json(), "ErrorResponse")
     check(BODY, "ChatBody")
+    check({"messages": BODY["messages"]}, "ChatBody")  # the model can be left out
+    for content in ("Hello.", [{"type": "text", "text": "Hello."}]):
+        check({"messages": [{"role": "user", "content": content}], "system": content, "max_tokens": 5}, "MessagesBody")
     with pytest.raises(jsonschema.ValidationError):
         check({**BODY, "n": 0}, "ChatBody")
 

@@ -152,6 +152,8 @@ async def test_every_reader_sees_each_event_once_over_reconnects(url: str, worke
         async with http.stream("GET", job["events_url"]) as response:
             assert (await read_frames(response)).ids == list(range(1, 63))
         beyond = await http.get(job["events_url"] + "?starting_after=99")
+        wrong = await http.get(job["events_url"] + "?starting_after=-1", headers={"last-event-id": "1"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "starting_after")
         assert (beyond.status_code, beyond.json()["error"]["limit"]) == (400, 62)
 
 

@@ -70,10 +70,14 @@ def last_place(headers: Headers, query: QueryParams) -> StreamPlace:
 
 
 def _last_event(headers: Headers, query: QueryParams, *, parts_allowed: bool) -> StreamPlace:
-    header = headers.get("last-event-id")
-    name, text = ("Last-Event-ID", header) if header else ("starting_after", query.get("starting_after"))
+    place = _checked_place("starting_after", query.get("starting_after"), parts_allowed)
+    sent = _checked_place("Last-Event-ID", headers.get("last-event-id"), parts_allowed)
+    return sent or place or STREAM_START
+
+
+def _checked_place(name: str, text: str | None, parts_allowed: bool) -> StreamPlace | None:
     if not text:
-        return STREAM_START
+        return None
     match = _PLACE.fullmatch(text)
     if match is None or (match[2] is not None and not parts_allowed):
         raise InvalidRequest(
