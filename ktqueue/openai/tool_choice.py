@@ -95,6 +95,7 @@ def offer_tools(
     and UnsupportedParameter if the calls of this model could not be read.
     """
     mode, names = _wish(choice)
+    parallel = parallel and not (isinstance(choice, Mapping) and choice["type"] == "function")  # OpenAI: exactly one
     if not tools:
         if mode != "none" and choice is not None:
             raise InvalidRequest(

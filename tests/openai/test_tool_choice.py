@@ -41,9 +41,13 @@ def test_one_call_and_strict_functions_have_a_grammar(fields: dict[str, Any]) ->
     assert "OTHER" in (request(**{"tools": [tool("f")], **fields}).grammar or "")
 
 
-def test_a_named_function_is_the_only_one_in_the_grammar() -> None:
-    grammar = request(tools=[tool("f"), tool("g")], tool_choice={"type": "function", "name": "g"}).grammar or ""
+def test_a_named_function_is_the_only_one_in_the_grammar_and_is_called_once() -> None:
+    fields = {"tools": [tool("f"), tool("g")], "tool_choice": {"type": "function", "name": "g"}}
+    grammar = request(**fields).grammar or ""
     assert '"g"' in grammar and '"f"' not in grammar
+    assert request(**fields, parallel_tool_calls=False).grammar == request(**fields, parallel_tool_calls=True).grammar
+    every = {**fields, "tool_choice": "required"}
+    assert request(**every, parallel_tool_calls=False).grammar != request(**every).grammar
 
 
 def test_only_allowed_functions_are_offered() -> None:
