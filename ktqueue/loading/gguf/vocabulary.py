@@ -15,6 +15,8 @@ _IDS = {
     "fim_pre": "fim_pre", "fim_suf": "fim_suf", "fim_mid": "fim_mid",
 }  # fmt: skip
 
+WITHOUT_MERGES = "kimi-k2"  # files of this pre-tokenizer may leave the merges out: the ids are ranks
+
 
 class TokenKind(IntEnum):
     """Values of `tokenizer.ggml.token_type`, as in ggml's llama_token_type."""
@@ -83,12 +85,13 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
         if isinstance(token_id, int) and 0 <= token_id < len(tokens):
             ids[role] = token_id
     template = metadata.get("tokenizer.chat_template")
+    pre = get("pre", str, "default")
     return VocabularyData(
         model=model,
-        pre=get("pre", str, "default"),
+        pre=pre,
         tokens=tokens,
         kinds=kinds,
-        merges=strings("merges", [] if model == "llama" else None),
+        merges=strings("merges", [] if model == "llama" or pre == WITHOUT_MERGES else None),
         scores=scores,
         ids=ids,
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama")),

@@ -4,7 +4,7 @@ Knows no tokenizer library.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,12 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.tokenizer.tiktoken_file import FILE as TIKTOKEN
+from ktqueue.loading.tokenizer.tiktoken_file import read_tiktoken
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", TIKTOKEN,
+)  # fmt: skip
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
@@ -106,11 +110,45 @@ def optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def has_only_tiktoken(folder: Path) -> bool:
+    """Whether the folder's tokenizer is a tiktoken.model."""
+    return not (folder / "tokenizer.json").exists() and (folder / TIKTOKEN).exists()
+
+
+def tiktoken_vocabulary(folder: Path, vocab_size: int) -> VocabularyData:
+    """Return the vocabulary of a folder with a tiktoken.model, with unused ids up to `vocab_size`.
+
+    Raises CheckpointError.
+    """
+    settings = optional_json(folder / "tokenizer_config.json")
+    data = read_tiktoken(folder, settings)
+    unused = range(len(data.tokens), vocab_size)
+    tokens = [*data.tokens, *(f"[UNUSED{i}]" for i in unused)]
+    return replace(
+        data,
+        tokens=tokens,
+        kinds=[*data.kinds, *[TokenKind.UNUSED] * len(unused)],
+        ids=_roles(folder, settings, tokens, vocab_size),
+        chat_template=chat_template(folder, settings),
+    )
+
+
+def _roles(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str], size: int) -> dict[str, int]:
+    """The ids of special tokens by role."""
+    special = special_tokens(settings)
+    named = {role: special.get(f"{role}_token") for role in ("bos", "unk", "pad")}
+    ids = {role: tokens.index(token) for role, token in named.items() if token is not None and token in tokens}
+    ids.update(zip(("eos", "eot", "eom"), end_tokens(folder, settings, tokens, size), strict=False))
+    return ids
+
+
 def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
     """Return the byte-level BPE vocabulary of a folder, filled up to `vocab_size` tokens, to be written as GGUF.
 
     Raises CheckpointError for other tokenizers and for an unknown pre-tokenizer.
     """
+    if has_only_tiktoken(folder):
+        return tiktoken_vocabulary(folder, vocab_size)
     file = read_tokenizer(folder)
     settings = optional_json(folder / "tokenizer_config.json")
     model = file.document["model"]
@@ -125,14 +163,7 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
     unused = vocab_size - len(file.tokens)
     kinds = [*file.kinds, *([TokenKind.UNUSED] * unused)]
     tokens = [token or f"[UNUSED{i}]" for i, token in enumerate([*file.tokens, *([""] * unused)])]
-    special = special_tokens(settings)
-    ids = {
-        role: file.tokens.index(token)
-        for role in ("bos", "unk", "pad")
-        if (token := special.get(f"{role}_token")) in tokens
-    }
-    ends = end_tokens(folder, settings, file.tokens, vocab_size)
-    ids.update(zip(("eos", "eot", "eom"), ends, strict=False))
+    ids = _roles(folder, settings, file.tokens, vocab_size)
     return VocabularyData(
         model="gpt2",
         pre=_recognise(file),
@@ -140,7 +171,7 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
         kinds=kinds,
         merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         ids=ids,
-        add_bos=_begins_with(file, special.get("bos_token")),
+        add_bos=_begins_with(file, special_tokens(settings).get("bos_token")),
         chat_template=chat_template(folder, settings),
     )
 

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from ktqueue.loading.tokenizer.tiktoken_file import merges_of_ranks
 
 Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
@@ -120,7 +121,7 @@ def build(data: VocabularyData, source: str) -> Model:
 def train_byte_level(pieces: Iterable[str], vocab_size: int, pre: str, special: Sequence[str]) -> Model:
     """Train a byte-level BPE on text. The `special` tokens come last and are part of `vocab_size`."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    _split_as(tokenizer, PRE_TOKENIZERS[pre])
+    split_as(tokenizer, PRE_TOKENIZERS[pre])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special),
         show_progress=False,
@@ -137,15 +138,16 @@ def _byte_level(data: VocabularyData, source: str) -> Model:
         known = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(f"{source}: tokenizer.ggml.pre {data.pre!r} is not supported; known: {known}")
     merges = []
-    for merge in data.merges:
+    plain = (token for token, kind in zip(data.tokens, data.kinds, strict=True) if kind == TokenKind.NORMAL)
+    for merge in data.merges or merges_of_ranks(list(plain)):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     tokenizer = tokenizers.Tokenizer(models.BPE(_vocabulary(data), merges, ignore_merges=pre.whole_words))
-    _split_as(tokenizer, pre)
+    split_as(tokenizer, pre)
     return tokenizer
 
 
-def _split_as(tokenizer: Model, pre: PreTokenizer) -> None:
+def split_as(tokenizer: Model, pre: PreTokenizer) -> None:
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits: list[pre_tokenizers.PreTokenizer] = [

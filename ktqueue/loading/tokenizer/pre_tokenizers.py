@@ -34,19 +34,88 @@ _CASED = (
     "\U0001e900-\U0001e943"
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _IDEOGRAPHS = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_QWEN2 = PreTokenizer((_LETTERS + r"\p{N}|" + _TAIL,), nfc=True)
-_LLAMA3 = PreTokenizer((_LETTERS + r"\p{N}{1,3}|" + _TAIL,), whole_words=True)
+_SINGLE_DIGITS = _LETTERS + r"\p{N}|" + _TAIL
+_THREE_DIGITS = _LETTERS + r"\p{N}{1,3}|" + _TAIL
+_DIGITS_FIRST = PreTokenizer((r"\p{N}", _GPT2 + r"|\s+"))
+_GPT2_WHOLE = PreTokenizer((_GPT2 + r"|\s+",))
+_QWEN2 = PreTokenizer((_SINGLE_DIGITS,), nfc=True)
+_LLAMA3 = PreTokenizer((_THREE_DIGITS,), whole_words=True)
+_DEEPSEEK_V3 = PreTokenizer(
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        # with line ends as characters, as in the model's file
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    )
+)
+_BAILING = PreTokenizer(
+    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
+)
+
+
+def _words_by_case(ending: str, digits: str, but: str = "") -> str:
+    """Words that are cut where an upper-case letter follows a lower-case one. `ending`: what may follow a word."""
+    upper, lower = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}|{digits}|"
+
+
+_GPT_4O = PreTokenizer((_words_by_case(_CONTRACTIONS + "?", r"\p{N}{1,3}") + r" ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES,))
+_TEKKEN = PreTokenizer((_words_by_case("", r"\p{N}") + r" ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES,), whole_words=True)
+_KIMI_K2 = PreTokenizer((r"[\p{Han}]+|" + _words_by_case(_CONTRACTIONS + "?", r"\p{N}{1,3}", r"&&[^\p{Han}]") + _TAIL,))
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2 + r"|\s+",)),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
+    **dict.fromkeys(
+        (
+            "gpt-2",
+            "a.x-4.0",
+            "exaone4",
+            "gigachat",
+            "granite-docling",
+            "jais",
+            "mellum",
+            "mpt",
+            "olmo",
+            "phi-2",
+            "trillion",
+        ),
+        _GPT2_WHOLE,
+    ),
+    **dict.fromkeys(
+        ("codeshell", "command-r", "exaone", "mellum2", "minerva-7b", "refact", "smollm", "starcoder"), _DIGITS_FIRST
+    ),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2 + r"|\s+", "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN2),
+    **dict.fromkeys(("grok-2", "hunyuan", "solar-open", "stablelm2"), PreTokenizer((_SINGLE_DIGITS,))),
+    "qwen35": PreTokenizer(
+        (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,),
+        nfc=True,
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "midm-2.0", "pixtral"), _LLAMA3
+    ),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "glm4", "smaug-bpe"), PreTokenizer((_THREE_DIGITS,))),
+    **dict.fromkeys(("gpt-4o", "kanana2", "llama4"), _GPT_4O),
+    "minimax-m2": PreTokenizer(_GPT_4O.patterns),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("cohere2moe", "tiny_aya"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT_4O.patterns))),
+    "kimi-k2": _KIMI_K2,
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),
+    "seed-coder": PreTokenizer((_LETTERS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,)),
+    "exaone-moe": PreTokenizer(
+        (
+            _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+            r"|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
+    ),
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _SINGLE_DIGITS)),
     "deepseek-llm": PreTokenizer(
         (
             "[\r\n]",
@@ -58,12 +127,5 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         )
     ),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")),
-    "deepseek-v3": PreTokenizer(
-        (
-            r"\p{N}{1,3}",
-            "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        )
-    ),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _DEEPSEEK_V3),
 }

@@ -234,9 +234,9 @@ def _check_characters(text: str) -> None:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder (tokenizer.json), a .gguf file, `demo` or a synthetic model.
+    """Load the tokenizer of a Hugging Face folder, a .gguf file, `demo` or a synthetic model.
 
-    Raises CheckpointError.
+    A folder has a tokenizer.json or a tiktoken.model. Raises CheckpointError.
     """
     if path.startswith(SYNTHETIC_PREFIX):
         return from_data(synthetic_vocabulary(path), path)
@@ -274,11 +274,15 @@ def from_data(data: VocabularyData, path: str) -> Tokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
+    config = files.optional_json(folder / "config.json")
+    size = (config.get("text_config") or config).get("vocab_size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
+    if files.has_only_tiktoken(folder):
+        return from_data(files.tiktoken_vocabulary(folder, size or 0), str(folder))
     file = files.read_tokenizer(folder)
     settings = files.optional_json(folder / "tokenizer_config.json")
-    size = files.optional_json(folder / "config.json").get("vocab_size", len(file.tokens))
-    if type(size) is not int or size < 1:
-        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
+    size = size or len(file.tokens)
     ends = files.end_tokens(folder, settings, file.tokens, size)
     template = files.chat_template(folder, settings)
     return Tokenizer(

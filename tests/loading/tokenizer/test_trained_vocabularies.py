@@ -1,14 +1,25 @@
 """Vocabularies that are trained here and written as GGUF by the gguf package, compared with other tokenizers."""
 
+import base64
 import itertools
+import json
+import random
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import regex  # type: ignore[import-untyped]  # a dependency of transformers
 from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.vocabulary import byte_alphabet
+from ktqueue.loading.tokenizer import library
+from ktqueue.loading.tokenizer.files import vocabulary_of_folder
+from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.tokenizer.tiktoken_file import read_tiktoken
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 CORPUS = [
@@ -25,6 +36,11 @@ TEXTS = [
     "HE'LL isn't 007 3.14159 \u00bd\u00b2 x1y2",
     "\uc5b4 \u0627\u0644 \u0e44\u0e17\u0e22 (a[b]{c}) <|x|>!!!\n",
 ]
+PIECES = [
+    *map(chr, range(32, 127)), *"\n\r\t\u00e9\u00c0\u00df\u0436\u0416\u65e5\u672c\u8a9e\u3042\ud55c\u0639\u0e44",
+    *"\u0939\u093f\u0967\u01c5\u02b0\u0301\u0300\u200d\u2019\u2026\u3000\u0130\u017f", "\U0001f389\U0001f3fd",
+    "'ll", "'S", "HELLO", "camelCase", "123456", "  ", "\n\n", "\r\n", " \n", "don't",
+]  # fmt: skip
 Ids = Callable[[str], list[int]]
 
 
@@ -132,3 +148,91 @@ def test_a_sentence_piece_vocabulary_equals_its_definition(tmp_path: Path) -> No
         assert b"".join(ours.token_bytes(token_id) for token_id in ids) == (b" " if text else b"") + text.encode()
     assert ours.encode("Hello") == [1, *ours.encode("Hello", add_special_tokens=False)]
     assert ours.eos_token_ids == {2} and ours.chat_template is None
+
+
+@pytest.mark.parametrize("name", sorted({split: name for name, split in PRE_TOKENIZERS.items()}.values()))
+def test_text_is_split_as_by_another_library(name: str) -> None:
+    splits = PRE_TOKENIZERS[name]
+    alphabet = {byte: character for character, byte in byte_alphabet().items()}
+    tokenizer = Tokenizer(models.BPE())
+    library.split_as(tokenizer, splits)
+    draw = random.Random(name)
+    for text in [*TEXTS, *("".join(draw.choices(PIECES, k=draw.randint(1, 30))) for _ in range(60))]:
+        expected = [unicodedata.normalize("NFC", text) if splits.nfc else text]
+        for pattern in splits.patterns:
+            expected = [piece for part in expected for piece in isolated(pattern, part)]
+        normalised = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+        found = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalised)]
+        assert found == ["".join(alphabet[byte] for byte in piece.encode()) for piece in expected], text
+
+
+def isolated(pattern: str, text: str) -> list[str]:
+    """The matches of a pattern and the text between them."""
+    pieces, end = [], 0
+    for match in regex.finditer(pattern, text, flags=regex.VERSION1):
+        pieces += [text[end : match.start()], match[0]]
+        end = match.end()
+    return [piece for piece in [*pieces, text[end:]] if piece]
+
+
+def by_ranks(ranks: dict[bytes, int], pattern: str, text: str) -> list[int]:
+    """Ids by the rule of tiktoken: a word that is a token, else pairs are joined, the one of the lowest rank first."""
+    ids: list[int] = []
+    for word in isolated(pattern, text):
+        parts = [bytes([byte]) for byte in word.encode()]
+        while word.encode() not in ranks:
+            pairs = [(ranks[a + b], place) for place, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]
+            if not pairs:
+                break
+            _, place = min(pairs)
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        ids += [ranks[word.encode()]] if word.encode() in ranks else [ranks[part] for part in parts]
+    return ids
+
+
+def test_a_vocabulary_of_ranks_equals_the_rule_of_tiktoken(tmp_path: Path) -> None:
+    vocabulary, _ = trained()
+    alphabet = byte_alphabet()
+    spelled = sorted(vocabulary, key=vocabulary.__getitem__)
+    ranks = {bytes(alphabet[character] for character in token): rank for rank, token in enumerate(spelled)}
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    (tmp_path / "tiktoken.model").write_bytes(b"".join(lines))
+    settings = {
+        "tokenizer_class": "TikTokenTokenizer", "eos_token": "[EOS]",
+        "added_tokens_decoder": {"420": {"content": "[BOS]", "special": True}, "421": {"content": "[EOS]"}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 500}}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    file = tmp_path / "kimi.gguf"
+    writer = GGUFWriter(file, "deepseek2")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("kimi-k2")
+    writer.add_token_list(spelled)
+    close(writer)
+    without_merges = load_tokenizer(str(file))
+    (pattern,) = PRE_TOKENIZERS["kimi-k2"].patterns
+    draw = random.Random(5)
+    for text in [*TEXTS, *("".join(draw.choices(PIECES, k=draw.randint(1, 40))) for _ in range(100))]:
+        expected = by_ranks(ranks, pattern, text)
+        assert tokenizer.encode_plain(text) == without_merges.encode_plain(text) == expected, text
+        assert b"".join(map(tokenizer.token_bytes, expected)).decode() == text
+    assert (tokenizer.size, tokenizer.eos_token_ids) == (500, frozenset({421}))
+    assert tokenizer.encode_plain("[EOS]a") == [421, vocabulary["a"]]
+    assert vocabulary_of_folder(tmp_path, 500).merges == read_tiktoken(tmp_path, settings).merges
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "words"),
+    [
+        (b"QQ== 0\n", "QwenTokenizer", "tokenizer_class whose way to split text is known .* got 'QwenTokenizer'"),
+        (b"QQ== 0\nQg 1\n", "TikTokenTokenizer", "line 2 is not a token in base64 and its rank"),
+        (b"QQ== 1\n", "TikTokenTokenizer", "the ranks of 1 different tokens must run from 0"),
+        (b"QQ== 0\n", "TikTokenTokenizer", "each byte must be a token"),
+    ],
+)
+def test_a_damaged_vocabulary_of_ranks_is_refused(lines: bytes, kind: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_bytes(lines)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(CheckpointError, match=words):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,96 @@
+"""Reads tiktoken.model, the vocabulary of Kimi-K2: a line for each token, its bytes in base64 and its rank.
+
+A token's rank is its id, and of two pairs of tokens the one that makes the token of the lower rank is joined first. The
+special tokens are in tokenizer_config.json. Knows no tokenizer library.
+Source of the format: https://github.com/openai/tiktoken
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet
+
+FILE = "tiktoken.model"
+# The file does not say how text is split into words before tokens are joined; the class of the tokenizer does.
+_SPLITS: Mapping[str, str] = {"TikTokenTokenizer": "kimi-k2"}
+_MAX_TOKENS = 1 << 24
+
+
+def read_tiktoken(folder: Path, settings: Mapping[str, Any]) -> VocabularyData:
+    """The vocabulary of `folder`/tiktoken.model, with `settings` from tokenizer_config.json. Raises CheckpointError."""
+    path = folder / FILE
+    kind = str(settings.get("tokenizer_class"))
+    if kind not in _SPLITS:
+        raise CheckpointError(
+            f"{path}: tokenizer_config.json must name a tokenizer_class whose way to split text is known "
+            f"({', '.join(_SPLITS)}), got {kind!r}"
+        )
+    spelling = {byte: character for character, byte in byte_alphabet().items()}
+    by_id = {rank: "".join(spelling[byte] for byte in token) for token, rank in _ranks(path)}
+    merges = merges_of_ranks([by_id[rank] for rank in range(len(by_id))])
+    kinds = dict.fromkeys(by_id, TokenKind.NORMAL)
+    for token_id, text, special in _added(settings, path):
+        by_id[token_id] = text
+        kinds[token_id] = TokenKind.CONTROL if special else TokenKind.USER_DEFINED
+    size = max(by_id) + 1
+    tokens = [by_id.get(token_id, f"[UNUSED{token_id}]") for token_id in range(size)]
+    return VocabularyData(
+        model="gpt2",
+        pre=_SPLITS[kind],
+        tokens=tokens,
+        kinds=[kinds.get(token_id, TokenKind.UNUSED) for token_id in range(size)],
+        merges=merges,
+    )
+
+
+def merges_of_ranks(tokens: Sequence[str]) -> list[str]:
+    """The merges of a vocabulary that has none, because the id of a token is its rank.
+
+    A token can be made of each pair of tokens that spells it. Pairs are joined in the order of what they make.
+    """
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = []
+    for token in tokens:
+        halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = [pair for pair in halves if pair[0] in ids and pair[1] in ids]
+        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [" ".join(pair) for pair in pairs]
+    return merges
+
+
+def _ranks(path: Path) -> list[tuple[bytes, int]]:
+    """The tokens and their ranks, which run from 0. Raises CheckpointError that names the line."""
+    found: dict[int, bytes] = {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            encoded, rank = line.split()
+            found[int(rank)] = base64.b64decode(encoded, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise CheckpointError(f"{path}: line {number} is not a token in base64 and its rank") from error
+    if not found or sorted(found) != list(range(len(found))) or len(set(found.values())) != len(found):
+        raise CheckpointError(f"{path}: the ranks of {len(found)} different tokens must run from 0")
+    if not {bytes([byte]) for byte in range(256)} <= set(found.values()):
+        raise CheckpointError(f"{path}: each byte must be a token")
+    return [(token, rank) for rank, token in sorted(found.items())]
+
+
+def _added(settings: Mapping[str, Any], path: Path) -> list[tuple[int, str, bool]]:
+    """Id, text and whether it is special, of each token in `added_tokens_decoder`."""
+    added = settings.get("added_tokens_decoder") or {}
+    try:
+        entries = [(int(key), str(entry["content"]), bool(entry.get("special", True))) for key, entry in added.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: added_tokens_decoder of tokenizer_config.json is damaged: {error!r}") from error
+    if wrong := [token_id for token_id, _, _ in entries if not 0 <= token_id < _MAX_TOKENS]:
+        raise CheckpointError(f"{path}: a token id must be between 0 and {_MAX_TOKENS - 1}, got {wrong[0]}")
+    return entries
