@@ -17,12 +17,14 @@ from ktqueue.core.request import GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import ChatBody, parse_chat
 from ktqueue.openai.common_fields import MAX_ID, FreeObject
+from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.prompt_endpoints import PromptCall
 from ktqueue.openai.validation import parse
 
 PATH = "/v1/messages"
 Json = dict[str, Any]
 _STRICT = ConfigDict(strict=True, extra="ignore")
+_REFUSED = {"mcp_servers": "tools are called by the client", "container": "there are no hosted tools"}
 
 
 class ClientTool(BaseModel):
@@ -174,6 +176,11 @@ def _chat(body: Mapping[str, Any], read: CountBody) -> ChatBody:
             param="thread",
             value=short_repr(body["thread"]),
         )
+    for name, advice in _REFUSED.items():
+        if body.get(name):
+            raise UnsupportedParameter(
+                f"{name} is not supported: {advice}", param=name, limit=advice, value=short_repr(body[name])
+            )
     if others.get("n") not in (None, 1):
         raise InvalidRequest("n must be 1: a message is one choice", param="n", limit=1, value=short_repr(others["n"]))
     return parse_chat({**others, **read.chat()})

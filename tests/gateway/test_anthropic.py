@@ -204,6 +204,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"messages": [{"role": "system", "content": "x"}]}, "role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"n": 2}, "n must be 1"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
+        ({"container": "c"}, "container is not supported"),
         ({"system": 5}, "system must be a string or a list of blocks, got 5"),
         ({"messages": [{"role": "user", "content": []}]}, "messages whose content is not empty"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content must be a string or a list of blocks"),
