@@ -97,8 +97,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = Field(None, description="End the stream with a chunk of token counts.")
-    continuous_usage_stats: Literal[False] | None = Field(
-        None, description="Token counts in each chunk are not supported."
+    continuous_usage_stats: bool | None = Field(
+        None, description="Counts are sent once, at the end: accepted only with include_usage: true."
     )
     include_obfuscation: Literal[False] | None = Field(None, description="Chunks are not padded.")
 
@@ -234,7 +234,15 @@ class CommonFields(ConstraintFields):
             raise UnsupportedParameter(
                 "stream_options is allowed only with stream: true", param="stream_options", limit="stream: true"
             )
-        return bool(self.stream_options.include_usage)
+        options = self.stream_options
+        if options.continuous_usage_stats and not options.include_usage:
+            raise UnsupportedParameter(
+                "stream_options.continuous_usage_stats is allowed only with include_usage: true, and token counts are "
+                "sent once, at the end of the stream",
+                param="stream_options.continuous_usage_stats",
+                limit="include_usage: true",
+            )
+        return bool(options.include_usage)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -1,5 +1,6 @@
 """One installation with the built-in model for all foreign clients of a session."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,11 @@ from pathlib import Path
 
 import pytest
 from command_line import Process, environment, serving
+
+from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.gguf.vocabulary import from_metadata
+from ktqueue.loading.model_path import resolve
+from ktqueue.loading.tokenizer import library
 
 PYTHON = os.environ.get("KTQUEUE_SERVER_PYTHON", sys.executable)
 """Runs the server: the environment of a client may have other versions of what the server imports."""
@@ -50,3 +56,15 @@ def exact_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientsSe
     """A server that computes all weights in float32, as transformers does."""
     with serving(start, tmp_path_factory.mktemp("up"), "--threads", "1", "--rules", "exact") as running:
         yield ClientsServer(running.url)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of the built-in model as a folder of transformers."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocabulary = from_metadata(read_header(resolve("demo")).metadata, "demo")
+    library.build(vocabulary, "demo").save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": vocabulary.tokens[vocabulary.ids["eos"]]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))  # aiperf looks for it
+    return folder

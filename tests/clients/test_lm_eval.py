@@ -13,11 +13,7 @@ pytest.importorskip("lm_eval")
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.gguf.vocabulary import from_metadata
 from ktqueue.loading.load import open_checkpoint
-from ktqueue.loading.model_path import resolve
-from ktqueue.loading.tokenizer import library
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 QUESTIONS: list[dict[str, Any]] = [
@@ -41,14 +37,10 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
 
 def write_task(folder: Path) -> None:
-    """A task, its data, and the demo model's tokenizer as a folder of transformers."""
+    """A task and its data."""
     data = folder / "docs.jsonl"
     data.write_text("".join(json.dumps({**question, "answer": 0}) + "\n" for question in QUESTIONS))
     (folder / "tale.yaml").write_text(TASK.replace("{data}", str(data)))
-    vocabulary = from_metadata(read_header(resolve("demo")).metadata, "demo")
-    library.build(vocabulary, "demo").save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": vocabulary.tokens[vocabulary.ids["eos"]]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def likelihoods_of_transformers() -> list[list[tuple[float, bool]]]:
@@ -73,11 +65,11 @@ def likelihoods_of_transformers() -> list[list[tuple[float, bool]]]:
 
 
 @pytest.mark.parametrize("as_token_ids", [True, False])
-def test_log_likelihoods(exact_server: Any, tmp_path: Path, as_token_ids: bool) -> None:
+def test_log_likelihoods(exact_server: Any, tokenizer_folder: Path, tmp_path: Path, as_token_ids: bool) -> None:
     write_task(tmp_path)
     options = {
         "model": "demo", "base_url": f"{exact_server.base_url}/completions", "max_length": 512, "num_concurrent": 2,
-        "tokenizer_backend": "huggingface", "tokenizer": tmp_path, "tokenized_requests": as_token_ids,
+        "tokenizer_backend": "huggingface", "tokenizer": tokenizer_folder, "tokenized_requests": as_token_ids,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions",

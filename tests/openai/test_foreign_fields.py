@@ -89,6 +89,8 @@ def test_a_neutral_value_of_a_refused_field_is_accepted() -> None:
             "stream": True, "stream_options": {"continuous_usage_stats": False},
         }
     )  # fmt: skip
+    counted = {"include_usage": True, "continuous_usage_stats": True}  # of guidellm, which needs the last counts only
+    assert parse_chat({**CHAT, "stream": True, "stream_options": counted}).wants_usage()
     with pytest.raises(UnsupportedParameter):
         parse_chat({**CHAT, "typical_p": True})
     with pytest.raises(InvalidRequest, match="n_predict must be at least 0"):
