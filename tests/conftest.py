@@ -30,7 +30,9 @@ LONG = 20_000  # milliseconds that a server of a fleet may be silent: these test
 # Offsets of the halfs in a block, and their size for weights of about 0.1. All other bytes may be anything.
 HALF_SCALES: dict[str, tuple[tuple[int, ...], float]] = {
     "Q4_0": ((0,), 0.02),
+    "Q4_1": ((0, 2), 0.01),
     "Q5_0": ((0,), 0.02),
+    "Q5_1": ((0, 2), 0.005),
     "Q8_0": ((0,), 0.001),
     "Q2_K": ((80, 82), 0.004),
     "Q3_K": ((108,), 0.002),

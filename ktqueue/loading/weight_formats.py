@@ -1,8 +1,9 @@
 """Storage formats of weights: names, block sizes, bytes per row. Knows no file format.
 
-No kernel reads Q5_0, but Q8_0 can hold it exactly, so its weights are requantised when they are loaded. llama.cpp
-stores Q5_0 where a row is not a multiple of a K block, such as the down experts of DeepSeek-V2-Lite in Q4_K_M files.
-Its five bits with an offset of 16 become a Q8_0 block with the same scale. Layouts: ggml-common.h.
+No kernel reads Q4_1, Q5_0 and Q5_1. llama.cpp stores them where a row is not a multiple of a K block, such as attn_k_b
+and the down experts of DeepSeek models. Their weights are stored in a format that holds them exactly when they are
+loaded: the five bits of Q5_0 with their offset of 16 in Q8_0, and products with a minimum, d * q + m, in F32.
+Layouts: ggml-common.h.
 """
 
 import math
@@ -26,7 +27,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
 }
-FILE_BLOCKS = {**BLOCKS, "Q5_0": (32, 22)}
+FILE_BLOCKS = {**BLOCKS, "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24)}
 """All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED."""
 
 Bytes = npt.NDArray[np.uint8]
@@ -46,9 +47,13 @@ def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])
 
 
-REQUANTISED = {"Q5_0": "Q8_0"}
-_Q5_0 = np.dtype([("d", "<u2"), ("high", "<u4"), ("low", "u1", 16)])
-_Q8_0 = np.dtype([("d", "<u2"), ("q", "i1", 32)])
+REQUANTISED = {"Q4_1": "F32", "Q5_0": "Q8_0", "Q5_1": "F32"}
+_LAYOUTS = {
+    "Q4_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("low", "u1", 16)]),
+    "Q5_0": np.dtype([("d", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
+    "Q5_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
+}
+_Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
 
 
 def loaded_format(quant: str) -> str:
@@ -63,10 +68,16 @@ def requantise(quant: str, data: Bytes) -> Bytes:
     """
     if quant not in REQUANTISED:
         return data
-    blocks = data.view(_Q5_0)
-    low = np.concatenate([blocks["low"] & 15, blocks["low"] >> 4], axis=1)  # [blocks, 32]
-    high = (blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1
-    out = np.empty(len(blocks), _Q8_0)
-    out["d"] = blocks["d"]
-    out["q"] = low.astype(np.int8) + (high << 4).astype(np.int8) - 16
-    return out.view(np.uint8)
+    blocks = data.view(_LAYOUTS[quant])
+    numbers = np.concatenate([blocks["low"] & 15, blocks["low"] >> 4], axis=1)  # [blocks, 32]
+    if quant != "Q4_1":
+        numbers |= ((blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
+    if quant == "Q5_0":
+        out = np.empty(len(blocks), _Q8_0)
+        out["d"] = blocks["d"]
+        out["q"] = numbers.astype(np.int8) - 16
+        return out.view(np.uint8)
+    values = numbers.astype(np.float32)
+    values *= blocks["d"][:, None].astype(np.float32)
+    values += blocks["m"][:, None].astype(np.float32)
+    return values.reshape(-1).view(np.uint8)
