@@ -41,8 +41,8 @@ class GrammarProcesses:
         """Whether `check` answers without work."""
         return hash(grammar) in self._verdicts
 
-    def check(self, grammar: str) -> None:
-        """Raise GrammarRefused if the grammar is wrong, or takes too much time or memory."""
+    def check(self, grammar: str, param: str = "grammar") -> None:
+        """Raise GrammarRefused, for the field `param`, if the grammar is wrong or takes too much time or memory."""
         key = hash(grammar)
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -52,7 +52,7 @@ class GrammarProcesses:
                 while len(self._verdicts) > REMEMBERED:
                     self._verdicts.popitem(last=False)
         if verdict:
-            raise GrammarRefused(verdict)
+            raise GrammarRefused(verdict, param)
 
     def close(self) -> None:
         """End all processes."""

@@ -41,7 +41,9 @@ _LATER_REQUEST: dict[str, Any] = {
     "return_pieces": False, "add_special_tokens": None, "grammar": None,
 }  # fmt: skip
 # Workers of format 1 may ignore these: they concern how the answer is read.
-_READERS_FIELDS: dict[str, Any] = {"tool_parser": "", "reasoning_parser": "", "endpoint": "", "reply_options": {}}
+_READERS_FIELDS: dict[str, Any] = {
+    "tool_parser": "", "reasoning_parser": "", "endpoint": "", "reply_options": {}, "grammar_field": "grammar",
+}  # fmt: skip
 _LATER_FIELDS = {**_LATER_REQUEST, **_READERS_FIELDS}
 _FIRST_FIELDS = tuple(field.name for field in fields(GenerationRequest) if field.name not in _LATER_FIELDS)
 _FIRST_SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name not in _LATER_SAMPLING)

@@ -158,6 +158,7 @@ class GenerationRequest:
 
     What the answer must be: `grammar` is a Lark grammar in llguidance's dialect, which the answer matches after any
     reasoning. Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+    `grammar_field` is the client's field that asks for it, for errors.
 
     How the answer is read: `tool_parser` and `reasoning_parser` name the formats of tool calls and reasoning
     (ktqueue/answers); empty means that the text has none. `endpoint` names the HTTP endpoint whose form the answer has,
@@ -190,6 +191,7 @@ class GenerationRequest:
     return_pieces: bool = False
     add_special_tokens: bool | None = None
     grammar: str | None = None
+    grammar_field: str = "grammar"
     tool_parser: str = ""
     reasoning_parser: str = ""
     endpoint: str = ""

@@ -158,11 +158,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
-    if error.status_code == 404:
-        refusal: KtqueueError = unserved(request.url.path) or RouteNotFound(
-            f"there is no {path}; see /openapi.json", param="path", value=path
-        )
+    if error.status_code in (404, 405) and (refusal := unserved(request.url.path)) is not None:
         return error_response(refusal, path=path)
+    if error.status_code == 404:
+        missing = RouteNotFound(f"there is no {path}; see /openapi.json", param="path", value=path)
+        return error_response(missing, path=path)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         not_allowed = MethodNotAllowed(

@@ -112,7 +112,7 @@ class Gateway:
         InvalidRequest for a grammar that takes too long to compile.
         """
         await self._check_size(generation)
-        await self.grammars.check(generation.grammar)
+        await self.grammars.check(generation.grammar, generation.grammar_field)
         try:
             with self._count_refusals(tenant):
                 record = await self.broker.jobs.submit(

@@ -24,14 +24,17 @@ class GrammarChecks:
         """Call `work` in a thread. Raises what `work` raises."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
 
-    async def check(self, grammar: str | None) -> None:
-        """Raise InvalidRequest if a grammar takes too long to compile. A grammar that is known costs nothing."""
+    async def check(self, grammar: str | None, param: str) -> None:
+        """Raise InvalidRequest for the field `param` if its grammar takes too long to compile.
+
+        A grammar that is known costs nothing.
+        """
         if grammar is None:
             return
         if self._processes.known(grammar):
-            self._processes.check(grammar)
+            self._processes.check(grammar, param)
         else:
-            await self.run(self._processes.check, grammar)
+            await self.run(self._processes.check, grammar, param)
 
     def close(self) -> None:
         """End the threads and processes."""

@@ -6,7 +6,7 @@ from ktqueue.core.errors import InvalidRequest
 
 _TEXT_ONLY = "ktqueue serves models that write text"
 
-# The first words of a path after /v1/, and why there is no such endpoint.
+# The first word or the first two of a path after /v1/, and why there is no such endpoint.
 UNSERVED: Mapping[str, str] = {
     "embeddings": "ktqueue has no embedding models",
     "embedding": "ktqueue has no embedding models",
@@ -25,6 +25,9 @@ UNSERVED: Mapping[str, str] = {
     "evals": "ktqueue does not evaluate models",
     "assistants": "use /v1/chat/completions",
     "threads": "use /v1/chat/completions",
+    "conversations": "send the whole conversation, or previous_response_id",
+    "responses/compact": "send the whole conversation, or previous_response_id",
+    "responses/input_tokens": "use /tokenize, or /v1/messages/count_tokens",
     "vector_stores": "ktqueue stores no documents",
     "containers": "ktqueue runs no programs",
     "uploads": "use `ktqueue batch run` for files of prompts",
@@ -56,8 +59,8 @@ def unserved(path: str) -> UnsupportedEndpoint | None:
     if path.startswith("/api/"):
         word = path.removeprefix("/api/").partition("/")[0]
         return _refusal(path, UNSERVED_OF_OLLAMA.get(word))
-    word = path.removeprefix("/v1").removeprefix("/").partition("/")[0]
-    return _refusal(path, UNSERVED.get(word))
+    words = path.removeprefix("/v1").removeprefix("/").split("/")
+    return _refusal(path, UNSERVED.get("/".join(words[:2])) or UNSERVED.get(words[0]))
 
 
 def _refusal(path: str, reason: str | None) -> UnsupportedEndpoint | None:

@@ -11,6 +11,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import ChatBody, parse_chat
+from ktqueue.openai.client_names import Names, client_name, client_names
 from ktqueue.openai.common_fields import FreeObject, shallow
 from ktqueue.openai.completions import CompletionBody, parse_completion
 from ktqueue.openai.errors import UnsupportedParameter
@@ -20,6 +21,7 @@ from ktqueue.openai.validation import must_be, parse
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
 Json = dict[str, Any]
 _STRICT = ConfigDict(strict=True, extra="ignore")
+_NAMES: Names = ((r"response_format(\.json_schema)?(\.schema)?", "format"), (r"reasoning_effort", "think"))
 # Options of Ollama's own runner, which say how a model is loaded and change no answer.
 LOADING = frozenset((
     "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
@@ -197,7 +199,12 @@ class ParsedOllama:
                 name = self.read.model
                 raise ModelNotFound(f"no worker serves the model {name!r}", param="model", value=name)
             return ()
-        return tuple(replace(request, endpoint=self.path) for request in self.inner.requests(card))
+        with client_names(_NAMES):
+            requests = self.inner.requests(card)
+        return tuple(
+            replace(request, endpoint=self.path, grammar_field=client_name(request.grammar_field, _NAMES))
+            for request in requests
+        )
 
     def wants_usage(self) -> bool:
         """Yes: the last line has the token counts."""

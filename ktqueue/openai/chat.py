@@ -46,13 +46,15 @@ class ChatBody(ChatPromptFields, ToolFields, CommonFields):
                 value=self.top_logprobs,
             )
         tools, choice = old_tools(self)
+        answer = self.answer_grammar()
+        tools_field = "functions" if self.has_old_functions else "tools"
         offered = offer_tools(
             tools,
             choice,
             card,
             parallel=self.parallel_tool_calls is not False and not self.has_old_functions,
-            answer=self.answer_grammar(),
-            field="functions" if self.has_old_functions else "tools",
+            answer=answer,
+            field=tools_field,
         )
         force_thinking = bool(card and card.force_thinking) if self.force_think is None else self.force_think
         reasoning_parser = (card.reasoning_parser if card else "") or ("think" if force_thinking else "")
@@ -80,6 +82,7 @@ class ChatBody(ChatPromptFields, ToolFields, CommonFields):
             truncate_prompt_tokens=self.truncation(card, max_tokens),
             return_prompt=bool(self.return_token_ids),
             grammar=offered.grammar,
+            grammar_field=self.grammar_field if offered.grammar == answer else tools_field,
             reply_options=self._all_options(offered.tools),
             tools=offered.tools,
             tool_parser=offered.parser,

@@ -135,6 +135,7 @@ class CompletionBody(CommonFields):
                 truncate_prompt_tokens=self.truncation(card, max_tokens),
                 return_prompt=bool(self.echo or self.return_token_ids),
                 grammar=grammar,
+                grammar_field=self.grammar_field,
                 reply_options=self.reply_options(),
             )
             for prompt in prompts

@@ -96,8 +96,7 @@ class ConstraintFields(BaseModel):
     def answer_grammar(self) -> str | None:
         """The grammar that the answer must match, in Lark; None without constraints. Raises InvalidRequest."""
         whitespace = self._whitespace()
-        forms = [*self._format_forms(), *self._structured_forms(), *self._plain_forms()]
-        given = [(param, value, make) for param, value, make in forms if value is not None]
+        given = self._given()
         if len(given) > 1:
             (first, *_), (second, *_) = given[:2]
             raise InvalidRequest(
@@ -110,6 +109,15 @@ class ConstraintFields(BaseModel):
             return None
         param, value, make = given[0]
         return make(value, param, whitespace)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says which form the answer must have. Raises InvalidRequest."""
+        return next((param for param, _, _ in self._given()), "grammar")
+
+    def _given(self) -> "list[_Form]":
+        forms = [*self._format_forms(), *self._structured_forms(), *self._plain_forms()]
+        return [(param, value, make) for param, value, make in forms if value is not None]
 
     def _format_forms(self) -> "list[_Form]":
         chosen = self.response_format

@@ -8,6 +8,7 @@ calls and tool results. Roles of other names are left to the template.
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.openai.common_fields import shallow
@@ -138,11 +139,19 @@ class ToolDefinition(BaseModel):
 Tool = Annotated[ToolDefinition, BeforeValidator(shallow)]
 
 
+def _beginning(arguments: str) -> Any:
+    """The members of an object that was cut off, as `max_tokens` does. Other text goes to the template unchanged."""
+    try:
+        return shallow(from_json(arguments, allow_partial="trailing-strings"))
+    except ValueError:
+        return arguments
+
+
 def _plain_call(call: ToolCall) -> dict[str, Any]:
     arguments: Any = call.function.arguments
     if isinstance(arguments, str) and arguments.startswith("{"):
         try:
             arguments = shallow(loads(arguments))
         except (CodecError, ValueError):
-            arguments = call.function.arguments  # not JSON: the template gets the text unchanged
+            arguments = _beginning(call.function.arguments)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

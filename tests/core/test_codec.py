@@ -234,7 +234,12 @@ def test_fields_that_a_newer_version_added_to_a_known_format_are_ignored() -> No
 
 def test_a_request_has_the_first_format_while_workers_may_ignore_all_that_is_new_in_it() -> None:
     request = GenerationRequest(model="tale", prompt="Once")
-    readers: dict[str, Any] = {"endpoint": "chat", "tool_parser": "hermes", "reply_options": {"echo": True}}
+    readers: dict[str, Any] = {
+        "endpoint": "chat",
+        "tool_parser": "hermes",
+        "reply_options": {"echo": True},
+        "grammar_field": "a",
+    }
     for ignorable in (request, replace(request, **readers)):
         assert json.loads(encode_request(ignorable))["v"] == 1
     binding: dict[str, Any] = {

@@ -196,5 +196,5 @@ def test_an_unknown_pre_tokenizer_is_refused(tiny: Path, tmp_path: Path) -> None
     document = json.loads((tiny / "tokenizer.json").read_text())
     document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "a+"
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=r"unknown pre-tokenizer .*known: default, gpt-2, qwen2"):
+    with pytest.raises(CheckpointError, match=r"unknown pre-tokenizer .*known: default, gpt-2, .*qwen2"):
         convert(tmp_path, tmp_path / "model.gguf", experts="f16")

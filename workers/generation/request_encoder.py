@@ -40,7 +40,7 @@ class RequestEncoder:
             return prompt
         grammar = after_reasoning(request.grammar, request.reasoning_parser, prompt.opening)
         grammar = with_special_tokens(grammar, self._tokenizer.special_tokens)
-        self._grammars.check(grammar)
+        self._grammars.check(grammar, request.grammar_field)
         return replace(prompt, matcher=self._compiler.compile(grammar))
 
     def _render(self, request: GenerationRequest) -> str:

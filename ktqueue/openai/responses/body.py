@@ -15,6 +15,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import parse_chat
+from ktqueue.openai.client_names import Names, client_name, client_names
 from ktqueue.openai.common_fields import FreeObject, Metadata, shallow
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.validation import parse
@@ -29,6 +30,12 @@ _OWN = frozenset({
     "include", "truncation", "conversation", "prompt", "max_tool_calls", "stream_options",
     "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
 })  # fmt: skip
+_NAMES: Names = (
+    (r"response_format(\.json_schema)?", "text.format"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"max_tokens", "max_output_tokens"),
+    (r"reasoning_effort", "reasoning.effort"),
+)
 _TOOL = {"parameters": None, "strict": None}
 _REFUSED = {
     "conversation": "use previous_response_id",
@@ -145,9 +152,12 @@ def parse_response(body: Mapping[str, Any], card: ModelCard | None, history: Seq
         chat["response_format"] = _response_format(own.text.format)
     if own.reasoning is not None and own.reasoning.effort is not None:
         chat["reasoning_effort"] = own.reasoning.effort
-    parsed = parse_chat(chat)
+    with client_names(_NAMES):
+        generation = parse_chat(chat).request(card)
     return ResponseCall(
-        generation=replace(parsed.request(card), endpoint="responses"),
+        generation=replace(
+            generation, endpoint="responses", grammar_field=client_name(generation.grammar_field, _NAMES)
+        ),
         messages=tuple(messages),
         echo=_echo(own, body),
         stream=bool(own.stream),
