@@ -148,10 +148,11 @@ def _beginning(arguments: str) -> Any:
 
 
 def _plain_call(call: ToolCall) -> dict[str, Any]:
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str) and arguments.startswith("{"):
+    text = call.function.arguments
+    arguments: Any = text
+    if isinstance(text, str) and text.startswith("{"):
         try:
-            arguments = shallow(loads(arguments))
+            arguments = shallow(loads(text))
         except (CodecError, ValueError):
-            arguments = _beginning(call.function.arguments)
+            arguments = _beginning(text)
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

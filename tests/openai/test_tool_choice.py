@@ -110,6 +110,16 @@ def test_thinking_is_forced_by_the_request_or_the_model() -> None:
     assert not parse_chat({**BODY, "force_think": False}).request(forcing).force_thinking
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('{"n": 1, "s": "ab', {"n": 1, "s": "ab"}), ('{"n": ', {}), ("{n: 1}", "{n: 1}"), ("no object", "no object")],
+)
+def test_arguments_that_were_cut_off_are_read_as_far_as_they_go(text: str, arguments: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    assert (request(messages=talk).messages or ())[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_old_messages_about_functions_become_calls_and_results() -> None:
     talk = [
         {"role": "user", "content": "Hi"},
