@@ -1,7 +1,8 @@
 """Grammars of tool calls in the format of each family, and grammars that follow reasoning. In llguidance's Lark.
 
 A marker may be a special token or plain text, which only the model's vocabulary says. The grammars have plain text, in
-lines that begin with `mark_` or `upto_`; the worker replaces these by special tokens: see `with_special_tokens`.
+lines that begin with `mark_`, `upto_` or `text_`. The worker replaces these by special tokens: see
+`with_special_tokens`.
 """
 
 import json
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktqueue.answers.families import HARMONY, HARMONY_START, REASONING, TOOLS
+from ktqueue.answers.grammar import regex_terminal
 
 JsonLark = Callable[[Mapping[str, Any], str], str]
 """From the schema of a value and the name of its function to a grammar `start: %json {...}`."""
 
 _TOOLS_INSIDE = "// Answers and tool calls."  # the first line of all grammars that are made here
 _FINAL = "<|channel|>final<|message|>"
-_LINE = re.compile(r'^(?P<rule>(?:mark|upto)_\d+)(?P<lazy>\[lazy\])?: .*?// (?P<marker>".*")$', re.MULTILINE)
+_LINE = re.compile(r'^(?P<rule>(?:mark|upto|text)_\d+)(?P<lazy>\[lazy\])?: .*?// (?P<marker>".*")$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ STYLES: Mapping[str, CallStyle] = {
         "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", many=False
     ),
 }  # fmt: skip
+_LIMITS = frozenset({"minLength", "maxLength", "pattern"})  # keywords that limit a text
 # Markers inside a call that may be special tokens, besides those in TOOLS.
 _INNER_MARKS = (
     "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "[ARGS]", "<|channel|>", "<|constrain|>", "<|message|>",
@@ -209,6 +212,8 @@ def with_special_tokens(grammar: str, special_tokens: Mapping[str, int]) -> str:
         if marker not in special_tokens:
             return match[0]
         text = "/(?s:.*)/ " if match["lazy"] else ""
+        if match["rule"].startswith("text"):
+            text = match["rule"].upper() + " "
         return f"{match['rule']}: {text}<[{special_tokens[marker]}]>"
 
     return _LINE.sub(line, grammar)
@@ -282,11 +287,33 @@ class _Writer:
             elif texts is not None:
                 value = f"({' | '.join(map(_quoted, texts))}) {self.text(style.parameter_end)}"
                 mark = style.string_mark
+            elif inner.keys() & _LIMITS:
+                value, mark = self._limited_text(inner, style.parameter_end), style.string_mark
             else:
                 value, mark = self._text_up_to(style.parameter_end), style.string_mark
             self.rules.append(f"{rule}: {self.text(style.parameter + key + mark + style.parameter_middle)} {value}")
             names.append(rule if key in required else f"{rule}?")
         return " ".join(names)
+
+    def _limited_text(self, schema: Mapping[str, Any], end: str) -> str:
+        """The expression for a text with a length or a pattern, and the end of the parameter.
+
+        Text and marker are one terminal, since the lexer is greedy: it would take the beginning of the marker as text.
+        """
+        most = schema.get("maxLength")
+        limits = [f"/(?s:.{{{schema.get('minLength', 0)},{'' if most is None else most}}})/"]
+        if "pattern" in schema:
+            limits.append(regex_terminal(_whole(schema["pattern"])))
+        match = self._marks.search(end)
+        marker, rest = (end, "") if match is None else (match[0], self.text(end[match.end() :]))
+        rule = f"text_{len(self.rules)}"
+        text = rule.upper()
+        self.rules += [
+            f"{text}: {' & '.join([*limits, f'~/(?s:.*){_pattern(marker.strip())}(?s:.*)/'])}",
+            f"{text}_END: {text} {_quoted(marker)}",
+            f"{rule}: {text}_END // {_quoted(marker)}",
+        ]
+        return f"{rule} {rest}"
 
     def _text_up_to(self, end: str) -> str:
         match = self._marks.search(end)
@@ -322,6 +349,13 @@ def _texts(schema: Any) -> list[str] | None:
 
 def _is_text(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.get("type") == "string"
+
+
+def _whole(pattern: str) -> str:
+    """A pattern for the whole text, from one of JSON Schema, which may match anywhere unless it has anchors."""
+    begin = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    return f"{begin}(?:{pattern[not begin : len(pattern) - (not end)]}){end}"
 
 
 def _first_marker(style: CallStyle, tool_parser: str) -> str:

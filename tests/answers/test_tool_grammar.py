@@ -161,3 +161,36 @@ def test_parser_reads_text_that_the_grammar_leaves_free() -> None:
     assert parser is not None
     parts = joined([*parser.push(f"I look.\n{written('tool_call')}"), *parser.finish()])
     assert parts[0] == AnswerText("I look.")
+
+
+@pytest.mark.parametrize("family", [name for name, style in STYLES.items() if style.parameter])
+@pytest.mark.parametrize(
+    ("limits", "right", "wrong"),
+    [
+        ({"maxLength": 5}, ["", "12345", "日本 é"], ["123456"]),
+        ({"minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
+        ({"pattern": "^[a-z/]+$"}, ["ab/c"], ["", "aB", "ab1"]),
+        ({"pattern": "b|c"}, ["b", "abd", "c c"], ["a", ""]),
+        ({"pattern": "^a", "maxLength": 3}, ["a", "abc"], ["ba", "abcd"]),
+        ({"pattern": r"1\$"}, ["a1$b"], ["1", "$1"]),
+    ],
+)
+def test_texts_between_tags_keep_their_limits(
+    family: str, limits: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", **limits}}, "required": ["a"]}
+    grammar = tool_grammar([Function("f", schema)], family, json_lark, forced=True, several=False)
+    assert grammar is not None
+    style = STYLES[family]
+
+    def call(value: str) -> str:
+        argument = f"{style.parameter}a{style.string_mark}{style.parameter_middle}{value}{style.parameter_end}"
+        return f"{style.opening}{style.start}f{style.middle}{argument}{style.end}{style.closing}"
+
+    assert all(matches(grammar, call(value)) for value in right)
+    assert not any(matches(grammar, call(value)) for value in wrong)
+    assert not matches(grammar, call(f"b{style.parameter_end.strip()}"))
+    if family == "glm45":
+        rule = next(line for line in grammar.splitlines() if line.startswith("text_"))
+        name = rule.partition(":")[0]
+        assert f"{name}: {name.upper()} <[7]>" in with_special_tokens(grammar, {"</arg_value>": 7}).splitlines()

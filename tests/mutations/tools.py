@@ -33,4 +33,11 @@ TOOLS: dict[str, Mutation] = {
         "    if False:\n",
         (f"{TEMPLATES}::test_tool_calls_are_spelled_as_the_template_expects[m.content is none-'' + f.arguments]",),
     ),
+    "texts between tags have no limits": Mutation(
+        "a text between tags has the length and the pattern of its schema",
+        "ktqueue/answers/tool_grammar.py",
+        "elif inner.keys() & _LIMITS:",
+        "elif False:",
+        (f"{GRAMMARS}::test_texts_between_tags_keep_their_limits[limits0-right0-wrong0-qwen3_coder]",),
+    ),
 }
