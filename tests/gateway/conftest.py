@@ -16,11 +16,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from scripted_worker import ScriptedWorker
+from scripted_worker import CARD, ScriptedWorker, Step, ended, token
 from served_gateway import Conforms, EventFrames, PostStream, ServeWith, read_frames, serving
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim
 from ktqueue.core.config import BrokerConfig, Config, GatewayConfig
+from ktqueue.core.events import FinishReason
 
 SCHEMAS = Path(__file__).resolve().parents[3] / "shared" / "data" / "api" / "openai-openapi.json"
 
@@ -62,6 +64,27 @@ async def worker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     task = asyncio.create_task(scripted.run())
     await scripted.ready.wait()
     yield scripted
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def calls_a_tool(claim: Claim) -> AsyncIterator[Step]:
+    """Reasoning, text and a tool call, in pieces."""
+    text = '<think>Hm.</think>I ask.<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    for place in range(0, len(text), 7):
+        yield token(text[place : place + 7])
+    yield {"finish_reason": FinishReason.STOP}
+    yield ended(claim)
+
+
+@pytest.fixture
+async def caller(broker: Broker) -> AsyncIterator[ScriptedWorker]:
+    """A worker whose model reasons and calls tools."""
+    card = replace(CARD, name="caller", tool_parser="tool_call", reasoning_parser="think")
+    worker = ScriptedWorker(broker, calls_a_tool, card)
+    task = asyncio.create_task(worker.run())
+    await worker.ready.wait()
+    yield worker
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -1,20 +1,16 @@
 """/v1/responses: bodies, events, stored responses, the background, and the openai package."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from scripted_worker import CARD, ScriptedWorker, Step, ended, token
+from scripted_worker import ScriptedWorker, Step, token
 from served_gateway import Conforms, ServeWith
 
-from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim
-from ktqueue.core.events import FinishReason
 from ktqueue.core.tenants import TenantConfig, hash_of
 
 PATH = "/v1/responses"
@@ -36,27 +32,6 @@ async def events_of(http: httpx.AsyncClient, method: str, path: str, **options: 
     numbers = [event["sequence_number"] for event in events]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     return events
-
-
-async def calls_a_tool(claim: Claim) -> AsyncIterator[Step]:
-    """Reasoning, text and a tool call, in pieces."""
-    text = '<think>Hm.</think>I ask.<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
-    for place in range(0, len(text), 7):
-        yield token(text[place : place + 7])
-    yield {"finish_reason": FinishReason.STOP}
-    yield ended(claim)
-
-
-@pytest.fixture
-async def caller(broker: Broker) -> AsyncIterator[ScriptedWorker]:
-    """A worker whose model reasons and calls tools."""
-    card = replace(CARD, name="caller", tool_parser="tool_call", reasoning_parser="think")
-    worker = ScriptedWorker(broker, calls_a_tool, card)
-    task = asyncio.create_task(worker.run())
-    await worker.ready.wait()
-    yield worker
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_response_has_the_answer_as_a_message(
