@@ -32,9 +32,10 @@ class BoundDecoder {
 
     void add_layer(const ReadOnly& attention_norm, const BoundLinear& q, const BoundLinear& k, const BoundLinear& v,
                    const BoundLinear& o, const ReadOnly& q_norm, const ReadOnly& k_norm, float clip,
-                   size_t sliding_window, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
+                   size_t sliding_window, const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
                    const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
-                   size_t experts_per_token, bool renormalise) {
+                   size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
+                   size_t groups_used, const ReadOnly& bias) {
         const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
         decoder_.add_layer({
             .attention_norm = vector_of(attention_norm, "attention_norm"),
@@ -46,13 +47,13 @@ class BoundDecoder {
             .k_norm = vector_of(k_norm, "k_norm"),
             .clip = clip,
             .sliding_window = sliding_window,
+            .sinks = vector_of(sinks, "sinks"),
             .mlp_norm = vector_of(mlp_norm, "mlp_norm"),
             .mlp = mlp ? &mlp->layer() : nullptr,
             .shared_gate = linear(shared_gate),
             .router = linear(router),
             .experts = experts ? &experts->layer() : nullptr,
-            .experts_per_token = experts_per_token,
-            .renormalise = renormalise,
+            .routing = {experts_per_token, renormalise, sigmoid, scale, groups, groups_used, vector_of(bias, "bias")},
         });
     }
 
@@ -157,10 +158,12 @@ void bind_decoder(nb::module_& module) {
              nb::arg("head"), nb::arg("isa"), nb::keep_alive<1, 11>())
         .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q"),
              nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("clip"),
-             nb::arg("sliding_window"), nb::arg("mlp_norm"), nb::arg("mlp").none(), nb::arg("shared_gate").none(),
-             nb::arg("router").none(), nb::arg("experts").none(), nb::arg("experts_per_token"), nb::arg("renormalise"),
-             nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
-             nb::keep_alive<1, 12>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>())
+             nb::arg("sliding_window"), nb::arg("sinks"), nb::arg("mlp_norm"), nb::arg("mlp").none(),
+             nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
+             nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
+             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::keep_alive<1, 3>(),
+             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 13>(),
+             nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
         .def("forward", &BoundDecoder::forward, nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("scored"),

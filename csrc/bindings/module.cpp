@@ -3,6 +3,7 @@
 #include "bindings/module.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -34,7 +35,7 @@ void bound_dequantize(const std::string& quant, const ReadOnly& packed, const Wr
 void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly& value, const Writable& cache_keys,
                      const Writable& cache_values, const ReadOnly& query_starts, const ReadOnly& context_lengths,
                      const ReadOnly& page_table, const ReadOnly& slot_mapping, float scaling, size_t sliding_window,
-                     const Writable& out, const std::string& isa) {
+                     const std::optional<ReadOnly>& sinks, const Writable& out, const std::string& isa) {
     require<float>(query, "query", {kAny, kAny, kAny}, false);
     const auto heads = static_cast<int64_t>(query.shape(0)), tokens = static_cast<int64_t>(query.shape(1)),
                head_dim = static_cast<int64_t>(query.shape(2));
@@ -50,6 +51,7 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
     require<int32_t>(page_table, "page_table", {rows, kAny});
     require<int64_t>(slot_mapping, "slot_mapping", {tokens});
     require<float>(out, "out", {tokens, heads, head_dim});
+    if (sinks) require<float>(*sinks, "sinks", {heads});
     const PagedStep step = {
         .query_starts = data<int32_t>(query_starts),
         .context_lengths = data<int32_t>(context_lengths),
@@ -80,6 +82,7 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
         .cache_values = update.cache_values,
         .scaling = scaling,
         .sliding_window = sliding_window,
+        .sinks = sinks ? data<float>(*sinks) : nullptr,
         .output = data<float>(out),
     };
     const KernelTable& kernels = kernels_named(isa);
@@ -139,7 +142,7 @@ NB_MODULE(_kernels, module) {
     module.def("paged_attention", &bound_attention, nb::arg("query"), nb::arg("key"), nb::arg("value"),
                nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),
                nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("sliding_window"),
-               nb::arg("out"), nb::arg("isa") = "");
+               nb::arg("sinks").none(), nb::arg("out"), nb::arg("isa") = "");
     module.def("mask_logits", &bound_mask_logits, nb::arg("logits"), nb::arg("masks"), nb::arg("rows"));
     bind_weights(module);
     bind_decoder(module);

@@ -102,6 +102,7 @@ void attention(const AttentionTask& task) {
     size_t first = task.first_key[0], last = 0;
     for (size_t v = 0; v < task.vectors; ++v) {
         states[v] = {-std::numeric_limits<float>::infinity(), 0.0f};
+        if (task.sinks) states[v] = {task.sinks[v], 1.0f};  // exp(sink - sink), and no value
         std::fill(task.output[v], task.output[v] + task.head_dim, 0.0f);
         first = std::min(first, task.first_key[v]);
         last = std::max(last, task.last_key[v]);

@@ -79,6 +79,7 @@ struct AttentionTask {
     float* const* output;       // [vectors] pointers to head_dim floats
     const size_t* first_key;    // [vectors] first key that the vector sees (sliding window), else 0
     const size_t* last_key;     // [vectors] one past the last key that the vector sees; > first_key
+    const float* sinks;         // [vectors] a score without a value in each softmax; or null
     size_t vectors;             // at most kMaxVectors
     const float* keys;          // the cache at this head: page p, slot s is at (p * page_size + s) * slot_stride
     const float* values;

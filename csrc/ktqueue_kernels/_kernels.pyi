@@ -29,6 +29,7 @@ def paged_attention(
     slot_mapping: Any,
     scaling: float,
     sliding_window: int,
+    sinks: Any | None,
     out: Any,
     isa: str = "",
 ) -> None: ...
@@ -128,6 +129,7 @@ class Decoder:
         k_norm: Any,
         clip: float,
         sliding_window: int,
+        sinks: Any,
         mlp_norm: Any,
         mlp: ExpertLayer | None,
         shared_gate: Linear | None,
@@ -135,10 +137,16 @@ class Decoder:
         experts: ExpertLayer | None,
         experts_per_token: int,
         renormalise: bool,
+        sigmoid: bool,
+        scale: float,
+        groups: int,
+        groups_used: int,
+        bias: Any,
     ) -> None:
         """Append a layer. q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and
-        v are not clamped; sliding_window 0: no limit; mlp: the dense MLP or the shared expert, as a layer of one
-        expert; router, experts: of the routed experts."""
+        v are not clamped; sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP or the shared expert,
+        as a layer of one expert; router, experts: of the routed experts; the rest: how the router chooses among them,
+        with a bias that is empty or [experts]."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary table, [positions, half] each."""

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "model/rms_norm.h"
-#include "model/router.h"
 #include "threads/thread_pool.h"
 
 namespace ktqueue {
@@ -70,14 +69,14 @@ void Decoder::add_layer(DecoderLayer layer) {
         return norm.empty() || norm.size() == head_dim || norm.size() == count * head_dim;
     };
     require(whole_or_head(layer.q_norm, heads) && whole_or_head(layer.k_norm, kv_heads), "the norm of q or k");
+    require(layer.sinks.empty() || layer.sinks.size() == heads, "the sinks");
     require(layer.mlp ? layer.mlp->hidden() == hidden && layer.mlp->experts() == 1 : layer.experts != nullptr,
             "the MLP");
     require(!layer.shared_gate || (layer.mlp && fits(layer.shared_gate, 1, hidden)), "the shared expert's gate");
     if (layer.experts) {
         require(layer.experts->hidden() == hidden, "the experts");
         require(fits(layer.router, layer.experts->experts(), hidden), "the router");
-        require(layer.experts_per_token >= 1 && layer.experts_per_token <= layer.experts->experts(),
-                "the number of experts a token");
+        ktqueue::check(layer.routing, layer.experts->experts());
     }
     layers_.push_back(std::move(layer));
 }
@@ -193,7 +192,7 @@ void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, s
     float* attended = grown(work_.attended, count * q_size);
     attend(step.paged, shape_.attention, plan,
            {work_.q.data(), head_dim, q_size, step.cache_keys[index], step.cache_values[index], shape_.scaling,
-            layer.sliding_window, attended},
+            layer.sliding_window, layer.sinks.empty() ? nullptr : layer.sinks.data(), attended},
            kernels_);
     float* out = grown(work_.out, count * hidden);
     layer.o->forward(attended, q_size, count, out, hidden);
@@ -227,11 +226,12 @@ void Decoder::feed_forward(const DecoderLayer& layer, size_t first, size_t count
 }
 
 void Decoder::run_experts(const DecoderLayer& layer, size_t count, float* out) {
-    const size_t chosen = layer.experts_per_token, experts = layer.experts->experts();
+    const size_t chosen = layer.routing.chosen, experts = layer.experts->experts();
     int64_t* ids = grown(work_.ids, count * chosen);
     float* weights = grown(work_.routing, count * chosen);
+    float* scores = grown(work_.scores, count * experts);
     for_tokens(count, 8 * experts, [&](size_t t) {
-        route(work_.router_logits.data() + t * experts, experts, chosen, layer.renormalise, ids + t * chosen,
+        route(work_.router_logits.data() + t * experts, experts, layer.routing, scores + t * experts, ids + t * chosen,
               weights + t * chosen);
     });
     work_.used.assign(experts, 0);

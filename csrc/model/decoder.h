@@ -15,6 +15,7 @@
 #include "model/linear.h"
 #include "model/paged_attention.h"
 #include "model/rotary.h"
+#include "model/router.h"
 
 namespace ktqueue {
 
@@ -25,14 +26,14 @@ struct DecoderLayer {
     std::vector<float> q_norm, k_norm;  // empty, [head_dim] for each head, or of the whole projection
     float clip = 0;                     // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
     size_t sliding_window = 0;          // as in AttentionLayer
+    std::vector<float> sinks;           // [heads] as in AttentionLayer, or empty
     std::vector<float> mlp_norm;        // [hidden], for the input of the feed-forward part
     // The dense MLP, or the shared expert of a layer with routed experts: a layer of one expert. Null if there is none.
     const ExpertLayer* mlp = nullptr;
     const Linear* shared_gate = nullptr;  // one row; the shared expert's weight is sigmoid(shared_gate(x)); null: 1
     const Linear* router = nullptr;       // [experts, hidden]
     const ExpertLayer* experts = nullptr;
-    size_t experts_per_token = 0;
-    bool renormalise = false;  // scale the weights of the chosen experts to a sum of one
+    Routing routing;                      // of a layer with routed experts
 };
 
 struct DecoderShape {
@@ -79,7 +80,7 @@ class Decoder {
 
   private:
     struct Workspace {
-        std::vector<float> x, normed, q, k, v, attended, out, router_logits, routing, shares, shared;
+        std::vector<float> x, normed, q, k, v, attended, out, router_logits, scores, routing, shares, shared;
         std::vector<int64_t> ids, zeros;
         std::vector<uint8_t> used;  // [experts]
         AttentionPlan all, scored;

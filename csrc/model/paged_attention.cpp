@@ -21,6 +21,7 @@ void attend_piece(const PagedStep& step, const AttentionShape& shape, const Atte
     const float* query[kMaxVectors];
     float* output[kMaxVectors];
     size_t first_key[kMaxVectors], last_key[kMaxVectors];
+    float sinks[kMaxVectors];
     size_t vectors = 0;
     for (size_t q = piece.first; q < piece.last; ++q)
         for (size_t head = piece.head; head < piece.head + piece.heads; ++head, ++vectors) {
@@ -28,10 +29,11 @@ void attend_piece(const PagedStep& step, const AttentionShape& shape, const Atte
             output[vectors] = layer.output + (q * shape.heads + head) * shape.head_dim;
             const size_t seen = plan.queries[q].seen;
             last_key[vectors] = seen;
+            if (layer.sinks) sinks[vectors] = layer.sinks[head];
             first_key[vectors] = layer.sliding_window && seen > layer.sliding_window ? seen - layer.sliding_window : 0;
         }
     const size_t kv_offset = piece.head / (shape.heads / shape.kv_heads) * shape.head_dim;
-    kernels.attention({query, output, first_key, last_key, vectors, layer.cache_keys + kv_offset,
+    kernels.attention({query, output, first_key, last_key, layer.sinks ? sinks : nullptr, vectors, layer.cache_keys + kv_offset,
                        layer.cache_values + kv_offset, step.page_table + plan.queries[piece.first].row * step.max_pages,
                        step.page_size, shape.kv_heads * shape.head_dim, shape.head_dim, layer.scaling});
 }

@@ -59,6 +59,7 @@ struct AttentionLayer {
     const float *cache_keys, *cache_values;  // [pages, page_size, kv_heads, head_dim]
     float scaling;
     size_t sliding_window;  // keys that a token sees at most, including itself; 0: no limit
+    const float* sinks;     // [heads] a score of each head that takes a share of the softmax and has no value; or null
     float* output;          // [queries, heads, head_dim]
 };
 

@@ -49,12 +49,14 @@ class CardFacts:
 class AttentionFacts:
     """What an attention plan on a GPU needs to know. `heads` are those of the query.
 
-    `windows` are the sliding windows of all layers, in keys; 0 means no window.
+    `windows` are the sliding windows of all layers, in keys; 0 means no window. `sinks`: heads have a score without a
+    value.
     """
 
     heads: int
     scaling: float
     windows: frozenset[int]
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,12 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
     """Return the facts of all attention modules."""
-    scalings, windows = set(), set()
+    scalings, windows, sinks = set(), set(), False
     for _, module in _attention_modules(skeleton):
+        sinks |= any("sink" in name for name, _ in module.named_parameters(recurse=False))
         windows.add(window_of(module, config))
         scalings.add(float(module.scaling))
-    return AttentionFacts(config.num_attention_heads, max(scalings, default=1.0), frozenset(windows or {0}))
+    return AttentionFacts(config.num_attention_heads, max(scalings, default=1.0), frozenset(windows or {0}), sinks)
 
 
 def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:

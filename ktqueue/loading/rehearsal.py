@@ -42,7 +42,14 @@ class _RecordingAttention:
         self.differs = False
 
     def attend(
-        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv: KVCache,
+        *,
+        scaling: float,
+        sliding_window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionPlan. Raises ValueError if keys and queries differ in width."""
         if query.shape[2] != kv.layout.head_dim:

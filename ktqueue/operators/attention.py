@@ -27,24 +27,24 @@ def paged_attention(
     scaling: float,
     step: StepContext | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values into layer `module.layer_idx` of the cache, then attend causally.
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] -> ([1, tokens, heads, head_dim],
-    None). The mask follows from the step; `attention_mask` must be None. Raises ValueError for a mask, for an option
-    that changes scores (softcap, sinks), and if there is no step or it does not fit the cache.
+    None). The mask follows from the step; `attention_mask` must be None. s_aux: [heads], the sinks of `attend`. Raises
+    ValueError for a mask, for a softcap, and if there is no step or it does not fit the cache.
     """
     if step is None:
         raise ValueError(f"{type(module).__name__} did not receive the step: the model does not pass it on")
     if attention_mask is not None:
         raise ValueError("paged attention takes its mask from the step; attention_mask must be None")
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"paged attention does not compute {name}")
+    if kwargs.get("softcap") is not None:
+        raise ValueError("paged attention does not compute softcap")
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = window_of(module, getattr(module, "config", None), sliding_window)
-    attended = attend(layer, query[0], key[0], value[0], step, scaling=scaling, sliding_window=window)
+    attended = attend(layer, query[0], key[0], value[0], step, scaling=scaling, sliding_window=window, sinks=s_aux)
     return attended[None], None
 
 
@@ -57,18 +57,19 @@ def attend(
     *,
     scaling: float,
     sliding_window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the step's keys and values into `layer` of the cache, then attend causally.
 
     query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim] -> [tokens, heads, value_dim]. `value`
-    is None if the cache holds latents. `sliding_window` 0: no limit. Raises ValueError for a step that does not fit the
-    cache.
+    is None if the cache holds latents. `sliding_window` 0: no limit. sinks: [heads], a further score in the softmax of
+    each head that has no value; None: there is none. Raises ValueError for a step that does not fit the cache.
     """
     keys, values = step.kv.keys[layer], step.kv.values[layer]
     if step.attention is not None:
         _write(layer, key, value, step)
         return step.attention.attend(
-            layer, query.transpose(0, 1), step.kv, scaling=scaling, sliding_window=sliding_window
+            layer, query.transpose(0, 1), step.kv, scaling=scaling, sliding_window=sliding_window, sinks=sinks
         )
     if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
         heads, tokens, head_dim = query.shape
@@ -88,6 +89,7 @@ def attend(
             out.numpy(),
             scaling=scaling,
             sliding_window=sliding_window,
+            sinks=None if sinks is None else native.as_array(sinks.float()),
         )
         return out[..., : step.kv.layout.value_dim]
     _write(layer, key, value, step)
@@ -100,6 +102,7 @@ def attend(
         step.page_table,
         scaling=scaling,
         sliding_window=sliding_window or None,
+        sinks=sinks,
     )
 
 

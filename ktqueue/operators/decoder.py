@@ -20,7 +20,7 @@ from ktqueue.operators.linear import load_linear
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 from ktqueue.operators.step import StepContext
 
-_NO_NORM: native.Floats = np.empty(0, np.float32)
+_NONE: native.Floats = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,7 @@ class CpuDecoder(Operator):
     def _bind(self, decoder: _kernels.Decoder, kv: KVCache) -> None:
         """Use `kv` from now on, with a rotary table for all positions that it can hold."""
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
-        with torch.no_grad():
-            cosine, sine = self.rotary(torch.empty(0), torch.arange(positions)[None])
-        half = cosine.shape[-1] // 2  # both halves of the columns are equal
-        decoder.set_rotary(*(table[0, :, :half].contiguous().numpy() for table in (cosine, sine)))
+        decoder.set_rotary(*(table.numpy() for table in rotary_tables(self.rotary, positions)))
         decoder.set_cache([keys.numpy() for keys in kv.keys], [values.numpy() for values in kv.values])
         self._kv = kv
 
@@ -152,43 +149,61 @@ class CpuDecoder(Operator):
             self._dense_bytes += packed.bytes
             return packed.bound
 
+        def expert_layer(experts: ExpertWeights) -> native.ExpertLayer:
+            return native.ExpertLayer(experts, layer.gate, **options)
+
         def dense_mlp(name: str) -> _kernels.ExpertLayer:
-            packed = native.ExpertLayer(
-                _one_expert(weights, f"{layer.name}.{name}"), activation=layer.activation, **options
-            )
+            packed = expert_layer(_one_expert(weights, f"{layer.name}.{name}"))
             self._dense_bytes += packed.bytes
             return packed.bound
 
         def routed_experts() -> _kernels.ExpertLayer:
-            stacks = weights.experts(f"{layer.name}.mlp.experts")
-            packed = native.ExpertLayer(stacks, activation=layer.activation, **options)
+            packed = expert_layer(weights.experts(f"{layer.name}.mlp.experts"))
             self.expert_bytes += packed.bytes
             return packed.bound
 
         def vector(name: str) -> native.Floats:
-            return weights.vector(f"{layer.name}.{name}.weight")
+            return weights.vector(f"{layer.name}.{name}")
 
-        routed, norms = layer.experts > 0, self.facts.qk_norm
-        mlp = "mlp.shared_expert" if layer.shared_expert else "mlp"
+        router, norms, mlp = layer.router, self.facts.qk_norm, layer.shared or ("" if layer.router else "mlp")
         decoder.add_layer(
-            attention_norm=vector("input_layernorm"),
+            attention_norm=vector("input_layernorm.weight"),
             q=linear("self_attn.q_proj"),
             k=linear("self_attn.k_proj"),
             v=linear("self_attn.v_proj"),
             o=linear("self_attn.o_proj"),
-            q_norm=vector("self_attn.q_norm") if norms else _NO_NORM,
-            k_norm=vector("self_attn.k_norm") if norms else _NO_NORM,
+            q_norm=vector("self_attn.q_norm.weight") if norms else _NONE,
+            k_norm=vector("self_attn.k_norm.weight") if norms else _NONE,
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
-            mlp_norm=vector("post_attention_layernorm"),
-            mlp=dense_mlp(mlp) if layer.shared_expert or not routed else None,
-            shared_gate=linear("mlp.shared_expert_gate") if layer.shared_expert else None,
+            sinks=vector("self_attn.sinks") if layer.sinks else _NONE,
+            mlp_norm=vector("post_attention_layernorm.weight"),
+            mlp=dense_mlp(mlp) if mlp else None,
+            shared_gate=linear(f"{layer.shared}_gate") if layer.shared_gate else None,
             # The router is never quantised, because nearly equal scores decide between experts.
-            router=linear("mlp.gate", {**options, "activations": "float32"}) if routed else None,
-            experts=routed_experts() if routed else None,
-            experts_per_token=layer.experts_per_token,
-            renormalise=layer.renormalise,
+            router=linear(router.name, {**options, "activations": "float32"}) if router else None,
+            experts=routed_experts() if router else None,
+            experts_per_token=router.chosen if router else 0,
+            renormalise=router is not None and router.renormalise,
+            sigmoid=router is not None and router.sigmoid,
+            scale=router.scale if router else 1.0,
+            groups=router.groups if router else 1,
+            groups_used=router.groups_used if router else 1,
+            bias=vector(router.bias) if router and router.bias else _NONE,
         )
+
+
+def rotary_tables(rotary: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, [positions, pairs] float32 each, from a rotary module of transformers on the CPU.
+
+    Most modules return every number twice, for both elements of its pair; gpt-oss's does not.
+    """
+    with torch.no_grad():
+        angles = rotary(torch.empty(0), torch.arange(positions)[None])
+    if not isinstance(angles, torch.Tensor):
+        pairs = rotary.inv_freq.numel()
+        return angles[0][0, :, :pairs].contiguous(), angles[1][0, :, :pairs].contiguous()
+    return angles[0].real.contiguous(), angles[0].imag.contiguous()
 
 
 def _one_expert(weights: ModuleWeights, name: str) -> ExpertWeights:

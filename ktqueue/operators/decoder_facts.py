@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 from ktqueue.operators.attention import window_of
-from ktqueue.operators.experts import activation_name, known_activations
+from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, latent_shape
-from ktqueue.operators.native import ActivationName
+from ktqueue.operators.native import GateFacts
 
 CLASSES = (
+    "Dots1ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
     "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "OlmoeForCausalLM",
@@ -27,27 +31,44 @@ CLASSES = (
 )
 """Models that facts_of() describes completely. Tests compare them with transformers."""
 LATENT_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-"""The same with latent attention and DeepSeek's routers; on a GPU only."""
+"""The same with latent attention; on a GPU only."""
+_CORRECTION = "e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFacts:
+    """How a layer chooses the experts of a token.
+
+    name: of the router's module below the layer; chosen: experts of a token; renormalise: the weights of the chosen
+    experts add up to 1; sigmoid: an expert's score is the sigmoid of its logit, otherwise the softmax over all; bias:
+    name below the layer of the vector that is added to the scores only to choose, or empty; scale: factor of the final
+    weights; groups, groups_used: only experts of the best groups are chosen.
+    """
+
+    name: str
+    experts: int
+    chosen: int
+    renormalise: bool
+    sigmoid: bool = False
+    bias: str = ""
+    scale: float = 1.0
+    groups: int = 1
+    groups_used: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """One layer. name: of its module; sliding_window 0: no limit; experts 0: the MLP is dense; shared_expert: one
-    shared expert with a gate; shared_experts: one without; sigmoid, groups, groups_used: how the router scores experts;
-    scale: factor of the weights of routed experts."""
+    """One layer. name: of its module; sliding_window 0: no limit; sinks: the softmax of each head has a further score
+    without a value; router None: the MLP is dense; gate: of the experts or of the dense MLP; shared: name below the
+    layer of an expert that sees every token, or empty; shared_gate: that expert has a gate."""
 
     name: str
     sliding_window: int
-    experts: int
-    experts_per_token: int
-    renormalise: bool
-    shared_expert: bool
-    activation: ActivationName
-    shared_experts: bool = False
-    sigmoid: bool = False
-    scale: float = 1.0
-    groups: int = 1
-    groups_used: int = 1
+    sinks: bool
+    router: RouterFacts | None
+    gate: GateFacts
+    shared: str = ""
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,36 +150,43 @@ def _depends_on_length(rotary: Any) -> bool:
 def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
     mlp = layer.mlp
     routed = hasattr(mlp, "experts")
-    shared = getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None)) if routed else None
-    parts = [part for part in (mlp.experts, shared) if part is not None] if routed else [mlp]
-    names = {activation_name(getattr(part, "act_fn", None)) for part in parts}
-    if len(names) != 1 or (activation := names.pop()) is None:
+    shared = next((child for child in ("shared_expert", "shared_experts") if hasattr(mlp, child)), "") if routed else ""
+    parts = [getattr(mlp, child) for child in ("experts", shared) if child] if routed else [mlp]
+    gates = {gate_facts(part) for part in parts}
+    if len(gates) != 1 or (gate := gates.pop()) is None:
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
     return LayerFacts(
         name=name,
         sliding_window=window_of(layer.self_attn, config),
-        experts=mlp.gate.num_experts if routed else 0,
-        experts_per_token=mlp.gate.top_k if routed else 0,
-        renormalise=routed and _renormalises(mlp.gate),
-        shared_expert=hasattr(mlp, "shared_expert"),
-        activation=activation,
-        shared_experts=hasattr(mlp, "shared_experts"),
-        **_scoring(getattr(mlp, "gate", None)),
+        sinks=hasattr(layer.self_attn, "sinks"),
+        router=_router(mlp) if routed else None,
+        gate=gate,
+        shared=f"mlp.{shared}" if shared else "",
+        shared_gate=hasattr(mlp, "shared_expert_gate"),
     )
 
 
-def _scoring(gate: Any) -> dict[str, Any]:
-    """Return the facts that only DeepSeek's routers have."""
-    if not hasattr(gate, "num_group"):
-        return {}
-    sigmoid = hasattr(gate, "e_score_correction_bias")
-    limited = sigmoid or gate.topk_method == "group_limited_greedy"
-    groups = (gate.num_group, gate.topk_group) if limited else (1, 1)
-    scale = float(gate.routed_scaling_factor)
-    return {"sigmoid": sigmoid, "scale": scale, "groups": groups[0], "groups_used": groups[1]}
+def _router(mlp: Any) -> RouterFacts:
+    name = "gate" if hasattr(mlp, "gate") else "router"
+    router = getattr(mlp, name)
+    owner = next((f"mlp.{child}" for child, part in ((name, router), ("", mlp)) if hasattr(part, _CORRECTION)), None)
+    facts: dict[str, Any] = {}
+    if hasattr(router, "num_group"):  # DeepSeek's routers and their kin
+        limited = owner is not None or router.topk_method == "group_limited_greedy"
+        facts = {"scale": float(router.routed_scaling_factor)}
+        facts |= {"groups": router.num_group, "groups_used": router.topk_group} if limited else {}
+    return RouterFacts(
+        name=f"mlp.{name}",
+        experts=router.num_experts,
+        chosen=router.top_k,
+        renormalise=_renormalises(router),
+        sigmoid=owner is not None,
+        bias="" if owner is None else f"{owner.removesuffix('.')}.{_CORRECTION}",
+        **facts,
+    )
 
 
-def _renormalises(gate: Any) -> bool:
-    if type(gate).__name__ == "DeepseekV2TopkRouter":  # never, whatever its config says
+def _renormalises(router: Any) -> bool:
+    if type(router).__name__ == "DeepseekV2TopkRouter":  # never, whatever its config says
         return False
-    return bool(getattr(gate, "norm_topk_prob", True))  # Mixtral always does, without an attribute
+    return bool(getattr(router, "norm_topk_prob", True))  # some always do, without an attribute

@@ -1,6 +1,6 @@
 """CpuExperts: the routed experts of one layer, computed by the compiled kernels on their quantised weights.
 
-It replaces any experts module of transformers with the usual gate and no biases. Knows no file.
+It replaces any experts module of transformers whose gate the kernels compute. Knows no file.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
+from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 
 __all__ = ["CpuExperts", "ExpertWeights", "PackedExperts"]
@@ -34,7 +35,18 @@ def activation_name(function: Callable[[torch.Tensor], torch.Tensor] | None) -> 
 
 def known_activations() -> str:
     """Return the names of the kernels' activations, for messages."""
-    return ", ".join(_ACTIVATIONS)
+    return ", ".join((*_ACTIVATIONS, "gpt-oss's clamped SwiGLU"))
+
+
+def gate_facts(module: Any) -> GateFacts | None:
+    """Return how an MLP or an experts module of transformers joins gate and up; None if no kernel computes it."""
+    if type(module).__name__ == "GptOssExperts":
+        return GateFacts("swiglu_clamped", float(module.alpha), float(module.limit))
+    gate = getattr(type(module), "_apply_gate", None)
+    if gate is not None and gate.__name__ != "_default_apply_gate":
+        return None
+    activation = activation_name(getattr(module, "act_fn", None))
+    return None if activation is None else GateFacts(activation)
 
 
 class CpuExperts(Operator):
@@ -49,14 +61,16 @@ class CpuExperts(Operator):
         hidden: int,
         intermediate: int,
         *,
-        activation: native.ActivationName,
+        gate: GateFacts,
+        biased: bool,
         options: KernelOptions,
     ) -> None:
         super().__init__()
         self.experts = experts
         self.hidden = hidden
         self.intermediate = intermediate
-        self._activation: native.ActivationName = activation
+        self._gate = gate
+        self._biased = biased
         self._options = options
         self._layer: native.ExpertLayer | None = None
 
@@ -64,24 +78,22 @@ class CpuExperts(Operator):
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
         """Take the shapes from the module's `down_proj` [experts, hidden, intermediate]. Options: `activations`, `isa`.
 
-        Raises ValueError with the reason if the kernels do not compute this module: biases, another activation or gate.
+        Raises ValueError with the reason if the kernels do not compute this module: another activation, another gate or
+        none.
         """
         chosen = kernel_options("CpuExperts", options)
         name = type(module).__name__
         down = getattr(module, "down_proj", None)
         if not isinstance(down, torch.Tensor) or down.dim() != 3:
             raise ValueError(f"{name} cannot be replaced by CpuExperts: no down_proj of three dimensions")
-        if getattr(module, "has_bias", False) or not getattr(module, "has_gate", True):
-            raise ValueError(f"{name} cannot be replaced by CpuExperts: it has biases or no gate")
-        gate = getattr(type(module), "_apply_gate", None)
-        if gate is not None and gate.__name__ != "_default_apply_gate":
-            raise ValueError(f"{name} cannot be replaced by CpuExperts: it has a gate of its own")
-        activation = activation_name(getattr(module, "act_fn", None))
-        if activation is None:
-            raise ValueError(f"{name} cannot be replaced by CpuExperts: its activation is not {known_activations()}")
+        if not getattr(module, "has_gate", True):
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: it has no gate")
+        gate = gate_facts(module)
+        if gate is None:
+            raise ValueError(f"{name} cannot be replaced by CpuExperts: its gate is not {known_activations()}")
         experts, rows, columns = down.shape
         hidden, intermediate = (columns, rows) if getattr(module, "is_transposed", False) else (rows, columns)
-        return cls(experts, hidden, intermediate, activation=activation, options=chosen)
+        return cls(experts, hidden, intermediate, gate=gate, biased=getattr(module, "has_bias", False), options=chosen)
 
     def load(self, weights: ModuleWeights) -> None:
         """Pack the weights of this layer. Raises ValueError if they do not fit."""
@@ -90,7 +102,9 @@ class CpuExperts(Operator):
         got = (len(experts.gate.data), experts.gate.rows, experts.gate.columns)
         if got != wanted:
             raise ValueError(f"gate must be [experts, rows, columns] = {list(wanted)}, got {list(got)}")
-        self._layer = native.ExpertLayer(experts, activation=self._activation, **self._options)
+        if self._biased is not (experts.down.bias is not None):
+            raise ValueError(f"biases must be {'there' if self._biased else 'absent'}, but the weights differ")
+        self._layer = native.ExpertLayer(experts, self._gate, **self._options)
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of packed weights."""

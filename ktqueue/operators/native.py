@@ -4,6 +4,7 @@ Arrays are numpy. The kernels read and write them in place and release the inter
 raises ValueError before anything is written. Knows no module and no model.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import ktqueue_kernels
@@ -35,6 +36,18 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
 ActivationType = Literal["int8", "float32"]
 """The type in which activations are multiplied: int8 with a scale per 32 columns, or float32. With F32, F16 and BF16
 weights int8 also means float32. On AMX it may mean bf16: see `tile_rows` and `set_batch_invariant`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateFacts:
+    """How the gate and up of an MLP are joined. alpha, limit: of swiglu_clamped."""
+
+    activation: ActivationName
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SILU = GateFacts("silu")
 
 
 def isa() -> str:
@@ -153,17 +166,15 @@ class ExpertLayer:
     """The routed experts of one layer on this machine's CPUs. Weights are packed; `weights` is not kept.
 
     A token's result does not depend on the thread count. It depends on other tokens only by whether an expert has at
-    least `tile_rows` rows. A token with an infinity or a NaN gets NaN and affects no other. alpha, limit: of
-    swiglu_clamped. Raises ValueError if shapes or sizes disagree, or with the row whose scale is not finite.
+    least `tile_rows` rows. A token with an infinity or a NaN gets NaN and affects no other. Raises
+    ValueError if shapes or sizes disagree, or with the row whose scale is not finite.
     """
 
     def __init__(
         self,
         weights: ExpertWeights,
+        joined: GateFacts = SILU,
         *,
-        activation: ActivationName = "silu",
-        alpha: float = 0.0,
-        limit: float = 0.0,
         activations: ActivationType = "int8",
         isa: str = "",
     ) -> None:
@@ -171,7 +182,9 @@ class ExpertLayer:
             (matrix.quant, matrix.rows, matrix.columns, matrix.data, matrix.bias)
             for matrix in (weights.gate, weights.up, weights.down)
         )
-        self._layer = _kernels.ExpertLayer(gate, up, down, activation, alpha, limit, activations, isa)
+        self._layer = _kernels.ExpertLayer(
+            gate, up, down, joined.activation, joined.alpha, joined.limit, activations, isa
+        )
 
     @property
     def bound(self) -> _kernels.ExpertLayer:
@@ -265,14 +278,16 @@ def paged_attention(
     *,
     scaling: float,
     sliding_window: int = 0,
+    sinks: Floats | None = None,
     isa: str = "",
 ) -> None:
     """Write a step's keys and values into the cache, then attend causally for every token.
 
     query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], any strides with a dense last dimension;
     caches: [pages, page_size, kv_heads, head_dim]; the four index arrays as in StepContext; out: [tokens, heads,
-    head_dim]. sliding_window: keys that a token sees at most, including itself; 0: no limit. A token's result does not
-    depend on other rows, chunk borders or the thread count. Raises ValueError.
+    head_dim]. sliding_window: keys that a token sees at most, including itself; 0: no limit. sinks: [heads], a
+    further score in the softmax of each head that has no value (gpt-oss). A token's result does not depend on other
+    rows, chunk borders or the thread count. Raises ValueError.
     """
     _kernels.paged_attention(
         query,
@@ -286,6 +301,7 @@ def paged_attention(
         slot_mapping,
         scaling,
         sliding_window,
+        sinks,
         out,
         isa,
     )

@@ -85,12 +85,13 @@ def paged_attention(
     *,
     scaling: float,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally over pages that already hold the step's keys and values.
 
     query [heads, tokens, head_dim]; keys [pages, page_size, kv_heads, head_dim] and values [..., value_dim] of any
     dtype -> [tokens, heads, value_dim] in the dtype of `query`. A token at position p sees keys max(0, p + 1 -
-    sliding_window) .. p of its row.
+    sliding_window) .. p of its row. sinks: [heads], a further score in the softmax of each head that has no value.
     """
     heads, tokens, _ = query.shape
     page_size, groups = keys.shape[1], heads // keys.shape[2]
@@ -110,8 +111,9 @@ def paged_attention(
         if sliding_window is not None:
             hidden |= key_position <= position - sliding_window
         scores = (query[:, begin:end] @ k.transpose(1, 2)) * scaling  # [heads, chunk, context]
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(
-            dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)
-        )
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(heads, end - begin, 1)], -1)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))[..., :context]
         out[begin:end] = (weights.to(v.dtype) @ v).transpose(0, 1)
     return out

@@ -34,10 +34,10 @@ def on_gpu(pairs: ExpertPairs) -> ExpertPairs:
 def assert_experts(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -> None:
     """Both products on the GPU, against the twins of the same inputs."""
     there = on_gpu(pairs)
-    mid = products.gate_up(there, x.cuda(), "silu")
+    mid = products.gate_up(there, x.cuda(), native.SILU)
     partials = products.down(there, mid, weights.cuda())
     computed = (pairs.ids >= 0) & (pairs.offsets[pairs.ids.clamp(min=0)] >= 0)
-    expected = products.gate_up(pairs, x, "silu")
+    expected = products.gate_up(pairs, x, native.SILU)
     assert_close(mid.cpu()[computed], expected[computed], x.dtype)
     wanted = products.down(pairs, mid.cpu().nan_to_num(), weights)
     assert_close(partials, wanted, x.dtype)
@@ -75,7 +75,7 @@ def test_records_far_away(random_weights: Callable[..., Bytes]) -> None:
     x, (ids, weights) = torch.randn(9, 256).bfloat16(), route(9, 2, 1)
     near = on_gpu(pool.pairs(ids))
     distant = near._replace(pool=far, offsets=near.offsets + (5 << 30))
-    mids = [products.gate_up(pairs, x.cuda(), "silu") for pairs in (near, distant)]
+    mids = [products.gate_up(pairs, x.cuda(), native.SILU) for pairs in (near, distant)]
     assert torch.equal(*mids)
     assert torch.equal(*(products.down(pairs, mids[0], weights.cuda()) for pairs in (near, distant)))
 
@@ -87,11 +87,11 @@ def assert_rounded(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -
     expected = Int8Rows.quantise(x)
     assert (rows.codes.cpu().int() - expected.codes.int()).abs().max() <= 1
     x = Int8Rows(*(part.cpu() for part in (rows.codes, rows.scales, rows.sums))).floats()
-    mid = expert_int8.gate_up(there, lists, rows, "silu")
+    mid = expert_int8.gate_up(there, lists, rows, native.SILU)
     got = expert_int8.down(there, lists, mid, weights.cuda())
     computed = ((ids >= 0) & (pairs.offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
-    products.gate_up_twin(pairs, x, "silu", exact)
+    products.gate_up_twin(pairs, x, native.SILU, exact)
     between = Int8Rows(*(part.cpu() for part in (mid.codes, mid.scales, mid.sums)))
     wanted = Int8Rows.quantise(exact.view(-1, record.intermediate))
     torch.testing.assert_close(
@@ -124,7 +124,8 @@ def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes], mo
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
     there = on_gpu(pool.pairs(ids))
     results = [
-        products.experts(there._replace(ids=ids[:n]), there.offsets, x[:n], weights[:n], "silu") for n in (1, 5, 23)
+        products.experts(there._replace(ids=ids[:n]), there.offsets, x[:n], weights[:n], native.SILU)
+        for n in (1, 5, 23)
     ]
     assert torch.equal(results[0], results[1][:1])
     assert torch.equal(results[1], results[2][:5])
@@ -139,7 +140,7 @@ def test_few_tokens_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]
     ids, weights = (one.cuda() for one in route(tokens, EXPERTS, SLOTS))
 
     def forward() -> torch.Tensor:
-        return products.experts(ExpertPairs(packed, offsets, ids, pool.record), offsets, x, weights, "silu")
+        return products.experts(ExpertPairs(packed, offsets, ids, pool.record), offsets, x, weights, native.SILU)
 
     forward()
     graph = torch.cuda.CUDAGraph()
@@ -163,7 +164,7 @@ def test_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]) -> None:
     pairs = ExpertPairs(packed, offsets, ids, pool.record)
 
     def forward() -> torch.Tensor:
-        return products.down(pairs, products.gate_up(pairs, x, "silu"), weights)
+        return products.down(pairs, products.gate_up(pairs, x, native.SILU), weights)
 
     forward()
     graph = torch.cuda.CUDAGraph()

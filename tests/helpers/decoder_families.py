@@ -27,6 +27,16 @@ COMMON = {
     "initializer_range": 0.15,
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SIGMOID = {
+    **MOE,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +65,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 10, "head_dim": 24}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "glm4_moe": (
+        "glm4_moe",
+        {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+    ),
+    "glm4_moe without norms": ("glm4_moe", {**SIGMOID, "head_dim": 16, "n_group": 1, "topk_group": 1}),
+    "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "rotary_dim": 16}),
+    "dots1": ("dots1", {**SIGMOID, "head_dim": 16, "sliding_window": 8, "max_window_layers": 1}),
+    "gpt_oss": ("gpt_oss", {**MOE, "num_local_experts": 6, "head_dim": 16, "sliding_window": 8}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
 }
 
@@ -81,7 +99,7 @@ def make_model(family: str, **changes: Any) -> Any:
     model = factory.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "bias")):
+            if name.endswith(("norm.weight", "bias", "sinks")):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
@@ -92,7 +110,8 @@ def make_model(family: str, **changes: Any) -> Any:
 def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> AttentionPlanner:
     """Make the planner that a worker would make."""
     windows = frozenset(layer.sliding_window for layer in facts.layers)
-    return make_planner(layout, heads=facts.heads, scaling=facts.scaling, windows=windows, device=device)
+    sinks = any(layer.sinks for layer in facts.layers)
+    return make_planner(layout, heads=facts.heads, scaling=facts.scaling, windows=windows, sinks=sinks, device=device)
 
 
 class Cache:

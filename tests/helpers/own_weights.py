@@ -23,7 +23,7 @@ class OwnWeights:
 
     def matrix(self, name: str) -> PackedMatrix:
         weight = self._take(name)
-        quant = "F32" if name.endswith("gate.weight") else self._quant
+        quant = "F32" if name.endswith(("gate.weight", "router.weight")) else self._quant
         return PackedMatrix(quant, weight.shape[0], weight.shape[1], quantise(weight, quant))
 
     def vector(self, name: str) -> Floats:
@@ -31,12 +31,22 @@ class OwnWeights:
 
     def experts(self, name: str) -> ExpertWeights:
         prefix = f"{name}." if name else ""
-        gate, up = self._take(f"{prefix}gate_up_proj").chunk(2, dim=1)
-        return ExpertWeights(*(self._stack(matrix) for matrix in (gate, up, self._take(f"{prefix}down_proj"))))
+        down = f"{prefix}down_proj"
+        if not self.has(f"{down}_bias"):
+            gate, up = self._take(f"{prefix}gate_up_proj").chunk(2, dim=1)
+            return ExpertWeights(self._stack(gate), self._stack(up), self._stack(self._take(down)))
+        # gpt-oss: transposed, and columns of gate and up alternate
+        both, bias = self._take(f"{prefix}gate_up_proj").mT, self._take(f"{prefix}gate_up_proj_bias")
+        return ExpertWeights(
+            self._stack(both[:, ::2], bias[:, ::2]),
+            self._stack(both[:, 1::2], bias[:, 1::2]),
+            self._stack(self._take(down).mT, self._take(f"{down}_bias")),
+        )
 
-    def _stack(self, weights: torch.Tensor) -> PackedExperts:
+    def _stack(self, weights: torch.Tensor, bias: torch.Tensor | None = None) -> PackedExperts:
         packed = [quantise(matrix, self._quant) for matrix in weights]
-        return PackedExperts(self._quant, weights.shape[1], weights.shape[2], packed)
+        biases = None if bias is None else bias.contiguous().numpy()
+        return PackedExperts(self._quant, weights.shape[1], weights.shape[2], packed, biases)
 
     def _take(self, name: str) -> torch.Tensor:
         self.left.discard(name)

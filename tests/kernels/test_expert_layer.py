@@ -119,7 +119,7 @@ def test_each_activation_equals_float64_with_and_without_biases(
     packed = make_weights("Q8_0", 4, 96, 64, biased=biased)
     x, (ids, weights) = activations(7, 96), route(7, 4, 2)
     options: dict[str, Any] = {"activation": activation, "alpha": 1.702, "limit": 0.5}
-    layer = native.ExpertLayer(packed, activations="float32", isa=isa, **options)
+    layer = native.ExpertLayer(packed, native.GateFacts(**options), activations="float32", isa=isa)
     assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, isa, "float32", **options)
 
 

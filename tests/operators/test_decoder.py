@@ -41,7 +41,7 @@ def test_logits_equal_those_of_transformers(family: str, make_decoder: MakeDecod
         assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral", "gpt_oss"])
 def test_transformers_modules_work_with_paged_attention(family: str) -> None:
     """Models that the decoder does not know take this path. Layers may have different windows."""
     model = make_model(family)
@@ -217,7 +217,7 @@ def test_models_that_the_decoder_does_not_compute_are_refused(make_decoder: Make
         with pytest.raises(ValueError, match=message):
             CpuDecoder.from_module(model, **options)
 
-    refused(torch.nn.Linear(2, 2), "Linear cannot be replaced by CpuDecoder: it knows LlamaForCausalLM, ")
+    refused(torch.nn.Linear(2, 2), "Linear cannot be replaced by CpuDecoder: it knows Dots1ForCausalLM, ")
     refused(
         make_model("qwen3", hidden_act="relu"), "the activation of model.layers.0 is not one of silu, gelu, gelu_tanh"
     )

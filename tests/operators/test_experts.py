@@ -1,5 +1,6 @@
 """CpuExperts compared with the transformers module that it replaces."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,10 @@ def test_the_operator_needs_its_weights(module: Any) -> None:
 def test_weights_of_another_shape_are_refused(
     module: Any, given_weights: type[OwnWeights], tiny_model: MakeModel
 ) -> None:
+    biased = copy.copy(module)
+    biased.has_bias = True
+    with pytest.raises(ValueError, match="biases must be there, but the weights differ"):
+        CpuExperts.from_module(biased).load(given_weights(module, "F32"))
     other = given_weights(tiny_model(num_experts=4).model.layers[0].mlp.experts, "F32")
     with pytest.raises(ValueError, match=r"gate must be \[experts, rows, columns\] = \[6, 32, 64\], got \[4, 32, 64\]"):
         CpuExperts.from_module(module).load(other)
@@ -118,9 +123,8 @@ def test_modules_that_the_kernels_do_not_compute_are_refused(module: Any) -> Non
     with pytest.raises(ValueError, match="Linear cannot be replaced by CpuExperts: no down_proj"):
         CpuExperts.from_module(nn.Linear(2, 2))
     for name, value, message in [
-        ("has_bias", True, "it has biases"),
-        ("has_gate", False, "or no gate"),
-        ("act_fn", nn.Tanh(), "its activation is not silu, gelu, gelu_tanh"),
+        ("has_gate", False, "it has no gate"),
+        ("act_fn", nn.Tanh(), "its gate is not silu, gelu, gelu_tanh"),
     ]:
         before = getattr(module, name)
         setattr(module, name, value)
@@ -136,7 +140,7 @@ def test_a_module_with_a_gate_of_its_own_is_refused() -> None:
     with torch.device("meta"):
         experts = DeepseekV4Experts(DeepseekV4Config(num_hidden_layers=1))
     with pytest.raises(
-        ValueError, match="DeepseekV4Experts cannot be replaced by CpuExperts: it has a gate of its own"
+        ValueError, match="DeepseekV4Experts cannot be replaced by CpuExperts: its gate is not silu, gelu"
     ):
         CpuExperts.from_module(experts)
 

@@ -248,6 +248,7 @@ def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Atte
             heads=facts.heads,
             scaling=facts.scaling,
             windows=facts.windows,
+            sinks=facts.sinks,
             device=config.device,
             dtype=model.dtype,
             backend=config.attention_backend,

@@ -13,8 +13,8 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder import DecoderOutput
-from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, LayerFacts, facts_of
+from ktqueue.operators.decoder import DecoderOutput, rotary_tables
+from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, RouterFacts, facts_of
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
@@ -24,7 +24,6 @@ from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.latent_shape import cosines_and_sines
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.step import StepContext
@@ -76,20 +75,21 @@ class GpuDecoder(Operator):
         self._embedding = dense.linear("model.embed_tokens")
         for index, layer in enumerate(facts.layers):
             routed = None
-            if layer.experts > 0:
+            if layer.router is not None:
                 routed = len(self._routed)
                 experts = weights.experts(f"{layer.name}.mlp.experts")
                 quants = experts.gate.quant, experts.up.quant, experts.down.quant
                 self._routed.append(
                     RoutedLayer(
-                        packed=native.ExpertLayer(experts, activation=layer.activation, **self._options),
+                        packed=native.ExpertLayer(experts, layer.gate, **self._options),
                         record=ExpertRecord(*quants, hidden=facts.hidden, intermediate=experts.gate.rows),
-                        experts=layer.experts,
-                        experts_per_token=layer.experts_per_token,
-                        renormalise=layer.renormalise,
-                        activation=layer.activation,
+                        experts=layer.router.experts,
+                        experts_per_token=layer.router.chosen,
+                        renormalise=layer.router.renormalise,
+                        gate=layer.gate,
                         exact=self._options["activations"] == "float32",
-                        scoring=_scoring(layer, weights, self.device),
+                        scoring=_scoring(layer.name, layer.router, weights, self.device),
+                        biases=dense.expert_biases(experts),
                     )
                 )
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
@@ -211,17 +211,15 @@ class GpuDecoder(Operator):
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
         if not self._tables or len(self._tables[-1].cosine) < positions:
             on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
-            with torch.no_grad():
-                angles = on_host(torch.empty(0), torch.arange(positions)[None])
-            table = Rotary(*(values.contiguous().to(self.device) for values in cosines_and_sines(angles)))
+            table = Rotary(*(values.to(self.device) for values in rotary_tables(on_host, positions)))
             self._tables.append(table)
         return self._tables[-1]
 
 
-def _scoring(layer: LayerFacts, weights: ModuleWeights, device: str) -> Scoring:
-    """How the layer's router chooses experts, with its bias on `device`."""
+def _scoring(layer: str, router: RouterFacts, weights: ModuleWeights, device: str) -> Scoring:
+    """How the router of the layer with that name chooses experts, with its bias on `device`."""
     bias = None
-    if layer.sigmoid:
-        correction = weights.vector(f"{layer.name}.mlp.gate.e_score_correction_bias")
+    if router.bias:
+        correction = weights.vector(f"{layer}.{router.bias}")
         bias = torch.from_numpy(correction).to(device, torch.float32, copy=True)
-    return Scoring(layer.sigmoid, layer.scale, layer.groups, layer.groups_used, bias)
+    return Scoring(router.sigmoid, router.scale, router.groups, router.groups_used, bias)

@@ -17,9 +17,10 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import panel_layout
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
-from ktqueue.operators.packed import ModuleWeights, PackedMatrix
+from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,18 @@ class DenseWeights:
     def vector(self, name: str) -> torch.Tensor:
         """A one-dimensional tensor, [size]."""
         return self._count(torch.from_numpy(self._weights.vector(name)).to(self._device, self._dtype, copy=True))
+
+    def optional_vector(self, name: str) -> torch.Tensor | None:
+        """A one-dimensional tensor, [size]; None if there is none of that name."""
+        return self.vector(name) if self._weights.has(name) else None
+
+    def expert_biases(self, experts: ExpertWeights) -> ExpertBiases | None:
+        """The biases of a layer's experts in float32; None: they have none."""
+        biases = [part.bias for part in (experts.gate, experts.up, experts.down) if part.bias is not None]
+        if not biases:
+            return None
+        device = self._device
+        return ExpertBiases(*(self._count(torch.from_numpy(bias).to(device, copy=True)) for bias in biases))
 
     def matrix(self, name: str) -> torch.Tensor:
         """A two-dimensional tensor, [rows, columns]."""

@@ -27,6 +27,7 @@ class SelfAttention:
         module = f"{layer.name}.self_attn"
         self._qkv = weights.linear(f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
         self._o = weights.linear(f"{module}.o_proj")
+        self._sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
         self._q_norm = weights.vector(f"{module}.q_norm.weight") if facts.qk_norm else None
         self._k_norm = weights.vector(f"{module}.k_norm.weight") if facts.qk_norm else None
 
@@ -63,8 +64,10 @@ class SelfAttention:
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
         plan = _attention_plan(step)
-        window = self._window
-        return plan.attend(self._index, query, step.kv, scaling=self._facts.scaling, sliding_window=window).flatten(1)
+        scaling, window = self._facts.scaling, self._window
+        return plan.attend(
+            self._index, query, step.kv, scaling=scaling, sliding_window=window, sinks=self._sinks
+        ).flatten(1)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""
@@ -154,15 +157,17 @@ class DecoderLayer:
         self._mlp: DenseMlp | None = None
         self._shared: tuple[DenseMlp, DenseLinear | None] | None = None
         if routed is None:
-            self._mlp = DenseMlp(mlp, layer.activation, weights)
+            self._mlp = DenseMlp(mlp, layer.gate.activation, weights)
             return
-        self._router = weights.matrix(f"{mlp}.gate.weight")
-        self._next: tuple[torch.Tensor, torch.Tensor] | None = None  # see predict_next_experts
-        if layer.shared_expert:
-            shared = DenseMlp(f"{mlp}.shared_expert", layer.activation, weights)
-            self._shared = shared, weights.linear(f"{mlp}.shared_expert_gate")
-        elif layer.shared_experts:
-            self._shared = DenseMlp(f"{mlp}.shared_experts", layer.activation, weights), None
+        assert layer.router is not None
+        router = f"{layer.name}.{layer.router.name}"
+        self._router = weights.matrix(f"{router}.weight")
+        self._router_bias = weights.optional_vector(f"{router}.bias")
+        self._next: tuple[torch.Tensor, DecoderLayer] | None = None  # see predict_next_experts
+        if layer.shared:
+            shared = f"{layer.name}.{layer.shared}"
+            gate = weights.linear(f"{shared}_gate") if layer.shared_gate else None
+            self._shared = DenseMlp(shared, layer.gate.activation, weights), gate
 
     @property
     def routes(self) -> bool:
@@ -185,7 +190,7 @@ class DecoderLayer:
         return experts.run(
             self._routed,
             x,
-            few_rows_linear(x, self._router, dtype=torch.float32),
+            few_rows_linear(x, self._router, self._router_bias, dtype=torch.float32),
             live,
             buffers=buffers,
             shared=self._shared_expert if self._shared else None,
@@ -196,14 +201,14 @@ class DecoderLayer:
         """Guess the experts of `next_layer` in each step. Both layers have routed experts."""
         norm = self._norm.float()
         scale = torch.where(norm == 0, 0, next_layer._norm.float() / norm)
-        self._next = scale.to(self._norm.dtype), next_layer._router
+        self._next = scale.to(self._norm.dtype), next_layer
 
     def _next_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], the input of this layer's router -> the next router's logits [tokens, experts] float32,
         as they would be if this layer's experts added nothing to the residual."""
         assert self._next is not None
-        scale, router = self._next
-        return few_rows_linear(x * scale, router, dtype=torch.float32)
+        scale, layer = self._next
+        return few_rows_linear(x * scale, layer._router, layer._router_bias, dtype=torch.float32)
 
     def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._shared is not None

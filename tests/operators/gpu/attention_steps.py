@@ -1,5 +1,7 @@
 """Attention steps of any shape over a random cache, and what the reference computes for them."""
 
+from typing import Any
+
 import torch
 
 from ktqueue.operators import reference
@@ -56,7 +58,13 @@ def random_query(step: StepContext, heads: int, dtype: torch.dtype = torch.float
 
 
 def attended(
-    step: StepContext, query: torch.Tensor, *, layer: int = 0, scaling: float, window: int = 0
+    step: StepContext,
+    query: torch.Tensor,
+    *,
+    layer: int = 0,
+    scaling: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What the reference computes in float32 on the CPU."""
     return reference.paged_attention(
@@ -68,20 +76,21 @@ def attended(
         step.page_table,
         scaling=scaling,
         sliding_window=window or None,
+        sinks=sinks,
     )
 
 
-def assert_attended(
-    got: torch.Tensor, step: StepContext, query: torch.Tensor, *, layer: int = 0, scaling: float, window: int = 0
-) -> None:
-    """`got` equals the reference, within the bounds of its type."""
-    expected = attended(step, query, layer=layer, scaling=scaling, window=window)
+def assert_attended(got: torch.Tensor, step: StepContext, query: torch.Tensor, **options: Any) -> None:
+    """`got` equals the reference, within the bounds of its type. options: of `attended`."""
+    expected = attended(step, query, **options)
     assert got.dtype == query.dtype and got.shape == expected.shape
     bound = BOUNDS[query.dtype]
     torch.testing.assert_close(got.cpu().float(), expected, rtol=bound, atol=bound)
 
 
-def check_plan(plan: AttentionPlan, step: StepContext, query: torch.Tensor, window: int = 0) -> None:
+def check_plan(
+    plan: AttentionPlan, step: StepContext, query: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
+) -> None:
     """The plan of a model of `make_shape` attends in layer 1 as the reference does."""
-    got = plan.attend(1, query, step.kv, scaling=0.2, sliding_window=window)
-    assert_attended(got, step, query, layer=1, scaling=0.2, window=window)
+    got = plan.attend(1, query, step.kv, scaling=0.2, sliding_window=window, sinks=sinks)
+    assert_attended(got, step, query, layer=1, scaling=0.2, window=window, sinks=sinks)

@@ -127,11 +127,13 @@ def qkv_case(
     head_dim: int = 16,
     tokens: int = 3,
     norm: str = "head",
+    rotary: int | None = None,
     clip: float = 0.0,
     dtype: torch.dtype = torch.float32,
     cache: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Arguments of qk_norm_rope_append. norm: "head", "whole" or "". Some values are above 448, the most of fp8."""
+    """Arguments of qk_norm_rope_append. norm: "head", "whole" or ""; rotary: columns of a head that
+    are rotated, by default all. Some values are above 448, the most of fp8."""
     random = torch.Generator().manual_seed(tokens * head_dim)
     page_size, pages, positions = 4, 2 + tokens // 4, 64
 
@@ -139,7 +141,7 @@ def qkv_case(
         return (torch.randn(shape, generator=random) * scale).to(dtype)
 
     weights = {"head": (head_dim, head_dim), "whole": (heads * head_dim, kv_heads * head_dim)}.get(norm)
-    angles = torch.rand(positions, head_dim // 2, generator=random) * 6
+    angles = torch.rand(positions, (rotary or head_dim) // 2, generator=random) * 6
     shape = (pages, page_size, kv_heads, head_dim)
     return {
         "qkv": normal(tokens, (heads + 2 * kv_heads) * head_dim, scale=300.0),

@@ -26,6 +26,7 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
+from ktqueue.operators.native import SILU
 
 
 class _Driver:
@@ -168,7 +169,7 @@ def experts(tokens: int) -> None:
     ids, weights = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, SLOTS)
     pairs = ExpertPairs(pool, offsets, ids, RECORD)
     x, lists = expert_int8.prepare(pairs, torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16))
-    mid = expert_int8.gate_up(pairs, lists, x, "silu")
+    mid = expert_int8.gate_up(pairs, lists, x, SILU)
     expert_int8.down(pairs, lists, mid, weights)
 
 

@@ -34,12 +34,14 @@ def make_planner(
     device: str,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
+    sinks: bool = False,
 ) -> AttentionPlanner:
     """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none).
 
-    `scaling` multiplies the scores. `dtype` is that of the queries; None: that of the cache, or bfloat16 for a float8
-    cache. On a GPU, all kernels are compiled and run once here. Raises ValueError with the reason for a backend that is
-    not available; "auto" logs a warning and takes the next one.
+    `scaling` multiplies the scores. sinks: the softmax of each head has a further score. `dtype` is that of the
+    queries; None: that of the cache, or bfloat16 for a float8 cache. On a GPU, all kernels are compiled and run once
+    here. Raises ValueError with the reason for a backend that is not available; "auto" logs a warning and takes the
+    next one.
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
@@ -52,13 +54,15 @@ def make_planner(
         windows=tuple(sorted(windows)) or (0,),
         device=device,
         dtype=dtype or (torch.bfloat16 if layout.dtype.itemsize == 1 else layout.dtype),
+        sinks=sinks,
     )
     on_gpu = is_gpu(device)
     if backend == "torch" or (backend == "auto" and not on_gpu):
         return TorchPlanner(layout.page_size)
     if not on_gpu:
         raise ValueError(f"attention backend {backend} needs a GPU, the device is {device}")
-    if backend == "flashinfer" or (backend == "auto" and shape.dtype != torch.float32 and layout.latent is None):
+    supported = shape.dtype != torch.float32 and layout.latent is None and not sinks
+    if backend == "flashinfer" or (backend == "auto" and supported):
         try:
             return _warmed_up(_flashinfer(shape), shape)
         except Exception as error:  # the library, its compiler and its bindings have their own exceptions
@@ -72,6 +76,8 @@ def _flashinfer(shape: AttentionShape) -> AttentionPlanner:
     """Make a FlashInfer planner. Raises ValueError for what FlashInfer does not support."""
     if shape.layout.latent is not None:
         raise ValueError("latent attention needs our own kernels")
+    if shape.sinks:
+        raise ValueError("its kernels have no sinks")
     if shape.layout.head_dim not in flashinfer.HEAD_DIMS:
         raise ValueError(f"its kernels support heads of {flashinfer.HEAD_DIMS}, not {shape.layout.head_dim}")
     if shape.dtype not in flashinfer.DTYPES:
@@ -90,8 +96,9 @@ def _warmed_up(planner: AttentionPlanner, shape: AttentionShape) -> AttentionPla
         kv=kv,
     )
     query = torch.zeros(3, shape.heads, shape.layout.head_dim, dtype=shape.dtype, device=shape.device)
+    sinks = torch.zeros(shape.heads, device=shape.device) if shape.sinks else None
     for plan, tokens in ((planner.plan(step), 3), (planner.decode_plan(2, 1), 2)):
         for window in shape.windows:
-            plan.attend(0, query[:tokens], kv, scaling=shape.scaling, sliding_window=window)
+            plan.attend(0, query[:tokens], kv, scaling=shape.scaling, sliding_window=window, sinks=sinks)
     torch.cuda.synchronize(shape.device)
     return planner

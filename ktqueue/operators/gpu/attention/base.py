@@ -59,6 +59,8 @@ class AttentionShape:
     """Sliding windows of the layers: the most keys that a token sees. 0: all keys."""
     device: str
     dtype: torch.dtype
+    sinks: bool = False
+    """Whether the softmax of each head has a further score without a value."""
 
 
 class SharedWorkspace:

@@ -65,9 +65,19 @@ class FlashInferPlan:
         self._scaling = scaling
 
     def attend(
-        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv: KVCache,
+        *,
+        scaling: float,
+        sliding_window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See AttentionPlan. Raises ValueError for another window or scaling than the planner was made for."""
+        """See AttentionPlan. Raises ValueError for sinks, and for another window or scaling than the planner was made
+        for."""
+        if sinks is not None:
+            raise ValueError("FlashInfer's kernels have no sinks")
         wrapper = self._wrappers.get(sliding_window)
         if wrapper is None or scaling != self._scaling:
             raise ValueError(

@@ -141,14 +141,21 @@ class LatentPlan(TritonPlan):
     """Attends for one step. The `contexts` of its tables are those of each token."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv: KVCache,
+        *,
+        scaling: float,
+        sliding_window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim] -> [tokens, heads, value_dim].
 
-        Raises ValueError for a window.
+        Raises ValueError for a window and for sinks.
         """
-        if sliding_window or self.decode_rows is None:
-            raise ValueError("latent attention has no sliding windows")
+        if sliding_window or sinks is not None or self.decode_rows is None:
+            raise ValueError("latent attention has no sliding windows and no sinks")
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], kv.layout.value_dim)
         attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=scaling)

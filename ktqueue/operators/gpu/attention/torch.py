@@ -15,7 +15,14 @@ class TorchPlan:
         self._host = host
 
     def attend(
-        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv: KVCache,
+        *,
+        scaling: float,
+        sliding_window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]. Raises ValueError before the first update."""
         if self._host is None:
@@ -29,6 +36,7 @@ class TorchPlan:
             self._host.page_table,
             scaling=scaling,
             sliding_window=sliding_window or None,
+            sinks=sinks,
         )
 
 

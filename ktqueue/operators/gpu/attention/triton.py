@@ -1,5 +1,7 @@
 """Plans for our Triton kernels: index arrays on the device and, for chunks, a list of tiles. The host decides grids."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -30,16 +32,24 @@ class TritonPlan:
         self._tiles = tiles
 
     def attend(
-        self, layer: int, query: torch.Tensor, kv: KVCache, *, scaling: float, sliding_window: int = 0
+        self,
+        layer: int,
+        query: torch.Tensor,
+        kv: KVCache,
+        *,
+        scaling: float,
+        sliding_window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]."""
         query = query.contiguous()
         out = torch.empty_like(query)
         keys, values = kv.keys[layer], kv.values[layer]
+        options: dict[str, Any] = {"scaling": scaling, "window": sliding_window, "sinks": sinks}
         if self.decode_rows is not None:
-            decode(query, keys, values, self.tables, self.decode_rows, out, scaling=scaling, window=sliding_window)
+            decode(query, keys, values, self.tables, self.decode_rows, out, **options)
         if self._tiles is not None:
-            prefill(query, keys, values, self.tables, self._tiles, out, scaling=scaling, window=sliding_window)
+            prefill(query, keys, values, self.tables, self._tiles, out, **options)
         return out
 
 

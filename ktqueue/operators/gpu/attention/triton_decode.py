@@ -74,9 +74,9 @@ def _decode_split(
 
 @triton.jit(do_not_specialize=["splits"])
 def _decode_join(
-    query_starts, contexts, rows, parts, levels, out, splits,
+    query_starts, contexts, rows, parts, levels, sinks, out, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, STEP: tl.constexpr,
+    MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one head of one decode row: their sum, weighted by their shares of the exponentials."""
     item = tl.program_id(0)
@@ -90,7 +90,12 @@ def _decode_join(
     every = tl.arange(0, MOST)
     level = tl.load(levels + first + every, mask=every < used, other=float("-inf"))
     best = tl.max(level, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head) * LOG2
+        best = tl.maximum(best, sink)
     total = tl.sum(tl.exp2(level - best), 0)
+    if sinks is not None:
+        total += tl.exp2(sink - best)
     column = tl.arange(0, WIDTH)
     sums = tl.zeros([WIDTH], tl.float32)
     for block in range(0, used, STEP):
@@ -113,11 +118,13 @@ def decode(
     *,
     scaling: float,
     window: int,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend for the one token of each of `decode_rows`.
 
     query, out: [tokens, heads, head_dim], dense; keys, values: [pages, page_size, kv_heads, head_dim], dense. Splits:
-    at most MAX_SPLITS; workspace: at least partial_bytes(...). window: 0 is none.
+    at most MAX_SPLITS; workspace: at least partial_bytes(...). window: 0 is none. sinks: [heads]
+    float32 as in AttentionPlan, or None.
     """
     heads, head_dim = query.shape[1:]
     page_size, kv_heads = keys.shape[1:3]
@@ -140,7 +147,7 @@ def decode(
         num_warps=8 if exact and width > 128 else 4,
         num_stages=2 if exact else 3,
     )  # fmt: skip
-    join(parts, levels, tables, decode_rows, out, window=window, block=block)
+    join(parts, levels, tables, decode_rows, out, window=window, block=block, sinks=sinks)
 
 
 def join(
@@ -152,12 +159,15 @@ def join(
     *,
     window: int,
     block: int,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Join the splits of `decode_rows` into out [tokens, heads, head_dim]. `block`: keys of a block of the splits."""
     heads, head_dim = out.shape[1:]
     _decode_join[(decode_rows.items, heads)](
-        tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, out, decode_rows.splits,
+        tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, sinks, out,
+        decode_rows.splits,
         HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), WINDOW=window, BLOCK=block, MOST=MAX_SPLITS, STEP=16,
+        LOG2=LOG2_E,
         num_warps=4,
     )  # fmt: skip
 

@@ -10,9 +10,10 @@ from ktqueue.operators.gpu.kernels.operation import tl, triton
 def _prefill_tile(
     query, keys, values, query_starts, page_starts, pages, contexts,
     tiles,  # [tiles, 2]: row, and the first token of the tile, counted within the row
-    out, scale, page_stride, slot_stride,
+    sinks, out, scale, page_stride, slot_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    LOG2: tl.constexpr,
 ):  # fmt: skip
     """Compute TOKENS tokens of one row for the heads of one key/value head: first the keys that all of them see."""
     tile = tl.program_id(0)
@@ -35,6 +36,9 @@ def _prefill_tile(
     end = tl.minimum(lowest + TOKENS, context)
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
+    if sinks is not None:  # a key with that score and no value comes first
+        best = tl.load(sinks + head) * LOG2
+        total += 1.0
     sums = tl.zeros([M, WIDTH], tl.float32)
     row_pages = pages + tl.load(page_starts + row)
     row_keys = keys + kv_head * HEAD_DIM
@@ -66,6 +70,7 @@ def prefill(
     *,
     scaling: float,
     window: int,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend for the tokens of `tiles` [tiles, 2] int32: a row, and the first token of the tile within the row.
 
@@ -78,7 +83,8 @@ def prefill(
     width = padded(head_dim)
     exact = query.dtype == torch.float32
     _prefill_tile[(len(tiles), kv_heads)](
-        query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, tiles, out,
+        query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, tiles, sinks,
+        out,
         scaling * LOG2_E, keys.stride(0), keys.stride(1),
         HEADS=heads,
         GROUP=group,
@@ -90,6 +96,7 @@ def prefill(
         WINDOW=window,
         BLOCK=block_keys(width, query.dtype),
         PRECISION=precision(query.dtype),
+        LOG2=LOG2_E,
         num_warps=4 if exact and width <= 128 else 8,
         num_stages=2 if exact or width > 128 else 3,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
@@ -50,9 +50,10 @@ class RoutedLayer:
     experts: int
     experts_per_token: int
     renormalise: bool
-    activation: native.ActivationName
+    gate: native.GateFacts
     exact: bool = False
     scoring: Scoring = PLAIN
+    biases: ExpertBiases | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class StepExperts:
         if not locations.on_gpu:
             return None
         residency.wait_for_arrival(index)
-        pairs = ExpertPairs(residency.memory, locations.gate_up, routing.ids, layer.record)
-        partials = experts(pairs, locations.down, x, routing.weights, layer.activation, exact=layer.exact)
+        pairs = ExpertPairs(residency.memory, locations.gate_up, routing.ids, layer.record, layer.biases)
+        partials = experts(pairs, locations.down, x, routing.weights, layer.gate, exact=layer.exact)
         residency.release(index)
         return partials

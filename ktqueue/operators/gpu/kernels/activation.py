@@ -7,7 +7,7 @@ from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl,
 from ktqueue.operators.native import ActivationName
 
 ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
-"""Activations of the gate that GPU kernels have."""
+"""Activations of a dense MLP's gate. Experts also have swiglu_clamped."""
 
 _MOST_COLUMNS = 1024
 """Columns that one program computes."""
@@ -23,6 +23,19 @@ def activated(gate, ACTIVATION: tl.constexpr):
     else:  # gelu_tanh: (1 + tanh(y)) / 2 = sigmoid(2 y)
         gate = gate * tl.sigmoid(2.0 * (0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
     return gate
+
+
+@triton.jit
+def joined(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Join gate and up of an expert, float32: a native.ActivationName, with the numbers of swiglu_clamped."""
+    if ACTIVATION == "swiglu_clamped":  # comparisons, so that NaN stays NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, up)
+        up = tl.where(up < -LIMIT, -LIMIT, up)
+        result = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+    else:
+        result = activated(gate, ACTIVATION) * up
+    return result
 
 
 @triton.jit

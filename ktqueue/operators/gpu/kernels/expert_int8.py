@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 
 from ktqueue.operators.gpu.kernels import dots, panel_layout
-from ktqueue.operators.gpu.kernels.activation import activated
+from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, list_pairs
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB
+from ktqueue.operators.native import GateFacts
 
 OWN_PAIRS = 32
 """Up to this number, each pair has its own programs. A weight that two of them read comes from the cache."""
@@ -142,6 +143,8 @@ def _experts_kernel(
     scales,
     sums,
     pair_weights,  # [pairs] float32
+    bias,  # [experts, ROWS] float32 of the matrix or of gate; or None
+    up_bias,
     out,  # [pairs, ROWS] float32 without activation, otherwise int8
     out_scales,
     out_sums,
@@ -153,6 +156,8 @@ def _experts_kernel(
     start,  # byte of a record where the matrix begins
     zero_pairs,  # pairs whose rows a program sets to zero if they are skipped
     ACTIVATION: tl.constexpr,  # "": one matrix, otherwise gate and up
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SLAB_COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -175,6 +180,7 @@ def _experts_kernel(
         count = ((expert >= 0) & (offset >= 0)).to(tl.int32)
         first = program
     else:
+        expert = program.to(tl.int64)
         offset = tl.load(offsets + program)
         count = tl.load(counts + program)
         first = tl.load(starts + program)
@@ -224,11 +230,16 @@ def _experts_kernel(
             live = done + m < count
             pair = pair_of[m].to(tl.int64)
             value = tl.sum(gates[m], 0)
+            if bias is not None:
+                value += tl.load(bias + tl.maximum(expert, 0) * ROWS + n, mask=n < ROWS, other=0.0)
             if ACTIVATION == "":
                 value *= tl.load(pair_weights + pair)
                 tl.store(out + pair * ROWS + n, value, mask=(n < ROWS) & live)
             else:
-                value = activated(value, ACTIVATION) * tl.sum(ups[m], 0)
+                up = tl.sum(ups[m], 0)
+                if up_bias is not None:
+                    up += tl.load(up_bias + tl.maximum(expert, 0) * ROWS + n, mask=n < ROWS, other=0.0)
+                value = joined(value, up, ACTIVATION, ALPHA, LIMIT)
                 code, scale, total = _quantise(tl.reshape(value, (N // 32, 32)), N // 32, 32)
                 out_slab = tl.program_id(0) * (N // 32) + tl.arange(0, N // 32)
                 column = out_slab[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -266,21 +277,26 @@ def _launch(
     outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     start: int,
-    activation: str,
+    gate: GateFacts | None,
     weights: torch.Tensor,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> None:
-    """quants: the formats of gate and up, or twice that of one matrix. outs: `out`, `out_scales`, `out_sums`."""
+    """quants, biases: of gate and up, or of one matrix, whose format is given twice. gate None: there is one matrix.
+    outs: `out`, `out_scales`, `out_sums`."""
     number, rows = outs[0].shape
     tokens, columns = x.codes.shape
     experts = pairs.offsets.numel()
     programs = number if lists is None else experts
     average = number / min(experts, number)
     tiles = TILES_OF_MANY if average > MANY_PAIRS else TILES
-    tile = tiles.gate_up if activation else tiles.down
+    tile = tiles.gate_up if gate else tiles.down
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
-        pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums, weights, *outs, *(lists or 3 * (pairs.ids,)),
+        pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums, weights, *biases, *outs,
+        *(lists or 3 * (pairs.ids,)),
         number, number // tokens, start, triton.cdiv(number, programs),
-        ACTIVATION=activation,
+        ACTIVATION=gate.activation if gate else "",
+        ALPHA=gate.alpha if gate else 0.0,
+        LIMIT=gate.limit if gate else 0.0,
         SLAB_COUNT=columns // SLAB,
         ROWS=rows,
         **panel_layout.constants(quants[0], columns),
@@ -295,15 +311,16 @@ def _launch(
     )  # fmt: skip
 
 
-def gate_up(pairs: ExpertPairs, lists: SortedPairs | None, x: Int8Rows, activation: str) -> Int8Rows:
-    """Return activation(gate x) * (up x), quantised: rows of pairs [tokens * k, intermediate].
+def gate_up(pairs: ExpertPairs, lists: SortedPairs | None, x: Int8Rows, gate: GateFacts) -> Int8Rows:
+    """Return gate x and up x, joined as `gate` says and quantised: rows of pairs [tokens * k, intermediate].
 
     Rows of skipped pairs are undefined.
     """
     record = pairs.record
     mid = Int8Rows.empty(pairs.ids.numel(), record.intermediate, pairs.ids.device)
     outs, quants = (mid.codes, mid.scales, mid.sums), (record.gate, record.up)
-    _launch(pairs, lists, x, quants, outs, start=0, activation=activation, weights=x.scales)
+    biases = (None, None) if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
+    _launch(pairs, lists, x, quants, outs, start=0, gate=gate, weights=x.scales, biases=biases)
     return mid
 
 
@@ -312,5 +329,6 @@ def down(pairs: ExpertPairs, lists: SortedPairs | None, mid: Int8Rows, weights: 
     record = pairs.record
     out = torch.empty(pairs.ids.numel(), record.hidden, dtype=torch.float32, device=pairs.ids.device)
     outs, quants = (out, mid.scales, mid.sums), (record.down, record.down)
-    _launch(pairs, lists, mid, quants, outs, start=record.down_start, activation="", weights=weights)
+    biases = (None if pairs.biases is None else pairs.biases.down, None)
+    _launch(pairs, lists, mid, quants, outs, start=record.down_start, gate=None, weights=weights, biases=biases)
     return out.view(*pairs.ids.shape, record.hidden)

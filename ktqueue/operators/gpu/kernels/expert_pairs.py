@@ -14,17 +14,28 @@ _SORTED_AT_ONCE = 2048
 """Pairs that a program of the sort reads at a time."""
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of all experts of a layer, float32 on the device. gate, up: [experts, intermediate]; down: [experts,
+    hidden]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+
 class ExpertPairs(NamedTuple):
     """The pairs of a step, and where their experts are.
 
     pool: [bytes] uint8; offsets: [experts] int64, where the record of each expert begins in the pool, negative: its
-    pairs are skipped; ids: [tokens, k] int64, contiguous, the expert of each pair, negative: skipped.
+    pairs are skipped; ids: [tokens, k] int64, contiguous, the expert of each pair, negative: skipped; biases: of all
+    experts, or None.
     """
 
     pool: torch.Tensor
     offsets: torch.Tensor
     ids: torch.Tensor
     record: ExpertRecord
+    biases: ExpertBiases | None = None
 
 
 class SortedPairs(NamedTuple):

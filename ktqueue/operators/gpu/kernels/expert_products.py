@@ -8,11 +8,10 @@ import torch
 
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.kernels import expert_int8, expert_tensor_cores, panel_layout
-from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.operation import runs_kernel
-from ktqueue.operators.native import ActivationName
+from ktqueue.operators.native import GateFacts
 
 MAX_FEW_PAIRS = 2048
 """Largest number of pairs that the integer kernel can sort by expert."""
@@ -25,7 +24,7 @@ def experts(
     down_offsets: torch.Tensor,
     x: torch.Tensor,
     weights: torch.Tensor,
-    activation: ActivationName,
+    gate: GateFacts,
     *,
     exact: bool = False,
 ) -> torch.Tensor:
@@ -40,34 +39,35 @@ def experts(
     floats = any(quant in panel_layout.FLOATS for quant in (record.gate, record.up, record.down))
     few = pairs.ids.numel() <= min(MAX_FEW_PAIRS, FEW_PAIRS_PER_EXPERT * pairs.offsets.numel())
     if exact or floats or x.dtype == torch.float32 or not few:
-        return down(down_pairs, gate_up(pairs, x, activation), weights)
-    _check_input(pairs, x, activation)
+        return down(down_pairs, gate_up(pairs, x, gate), weights)
+    _check_input(pairs, x)
     x = x.contiguous()
     if runs_kernel(x) and pairs.ids.numel():
         rows, lists = expert_int8.prepare(pairs, x)
-        rows = expert_int8.gate_up(pairs, lists, rows, activation)
+        rows = expert_int8.gate_up(pairs, lists, rows, gate)
         return expert_int8.down(down_pairs, lists, rows, weights.contiguous())
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)
-    gate_up_twin(pairs, Int8Rows.quantise(x).floats(), activation, mid)
+    gate_up_twin(pairs, Int8Rows.quantise(x).floats(), gate, mid)
     partials = torch.empty(*pairs.ids.shape, record.hidden)
     down_twin(down_pairs, Int8Rows.quantise(mid.view(-1, record.intermediate)).floats(), weights, partials)
     return partials
 
 
-def gate_up(pairs: ExpertPairs, x: torch.Tensor, activation: ActivationName) -> torch.Tensor:
-    """Return activation(gate x) * (up x) of every pair: [tokens, k, intermediate] in the dtype of `x`.
+def gate_up(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts) -> torch.Tensor:
+    """Return gate x and up x, joined as `gate` says, of every pair: [tokens, k, intermediate] in the dtype of `x`.
 
     x: [tokens, hidden] bfloat16, float16 or float32. Computed in float32. Rows of skipped pairs are undefined. Raises
-    ValueError for an activation that is not in ACTIVATIONS or shapes that disagree.
+    ValueError for shapes that disagree.
     """
-    _check_input(pairs, x, activation)
+    _check_input(pairs, x)
     record, x = pairs.record, x.contiguous()
     mid = x.new_empty(*pairs.ids.shape, record.intermediate)
     if runs_kernel(x):
         rows = mid.view(-1, record.intermediate)
-        expert_tensor_cores.launch(pairs, x, rows, (record.gate, record.up), activation=activation)
+        biases = (None, None) if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
+        expert_tensor_cores.launch(pairs, x, rows, (record.gate, record.up), gate=gate, biases=biases)
     else:
-        gate_up_twin(pairs, x, activation, mid)
+        gate_up_twin(pairs, x, gate, mid)
     return mid
 
 
@@ -84,49 +84,53 @@ def down(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor) -> torch.
         expert_tensor_cores.launch(
             pairs, rows, partials.view(-1, record.hidden), (record.down,),
             start=record.down_start, weights=weights.contiguous(), zero_skipped=True,
+            biases=(None if pairs.biases is None else pairs.biases.down, None),
         )  # fmt: skip
     else:
         down_twin(pairs, rows, weights, partials)
     return partials
 
 
-def gate_up_twin(pairs: ExpertPairs, x: torch.Tensor, activation: ActivationName, mid: torch.Tensor) -> None:
+def gate_up_twin(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts, mid: torch.Tensor) -> None:
     """Write what `gate_up` computes to `mid`, in plain torch and float32. Rows of skipped pairs stay as they are."""
     record = pairs.record
-    for offset, tokens, slots in _used_experts(pairs):
+    for expert, offset, tokens, slots in _used_experts(pairs):
         panels = pairs.pool[offset : offset + record.down_start].view(panel_layout.panel_count(record.intermediate), -1)
-        gate, up = (
+        gate_rows, up_rows = (
             x[tokens].float() @ panel_layout.dequantize(part, quant, record.hidden)[: record.intermediate].T
             for quant, part in (
                 (record.gate, panels[:, : record.gate_panel_bytes]),
                 (record.up, panels[:, record.gate_panel_bytes :]),
             )
         )
-        mid[tokens, slots] = reference.activate(activation, gate, up, 0.0, 0.0).to(mid.dtype)
+        if pairs.biases is not None:
+            gate_rows, up_rows = gate_rows + pairs.biases.gate[expert], up_rows + pairs.biases.up[expert]
+        both = reference.activate(gate.activation, gate_rows, up_rows, gate.alpha, gate.limit)
+        mid[tokens, slots] = both.to(mid.dtype)
 
 
 def down_twin(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor, partials: torch.Tensor) -> None:
     """Write what `down` computes to `partials`, in plain torch and float32. mid: [tokens * k, intermediate]."""
     record = pairs.record
     partials.zero_()
-    for offset, tokens, slots in _used_experts(pairs):
+    for expert, offset, tokens, slots in _used_experts(pairs):
         packed = pairs.pool[offset + record.down_start : offset + record.bytes]
         panels = packed.view(panel_layout.panel_count(record.hidden), -1)
         matrix = panel_layout.dequantize(panels, record.down, record.intermediate)[: record.hidden]
         rows = mid[tokens * pairs.ids.shape[1] + slots].float() @ matrix.T
+        if pairs.biases is not None:
+            rows = rows + pairs.biases.down[expert]
         partials[tokens, slots] = rows * weights[tokens, slots, None]
 
 
-def _used_experts(pairs: ExpertPairs) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """For every expert that is not skipped: where its record begins, and the tokens and slots of its pairs."""
+def _used_experts(pairs: ExpertPairs) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """For every expert that is not skipped: its id, where its record begins, the tokens and slots of its pairs."""
     starts = pairs.offsets.tolist()
     used = [expert for expert in pairs.ids.unique().tolist() if expert >= 0 and starts[expert] >= 0]
-    return [(starts[expert], *torch.where(pairs.ids == expert)) for expert in used]
+    return [(expert, starts[expert], *torch.where(pairs.ids == expert)) for expert in used]
 
 
-def _check_input(pairs: ExpertPairs, x: torch.Tensor, activation: ActivationName) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"the activation of GPU experts must be one of {', '.join(ACTIVATIONS)}, got {activation}")
+def _check_input(pairs: ExpertPairs, x: torch.Tensor) -> None:
     _check_shapes(pairs.ids, x, pairs.record.hidden)
 
 

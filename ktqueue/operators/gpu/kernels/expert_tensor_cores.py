@@ -11,10 +11,11 @@ once for up to BLOCK_M pairs. There are three ways to find the pairs of a progra
 import torch
 
 from ktqueue.operators.gpu.kernels import formats, panel_layout
-from ktqueue.operators.gpu.kernels.activation import activated
+from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, sort_pairs
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.gpu.kernels.panel_layout import FLOATS, SLAB, SLABS
+from ktqueue.operators.native import GateFacts
 
 LEADER = tl.constexpr(0)
 EXPERT = tl.constexpr(1)
@@ -93,6 +94,8 @@ def _panels_kernel(
     ids,  # [pairs] int64
     x,
     pair_weights,  # [pairs] float32
+    bias,  # [experts, ROWS] float32 of the matrix or of gate; or None
+    up_bias,
     out,  # [pairs, ROWS]
     sorted_pairs,  # [pairs] int32, only for SORTED
     starts,  # [experts] int32
@@ -104,6 +107,8 @@ def _panels_kernel(
     start,  # byte of a record where the matrix begins
     zero_pairs,  # pairs whose rows a program sets to zero if they are skipped
     ACTIVATION: tl.constexpr,  # "": one matrix, otherwise gate and up
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -207,7 +212,12 @@ def _panels_kernel(
                     x_rows, live, here + PANEL_BYTES, panel * both_bytes, local % 16,
                     COLUMNS, UP_FORMAT, UP_IS_FLOAT, UP_SUPERBLOCK_BYTES, BLOCK_M, BLOCK_N, PERMUTED, STAGES,
                 )  # fmt: skip
-            acc = activated(gate, ACTIVATION) * up
+            if bias is not None:
+                gate += tl.load(bias + expert * ROWS + n, mask=n < ROWS, other=0.0)[None, :]
+                up += tl.load(up_bias + expert * ROWS + n, mask=n < ROWS, other=0.0)[None, :]
+            acc = joined(gate, up, ACTIVATION, ALPHA, LIMIT)
+        if ACTIVATION == "" and bias is not None:
+            acc += tl.load(bias + expert * ROWS + n, mask=n < ROWS, other=0.0)[None, :]
         if WEIGHTED:
             acc *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
         target = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
@@ -233,13 +243,14 @@ def launch(
     quants: tuple[str, ...],
     *,
     start: int = 0,
-    activation: str = "",
+    gate: GateFacts | None = None,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     weights: torch.Tensor | None = None,
     zero_skipped: bool = False,
 ) -> None:
     """Write x times the transposed weights of each pair's expert to out [pairs, rows].
 
-    quants: the format of one matrix, or of gate and up, which `activation` joins. start: byte of a record where the
+    quants, biases: of one matrix, or of gate and up, which are joined as `gate` says. start: byte of a record where the
     matrix begins. x [pairs / slots, columns]: `slots` pairs share a row. weights [pairs]: factors of the rows.
     zero_skipped: rows of skipped pairs become zero; otherwise they are undefined.
     """
@@ -267,18 +278,20 @@ def launch(
         x = x.contiguous()
     # The more rows of weights a warp has, the less of x it loads for each. With one token, every warp needs some rows.
     block_n = (64 if exact else 128) if permuted else (32 if number <= 16 else 64)
-    if activation:
+    if gate:
         block_n //= 2
-    gate, up = quants[0], quants[-1]
+    first, up = quants[0], quants[-1]
     zero = 0 if not zero_skipped else 1 if find == LEADER else block_m
     _panels_kernel[(triton.cdiv(rows, block_n), programs)](
-        pairs.pool, pairs.offsets, pairs.ids, x, out if weights is None else weights, out, *lists,
+        pairs.pool, pairs.offsets, pairs.ids, x, out if weights is None else weights, *biases, out, *lists,
         number, experts, number // len(x), x.stride(0), start, triton.cdiv(number, programs),
-        ACTIVATION=activation,
+        ACTIVATION=gate.activation if gate else "",
+        ALPHA=gate.alpha if gate else 0.0,
+        LIMIT=gate.limit if gate else 0.0,
         COLUMNS=columns,
         ROWS=rows,
-        IS_FLOAT=gate in FLOATS,
-        **panel_layout.constants(gate, columns),
+        IS_FLOAT=first in FLOATS,
+        **panel_layout.constants(first, columns),
         UP_IS_FLOAT=up in FLOATS,
         **panel_layout.constants(up, columns, "UP_"),
         WEIGHTED=weights is not None,

@@ -48,7 +48,7 @@ def few_rows_linear(
 
     The same as torch.nn.functional.linear, which computes it except for 1 to FEW_ROWS tokens of 16 bits on a GPU: with
     one row torch reaches only a part of the memory bandwidth. Sums are float32. Rows of x may be strided. `dtype` of
-    the result is that of x, or float32, which keeps the sums unrounded; float32 allows no bias.
+    the result is that of x, or float32, which keeps the sums unrounded.
     """
     few = 1 <= x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype != torch.float32
     if few and runs_kernel(x) and x.stride(1) == 1 and weight.is_contiguous():
@@ -56,8 +56,9 @@ def few_rows_linear(
     if dtype in (None, x.dtype):
         return torch.nn.functional.linear(x, weight, bias)
     if is_gpu(x.device):
-        return torch.mm(x, weight.t(), out_dtype=dtype)
-    return torch.nn.functional.linear(x.float(), weight.float())
+        product = torch.mm(x, weight.t(), out_dtype=dtype)
+        return product if bias is None else product.add_(bias)
+    return torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def _launch(

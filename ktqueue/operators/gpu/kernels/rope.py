@@ -43,47 +43,72 @@ def _store(pointers, x, mask, rounded: tl.constexpr):
 
 
 @triton.jit
+def _normed(source, weight, element, place, mask, scale, clip, WHOLE: tl.constexpr, CLIP: tl.constexpr):
+    """Load elements of a projection, multiply them by the norm's scale and weights if it has one, and clip them.
+
+    place: of the elements within their head.
+    """
+    dtype: tl.constexpr = source.dtype.element_ty
+    x = tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
+    if weight is not None:
+        weights = tl.load(weight + (element if WHOLE else place), mask=mask, other=0.0).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
+    return _clipped(x, CLIP, clip)
+
+
+@triton.jit
 def _rotate(
     source, weight, cosine, sine, position, target, head, column, mask, epsilon, clip,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    CLIP: tl.constexpr,
 ):  # fmt: skip
     """Normalise, clip and rotate heads of one projection of a token, and store them at `target`.
 
-    source: its first element. head [GROUP, 1], column and mask [GROUP, HALF]: of this program. WHOLE: the norm is over
-    all HEADS heads (in a block of BLOCK), with a weight for each of their elements.
+    source: its first element. head [GROUP, 1], column and mask [GROUP, HALF]: of this program. ROTARY: columns of a
+    head that are rotated. WHOLE: the norm is over all HEADS heads (in a block of BLOCK), with a weight for each of
+    their elements.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
+    PAIRS: tl.constexpr = ROTARY // 2
     dtype: tl.constexpr = source.dtype.element_ty
     element = head * HEAD_DIM + column
-    low = tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(source + element + HALF, mask=mask, other=0.0).to(tl.float32)
-    table = position * HALF + column
-    c = tl.load(cosine + table, mask=mask, other=0.0)
-    s = tl.load(sine + table, mask=mask, other=0.0)
+    scale = 1.0
     if weight is not None:
         if WHOLE:
             every = tl.arange(0, BLOCK)
             x = tl.load(source + every, mask=every < HEADS * HEAD_DIM, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x, axis=0) / (HEADS * HEAD_DIM) + epsilon)
-            weights = weight + element
         else:
+            low = tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
+            high = tl.load(source + element + HALF, mask=mask, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1, keep_dims=True) / HEAD_DIM + epsilon)
-            weights = weight + column
-        low_weight = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
-        high_weight = tl.load(weights + HALF, mask=mask, other=0.0).to(tl.float32)
-        low = ((low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
-        high = ((high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
-    low = _clipped(low, CLIP, clip)
-    high = _clipped(high, CLIP, clip)
-    _store(target + element, low * c - high * s, mask, dtype)
-    _store(target + element + HALF, high * c + low * s, mask, dtype)
+    if ROTARY == HEAD_DIM:
+        low = _normed(source, weight, element, column, mask, scale, clip, WHOLE, CLIP)
+        high = _normed(source, weight, element + HALF, column + HALF, mask, scale, clip, WHOLE, CLIP)
+        c = tl.load(cosine + position * HALF + column, mask=mask, other=0.0)
+        s = tl.load(sine + position * HALF + column, mask=mask, other=0.0)
+        _store(target + element, low * c - high * s, mask, dtype)
+        _store(target + element + HALF, high * c + low * s, mask, dtype)
+    else:  # pairs are not HALF columns apart, so each element loads its partner
+        for half in tl.static_range(2):
+            place = column + half * HALF
+            first = place < PAIRS
+            rotated = mask & (place < ROTARY)
+            partner = tl.where(first, place + PAIRS, place - PAIRS)
+            pair = position * PAIRS + tl.where(first, place, place - PAIRS)
+            c = tl.load(cosine + pair, mask=rotated, other=1.0)
+            s = tl.load(sine + pair, mask=rotated, other=0.0)
+            x = _normed(source, weight, head * HEAD_DIM + place, place, mask, scale, clip, WHOLE, CLIP)
+            y = _normed(source, weight, head * HEAD_DIM + partner, partner, rotated, scale, clip, WHOLE, CLIP)
+            _store(target + head * HEAD_DIM + place, x * c + tl.where(first, -y, y) * s, mask, dtype)
 
 
 @triton.jit
 def _qk_norm_rope_append(
     qkv, q_norm, k_norm, cosine, sine, positions, slot_mapping, query, keys, values, stride, epsilon, clip,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, WHOLE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, CLIP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    CLIP: tl.constexpr,
 ):  # fmt: skip
     """One program for GROUP heads of a token: first those of the query, then of the key, then of the value."""
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
@@ -102,13 +127,13 @@ def _qk_norm_rope_append(
         head = group * GROUP + member
         _rotate(
             q_source, q_norm, cosine, sine, position, query + token * (HEADS * HEAD_DIM), head, column,
-            (head < HEADS) & narrow, epsilon, clip, HEADS, HEAD_DIM, WHOLE, Q_BLOCK, CLIP,
+            (head < HEADS) & narrow, epsilon, clip, HEADS, HEAD_DIM, ROTARY, WHOLE, Q_BLOCK, CLIP,
         )  # fmt: skip
     elif group < Q_GROUPS + K_GROUPS:
         head = (group - Q_GROUPS) * GROUP + member
         _rotate(
             k_source, k_norm, cosine, sine, position, keys + slot, head, column,
-            (head < KV_HEADS) & narrow, epsilon, clip, KV_HEADS, HEAD_DIM, WHOLE, K_BLOCK, CLIP,
+            (head < KV_HEADS) & narrow, epsilon, clip, KV_HEADS, HEAD_DIM, ROTARY, WHOLE, K_BLOCK, CLIP,
         )  # fmt: skip
     else:
         head = (group - Q_GROUPS - K_GROUPS) * GROUP + member
@@ -140,10 +165,11 @@ def qk_norm_rope_append(
     qkv [tokens, (heads + 2 * kv_heads) * head_dim]: query, key and value of a token one after the other; rows may be
     strided. q_norm, k_norm: RMSNorm weights: None, [head_dim] for each head alone (Qwen3), or [heads * head_dim] and
     [kv_heads * head_dim] over the whole projection (OLMoE). clip: query, key and value are clamped to +-clip after the
-    norms (OLMoE's clip_qkv); 0: they are not. cosine, sine [positions, head_dim / 2] float32, indexed by `positions`
-    [tokens] int64; element i is rotated with element i + head_dim / 2. keys, values [pages, page_size, kv_heads,
-    head_dim]: one layer's cache, written at `slot_mapping` [tokens] int64 in its own dtype; float8_e4m3fn saturates at
-    +-448. Norms are rounded as transformers rounds them; the rotation is float32 and rounded once.
+    norms (OLMoE's clip_qkv); 0: they are not. cosine, sine [positions, rotary / 2] float32, indexed by `positions`
+    [tokens] int64: of the first `rotary` elements of a head, element i is rotated with element i + rotary / 2. keys,
+    values [pages, page_size, kv_heads, head_dim]: one layer's cache, written at `slot_mapping` [tokens] int64 in its
+    own dtype; float8_e4m3fn saturates at +-448. Norms are rounded as transformers rounds them; the rotation is float32
+    and rounded once.
     Raises ValueError for shapes that do not fit.
     """
     tokens, width = qkv.shape
@@ -151,7 +177,8 @@ def qk_norm_rope_append(
     parts = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     fits = width == sum(parts) and qkv.stride(1) == 1 and head_dim % 2 == 0
     fits &= keys.shape == values.shape and keys.shape[2] == kv_heads and keys.is_contiguous() and values.is_contiguous()
-    fits &= cosine.shape == sine.shape and cosine.shape[1] * 2 == head_dim
+    rotary = cosine.shape[1] * 2
+    fits &= cosine.shape == sine.shape and rotary <= head_dim
     fits &= cosine.dtype == sine.dtype == torch.float32 and cosine.is_contiguous() and sine.is_contiguous()
     fits &= positions.shape == slot_mapping.shape == (tokens,)
     sizes = [None if norm is None else norm.numel() for norm in (q_norm, k_norm)]
@@ -172,6 +199,7 @@ def qk_norm_rope_append(
                 HEADS=heads,
                 KV_HEADS=kv_heads,
                 HEAD_DIM=head_dim,
+                ROTARY=rotary,
                 HALF_BLOCK=half_block,
                 GROUP=group,
                 WHOLE=whole,
@@ -188,8 +216,8 @@ def qk_norm_rope_append(
         if norm is not None:
             x = rms_norm(x.reshape(tokens, count * head_dim // norm.numel(), norm.numel()), norm, epsilon)
         x = _clamped(x.reshape(tokens, count, head_dim), clip)
-        low, high = x.float().chunk(2, dim=-1)
-        rotated.append(torch.cat((low * c - high * s, high * c + low * s), dim=-1).to(qkv.dtype))
+        low, high, rest = torch.split(x.float(), [rotary // 2, rotary // 2, head_dim - rotary], dim=-1)
+        rotated.append(torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1).to(qkv.dtype))
     _append(keys, slot_mapping, rotated[1])
     _append(values, slot_mapping, _clamped(value.reshape(tokens, kv_heads, head_dim), clip))
     return rotated[0]

@@ -28,8 +28,8 @@ class Routing:
 class Scoring:
     """How a router scores experts, beyond the highest softmax: DeepSeek's routers.
 
-    `sigmoid`: an expert's score is the sigmoid of its logit, and `bias` [experts] float32 is added only to choose;
-    otherwise the score is the softmax over all. `scale` multiplies the final weights. Only experts of the best
+    `sigmoid`: an expert's score is the sigmoid of its logit; otherwise it is the softmax over all. `bias` [experts]
+    float32 is added to the scores only to choose. `scale` multiplies the final weights. Only experts of the best
     `groups_used` of `groups` groups are chosen. The score of a group is that of its best expert, or with sigmoids the
     sum of its best two.
     """
@@ -51,6 +51,8 @@ class Scoring:
         scores = logits.float()
         if self.sigmoid:
             scores = scores.sigmoid()
+        elif self.bias is not None:
+            scores = scores.softmax(-1)
         if self.bias is not None:
             scores = scores + self.bias
         if not grouped:

@@ -55,6 +55,15 @@ def test_chunks_longer_than_a_tile_equal_the_reference() -> None:
         check_plan(planner(kv, 2).plan(step), step, random_query(step, 2), window)
 
 
+@pytest.mark.parametrize("window", [0, 7])
+def test_sinks_equal_the_reference(window: int) -> None:
+    """One sink is above all scores of its head, one below."""
+    kv = make_cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, pages=20)
+    step = make_step(kv, *MIXED)
+    sinks = torch.tensor([30.0, -30.0, 0.5, 1.0, -1.0, 2.0])
+    check_plan(planner(kv, 6).plan(step), step, random_query(step, 6), window, sinks)
+
+
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_decode_plan_follows_its_updates(window: int) -> None:
     """Long rows are beside padding of length 1, and use one split or all. The buffers stay in place."""

@@ -4,12 +4,17 @@ import ctypes
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
+
+GATES = [*(native.GateFacts(name) for name in ACTIVATIONS), native.GateFacts("swiglu_clamped", 1.702, 1.5)]
+"""All ways to join gate and up that experts have."""
 
 
 class Pool(NamedTuple):
@@ -19,10 +24,11 @@ class Pool(NamedTuple):
     bytes: torch.Tensor
     offsets: torch.Tensor
     layer: native.ExpertLayer
+    biases: ExpertBiases | None
 
     def pairs(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> ExpertPairs:
         """Pairs of these experts. `offsets`: in place of the pool's own."""
-        return ExpertPairs(self.bytes, self.offsets if offsets is None else offsets, ids, self.record)
+        return ExpertPairs(self.bytes, self.offsets if offsets is None else offsets, ids, self.record, self.biases)
 
 
 def make_pool(
@@ -31,12 +37,21 @@ def make_pool(
     experts: int,
     hidden: int,
     intermediate: int,
+    *,
+    biased: bool = False,
 ) -> Pool:
     """Pack random experts. `quants`: the format of all three matrices, or those of gate, up and down."""
     gate, up, down = (quants,) * 3 if isinstance(quants, str) else quants
     shapes = ((gate, intermediate, hidden), (up, intermediate, hidden), (down, hidden, intermediate))
+    noise = np.random.default_rng(experts)
     parts = [
-        PackedExperts(quant, rows, columns, [random_weights(quant, rows * columns, 10 * i + e) for e in range(experts)])
+        PackedExperts(
+            quant,
+            rows,
+            columns,
+            [random_weights(quant, rows * columns, 10 * i + e) for e in range(experts)],
+            noise.normal(size=(experts, rows)).astype(np.float32) if biased else None,
+        )
         for i, (quant, rows, columns) in enumerate(shapes)
     ]
     layer = native.ExpertLayer(ExpertWeights(*parts), activations="float32")
@@ -44,7 +59,8 @@ def make_pool(
     record = ExpertRecord(gate, up, down, hidden, intermediate)
     assert all(len(packed) == record.bytes for packed in records)
     pool = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8)
-    return Pool(record, pool, torch.arange(experts) * record.bytes, layer)
+    biases = [torch.from_numpy(part.bias) for part in parts if part.bias is not None]
+    return Pool(record, pool, torch.arange(experts) * record.bytes, layer, ExpertBiases(*biases) if biased else None)
 
 
 def route(tokens: int, experts: int, slots: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

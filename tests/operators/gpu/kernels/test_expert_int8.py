@@ -9,14 +9,13 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
-from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
-from ktqueue.operators.native import ActivationName
+from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
 from ..interpreted import by_kernel, compiled_for_h200
-from .panel_pools import Pool, make_pool, route
+from .panel_pools import GATES, Pool, make_pool, route
 
 BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
 BOUND = 3e-6
@@ -37,7 +36,7 @@ def assert_experts(
     ids: torch.Tensor,
     x: torch.Tensor,
     weights: torch.Tensor,
-    activation: ActivationName = "silu",
+    gate: GateFacts = native.SILU,
     own_pairs: int = expert_int8.OWN_PAIRS,
 ) -> None:
     """Each launch computes what plain torch does of the same inputs; rows of skipped pairs are zero."""
@@ -47,10 +46,10 @@ def assert_experts(
     assert torch.equal(rows.codes, expected.codes)
     assert torch.equal(rows.sums, expected.sums)
     torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
-    mid = by_kernel(expert_int8.gate_up, step, lists, rows, activation)
+    mid = by_kernel(expert_int8.gate_up, step, lists, rows, gate)
     computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
-    products.gate_up_twin(step, rows.floats(), activation, exact)
+    products.gate_up_twin(step, rows.floats(), gate, exact)
     exact = exact.view(-1, record.intermediate)
     wanted = Int8Rows.quantise(exact)
     if computed.any():
@@ -99,11 +98,11 @@ def test_each_way_to_find_pairs_equals_plain_torch(
     assert_experts(pool, offsets, ids, x.bfloat16(), weights, own_pairs=32 if own else 0)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_each_activation_equals_plain_torch(activation: ActivationName, random_weights: Callable[..., Bytes]) -> None:
-    pool = make_pool(random_weights, "MXFP4", 2, 32, 32)
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.activation)
+def test_each_activation_equals_plain_torch(gate: GateFacts, random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, "MXFP4", 2, 32, 32, biased=True)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
-    assert_experts(pool, pool.offsets, ids, x, weights, activation)
+    assert_experts(pool, pool.offsets, ids, x, weights, gate)
 
 
 def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +115,7 @@ def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkey
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
         pairs = pool.pairs(ids)
         rows, lists = by_kernel(expert_int8.prepare, pairs, x[:tokens], own_pairs=own_pairs)
-        mid = by_kernel(expert_int8.gate_up, pairs, lists, rows, "silu")
+        mid = by_kernel(expert_int8.gate_up, pairs, lists, rows, native.SILU)
         results.append(by_kernel(expert_int8.down, pairs, lists, mid, weights[:tokens]))
     assert torch.equal(results[0][:2], results[1])
 
@@ -140,7 +139,7 @@ def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Byt
     x, (ids, weights) = activations(3, 64), route(3, 2, 1)
 
     def run(x: torch.Tensor, pool: Pool, **options: bool) -> torch.Tensor:
-        return products.experts(pool.pairs(ids), pool.offsets, x, weights, "silu", **options)
+        return products.experts(pool.pairs(ids), pool.offsets, x, weights, native.SILU, **options)
 
     assert torch.equal(run(x, pool), run(x, pool, exact=True))
     rounded = run(x.bfloat16(), pool)

@@ -96,6 +96,8 @@ def test_an_fp8_cache_saturates(qkv: Callable[..., dict[str, Any]]) -> None:
 SIZES: dict[str, dict[str, Any]] = {
     "head": {"norm": "head"},
     "whole": {"norm": "whole", "clip": 0.5, "head_dim": 12, "heads": 3, "kv_heads": 3},
+    "head, half rotated": {"norm": "head", "rotary": 8, "clip": 0.5},
+    "whole, a part rotated": {"norm": "whole", "head_dim": 24, "rotary": 6},
     "none": {"norm": "", "head_dim": 10, "heads": 5, "kv_heads": 3},
 }
 """Heads, by what their norm is over."""
