@@ -15,6 +15,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.mapped_file import release_pages
 from ktqueue.loading.weight_formats import (
     FILE_BLOCKS,
+    RAW,
     REQUANTISED,
     Bytes,
     Floats,
@@ -23,12 +24,15 @@ from ktqueue.loading.weight_formats import (
     row_bytes,
     tensor_bytes,
 )
-from ktqueue.operators.native import dequantize
+from ktqueue.operators.native import as_array, dequantize
 from ktqueue.operators.packed import ExpertWeights, PackedExperts, PackedMatrix
 
 CHUNK_ELEMENTS = 4 << 20  # decoded at once, which limits the float32 buffer to 16 MiB
 Progress = Callable[[int, int, str], None]  # amount done, total amount, name of the next tensor
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # the fused parameters of a transformers experts module
+BIAS = "_bias"  # the ending of the names of their biases
+INTERLEAVED = ("gpt_oss",)
+"""Model types whose experts module has its matrices transposed, with columns of gate and up in turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,11 @@ class CheckpointTensor:
 
     @classmethod
     def from_file(
-        cls, path: Any, name: str, quant: str, shape: tuple[int, ...], offset: int, file: Bytes
+        cls, path: Any, name: str, quant: str, shape: tuple[int, ...], offset: int, file: Bytes, *, raw: bool = False
     ) -> "CheckpointTensor":
-        """Return a view of `file` at `offset`. Raises CheckpointError if the tensor does not lie inside the file."""
-        if quant not in FILE_BLOCKS:
+        """Return a view of `file` at `offset`. `raw`: the tensor may hold bytes (U8), which are not weights by
+        themselves. Raises CheckpointError if the tensor does not lie inside the file."""
+        if quant not in FILE_BLOCKS and not (raw and quant == RAW):
             raise CheckpointError(
                 f"{path}: tensor {name!r} is stored as {quant}, which is not supported; known: {', '.join(FILE_BLOCKS)}"
             )
@@ -78,10 +83,11 @@ class CheckpointTensor:
         """Return one flat byte view per expert of an [experts, rows, columns] tensor."""
         return list(self.data.reshape(self.shape[0], -1))
 
-    def packed_experts(self) -> PackedExperts:
-        """Return an [experts, rows, columns] tensor as views."""
+    def packed_experts(self, bias: "CheckpointTensor | None" = None) -> PackedExperts:
+        """Return an [experts, rows, columns] tensor as views, with the `bias` [experts, rows] decoded."""
         _, rows, columns = self.shape
-        return PackedExperts(self.quant, rows, columns, self.expert_views())
+        values = None if bias is None else as_array(bias.decode(torch.float32))
+        return PackedExperts(self.quant, rows, columns, self.expert_views(), values)
 
     def packed_matrix(self) -> PackedMatrix:
         """Return a [rows, columns] tensor as a view, or as a copy if its rows are reordered or requantised."""
@@ -148,10 +154,14 @@ class Checkpoint:
         self._config = config
         self._tensors = dict(tensors)
         self._experts = dict(experts)
+        self._interleaved = config.get("model_type") in INTERLEAVED
         for module, weights in experts.items():
             gate, up = ([len(stack.data), stack.rows, stack.columns] for stack in (weights.gate, weights.up))
             if gate != up:  # `shape` assumes so
                 raise CheckpointError(f"{path}: {module}: gate is {gate}, up is {up}; they must have the same shape")
+            for stack in (weights.gate, weights.up, weights.down):
+                if stack.bias is not None and stack.bias.shape != (wanted := (len(stack.data), stack.rows)):
+                    raise CheckpointError(f"{path}: {module}: a bias is {list(stack.bias.shape)}, not {list(wanted)}")
 
     def config(self) -> dict[str, Any]:
         """Return a copy of the transformers config as a plain dict."""
@@ -159,21 +169,30 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Return all parameter names. A layer's experts appear as the two fused parameters of their module."""
-        return [*self._tensors, *(f"{module}.{part}" for module in self._experts for part in (GATE_UP, DOWN))]
+        fused = []
+        for module, weights in self._experts.items():
+            endings = ("",) if weights.down.bias is None else ("", BIAS)
+            fused += [f"{module}.{part}{ending}" for part in (GATE_UP, DOWN) for ending in endings]
+        return [*self._tensors, *fused]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the tensor's shape. Raises CheckpointError for an unknown name."""
         if (found := self._fused(name)) is None:
             return self._tensor(name).shape
         experts, part = found
-        stack = experts.gate if part == GATE_UP else experts.down
-        return (len(stack.data), (2 if part == GATE_UP else 1) * stack.rows, stack.columns)
+        stack = experts.gate if part.startswith(GATE_UP) else experts.down
+        rows = (2 if part.startswith(GATE_UP) else 1) * stack.rows
+        if part.endswith(BIAS):
+            return (len(stack.data), rows)
+        return (len(stack.data), stack.columns, rows) if self._interleaved else (len(stack.data), rows, stack.columns)
 
     def quant(self, name: str) -> str:
         """Return the storage format, such as `Q4_K`. Raises CheckpointError for an unknown name."""
         if (found := self._fused(name)) is None:
             return self._tensor(name).quant
         experts, part = found
+        if part.endswith(BIAS):
+            return "F32"
         return experts.gate.quant if part == GATE_UP else experts.down.quant
 
     def nbytes(self, name: str) -> int:
@@ -181,8 +200,10 @@ class Checkpoint:
         if (found := self._fused(name)) is None:
             return self._tensor(name).nbytes
         experts, part = found
-        stacks = (experts.gate, experts.up) if part == GATE_UP else (experts.down,)
-        return sum(view.size for stack in stacks for view in stack.data)
+        stacks = (experts.gate, experts.up) if part.startswith(GATE_UP) else (experts.down,)
+        if part.endswith(BIAS):
+            return sum(stack.bias.nbytes for stack in stacks if stack.bias is not None)
+        return sum(tensor_bytes(stack.quant, (len(stack.data), stack.rows, stack.columns)) for stack in stacks)
 
     def decode(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor decoded to `dtype`. Raises CheckpointError for an unknown name."""
@@ -190,11 +211,17 @@ class Checkpoint:
             return self._tensor(name).decode(dtype)
         experts, part = found
         out = torch.empty(self.shape(name), dtype=dtype)
-        if part == DOWN:
-            _fill(out, experts.down)
+        biased = part.endswith(BIAS)
+        rows = out.mT if self._interleaved and not biased else out  # [experts, rows, columns] or [experts, rows]
+        fill = _fill_biases if biased else _fill
+        if part.startswith(DOWN):
+            fill(rows, experts.down)
+        elif self._interleaved:
+            fill(rows[:, ::2], experts.gate)
+            fill(rows[:, 1::2], experts.up)
         else:
-            _fill(out[:, : experts.gate.rows], experts.gate)
-            _fill(out[:, experts.gate.rows :], experts.up)
+            fill(rows[:, : experts.gate.rows], experts.gate)
+            fill(rows[:, experts.gate.rows :], experts.up)
         return out
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -252,7 +279,7 @@ class Checkpoint:
 
     def _fused(self, name: str) -> tuple[ExpertWeights, str] | None:
         module, _, part = name.rpartition(".")
-        if part in (GATE_UP, DOWN) and module in self._experts:
+        if part.removesuffix(BIAS) in (GATE_UP, DOWN) and module in self._experts:
             return self._experts[module], part
         return None
 
@@ -260,6 +287,11 @@ class Checkpoint:
 def _fill(out: torch.Tensor, stack: PackedExperts) -> None:
     for expert, data in enumerate(stack.data):
         out[expert] = torch.from_numpy(decode_rows(data, stack.quant, stack.columns))
+
+
+def _fill_biases(out: torch.Tensor, stack: PackedExperts) -> None:
+    assert stack.bias is not None
+    out.copy_(torch.from_numpy(stack.bias))
 
 
 def requantise_matrix(matrix: PackedMatrix) -> PackedMatrix:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import Checkpoint, Progress, decode_rows, permute
+from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
 from ktqueue.loading.gguf.families import ModelFamily, family_of_model_type, metadata_from_config
 from ktqueue.loading.gguf.library import WRITABLE, TensorNameMap, quantize
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
@@ -97,12 +97,14 @@ def _output_tensors(
         factors = llama3_factors(rope, head_dim, checkpoint.path)
         yield _OutputTensor(FACTORS_TENSOR, "F32", factors.shape, values=factors)
     modules = checkpoint.expert_modules()
-    fused = {f"{module}.{part}" for module in modules for part in ("gate_up_proj", "down_proj")}
+    fused = {f"{module}.{part}{ending}" for module in modules for part in (GATE_UP, DOWN) for ending in ("", BIAS)}
     for name in checkpoint.names():
         if name in fused:
             continue
         shape = checkpoint.shape(name)
-        in_float32 = len(shape) == 1 or name.endswith((".mlp.gate.weight", "shared_expert_gate.weight"))
+        in_float32 = len(shape) == 1 or name.endswith(
+            (".mlp.gate.weight", ".mlp.router.weight", "shared_expert_gate.weight")
+        )
         heads = 0
         if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
@@ -116,6 +118,8 @@ def _output_tensors(
         for part, stack in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
             shape = (len(stack.data), stack.rows, stack.columns)
             yield _OutputTensor(find(f"{module}.{part}_proj.weight"), _fit(types["experts"], shape), shape, stack=stack)
+            if stack.bias is not None:
+                yield _OutputTensor(find(f"{module}.{part}_proj.bias"), "F32", stack.bias.shape, values=stack.bias)
 
 
 def _fit(quant: str, shape: tuple[int, ...]) -> str:
@@ -124,7 +128,7 @@ def _fit(quant: str, shape: tuple[int, ...]) -> str:
 
 def _packed(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
     if output.values is not None:
-        return quantize(output.values[None], output.quant)
+        return quantize(output.values.reshape(-1, output.values.shape[-1]), output.quant)
     if output.stack is None:
         assert output.source is not None
         values = checkpoint.decode(output.source, torch.float32).numpy()

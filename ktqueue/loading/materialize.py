@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
+from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.plan import LoadPlan, is_below
 from ktqueue.loading.skeleton import compute_buffers, tied_names
 from ktqueue.operators.base import Operator
@@ -186,8 +186,10 @@ class CheckpointWeights:
     def experts(self, name: str) -> ExpertWeights:
         """Return the routed experts of the experts module `name` ("": of this module). Raises CheckpointError."""
         module = (self._prefix + name).removesuffix(".")
-        self._mark(f"{module}.{GATE_UP}", f"{module}.{DOWN}")
-        return self._checkpoint.experts(module)
+        weights = self._checkpoint.experts(module)
+        endings = ("",) if weights.down.bias is None else ("", BIAS)
+        self._mark(*(f"{module}.{part}{ending}" for part in (GATE_UP, DOWN) for ending in endings))
+        return weights
 
     def _full(self, name: str) -> str:
         full = self._prefix + name

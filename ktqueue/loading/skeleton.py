@@ -22,7 +22,7 @@ from ktqueue.loading.huggingface.config_check import (
     ignored_keys,
 )
 from ktqueue.operators import attention
-from ktqueue.operators.decoder_facts import CLASSES
+from ktqueue.operators.decoder_facts import CLASSES, PARTLY_ROTATED
 
 Config = transformers.PretrainedConfig
 
@@ -44,6 +44,9 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         raise CheckpointError(f"{source}: multi-head latent attention is supported for {known}, not for {model_type}")
     check_quantization(values, source)
     check_values(values, source)
+    if model_type == "minimax_m2" and values.get("rotary_dim") and values.get("head_dim"):
+        # The published name, which this version of transformers does not read.
+        values = {"partial_rotary_factor": values["rotary_dim"] / values["head_dim"], **values}
     try:
         values = Config._decode_special_floats(dict(values))  # transformers encodes infinity and NaN, which JSON lacks
         config: Config = config_class.from_dict(dict(values))
@@ -131,6 +134,8 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
         return
     attention: Any = model.get_submodule("model.layers.0.self_attn")
     name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", attention.head_dim)
+    if type(model).__name__ in PARTLY_ROTATED:
+        width = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
     widths = {"rotary embeddings": 2 * model.get_buffer("model.rotary_emb.inv_freq").numel()}
     if type(model).__name__ == "OlmoeForCausalLM":  # one norm over all heads, with its own width
         widths["norms"] = attention.q_norm.weight.numel() // config.num_attention_heads

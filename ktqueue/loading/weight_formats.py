@@ -30,13 +30,16 @@ BLOCKS: dict[str, tuple[int, int]] = {
 FILE_BLOCKS = {**BLOCKS, "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24)}
 """All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED."""
 
+RAW = "U8"
+"""Bytes of a tensor that is a part of weights, such as the exponents of MXFP4 in a Hugging Face folder."""
+
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
 def row_bytes(quant: str, columns: int) -> int:
     """Return the bytes of one row. Raises ValueError if `columns` is not a multiple of the block."""
-    elements, size = FILE_BLOCKS[quant]
+    elements, size = (1, 1) if quant == RAW else FILE_BLOCKS[quant]
     if columns % elements:
         raise ValueError(f"a row of {columns} is not a multiple of the {quant} block of {elements}")
     return columns // elements * size

@@ -32,6 +32,8 @@ CLASSES = (
 """Models that facts_of() describes completely. Tests compare them with transformers."""
 LATENT_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 """The same with latent attention; on a GPU only."""
+PARTLY_ROTATED = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")
+"""Those whose rotary embeddings may turn only the first columns of each head."""
 _CORRECTION = "e_score_correction_bias"
 
 

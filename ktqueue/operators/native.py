@@ -179,7 +179,7 @@ class ExpertLayer:
         isa: str = "",
     ) -> None:
         gate, up, down = (
-            (matrix.quant, matrix.rows, matrix.columns, matrix.data, matrix.bias)
+            (matrix.quant, matrix.rows, matrix.columns, [*matrix.data], matrix.bias)
             for matrix in (weights.gate, weights.up, weights.down)
         )
         self._layer = _kernels.ExpertLayer(

@@ -38,11 +38,6 @@ class PackedExperts:
     data: Sequence[Bytes]
     bias: npt.NDArray[np.float32] | None = None
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all experts together."""
-        return sum(expert.nbytes for expert in self.data)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
@@ -51,11 +46,6 @@ class ExpertWeights:
     gate: PackedExperts
     up: PackedExperts
     down: PackedExperts
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all three matrices."""
-        return self.gate.bytes + self.up.bytes + self.down.bytes
 
 
 class ModuleWeights(Protocol):

@@ -70,7 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     ),
     "glm4_moe without norms": ("glm4_moe", {**SIGMOID, "head_dim": 16, "n_group": 1, "topk_group": 1}),
-    "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "rotary_dim": 16}),
+    "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "partial_rotary_factor": 0.5}),
     "dots1": ("dots1", {**SIGMOID, "head_dim": 16, "sliding_window": 8, "max_window_layers": 1}),
     "gpt_oss": ("gpt_oss", {**MOE, "num_local_experts": 6, "head_dim": 16, "sliding_window": 8}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),

@@ -302,7 +302,9 @@ def test_weights_are_packed_from_any_alignment_and_not_kept(
     layer = native.ExpertLayer(moved, isa=isa)
     del moved
     gc.collect()
-    noise = [np.full(packed.gate.bytes, 255, np.uint8) for _ in range(8)]  # overwrites freed memory
+    noise = [
+        np.full(sum(data.nbytes for data in packed.gate.data), 255, np.uint8) for _ in range(8)
+    ]  # overwrites freed memory
     assert torch.equal(run_layer(layer, x, ids, weights), expected)
     assert noise
 

@@ -33,6 +33,18 @@ COMMON = {
     "initializer_range": 0.2,
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
+SIGMOID = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+}
 LATENT = {**LATENT_SIZES, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 MIXED = ["full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -42,6 +54,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**ROUTED, "intermediate_size": 32},
     "deepseek_v2": LATENT,
     "deepseek_v3": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
+    "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "dots1": {**SIGMOID, "head_dim": 16, "sliding_window": None},
+    "minimax_m2": {
+        **ROUTED,
+        "num_local_experts": 8,
+        "intermediate_size": 32,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "bos_token_id": None,
+    },
+    "gpt_oss": {**ROUTED, "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "sliding_window": 7},
     "qwen3": {"intermediate_size": 96, "head_dim": 32},
     "qwen2": {"intermediate_size": 96},
     "llama": {"intermediate_size": 96},
@@ -152,7 +175,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 for name, weight in model.named_parameters():
-                    if name.endswith(("norm.weight", ".bias")):
+                    if name.endswith(("norm.weight", ".bias", "_bias", "sinks")):
                         weight.uniform_(0.5, 1.5)
                 for name, buffer in model.named_buffers():
                     if name.endswith("correction_bias"):

@@ -40,7 +40,10 @@ def rule_file(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss"],
+)
 @pytest.mark.parametrize("source", ["folder", "gguf"])
 def test_logits_equal_transformers(
     model_type: str,

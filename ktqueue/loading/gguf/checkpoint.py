@@ -11,7 +11,12 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
-from ktqueue.loading.gguf.families import ModelFamily, config_from_metadata, family_of_metadata
+from ktqueue.loading.gguf.families import (
+    ModelFamily,
+    config_from_metadata,
+    family_of_metadata,
+    multi_token_layers,
+)
 from ktqueue.loading.gguf.header import GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.library import gguf_names, split_expert_name, type_name
@@ -85,9 +90,11 @@ def build_checkpoint(
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if family.latent:
         join_latent_tensors(path, tensors)
+    _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(family, metadata, path))
     layers = _check_layers(path, config["num_hidden_layers"], tensors)
     dense, stacks = _rename_tensors(path, family, config, tensors, layers)
     _finish_config(path, config, metadata, dense)
+    config |= {key: name in dense for key, name in family.by_tensor.items()}
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
     return Checkpoint(path, config, dense, experts, files)
 
@@ -115,6 +122,13 @@ def _rope_with_factors(path: str, config: dict[str, Any], factors_tensor: Checkp
     if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
         raise CheckpointError(f"{path}: tensor {factors_tensor.name!r} must hold {head_dim // 2} positive numbers")
     return longrope_parameters(rope, factors, config["max_position_embeddings"])
+
+
+def _drop_layers(tensors: dict[str, CheckpointTensor], first: int, count: int) -> None:
+    """Drop the tensors of `count` layers from `first` on."""
+    prefixes = tuple(f"blk.{layer}." for layer in range(first, first + min(count, MAX_LAYERS)))
+    for name in [name for name in tensors if count and name.startswith(prefixes)]:
+        del tensors[name]
 
 
 def _check_layers(path: str, layers: int, tensors: dict[str, CheckpointTensor]) -> int:
@@ -165,14 +179,18 @@ def _adapt_tensor(
 
 
 def _experts(path: str, module: str, parts: dict[str, CheckpointTensor]) -> ExpertWeights:
-    if missing := {"gate", "up", "down"} - set(parts):
+    matrices = ("gate", "up", "down")
+    if missing := {*matrices} - set(parts):
         raise CheckpointError(f"{path}: {module} has no {' and no '.join(sorted(missing))} weights")
-    for tensor in parts.values():
-        if len(tensor.shape) != 3:
+    biases = [parts[f"{part}_bias"] for part in matrices if f"{part}_bias" in parts]
+    if len(biases) not in (0, len(matrices)):
+        raise CheckpointError(f"{path}: {module} has {len(biases)} of {len(matrices)} biases")
+    for tensor, dimensions in (*((parts[part], 3) for part in matrices), *((bias, 2) for bias in biases)):
+        if len(tensor.shape) != dimensions:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} has the shape {list(tensor.shape)}, 3 dimensions expected"
+                f"{path}: tensor {tensor.name!r} has the shape {list(tensor.shape)}, {dimensions} dimensions expected"
             )
-    return ExpertWeights(**{part: t.packed_experts() for part, t in parts.items()})
+    return ExpertWeights(*(parts[part].packed_experts(parts.get(f"{part}_bias")) for part in matrices))
 
 
 def _finish_config(

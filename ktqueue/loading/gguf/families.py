@@ -10,7 +10,8 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
-from ktqueue.loading.gguf.rope import rope_from_metadata, rope_to_metadata
+from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
+from ktqueue.operators.decoder_facts import PARTLY_ROTATED
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -23,15 +24,17 @@ _SHARED = tuple(f"mlp.shared_expert{part}" for part in (".gate_proj", ".up_proj"
 class MetadataField:
     """A config key, and the GGUF key after `{architecture}.` that holds its value.
 
-    `aliases` are other spellings in config files. If a file lacks a field that is not `required`, transformers' default
-    is used.
+    `kind`: int, float or bool. `least`: of an int. `aliases` are other spellings in config files. If a file lacks a
+    field that is not `required`, it has the value `absent`; None means transformers' default.
     """
 
     config: str
     key: str
     kind: type = int
+    least: int = 1
     aliases: tuple[str, ...] = ()
     required: bool = True
+    absent: float | bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class ModelFamily:
     with transformers' names. `layer_tensors`: tensors of a layer whose names end neither in weight nor in bias.
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
     frequencies. `latent`: the attention is multi-head latent attention. `sigmoid`: experts are scored by sigmoid.
+    `by_tensor`: config values that are true if a file has that tensor. `rope`: rotary parameters that the architecture
+    fixes. `alternating`: every second layer, from the first on, has a sliding window.
     """
 
     architecture: str
@@ -58,6 +63,9 @@ class ModelFamily:
     latent: bool = False
     sigmoid: bool = False
     layer_tensors: tuple[str, ...] = ()
+    by_tensor: Mapping[str, str] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    alternating: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -66,6 +74,8 @@ class ModelFamily:
 
 
 _EXPERT_KEY = "expert_count"
+_SOFTMAX_OF_CHOSEN = 3  # value of `expert_gating_func` (llama.cpp)
+_MULTI_TOKEN_LAYERS = "nextn_predict_layers"
 _DENSE = (
     MetadataField("max_position_embeddings", "context_length"),
     MetadataField("hidden_size", "embedding_length"),
@@ -88,12 +98,27 @@ _LATENT = (
     MetadataField("routed_scaling_factor", "expert_weights_scale", float, required=False),
     MetadataField("kv_lora_rank", "attention.kv_lora_rank"),
 )
+_SIGMOID = (
+    *_COMMON,
+    MetadataField("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    _EXPERT_WIDTH,
+    _WIDTH,
+    _HEAD_DIM,
+    MetadataField("n_shared_experts", "expert_shared_count"),
+    MetadataField("first_k_dense_replace", "leading_dense_block_count", least=0),
+    MetadataField("routed_scaling_factor", "expert_weights_scale", float, required=False, absent=1.0),
+    MetadataField("norm_topk_prob", "expert_weights_norm", bool, required=False, absent=False),
+    MetadataField("n_group", "expert_group_count", required=False, absent=1),
+    MetadataField("topk_group", "expert_group_used_count", required=False, absent=1),
+)
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
 _LATENT_MODULES = (
     *_NORMS,
     *(f"self_attn.{part}" for part in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "o_proj")),
     *(f"self_attn.{part}" for part in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")),
     *_EXPERTS,
-    *(f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+    *_SHARED_EXPERTS,
     *_MLP,
 )
 
@@ -169,6 +194,62 @@ FAMILIES = (
         sigmoid=True,
     ),
     ModelFamily(
+        architecture="glm4moe",
+        model_type="glm4_moe",
+        class_name="Glm4MoeForCausalLM",
+        fields=_SIGMOID,
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS, *_SHARED_EXPERTS, *_MLP),
+        layer_tensors=("mlp.gate.e_score_correction_bias",),
+        by_tensor={
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias",
+            "use_qk_norm": "model.layers.0.self_attn.q_norm.weight",
+        },
+        implied={"hidden_act": "silu"},
+        sigmoid=True,
+    ),
+    ModelFamily(
+        architecture="dots1",
+        model_type="dots1",
+        class_name="Dots1ForCausalLM",
+        fields=_SIGMOID,
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS, *_SHARED_EXPERTS, *_MLP),
+        layer_tensors=("mlp.gate.e_score_correction_bias",),
+        implied={"hidden_act": "silu", "attention_bias": False, "sliding_window": None},
+        sigmoid=True,
+    ),
+    ModelFamily(
+        architecture="minimax-m2",
+        model_type="minimax_m2",
+        class_name="MiniMaxM2ForCausalLM",
+        fields=(
+            *_COMMON,
+            MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+            MetadataField("intermediate_size", "expert_feed_forward_length"),
+            _HEAD_DIM,
+        ),
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS),
+        layer_tensors=("mlp.e_score_correction_bias",),
+        implied={"hidden_act": "silu"},
+        sigmoid=True,
+    ),
+    ModelFamily(
+        architecture="gpt-oss",
+        model_type="gpt_oss",
+        class_name="GptOssForCausalLM",
+        fields=(
+            *_COMMON,
+            MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+            MetadataField("intermediate_size", "expert_feed_forward_length"),
+            MetadataField("sliding_window", "attention.sliding_window"),
+            _HEAD_DIM,
+        ),
+        layer_modules=(*_NORMS, *_ATTENTION, "mlp.router", *_EXPERTS[1:]),
+        layer_tensors=("self_attn.sinks",),
+        implied={"hidden_act": "silu", "attention_bias": True},
+        rope={"truncate": False},
+        alternating=True,
+    ),
+    ModelFamily(
         architecture="qwen3",
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
@@ -213,7 +294,8 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
     routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
     gating = metadata_count(metadata, key := f"{architecture}.expert_gating_func", source)
     sigmoid = gating == SIGMOID
-    if gating > SIGMOID or (sigmoid and not any(family.sigmoid for family in candidates)):
+    over_chosen = gating == _SOFTMAX_OF_CHOSEN and architecture == "gpt-oss"
+    if (gating > SIGMOID and not over_chosen) or (sigmoid and not any(family.sigmoid for family in candidates)):
         raise CheckpointError(f"{source}: {key} {gating} is not supported")
     matching = (family for family in candidates if (family.has_experts, family.sigmoid) == (routed, sigmoid))
     return next(matching, candidates[0])
@@ -239,27 +321,57 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
         if key not in metadata:
             if entry.required:
                 raise CheckpointError(f"{source}: metadata key {key} is missing")
+            if entry.absent is not None:
+                config[entry.config] = entry.absent
             continue
-        config[entry.config] = metadata_number(metadata[key], entry.kind, key, source)
+        config[entry.config] = _field_value(entry, metadata, key, source)
+    config["num_hidden_layers"] -= multi_token_layers(family, metadata, source)
     if family.latent:
         config |= latent_config(family.architecture, metadata, config, source)
-    else:
-        _check_rotary(family.architecture, metadata, config, source)
-    config["rope_parameters"] = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
+    rope = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
+    if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
+        rope["partial_rotary_factor"] = part
+    config["rope_parameters"] = {**rope, **family.rope}
     return config
 
 
-def _check_rotary(architecture: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> None:
-    """Check that rotary embeddings turn whole heads: no other width is supported."""
-    key = f"{architecture}.rope.dimension_count"
+def multi_token_layers(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> int:
+    """Return how many of a file's last layers predict further tokens. They are not part of the model that we serve.
+
+    Raises CheckpointError.
+    """
+    prefix = family.architecture
+    layers = metadata_count(metadata, key := f"{prefix}.{_MULTI_TOKEN_LAYERS}", source)
+    if layers and layers >= metadata_count(metadata, f"{prefix}.block_count", source):
+        raise CheckpointError(f"{source}: metadata key {key} is {layers}, which is not below {prefix}.block_count")
+    return layers
+
+
+def _field_value(entry: MetadataField, metadata: Mapping[str, Any], key: str, source: str) -> int | float | bool:
+    value = metadata[key]
+    if entry.kind is bool:
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{source}: metadata key {key} must be true or false, got {value!r}")
+        return value
+    return (
+        metadata_count(metadata, key, source) if entry.least == 0 else metadata_number(value, entry.kind, key, source)
+    )
+
+
+def _rotary_part(family: ModelFamily, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> float:
+    """Return the part of a head that rotary embeddings turn: 1, or less in the families that have such a config."""
+    key = f"{family.architecture}.rope.dimension_count"
     head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if (rotary_width := metadata_count(metadata, key, source)) and rotary_width != head_width:
+    rotary_width = metadata_count(metadata, key, source) or head_width
+    partial = family.class_name in PARTLY_ROTATED and rotary_width < head_width and rotary_width % 2 == 0
+    if rotary_width != head_width and not partial:
         raise CheckpointError(
             f"{source}: metadata key {key} must be the width of a head, {head_width}, got {rotary_width}",
             param=key,
             limit=head_width,
             value=rotary_width,
         )
+    return float(rotary_width / head_width)
 
 
 def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -267,6 +379,7 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
     for key, value in family.implied.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {family.architecture} implies {value!r}")
+    _check_windows(family, config, source)
     if config.get("use_sliding_window"):
         raise CheckpointError(
             f"{source}: use_sliding_window is true, which GGUF's {family.architecture} cannot express"
@@ -278,11 +391,25 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
             raise CheckpointError(f"{source}: config key {entry.config} is missing")
         if value is not None:
             metadata[f"{family.architecture}.{entry.key}"] = entry.kind(value)
-    rope = rope_to_metadata(family.architecture, config, source, latent=family.latent, factors=family.rope_factors)
+    rope = rope_to_metadata(
+        family.architecture, config, source, latent=family.latent, factors=family.rope_factors, implied=family.rope
+    )
     if family.latent:
         return {**metadata, **latent_metadata(family.architecture, config, source, sigmoid=family.sigmoid), **rope}
     if (head_dim := config.get("head_dim")) is not None:
         metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
+    if family.sigmoid:
+        metadata[f"{family.architecture}.expert_gating_func"] = SIGMOID
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]
-    metadata[f"{family.architecture}.rope.dimension_count"] = int(dimensions)
+    part = rope_of_config(config).get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1
+    rotary_width = config.get("rotary_dim") or dimensions * part
+    metadata[f"{family.architecture}.rope.dimension_count"] = int(rotary_width)
     return {**metadata, **rope}
+
+
+def _check_windows(family: ModelFamily, config: Mapping[str, Any], source: str) -> None:
+    """Check that the layers with a sliding window are those that GGUF implies. Raises CheckpointError."""
+    kinds = config.get("layer_types") or ()
+    wanted = [family.alternating and i % 2 == 0 for i in range(len(kinds))]
+    if [kind == "sliding_attention" for kind in kinds] != wanted:
+        raise CheckpointError(f"{source}: GGUF's {family.architecture} cannot express layer_types {[*kinds]}")

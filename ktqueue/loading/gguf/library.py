@@ -21,7 +21,7 @@ class TensorNameMap:
         """Translate `model.norm.weight` to `output_norm.weight`; None if the architecture has no such tensor."""
         library_name = name.replace("e_score_correction_bias", "e_score_correction.bias")  # the spelling in its tables
         found: str | None = self._map.get_name(library_name, try_suffixes=(".weight", ".bias"))
-        return found
+        return f"{found}.weight" if found and name.endswith(".sinks") else found
 
 
 def gguf_names(family: ModelFamily, layers: int) -> dict[str, str]:
@@ -44,10 +44,16 @@ def gguf_names(family: ModelFamily, layers: int) -> dict[str, str]:
 
 
 def split_expert_name(name: str) -> tuple[str, str] | None:
-    """Split `m.experts.up_proj.weight` into (`m.experts`, `up`). Returns None for any other name."""
+    """Split `m.experts.up_proj.weight` into (`m.experts`, `up`), and its bias into (`m.experts`, `up_bias`).
+
+    Returns None for any other name.
+    """
     module, _, rest = name.rpartition(".experts.")
-    part = EXPERT_PARTS.get(rest.removesuffix(".weight"))
-    return (f"{module}.experts", part) if module and part else None
+    matrix, _, kind = rest.partition(".")
+    part = EXPERT_PARTS.get(matrix)
+    if not (module and part and kind in ("weight", "bias")):
+        return None
+    return f"{module}.experts", part if kind == "weight" else f"{part}_bias"
 
 
 def type_name(type_id: int) -> str:

@@ -7,6 +7,7 @@ all lengths.
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -75,15 +76,26 @@ def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: s
 
 
 def rope_to_metadata(
-    architecture: str, config: Mapping[str, Any], source: str, *, latent: bool, factors: bool
+    architecture: str,
+    config: Mapping[str, Any],
+    source: str,
+    *,
+    latent: bool,
+    factors: bool,
+    implied: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return rotary parameters as GGUF metadata. Raises CheckpointError for parameters that GGUF cannot express.
 
-    `factors`: the factors of `rope_type` llama3 are written as a tensor, so that type is accepted.
+    `factors`: the factors of `rope_type` llama3 are written as a tensor, so that type is accepted. `implied`:
+    parameters that the architecture fixes.
     """
     prefix = f"{architecture}.rope."
     rope = rope_of_config(config)
     rope_type = rope["rope_type"]
+    for name, value in implied.items():
+        if rope.get(name, value) != value:
+            raise CheckpointError(f"{source}: rope {name} is {rope[name]!r}; GGUF's {architecture} implies {value!r}")
+    rope = {name: value for name, value in rope.items() if name not in implied}
     metadata: dict[str, Any] = {prefix + "freq_base": rope["rope_theta"]}
     if rope_type in ("linear", "yarn"):
         metadata[prefix + "scaling.type"] = rope_type

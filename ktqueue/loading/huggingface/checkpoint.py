@@ -16,8 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, INTERLEAVED, Checkpoint, CheckpointTensor
 from ktqueue.loading.huggingface.config_check import check_quantization
+from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.weight_formats import Bytes
@@ -34,6 +35,7 @@ def open_folder(folder: Path) -> Checkpoint:
     """Open a Hugging Face folder. Raises CheckpointError that names the file or tensor at fault."""
     config = read_json(folder / "config.json")
     check_quantization(config, str(folder))
+    config.pop("quantization_config", None)  # of a kind that is read here
     tensors: dict[str, CheckpointTensor] = {}
     maps: list[Bytes] = []
     multi_token_layers = _multi_token_layers(config)
@@ -47,7 +49,7 @@ def open_folder(folder: Path) -> Checkpoint:
             layer = _LAYER.match(name)
             if not _DERIVED.search(name) and not (layer and int(layer[1]) in multi_token_layers):
                 tensors[name] = tensor
-    dense, experts = _group(folder, tensors)
+    dense, experts = _group(folder, tensors, interleaved=config.get("model_type") in INTERLEAVED)
     return Checkpoint(str(folder), config, dense, experts, maps)
 
 
@@ -102,7 +104,8 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> Checkpo
         raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
     if min(shape, default=1) == 0:
         raise CheckpointError(f"{path}: tensor {name!r} has an empty dimension: {list(shape)}")
-    tensor = CheckpointTensor.from_file(path, name, dtype, shape or (1,), start + begin, file)
+    raw = name.endswith((BLOCKS, SCALES))
+    tensor = CheckpointTensor.from_file(path, name, dtype, shape or (1,), start + begin, file, raw=raw)
     if tensor.data.size != end - begin:
         raise CheckpointError(
             f"{path}: tensor {name!r}: {end - begin} bytes are stored, but its shape needs {tensor.data.size}"
@@ -111,7 +114,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> Checkpo
 
 
 def _group(
-    folder: Path, tensors: dict[str, CheckpointTensor]
+    folder: Path, tensors: dict[str, CheckpointTensor], *, interleaved: bool
 ) -> tuple[dict[str, CheckpointTensor], dict[str, ExpertWeights]]:
     """Split tensors into dense ones and the experts of each module, in expert order."""
     dense: dict[str, CheckpointTensor] = {}
@@ -125,14 +128,15 @@ def _group(
                 raise CheckpointError(
                     f"{folder}: tensors {existing.name!r} and {name!r} are the same weights of one expert"
                 )
-        elif module.endswith(".experts") and part in (GATE_UP, DOWN):
+        elif module.endswith(".experts") and part in (PARTS if interleaved else (GATE_UP, DOWN)):
             fused.setdefault(module, {})[part] = tensor
         else:
             dense[name] = tensor
     if both := sorted(single.keys() & fused.keys()):
         raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and fused")
     experts = {module: _from_single(folder, module, parts) for module, parts in single.items()}
-    experts.update({module: _from_fused(folder, module, parts) for module, parts in fused.items()})
+    from_parts = interleaved_experts if interleaved else _from_fused
+    experts.update({module: from_parts(folder, module, parts) for module, parts in fused.items()})
     return dense, experts
 
 

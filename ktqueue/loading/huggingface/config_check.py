@@ -20,6 +20,7 @@ _COUNTS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "rotary_dim",
     "max_position_embeddings",
     "decoder_sparse_step",
     "kv_lora_rank",
@@ -53,7 +54,7 @@ _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 DERIVED_KEY = "num_key_value_heads"
 """A key that GPTBigCode's config derives from another key. Its model uses the derived value, even if a file has it."""
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
-SUPPORTED = "safetensors in F32, F16 or BF16, and GGUF files"
+SUPPORTED = "safetensors in F32, F16 or BF16, MXFP4 of gpt-oss, and GGUF files"
 _METHODS = {
     "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
@@ -69,6 +70,8 @@ _METHODS = {
     "quanto": "Quanto",
     "torchao": "torchao",
 }
+_READ = (("MXFP4", "gpt_oss"),)
+"""Methods and model types whose quantised weights are read."""
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
@@ -208,6 +211,8 @@ def check_quantization(config: Mapping[str, Any], source: str) -> None:
         for key in _QUANTIZATION_KEYS:
             if value := values.get(key):
                 method = _method(value)
+                if (method, values.get("model_type")) in _READ:
+                    continue
                 raise CheckpointError(
                     f"{source}: {key} says that the weights are quantised with {method}, which is not supported; "
                     f"supported are {SUPPORTED}: look for a GGUF of the model, or for its original in BF16",

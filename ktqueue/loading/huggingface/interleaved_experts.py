@@ -1,0 +1,106 @@
+"""gpt-oss's experts in a Hugging Face folder: rows of gate and up in turns, with biases.
+
+As floats, matrices are transposed: [experts, columns, rows]. In MXFP4 they are not, and a matrix is two tensors:
+`_blocks` [experts, rows, columns / 32, 16], with two numbers of four bits in each byte, the first in the lower half,
+and `_scales` [experts, rows, columns / 32], the exponents. Source: transformers' integrations/mxfp4.py.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import torch
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, CheckpointTensor
+from ktqueue.loading.weight_formats import Bytes
+from ktqueue.operators.native import as_array
+from ktqueue.operators.packed import ExpertWeights, Floats, PackedExperts
+
+BLOCKS, SCALES = "_blocks", "_scales"
+PARTS = tuple(f"{part}{ending}" for part in (GATE_UP, DOWN) for ending in ("", BIAS, BLOCKS, SCALES))
+"""Names of the tensors of an experts module."""
+_GATE, _UP, _ALL = slice(0, None, 2), slice(1, None, 2), slice(None)
+_BLOCK = 32  # columns of a block of MXFP4
+
+
+class ConvertedExperts(Sequence[Bytes]):
+    """The data of experts, each converted whenever it is read, so that a layer is in memory only while it is loaded."""
+
+    def __init__(self, count: int, convert: Callable[[int], Bytes]) -> None:
+        self._count = count
+        self._convert = convert
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Bytes]: ...
+    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
+        if isinstance(index, slice):
+            return [self._convert(i) for i in range(self._count)[index]]
+        return self._convert(range(self._count)[index])
+
+
+def interleaved_experts(folder: Path, module: str, parts: Mapping[str, CheckpointTensor]) -> ExpertWeights:
+    """Return the experts of one module from its tensors by the names of PARTS. Raises CheckpointError."""
+    matrices = {part: _matrix(folder, module, part, parts) for part in (GATE_UP, DOWN)}
+    biases = {}
+    for part, (_, experts, rows, _) in matrices.items():
+        bias = parts.get(f"{part}{BIAS}")
+        if bias is None or bias.shape != (experts, rows):
+            found = "missing" if bias is None else list(bias.shape)
+            raise CheckpointError(f"{folder}: {module}.{part}{BIAS} must be {[experts, rows]}, it is {found}")
+        biases[part] = as_array(bias.decode(torch.float32))
+    if matrices[GATE_UP][2] % 2:
+        raise CheckpointError(f"{folder}: {module}: rows of gate and up must be in turns, got {matrices[GATE_UP][2]}")
+
+    def stack(part: str, chosen: slice) -> PackedExperts:
+        quant, experts, rows, columns = matrices[part]
+        convert = _from_mxfp4 if quant == "MXFP4" else _from_transposed
+        data = ConvertedExperts(experts, lambda expert: convert(parts, part, expert, chosen))
+        bias: Floats = np.ascontiguousarray(biases[part][:, chosen])
+        return PackedExperts(quant, len(range(rows)[chosen]), columns, data, bias)
+
+    return ExpertWeights(stack(GATE_UP, _GATE), stack(GATE_UP, _UP), stack(DOWN, _ALL))
+
+
+def _matrix(folder: Path, module: str, part: str, parts: Mapping[str, CheckpointTensor]) -> tuple[str, int, int, int]:
+    """Return the format of a matrix, the number of experts, its rows and its columns."""
+    if (plain := parts.get(part)) is not None:
+        if len(plain.shape) != 3:
+            raise CheckpointError(f"{folder}: {module}.{part} must have 3 dimensions, it is {list(plain.shape)}")
+        experts, columns, rows = plain.shape
+        return plain.quant, experts, rows, columns
+    blocks, scales = parts.get(f"{part}{BLOCKS}"), parts.get(f"{part}{SCALES}")
+    if blocks is None or scales is None:
+        raise CheckpointError(f"{folder}: {module} has no {part}, and not both of {part}{BLOCKS} and {part}{SCALES}")
+    if len(blocks.shape) != 4 or blocks.shape[3] != _BLOCK // 2 or blocks.shape[:3] != scales.shape:
+        raise CheckpointError(
+            f"{folder}: {module}.{part}{BLOCKS} {list(blocks.shape)} and {part}{SCALES} {list(scales.shape)} must be "
+            f"[experts, rows, blocks, {_BLOCK // 2}] and [experts, rows, blocks]"
+        )
+    experts, rows, count, _ = blocks.shape
+    return "MXFP4", experts, rows, count * _BLOCK
+
+
+def _from_transposed(parts: Mapping[str, CheckpointTensor], part: str, expert: int, chosen: slice) -> Bytes:
+    tensor = parts[part]
+    _, columns, rows = tensor.shape
+    numbers = tensor.expert_views()[expert].reshape(columns, rows, -1)  # bytes of a number last
+    return np.ascontiguousarray(numbers[:, chosen].swapaxes(0, 1)).reshape(-1)
+
+
+def _from_mxfp4(parts: Mapping[str, CheckpointTensor], part: str, expert: int, chosen: slice) -> Bytes:
+    """Return the rows as GGUF has them: a block is its exponent, then 16 bytes with numbers i and i + 16 in byte i."""
+    blocks, scales = parts[f"{part}{BLOCKS}"], parts[f"{part}{SCALES}"]
+    _, rows, count, half = blocks.shape
+    stored = blocks.expert_views()[expert].reshape(rows, count, half)[chosen]
+    numbers = np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:2], _BLOCK)
+    out = np.empty((*stored.shape[:2], 1 + half), np.uint8)
+    out[..., 0] = scales.expert_views()[expert].reshape(rows, count)[chosen]
+    out[..., 1:] = numbers[..., :half] | numbers[..., half:] << 4
+    return out.reshape(-1)

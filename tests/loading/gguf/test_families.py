@@ -1,0 +1,104 @@
+"""GGUF files of the newer families, with metadata as llama.cpp's converter writes it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
+from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
+
+Parts = tuple[dict[str, Any], dict[str, CheckpointTensor]]
+
+
+@pytest.fixture
+def parts_of(make_gguf: Callable[..., Path]) -> Callable[[str], Parts]:
+    """parts_of(model_type) -> metadata and tensors of a converted file, to be changed."""
+
+    def read(model_type: str) -> Parts:
+        path = make_gguf(model_type=model_type)
+        parts = read_parts(path)
+        return dict(parts[0].metadata), _file_tensors(path, parts)
+
+    return read
+
+
+def built(parts: Parts, **changes: Any) -> Checkpoint:
+    metadata, tensors = parts
+    return build_checkpoint("file", {**metadata, **changes}, tensors)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(parts_of: Callable[[str], Parts]) -> None:
+    parts = parts_of("glm4_moe")
+    parts[1]["blk.2.nextn.eh_proj.weight"] = parts[1]["blk.1.attn_q.weight"]
+    changes = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    checkpoint = built(parts, **changes)
+    assert checkpoint.config()["num_hidden_layers"] == 2
+    assert not any(".2." in name or "nextn" in name for name in checkpoint.names())
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 3, which is not below glm4moe\.block_count"):
+        built(parts_of("glm4_moe"), **{**changes, "glm4moe.nextn_predict_layers": 3})
+
+
+def test_what_a_file_lacks_is_off(parts_of: Callable[[str], Parts]) -> None:
+    """GLM-4.5-Air has no norms of query and key, and other models have no biases. llama.cpp's defaults are zero."""
+    metadata, tensors = parts_of("glm4_moe")
+    full = built((metadata, dict(tensors))).config()
+    assert full["use_qk_norm"] and full["attention_bias"] and full["norm_topk_prob"]
+    assert (full["routed_scaling_factor"], full["n_group"], full["topk_group"]) == (1.5, 4, 2)
+    assert full["rope_parameters"]["partial_rotary_factor"] == 0.5
+    for name in [name for name in tensors if ("_norm" in name and "attn_q" in name) or "attn_k_norm" in name]:
+        del tensors[name]
+    for name in [name for name in tensors if name.endswith(("attn_q.bias", "attn_k.bias", "attn_v.bias"))]:
+        del tensors[name]
+    for key in ("weights_norm", "weights_scale", "group_count", "group_used_count"):
+        del metadata[f"glm4moe.expert_{key}"]
+    config = built((metadata, tensors)).config()
+    assert not (config["use_qk_norm"] or config["attention_bias"] or config["norm_topk_prob"])
+    assert (config["routed_scaling_factor"], config["n_group"], config["topk_group"]) == (1.0, 1, 1)
+
+
+def test_gpt_oss_scores_experts_by_the_softmax_of_the_chosen(parts_of: Callable[[str], Parts]) -> None:
+    config = built(parts_of("gpt_oss"), **{"gpt-oss.expert_gating_func": 3}).config()
+    assert config["rope_parameters"]["truncate"] is False
+    assert config["sliding_window"] == 7
+    with pytest.raises(CheckpointError, match=r"qwen3moe\.expert_gating_func 3 is not supported"):
+        built(parts_of("qwen3_moe"), **{"qwen3moe.expert_gating_func": 3})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("glm4_moe", {"glm4moe.expert_weights_norm": 1}, "expert_weights_norm must be true or false, got 1"),
+        ("glm4_moe", {"glm4moe.rope.dimension_count": 64}, "must be the width of a head, 32, got 64"),
+        ("glm4_moe", {"glm4moe.leading_dense_block_count": -1}, "leading_dense_block_count must be a positive number"),
+        ("qwen3_moe", {"qwen3moe.rope.dimension_count": 16}, "must be the width of a head, 32, got 16"),
+    ],
+)
+def test_wrong_metadata_is_refused(
+    model_type: str, changes: dict[str, Any], message: str, parts_of: Callable[[str], Parts]
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        built(parts_of(model_type), **changes)
+
+
+def test_biases_of_experts_must_be_whole(parts_of: Callable[[str], Parts]) -> None:
+    parts = parts_of("gpt_oss")
+    bias = parts[1].pop("blk.0.ffn_up_exps.bias")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.experts has 2 of 3 biases"):
+        built(parts)
+    parts = parts_of("gpt_oss")
+    parts[1]["blk.0.ffn_up_exps.bias"] = CheckpointTensor(bias.name, bias.quant, (4, 64), bias.data)
+    with pytest.raises(CheckpointError, match=r"a bias is \[4, 64\], not \[8, 32\]"):
+        built(parts)
+    decoded = built(parts_of("gpt_oss")).decode("model.layers.0.mlp.experts.gate_up_proj_bias", torch.float32)
+    assert torch.equal(decoded[:, 1::2], bias.decode(torch.float32))
+
+
+def test_windows_that_gguf_does_not_imply_are_not_written(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_model("gpt_oss", layer_types=["full_attention", "full_attention"])
+    with pytest.raises(CheckpointError, match="GGUF's gpt-oss cannot express layer_types"):
+        convert(folder, tmp_path / "file.gguf", experts="f32", dense="f32")
