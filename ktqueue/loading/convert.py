@@ -14,8 +14,9 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
-from ktqueue.loading.gguf.families import ModelFamily, family_of_model_type, metadata_from_config
+from ktqueue.loading.gguf.families import ModelFamily, family_of_model_type
 from ktqueue.loading.gguf.library import WRITABLE, TensorNameMap, quantize
+from ktqueue.loading.gguf.metadata import metadata_from_config
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
 from ktqueue.loading.gguf.vocabulary import to_metadata
 from ktqueue.loading.gguf.writer import GgufWriter

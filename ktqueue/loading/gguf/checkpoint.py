@@ -11,15 +11,11 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
-from ktqueue.loading.gguf.families import (
-    ModelFamily,
-    config_from_metadata,
-    family_of_metadata,
-    multi_token_layers,
-)
+from ktqueue.loading.gguf.families import ModelFamily, family_of_metadata
 from ktqueue.loading.gguf.header import GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.library import gguf_names, split_expert_name, type_name
+from ktqueue.loading.gguf.metadata import config_from_metadata, multi_token_layers
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, longrope_parameters
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights

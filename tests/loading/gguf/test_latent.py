@@ -14,13 +14,9 @@ import torch
 from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.gguf.checkpoint import read_parts
-from ktqueue.loading.gguf.families import (
-    config_from_metadata,
-    family_of_metadata,
-    family_of_model_type,
-    metadata_from_config,
-)
+from ktqueue.loading.gguf.families import family_of_metadata, family_of_model_type
 from ktqueue.loading.gguf.latent import join_latent_tensors
+from ktqueue.loading.gguf.metadata import config_from_metadata, metadata_from_config
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.model_report import report_model

@@ -9,7 +9,8 @@ import pytest
 import transformers
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.families import config_from_metadata, family_of_metadata, metadata_from_config
+from ktqueue.loading.gguf.families import family_of_metadata
+from ktqueue.loading.gguf.metadata import config_from_metadata, metadata_from_config
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.loading.skeleton import build_config

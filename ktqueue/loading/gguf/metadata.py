@@ -1,0 +1,118 @@
+"""A model's config as GGUF metadata, both ways, as its family describes it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.families import MetadataField, ModelFamily
+from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
+from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
+from ktqueue.operators.decoder_facts import PARTLY_ROTATED
+
+_MULTI_TOKEN_LAYERS = "nextn_predict_layers"
+
+
+def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Build a transformers config from GGUF metadata, without vocabulary size, token ids and tied embeddings.
+
+    Raises CheckpointError that names the missing or invalid key.
+    """
+    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.implied}
+    for entry in family.fields:
+        key = f"{family.architecture}.{entry.key}"
+        if key not in metadata:
+            if entry.required:
+                raise CheckpointError(f"{source}: metadata key {key} is missing")
+            if entry.absent is not None:
+                config[entry.config] = entry.absent
+            continue
+        config[entry.config] = _field_value(entry, metadata, key, source)
+    config["num_hidden_layers"] -= multi_token_layers(family, metadata, source)
+    if family.latent:
+        config |= latent_config(family.architecture, metadata, config, source)
+    rope = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
+    if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
+        rope["partial_rotary_factor"] = part
+    config["rope_parameters"] = {**rope, **family.rope}
+    return config
+
+
+def multi_token_layers(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> int:
+    """Return how many of a file's last layers predict further tokens. They are not part of the model that we serve.
+
+    Raises CheckpointError.
+    """
+    prefix = family.architecture
+    layers = metadata_count(metadata, key := f"{prefix}.{_MULTI_TOKEN_LAYERS}", source)
+    if layers and layers >= metadata_count(metadata, f"{prefix}.block_count", source):
+        raise CheckpointError(f"{source}: metadata key {key} is {layers}, which is not below {prefix}.block_count")
+    return layers
+
+
+def _field_value(entry: MetadataField, metadata: Mapping[str, Any], key: str, source: str) -> int | float | bool:
+    value = metadata[key]
+    if entry.kind is bool:
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{source}: metadata key {key} must be true or false, got {value!r}")
+        return value
+    return (
+        metadata_count(metadata, key, source) if entry.least == 0 else metadata_number(value, entry.kind, key, source)
+    )
+
+
+def _rotary_part(family: ModelFamily, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> float:
+    """Return the part of a head that rotary embeddings turn: 1, or less in the families that have such a config."""
+    key = f"{family.architecture}.rope.dimension_count"
+    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotary_width = metadata_count(metadata, key, source) or head_width
+    partial = family.class_name in PARTLY_ROTATED and rotary_width < head_width and rotary_width % 2 == 0
+    if rotary_width != head_width and not partial:
+        raise CheckpointError(
+            f"{source}: metadata key {key} must be the width of a head, {head_width}, got {rotary_width}",
+            param=key,
+            limit=head_width,
+            value=rotary_width,
+        )
+    return float(rotary_width / head_width)
+
+
+def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Build GGUF metadata from a transformers config. Raises CheckpointError for what GGUF cannot express."""
+    for key, value in family.implied.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {family.architecture} implies {value!r}")
+    _check_windows(family, config, source)
+    if config.get("use_sliding_window"):
+        raise CheckpointError(
+            f"{source}: use_sliding_window is true, which GGUF's {family.architecture} cannot express"
+        )
+    metadata: dict[str, Any] = {}
+    for entry in family.fields:
+        value = next((config[name] for name in (entry.config, *entry.aliases) if config.get(name) is not None), None)
+        if value is None and entry.required:
+            raise CheckpointError(f"{source}: config key {entry.config} is missing")
+        if value is not None:
+            metadata[f"{family.architecture}.{entry.key}"] = entry.kind(value)
+    rope = rope_to_metadata(
+        family.architecture, config, source, latent=family.latent, factors=family.rope_factors, implied=family.rope
+    )
+    if family.latent:
+        return {**metadata, **latent_metadata(family.architecture, config, source, sigmoid=family.sigmoid), **rope}
+    if (head_dim := config.get("head_dim")) is not None:
+        metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
+    if family.sigmoid:
+        metadata[f"{family.architecture}.expert_gating_func"] = SIGMOID
+    dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]
+    part = rope_of_config(config).get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1
+    rotary_width = config.get("rotary_dim") or dimensions * part
+    metadata[f"{family.architecture}.rope.dimension_count"] = int(rotary_width)
+    return {**metadata, **rope}
+
+
+def _check_windows(family: ModelFamily, config: Mapping[str, Any], source: str) -> None:
+    """Check that the layers with a sliding window are those that GGUF implies. Raises CheckpointError."""
+    kinds = config.get("layer_types") or ()
+    wanted = [family.alternating and i % 2 == 0 for i in range(len(kinds))]
+    if [kind == "sliding_attention" for kind in kinds] != wanted:
+        raise CheckpointError(f"{source}: GGUF's {family.architecture} cannot express layer_types {[*kinds]}")
