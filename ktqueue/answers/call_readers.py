@@ -1,13 +1,11 @@
-"""Readers of one tool call each: JSON objects, a name before JSON, and Python calls. See also `xml_reader`.
+"""Readers of one tool call each: JSON objects, and a name before JSON. The other readers have files of their own.
 
 A reader takes the text after the marker of the call, in pieces of any length. The result does not depend on how the
 text is cut. None of them raises: what is not a call is given back as text.
 """
 
-import ast
 import json
 import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +14,9 @@ Emit = Callable[[str, str, str], None]
 """Takes a new piece of the call: name, arguments, the model's own id of the call."""
 Types = Mapping[str, Mapping[str, str]]
 """The JSON type of each parameter of each function, where its schema says one."""
+
+
+_ARGUMENTS = ("arguments", "parameters", "args")  # keys with this meaning
 
 
 class CallReader(ABC):
@@ -34,11 +35,15 @@ class JsonReader(CallReader):
     """A JSON object {"name": ..., "arguments": {...}}, or a list of such objects.
 
     Arguments are passed on as they are written. `parameters` and `args` mean the same as `arguments`. Arguments that
-    come before the name wait for it. `name`: that of a call whose whole JSON is its arguments.
+    come before the name wait for it. `name`: that of a call whose whole JSON is its arguments. `names_are_keys`: an
+    object is {NAME: ARGUMENTS}.
     """
 
-    def __init__(self, begin: Callable[[], Emit], name: str | None = None, call_id: str = "") -> None:
+    def __init__(
+        self, begin: Callable[[], Emit], name: str | None = None, call_id: str = "", *, names_are_keys: bool = False
+    ) -> None:
         self._begin = begin
+        self._names_are_keys = names_are_keys
         self._given_name = name
         self._given_id = call_id
         self._depth = 0
@@ -129,6 +134,9 @@ class JsonReader(CallReader):
         closes_string = was_in_string and not self._in_string
         if closes_string and self._expects_key:
             self._key, self._expects_key = "".join(self._string), False
+            if self._names_are_keys:
+                self._emit, self._raw = self._begin(), []
+                self._emit(_text_of(self._string), "", "")
         elif closes_string and self._key in ("name", "tool_name") and self._string and self._emit is None:
             self._emit, self._raw = self._begin(), []
             self._emit(_text_of(self._string), "", self._id)
@@ -136,8 +144,8 @@ class JsonReader(CallReader):
             self._waiting = []
         elif closes_string and self._key == "id":
             self._id = _text_of(self._string)
-        elif not was_in_string and character == ":" and self._key in ("arguments", "parameters", "args"):
-            self._in_arguments = True
+        elif not was_in_string and character == ":" and (self._names_are_keys or self._key in _ARGUMENTS):
+            self._in_arguments, self._arguments_begun, self._arguments_closed = True, False, False
         elif not was_in_string and character == ",":
             self._key, self._expects_key = None, True
 
@@ -146,7 +154,7 @@ class JsonReader(CallReader):
             self._in_arguments = False
             self._key, self._expects_key = None, character == ","
             if self._arguments_are_text:
-                self._waiting = [_text_of(self._waiting)]
+                self._waiting = [_arguments_in(_text_of(self._waiting))]
             if self._emit is not None:
                 self._pass_on("".join(self._waiting))
                 self._waiting = []
@@ -170,6 +178,11 @@ class JsonReader(CallReader):
     def _pass_on(self, arguments: str) -> None:
         if arguments and self._emit is not None:
             self._emit("", arguments, "")
+
+
+def _arguments_in(text: str) -> str:
+    """The arguments that a model wrote as a string: JSON in most cases. Any other text is a JSON string."""
+    return text if text.lstrip().startswith(("{", "[")) else to_json(text) if text else "{}"
 
 
 def _text_of(escaped: list[str]) -> str:
@@ -271,70 +284,5 @@ def _name_in(header: str) -> tuple[str, str]:
     if match := re.fullmatch(r"(?:functions\.)?([\w.-]+):(\d+)", head):
         return match[1], head
     name = head.removeprefix("functions.")
-    return (name if NAME.fullmatch(name) else ""), clean(marked.strip())
-
-
-class PythonReader(CallReader):
-    """A list of Python calls, such as `[weather(city="Paris"), time()]`. It is read once the list is complete."""
-
-    def __init__(self, begin: Callable[[], Emit]) -> None:
-        self._begin = begin
-        self._text: list[str] = []
-        self._depth = 0
-        self._quote = ""
-        self._escaped = False
-        self._ended = False
-
-    def push(self, text: str) -> int | None:
-        for place, character in enumerate(text):
-            self._text.append(character)
-            if self._quote:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in "\"'":
-                self._quote = character
-            elif character in "[({":
-                self._depth += 1
-            elif character in "])}":
-                self._depth -= 1
-                if self._depth <= 0:
-                    self._ended = True
-                    return place + 1
-        return None
-
-    def finish(self) -> str:
-        """Emit the calls of a complete list. Anything else is text."""
-        text = "".join(self._text)
-        calls = _python_calls(text) if self._ended else None
-        if calls is None:
-            return text
-        for name, arguments in calls:
-            self._begin()(name, arguments, "")
-        return ""
-
-
-def _python_calls(text: str) -> list[tuple[str, str]] | None:
-    """Name and arguments of each call of a list, or None if it is something else. The arguments must be literals."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a wrong escape such as "\\d" is the model's, not ours
-            body = ast.parse(text.strip(), mode="eval").body
-        elements = body.elts if isinstance(body, ast.List) else [body]
-        calls = []
-        for element in elements:
-            if not isinstance(element, ast.Call) or element.args:
-                return None
-            name = ast.unparse(element.func)
-            if not NAME.fullmatch(name):
-                return None
-            if any(keyword.arg is None for keyword in element.keywords):
-                return None
-            arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in element.keywords}
-            calls.append((name, to_json(arguments)))
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return None
-    return calls or None
+    is_name = NAME.fullmatch(name) is not None and not name.isdigit()
+    return (name if is_name else ""), clean(marked.strip())

@@ -4,7 +4,7 @@ Sources of the markers: the chat templates that the models' publishers distribut
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 HARMONY = "harmony"  # the format of gpt-oss
 HARMONY_START = "<|start|>assistant"  # begins each of its messages; the first one is begun by the prompt
@@ -12,10 +12,16 @@ HARMONY_START = "<|start|>assistant"  # begins each of its messages; the first o
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning stands between `start` and `end`, before the answer."""
+    """Reasoning stands between `start` and `end`, before the answer.
+
+    `wrappers`: marks around the answer itself, which are dropped. `begun`: an answer begins inside reasoning, also if
+    neither it nor its prompt has `start`.
+    """
 
     start: str
     end: str
+    wrappers: tuple[str, ...] = ()
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +30,10 @@ class ToolFormat:
 
     A call begins at one of `starts`. `sections` open a list of calls and `ends` close a call or the list: these are
     dropped. How the call itself is written is recognised from its first characters: see `call_readers`. With
-    `bare_json` or `bare_python`, an answer that begins with a JSON object, or with a list of Python calls, is a call
-    without a marker. `specials`: whether markers are special tokens, which the text has only if they are asked for.
+    `bare_json` or `bare_python`, an answer that begins with a JSON object or a list of them, or with a list of Python
+    calls, is a call without a marker. `specials`: whether markers are special tokens, which the text has only if they
+    are asked for. `heads`: the part of a marker that belongs to the call itself. `inner`: what the call begins with,
+    behind its marker and a header that is dropped. `quote`: the mark around texts, in the families of Gemma.
     """
 
     starts: tuple[str, ...] = ()
@@ -34,10 +42,19 @@ class ToolFormat:
     bare_json: bool = False
     bare_python: bool = False
     specials: bool = False
+    heads: Mapping[str, str] = field(default_factory=dict)
+    inner: str = ""
+    quote: str = ""
 
 
 REASONING: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", begun=True),
+    "hunyuan": ReasoningFormat("<think>", "</think>", wrappers=("<answer>", "</answer>")),
+    "ernie": ReasoningFormat("<think>", "</think>", wrappers=("<response>", "</response>")),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -53,6 +70,7 @@ _DEEPSEEK = ToolFormat(
     specials=True,
 )
 _MISTRAL = ToolFormat(starts=("[TOOL_CALLS]",), ends=("]", "[/TOOL_CALLS]"), specials=True)
+_JSON_HEADS = ('{"name"', '{ "name"', '{"type": "function"', '{"type":"function"')
 TOOLS: Mapping[str, ToolFormat] = {
     # Hermes, Qwen2.5, Qwen3 (JSON), Qwen3-Coder (<function=...>) and GLM-4.5 (<arg_key>) share the outer marker, and
     # are read alike. Grammars write them in different ways.
@@ -62,7 +80,9 @@ TOOLS: Mapping[str, ToolFormat] = {
     "deepseek": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": ToolFormat(
-        starts=('<｜DSML｜invoke name="',), sections=("<｜DSML｜function_calls>",), ends=("</｜DSML｜function_calls>",)
+        starts=('<｜DSML｜invoke name="',),
+        sections=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),  # the latter since V4
+        ends=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
     ),
     "kimi_k2": ToolFormat(
         starts=("<|tool_call_begin|>",),
@@ -75,11 +95,47 @@ TOOLS: Mapping[str, ToolFormat] = {
     "minimax": ToolFormat(
         starts=('<invoke name="',), sections=("<minimax:tool_call>",), ends=("</minimax:tool_call>",)
     ),
-    "llama3": ToolFormat(starts=("<|python_tag|>", "<function="), ends=(";",), bare_json=True, specials=True),
+    "llama3": ToolFormat(
+        starts=("<|python_tag|>", "<function=", *_JSON_HEADS),
+        ends=(";",),
+        bare_json=True,
+        specials=True,
+        heads={head: head for head in _JSON_HEADS},
+    ),
+    "xlam": ToolFormat(
+        starts=("<tool_call>", "[TOOL_CALLS]"), ends=("]", "</tool_call>"), bare_json=True, specials=True
+    ),
     "llama4": ToolFormat(
         starts=("<|python_start|>",), ends=("<|python_end|>",), bare_python=True, bare_json=True, specials=True
     ),
-    "granite": ToolFormat(starts=("<|tool_call|>",), ends=("]", "<|/tool_call|>"), specials=True),  # and Phi-4-mini
+    "granite": ToolFormat(starts=("<|tool_call|>",), ends=("]", "<|/tool_call|>"), specials=True),
+    "granite_fc": ToolFormat(starts=("<function_call>",), ends=("</function_call>",), specials=True),
+    "phi4mini": ToolFormat(
+        starts=("functools[", "<|tool_call|>"), ends=("]", "<|/tool_call|>"), specials=True, heads={"functools[": "["}
+    ),
+    "internlm": ToolFormat(
+        starts=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ends=("<|action_end|>",), specials=True
+    ),
+    "longcat": ToolFormat(starts=("<longcat_tool_call>",), ends=("</longcat_tool_call>",), specials=True),
+    "gigachat": ToolFormat(
+        starts=("<|function_call|>", "function call<|role_sep|>"), sections=("<|message_sep|>",), specials=True
+    ),
+    "hy_v3": ToolFormat(
+        starts=("<tool_call>",), sections=("<tool_calls>",), ends=("</tool_call>", "</tool_calls>"), specials=True
+    ),
+    "step3": ToolFormat(
+        starts=("<｜tool_call_begin｜>",),
+        sections=("<｜tool_calls_begin｜>", "<｜tool_sep｜>"),
+        ends=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+        specials=True,
+        inner='<steptml:invoke name="',
+    ),
+    "apertus": ToolFormat(starts=("<|tools_prefix|>",), ends=("]", "<|tools_suffix|>"), specials=True),
+    "olmo3": ToolFormat(starts=("<function_calls>",), ends=("</function_calls>",), specials=True),
+    "functiongemma": ToolFormat(
+        starts=("<start_function_call>call:",), ends=("<end_function_call>",), specials=True, quote="<escape>"
+    ),
+    "gemma4": ToolFormat(starts=("<|tool_call>call:",), ends=("<tool_call|>",), specials=True, quote='<|"|>'),
     "command": ToolFormat(
         starts=("<|START_ACTION|>",),
         sections=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
@@ -101,6 +157,18 @@ _TOOL_SIGNS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
     ("DSML｜", "deepseek_v32"),
     ("<|START_ACTION|>", "command"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<|tools_prefix|>", "apertus"),
+    ("<steptml:invoke", "step3"),
+    ("<|action_start|>", "internlm"),
+    ("<longcat_tool_call>", "longcat"),
+    ("<|function_call|>", "gigachat"),
+    ("function call<|role_sep|>", "gigachat"),
+    ("<tool_sep>", "hy_v3"),
+    ("<function_calls>", "olmo3"),
+    ("<function_call>", "granite_fc"),
+    ("<|tool|>", "phi4mini"),
     ("<|tool_call_start|>", "lfm2"),
     ("<TOOLCALL>", "nemotron"),
     ("<seed:tool_call>", "seed"),
@@ -129,6 +197,11 @@ _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("[THINK]", "mistral"),
     ("<|START_THINKING|>", "command"),
     ("<seed:think>", "seed"),
+    ("<|channel>", "gemma4"),
+    ("<|inner_prefix|>", "apertus"),
+    ("Here is my thought process", "granite"),
+    ("</answer>", "hunyuan"),
+    ("<response>", "ernie"),
     ("<think>", "think"),
     ("</think>", "think"),
 )
@@ -140,12 +213,17 @@ _TOOL_ALIASES: Mapping[str, str] = {
     "step3p5": "qwen3_coder", "glm": "glm45", "glm47": "glm45", "deepseek_v31": "deepseek", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek", "deepseekv32": "deepseek_v32", "llama3_json": "llama3", "llama4_json": "llama4",
     "llama4_pythonic": "llama4", "pythonic": "llama4", "minimax_m2": "minimax", "openai": "harmony",
-    "gpt_oss": "harmony", "seed_oss": "seed", "phi4_mini_json": "granite", "cohere_command3": "command",
+    "gpt_oss": "harmony", "seed_oss": "seed", "phi4_mini_json": "phi4mini", "cohere_command3": "command",
+    "cohere_command4": "command", "deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32", "ernie45": "tool_call",
+    "gigachat3": "gigachat", "granite4": "tool_call", "granite_20b_fc": "granite_fc", "hunyuan_a13b": "jamba",
+    "hunyuan": "jamba", "mimo": "tool_call", "mimov2_flash": "qwen3_coder", "qwen3_5": "qwen3_coder",
 }  # fmt: skip
 _REASONING_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(
-        ("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax_m2", "step3", "ernie45"), "think"
+        ("deepseek_v3", "deepseek_v31", "qwen3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "nemotron_v3"), "think"
     ),
+    **dict.fromkeys(("step3", "qwen3_thinking", "step3p5"), "deepseek_r1"),
+    "ernie45": "ernie", "hunyuan_a13b": "hunyuan", "hy_v3": "think", "cohere_command3": "command",
     "seed_oss": "seed", "magistral": "mistral", "openai_gptoss": "harmony", "gpt_oss": "harmony",
 }  # fmt: skip
 
@@ -177,7 +255,14 @@ def _named(
 def has_special_markers(tool_parser: str, reasoning_parser: str) -> bool:
     """Whether special tokens must be part of the text, so that these formats can be read."""
     tools = TOOLS.get(tool_parser)
-    return (tools is not None and tools.specials) or reasoning_parser in ("command", "mistral", "seed", HARMONY)
+    return (tools is not None and tools.specials) or reasoning_parser in (
+        "apertus",
+        "command",
+        "gemma4",
+        "mistral",
+        "seed",
+        HARMONY,
+    )
 
 
 def tool_format_of(template: str) -> str:

@@ -8,15 +8,18 @@ call and is none is text. White space around calls and reasoning belongs to thei
 from collections.abc import Iterable
 from typing import Protocol
 
-from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, PythonReader, Types
+from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, Types
 from ktqueue.answers.families import HARMONY, REASONING, TOOLS, ReasoningFormat, ToolFormat
+from ktqueue.answers.gemma_reader import GemmaReader
 from ktqueue.answers.harmony import HarmonyParser
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
+from ktqueue.answers.python_reader import PythonReader
 from ktqueue.answers.xml_reader import XmlReader
 
 TOOL_CALL = "<tool_call>"  # what follows it differs between families
 FUNCTION = "<function="
 INVOKE = 'invoke name="'
+LINES = "<function_calls>"  # Python calls, one in a line
 MAX_HEADER = 512  # characters before the arguments of a call; what has more is text
 
 
@@ -67,20 +70,23 @@ class AnswerParser:
         self._types = types
         self._buffer = ""
         self._parts: list[AnswerPart] = []
-        self._calls = 0
+        self._calls = self._calls_before = 0  # all, and those before the present reader
         self._reader: CallReader | None = None
         self._call_marker: str | None = None  # of the present call, until its reader is known; "" if it has none
         self._marker_of_reader = ""
-        self._in_reasoning = False
+        self._header = ""  # what stood before the `inner` marker of the present call
+        self._in_reasoning = reasoning is not None and reasoning.begun and not opening
+        self._reasoned = False  # there was reasoning
+        self._interrupted = False  # reasoning, by what may be a call
         self._said = False  # there was text
-        self._at_edge = False  # right behind a marker, where white space is dropped
+        self._at_edge = self._in_reasoning  # right behind a marker, where white space is dropped
         self._after_call = False  # nothing but white space has followed the last call
         self._space = ""  # at the end of what was said, until more follows
         self._dropped = ""  # the same, before the last marker
         if opening:
             self.push(opening)
             self._parts.clear()
-            self._said = False
+            self._said = self._reasoned = False
 
     @property
     def called(self) -> bool:
@@ -130,12 +136,26 @@ class AnswerParser:
 
     def _read_reasoning(self, *, final: bool) -> bool:
         assert self._reasoning is not None
-        place = self._buffer.find(self._reasoning.end)
-        if place < 0:
-            return self._say_certain((self._reasoning.end,), final=final)
+        start, end = self._reasoning.start, self._reasoning.end
+        if not self._reasoned:  # some models repeat the marker that their prompt ends with
+            text = self._buffer.lstrip()
+            if text.startswith(start):
+                self._buffer = text[len(start) :]
+                self._at_edge = True
+                return True
+            if start.startswith(text) and not final:
+                return False
+        calls = (*self._tools.starts, *self._tools.sections) if not self._tools.heads else ()
+        found = _first(self._buffer, (end, *calls))
+        if found is None:
+            return self._say_certain((end, *calls), final=final)
+        place, marker = found
         self._say(self._buffer[:place])
-        self._pass_marker(place, self._reasoning.end)
+        self._pass_marker(place, marker)
         self._in_reasoning = False
+        if marker != end:  # a call ends reasoning, if it is one
+            self._interrupted = True
+            self._begin_list_or_call(marker)
         return True
 
     def _read_text(self, *, final: bool) -> bool:
@@ -146,7 +166,8 @@ class AnswerParser:
                 self._buffer, self._call_marker = text, ""
             return bool(bare) or (final and self._say_certain((), final=True))
         starts = (self._reasoning.start,) if self._reasoning is not None else ()
-        markers = (*starts, *self._tools.starts, *self._tools.sections)
+        wrappers = self._reasoning.wrappers if self._reasoning is not None else ()
+        markers = (*starts, *wrappers, *self._tools.starts, *self._tools.sections)
         found = _first(self._buffer, markers)
         if found is None:
             return self._say_certain(markers, final=final)
@@ -155,24 +176,33 @@ class AnswerParser:
         self._pass_marker(place, marker)
         if marker in starts:
             self._in_reasoning = True
-        elif marker in self._tools.sections:
+        elif marker not in wrappers:
+            self._begin_list_or_call(marker)
+        return True
+
+    def _begin_list_or_call(self, marker: str) -> None:
+        if marker in self._tools.sections:
             self._after_call = True
         else:
-            self._call_marker = marker
-        return True
+            head = self._tools.heads.get(marker, "")
+            self._call_marker, self._buffer = marker.removesuffix(head), head + self._buffer
 
     def _read_after_call(self, *, final: bool) -> bool:
         """Behind a call, or the beginning of a list of calls: markers of its end, another call, or text."""
         self._buffer = self._buffer.lstrip()
-        markers = (*self._tools.ends, *self._tools.sections)
-        marker = max((mark for mark in markers if self._buffer.startswith(mark)), key=len, default="")
-        if marker:
+        if (start := _begins_with(self._buffer, self._tools.starts)) and not self._tools.heads:
+            self._buffer, self._after_call = self._buffer[len(start) :], False
+            self._begin_list_or_call(start)
+            return True
+        markers = (*self._tools.ends, *self._tools.sections, *self._tools.starts)
+        if marker := _begins_with(self._buffer, (*self._tools.ends, *self._tools.sections)):
             self._buffer = self._buffer[len(marker) :]
             return True
         if not self._buffer or (not final and any(mark.startswith(self._buffer) for mark in markers)):
             return False
         self._after_call = False
         self._at_edge = True
+        self._in_reasoning, self._interrupted = self._interrupted, False
         self._said = self._said and not (self._tools.bare_json or self._tools.bare_python)
         return True
 
@@ -180,10 +210,13 @@ class AnswerParser:
         """Whether a call without a marker begins here. None: only white space has been read."""
         if self._said or not (self._tools.bare_json or self._tools.bare_python):
             return False
-        first = self._buffer.lstrip()[:1]
-        if not first:
+        text = self._buffer.lstrip()
+        first, behind = text[:1], text[1:].lstrip()[:1]
+        if not first or (first == "[" and not behind):
             return None
-        return (first == "{" and self._tools.bare_json) or (first == "[" and self._tools.bare_python)
+        if first == "[":
+            return self._tools.bare_python or (self._tools.bare_json and behind == "{")
+        return first == "{" and self._tools.bare_json
 
     def _pass_marker(self, place: int, marker: str) -> None:
         self._buffer = self._buffer[place + len(marker) :]
@@ -210,27 +243,40 @@ class AnswerParser:
         self._space = text[len(body) :]
         self._at_edge = False
         self._said = self._said or not self._in_reasoning
+        self._reasoned = self._reasoned or self._in_reasoning
 
     # Calls
 
     def _recognise_call(self, marker: str, *, final: bool) -> bool:
         """Choose the reader of a call by how it begins. Returns whether that could be decided."""
         text = self._buffer.lstrip()
+        if (inner := self._tools.inner) and marker != inner:  # behind a header
+            place = text.find(inner)
+            if place < 0 and not final and len(text) <= MAX_HEADER:
+                return False
+            if 0 <= place <= MAX_HEADER:
+                self._header = marker + self._buffer[: len(self._buffer) - len(text)] + text[:place]
+                self._buffer, self._call_marker = text[place + len(inner) :], inner
+            else:
+                self._call_marker = None
+                self._say_no_call(marker)
+            return True
         ends = self._ends_of_name(marker, text)
         found = _first(text, ends)
         if ends and (found is None or found[0] > MAX_HEADER):
             if not final and len(text) <= MAX_HEADER + max(map(len, ends)):
                 return False
             self._call_marker = None
-            self._say_no_call(marker)
+            self._say_no_call(self._header + marker)
             return True
         behind = text[1:].lstrip()[:1] if text.startswith("[") else ""
         if text.startswith("[") and not behind and not final:
             return False
         name = text.removeprefix(FUNCTION) if marker == TOOL_CALL else text
-        if found is not None and found[1] == "</tool_call>":
+        if found is not None and found[1].endswith("tool_call>"):
             name = self._buffer  # a word on its own line is no call without arguments
-        self._marker_of_reader = marker + self._buffer[: len(self._buffer) - len(name)]
+        self._marker_of_reader = self._header + marker + self._buffer[: len(self._buffer) - len(name)]
+        self._calls_before = self._calls
         self._reader, self._call_marker, self._buffer = self._reader_of(marker, text, found), None, name
         return True
 
@@ -240,9 +286,12 @@ class AnswerParser:
             return (">",)
         if marker.endswith(INVOKE):
             return ('">',)
-        if text.startswith(("{", "[")):
+        if marker == LINES or text.startswith(("{", "[")):
             return ()
-        return ("{", "<arg_key>", "</tool_call>") if marker == TOOL_CALL else ("{", *self._tag_ends)
+        if marker.endswith("tool_call>"):
+            prefix = _prefix_of(marker)
+            return ("{", f"<{prefix}arg_key>", "<tool_sep>", f"</{prefix}tool_call>")
+        return ("{", *self._tag_ends)
 
     def _reader_of(self, marker: str, text: str, name_end: tuple[int, str] | None) -> CallReader:
         """The reader for a call whose marker is followed by `text`."""
@@ -251,18 +300,29 @@ class AnswerParser:
         if marker.endswith(INVOKE):
             prefix = marker.removeprefix("<").removesuffix(INVOKE)
             return self._xml_reader(f"<{prefix}", '">', 'parameter name="', "invoke", closing=f"</{prefix}")
+        if self._tools.quote:
+            return GemmaReader(self._begin_call, self._tools.quote, self._tools.ends)
+        if marker == LINES:
+            return PythonReader(self._begin_call, end="</function_calls>")
         if text.startswith("["):
             is_json = text[1:].lstrip()[:1] in ("{", "]", "") and (marker or not self._tools.bare_python)
-            return JsonReader(self._begin_call) if is_json else PythonReader(self._begin_call)
+            return self._json_reader(marker) if is_json else PythonReader(self._begin_call)
         if text.startswith("{"):
-            return JsonReader(self._begin_call)
+            return self._json_reader(marker)
         # A name comes first. Then GLM-4.5 has pairs of keys and values, and other models have JSON.
-        if marker != TOOL_CALL or (name_end is not None and name_end[1] == "{"):
+        if not marker.endswith("tool_call>") or (name_end is not None and name_end[1] == "{"):
             return NamedReader(self._begin_call, self._tag_ends)
+        prefix = _prefix_of(marker)
+        separator = "<tool_sep>" if name_end is not None and name_end[1] == "<tool_sep>" else "\n"
         return XmlReader(
-            self._begin_call, self._types, name_end="\n", name_may_end_at=("<arg_key>", "</tool_call>"),
-            key_start="<arg_key>", key_end="<arg_value>", value_end="</arg_value>", end="</tool_call>",
+            self._begin_call, self._types, name_end=separator,
+            name_may_end_at=(f"<{prefix}arg_key>", f"</{prefix}tool_call>"),
+            key_start=f"<{prefix}arg_key>", key_end=f"<{prefix}arg_value>", value_end=f"</{prefix}arg_value>",
+            end=f"</{prefix}tool_call>",
         )  # fmt: skip
+
+    def _json_reader(self, marker: str) -> JsonReader:
+        return JsonReader(self._begin_call, names_are_keys=marker == "<|tools_prefix|>")
 
     def _xml_reader(self, tag: str, name_end: str, parameter: str, outer: str, closing: str = "</") -> XmlReader:
         return XmlReader(
@@ -292,16 +352,31 @@ class AnswerParser:
         assert self._reader is not None
         left = self._reader.finish()
         self._reader = None
-        self._after_call = not left
-        if left:
-            self._say_no_call(self._marker_of_reader + left)
+        is_call = self._calls > self._calls_before
+        self._after_call = is_call and not left
+        if not self._after_call:
+            self._say_no_call(left if is_call else self._marker_of_reader + left)
+        else:
+            self._interrupted, self._header = False, ""
 
     def _say_no_call(self, text: str) -> None:
-        """What began like a call is text, with the white space around it."""
-        self._parts.append(AnswerText(self._dropped + text))
-        self._dropped = ""
-        self._said = True
+        """What began like a call is text, with the white space around it; or reasoning, if that is where it began."""
+        self._in_reasoning, self._interrupted = self._interrupted, False
+        self._header = ""
+        whole, self._dropped = self._dropped + text, ""
+        self._parts.append(AnswerReasoning(whole) if self._in_reasoning else AnswerText(whole))
+        self._said = self._said or not self._in_reasoning
         self._at_edge = False
+
+
+def _prefix_of(marker: str) -> str:
+    """What stands before the words of GLM's tags in the kin that has its own, such as `longcat_`."""
+    return marker.removeprefix("<").removesuffix("tool_call>")
+
+
+def _begins_with(text: str, markers: Iterable[str]) -> str:
+    """The longest marker that `text` begins with; empty if there is none."""
+    return max((mark for mark in markers if text.startswith(mark)), key=len, default="")
 
 
 def _first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from ktqueue.answers.call_readers import NAME, CallReader, Emit, HeldText, Types, to_json
 
+NULLABLE = "string or null"
+
 
 class XmlReader(CallReader):
     """Parameters between tags. The type of a value is that of the function's schema, else what it looks like.
@@ -110,9 +112,9 @@ def _key_and_attributes(text: str) -> tuple[str, str]:
 
 
 def _json_of(value: str, kind: str) -> str:
-    """A parameter's text as JSON. One line break at each end belongs to the tags."""
-    text = value.removeprefix("\n").removesuffix("\n")
-    if kind == "string":
+    """A parameter's text as JSON. A line break at its beginning belongs to the tags, and then one at its end too."""
+    text = value[1:].removesuffix("\n") if value.startswith("\n") else value
+    if kind == "string" or (kind == NULLABLE and text.strip() not in ("null", "None")):
         return to_json(text)
     try:
         return to_json(json.loads(text))

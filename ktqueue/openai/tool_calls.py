@@ -1,12 +1,14 @@
 """Tool calls of answers in OpenAI's form, and what of a request's tools the reader of its answer must know."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from ktqueue.answers.parts import AnswerToolCall
+from ktqueue.answers.xml_reader import NULLABLE
 from ktqueue.openai.choices import Delta
 
 MAX_TYPED = 256  # parameters whose type is kept with a job
@@ -60,11 +62,25 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, s
     for tool in tools:
         function = tool.get("function") or {}
         properties = (function.get("parameters") or {}).get("properties") or {}
-        strings = [name for name, schema in properties.items() if _is_string(schema)][:left]
+        kinds = {name: kind for name, schema in properties.items() if (kind := _kind_of_string(schema))}
+        strings = dict(itertools.islice(kinds.items(), left))
         left -= len(strings)
         if strings:
-            types[str(function.get("name"))] = dict.fromkeys(strings, "string")
+            types[str(function.get("name"))] = strings
     return types
+
+
+def _kind_of_string(schema: Any) -> str:
+    """How a schema describes a string: `string`, `string or null`, or empty if it does not."""
+    if not isinstance(schema, dict):
+        return ""
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(schema.get("type"), list):
+        choices = [{"type": kind} for kind in schema["type"]]
+    if isinstance(choices, list):
+        others = [choice for choice in choices if not (isinstance(choice, dict) and choice.get("type") == "null")]
+        return NULLABLE if len(others) == 1 and _is_string(others[0]) else ""
+    return "string" if _is_string(schema) else ""
 
 
 def _is_string(schema: Any) -> bool:

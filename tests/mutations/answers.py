@@ -4,6 +4,7 @@ from mutation import Mutation
 
 PARSER, MODELS, PAGE = "tests/answers/test_parser.py", "tests/gateway/test_models.py", "tests/gateway/test_page.py"
 RESPONSES = "tests/gateway/test_responses.py"
+SHAPES = "tests/answers/test_recorded_shapes.py"
 CUTS = f"{PARSER}::test_parts_do_not_depend_on_how_the_text_is_cut"
 
 ANSWERS: dict[str, Mutation] = {
@@ -17,7 +18,7 @@ ANSWERS: dict[str, Mutation] = {
     "text that is not a tool call is lost": Mutation(
         "text that only looks like a tool call stays text",
         "ktqueue/answers/parser.py",
-        "self._parts.append(AnswerText(self._dropped + text))",
+        "self._parts.append(AnswerReasoning(whole) if self._in_reasoning else AnswerText(whole))",
         "pass",
         (f"{CUTS}[text that looks like a call]",),
     ),
@@ -31,8 +32,8 @@ ANSWERS: dict[str, Mutation] = {
     "white space behind what is no call is lost": Mutation(
         "text that only looks like a tool call stays text",
         "ktqueue/answers/parser.py",
-        "        self._said = True\n        self._at_edge = False",
-        "        self._said = True",
+        "        self._said = self._said or not self._in_reasoning\n        self._at_edge = False",
+        "        self._said = self._said or not self._in_reasoning",
         (f"{CUTS}[text behind what is no call]",),
     ),
     "brackets in a call's strings count": Mutation(
@@ -41,6 +42,27 @@ ANSWERS: dict[str, Mutation] = {
         'elif character in "{[":\n            self._depth += 1',
         'if character in "{[":\n            self._depth += 1',
         (f"{CUTS}[Hermes, two calls, a marker inside a string]",),
+    ),
+    "a call inside reasoning is reasoning": Mutation(
+        "a tool call ends reasoning that has no end of its own",
+        "ktqueue/answers/parser.py",
+        "calls = (*self._tools.starts, *self._tools.sections) if not self._tools.heads else ()",
+        "calls = ()",
+        (f"{SHAPES}::test_a_call_ends_reasoning_and_a_word_does_not",),
+    ),
+    "a line break of a text belongs to its tags": Mutation(
+        "a text between tags keeps its line breaks",
+        "ktqueue/answers/xml_reader.py",
+        'text = value[1:].removesuffix("\\n") if value.startswith("\\n") else value',
+        'text = value.strip("\\n")',
+        (f"{SHAPES}::test_calls_of_each_shape",),
+    ),
+    "one wrong call drops those beside it": Mutation(
+        "of a list of Python calls, those that can be read are calls",
+        "ktqueue/answers/python_reader.py",
+        "if not calls:",
+        "if len(calls) < len(parts) or not calls:",
+        (f"{SHAPES}::test_calls_of_each_shape",),
     ),
     "an alias has its own queue": Mutation(
         "a model can be asked for under each of its names",
