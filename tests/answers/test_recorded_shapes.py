@@ -212,16 +212,23 @@ def test_reasoning_of_each_shape(family: str, answer: str, thought: str, text: s
         assert (found[0].strip(), found[1].strip()) == (thought, text)
 
 
-@pytest.mark.parametrize(
-    ("answer", "thought", "text", "calls"),
-    [
-        ('<think>I must look.\n\n<tool_call>\n{"name": "find", "arguments": {"q": "fig"}}\n</tool_call>', "I must look.", "",
-         ["find"]),
-        ("<think>A <tool_call> is a tag.</think>Fig", "A <tool_call> is a tag.", "Fig", []),
-        ("<think>Hm</think><tool_call>list\n</tool_call>", "Hm", "", ["list"]),
-    ],
-)  # fmt: skip
-def test_a_call_ends_reasoning_and_a_word_does_not(answer: str, thought: str, text: str, calls: list[str]) -> None:
+def test_a_call_ends_reasoning() -> None:
+    answer = '<think>I must look.\n\n<tool_call>\n{"name": "find", "arguments": {"q": "fig"}}\n</tool_call>'
     for pieces in ([answer], [*answer]):
-        found = read("hermes", "qwen3", pieces)
-        assert (found[0].strip(), found[1].strip(), [name for name, _ in found[2]]) == (thought, text, calls)
+        assert read("hermes", "qwen3", pieces) == ("I must look.", "", [("find", '{"q": "fig"}')])
+
+
+@pytest.mark.parametrize("answer", ["<think>A <tool_call> is a tag.</think>Fig", "<think>A <tool_call>.</think>Fig"])
+def test_a_word_does_not_end_reasoning(answer: str) -> None:
+    thought = answer.removeprefix("<think>").removesuffix("</think>Fig")
+    for pieces in ([answer], [*answer]):
+        assert read("hermes", "qwen3", pieces) == (thought, "Fig", [])
+
+
+def test_a_text_between_tags_keeps_its_line_breaks() -> None:
+    answer = '<minimax:tool_call><invoke name="edit"><parameter name="old">a\n</parameter></invoke></minimax:tool_call>'
+    assert read("minimax_m2", "none", [answer])[2] == [("edit", '{"old": "a\\n"}')]
+
+
+def test_a_wrong_call_drops_no_other() -> None:
+    assert read("pythonic", "none", ["[bad(x=b'z'), list()]"]) == ("", "bad(x=b'z')", [("list", "{}")])
