@@ -140,15 +140,15 @@ class _WeightPools:
 
     def __call__(self, tensor: SyntheticTensor) -> Bytes:
         random = np.random.default_rng(list(tensor.name.encode()))
-        if len(tensor.shape) == 1:
-            values = 1 + tensor.deviation * random.standard_normal((1, *tensor.shape))
+        if len(tensor.shape) == 1 or tensor.name.endswith(".bias"):
+            values = tensor.mean + tensor.deviation * random.standard_normal((1, int(np.prod(tensor.shape))))
             return quantize(values.astype(np.float32), "F32").reshape(-1)
         pool, start, count = self._take(tensor, random)
         return _cut(pool, start, count)
 
     def tensor_of(self, tensor: SyntheticTensor) -> CheckpointTensor:
         """Return the weights of a call as a tensor. Experts are views that share their memory."""
-        if len(tensor.shape) < 3:
+        if len(tensor.shape) < 3 or tensor.name.endswith(".bias"):
             return CheckpointTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
         pool, start, count = self._take(tensor, np.random.default_rng(list(tensor.name.encode())))
         experts = tensor.shape[0]

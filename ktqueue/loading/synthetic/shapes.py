@@ -1,21 +1,60 @@
-"""Shapes of real models, and the tensors of a GGUF file with such a shape. Knows no weights."""
+"""Shapes of real models, and the tensors of a GGUF file with such a shape. Knows no weights.
+
+The tensors follow from the config: their shapes are those of transformers' model, and their names those of its family.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ktqueue.loading.checkpoint import INTERLEAVED
+from ktqueue.loading.gguf.families import family_of_model_type
+from ktqueue.loading.gguf.library import TensorNameMap
+from ktqueue.loading.skeleton import build_config, build_skeleton, tied_names
 from ktqueue.loading.weight_formats import BLOCKS
 
 # transformers configs by the name of the model with this shape. tiny, mid and tiny-latent are our own, for tests.
 _QWEN3 = {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
 _DEEPSEEK = {
     "model_type": "deepseek_v2", "rms_norm_eps": 1e-6, "n_shared_experts": 2, "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.0, "max_position_embeddings": 163840,
+    "q_lora_rank": None, "routed_scaling_factor": 1.0, "max_position_embeddings": 163840,
     "rope_scaling": {
         "type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096,
         "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
     },
 }  # fmt: skip
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "rms_norm_eps": 1e-6, "n_shared_experts": 1, "hidden_size": 7168,
+    "num_hidden_layers": 61, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "intermediate_size": 18432,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_GLM = {
+    "model_type": "glm4_moe", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "vocab_size": 151552, "attention_bias": True, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_GPT_OSS = {
+    "model_type": "gpt_oss", "rms_norm_eps": 1e-5, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "sliding_window": 128,
+    "vocab_size": 201088, "max_position_embeddings": 131072, "attention_bias": True,
+    "rope_scaling": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096, "truncate": False,
+    },
+}  # fmt: skip
+
+
+def _yarn(theta: float, factor: float) -> dict[str, Any]:
+    return {
+        "type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": 4096,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+    }  # fmt: skip
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         **_QWEN3, "hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2,
@@ -48,103 +87,111 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 32000,
     },
+    "qwen3-235b-a22b": {
+        **_QWEN3, "hidden_size": 4096, "num_hidden_layers": 94, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536, "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936,
+    },
+    "deepseek-v3": {
+        **_DEEPSEEK_V3, "n_routed_experts": 256, "num_attention_heads": 128, "first_k_dense_replace": 3, "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5, "vocab_size": 129280, "max_position_embeddings": 163840,
+        "rope_scaling": _yarn(1e4, 40.0),
+    },
+    "kimi-k2": {
+        **_DEEPSEEK_V3, "n_routed_experts": 384, "num_attention_heads": 64, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 2.827, "vocab_size": 163840, "max_position_embeddings": 131072,
+        "rope_scaling": _yarn(5e4, 32.0),
+    },
+    "glm-4.6": {
+        **_GLM, "hidden_size": 5120, "num_hidden_layers": 92, "n_routed_experts": 160, "moe_intermediate_size": 1536,
+        "intermediate_size": 12288, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+        "max_position_embeddings": 202752,
+    },
+    "glm-4.5-air": {
+        **_GLM, "hidden_size": 4096, "num_hidden_layers": 46, "n_routed_experts": 128, "moe_intermediate_size": 1408,
+        "intermediate_size": 10944, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False,
+        "max_position_embeddings": 131072,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2", "rms_norm_eps": 1e-6, "rope_theta": 5e6, "rotary_dim": 64, "hidden_size": 3072,
+        "num_hidden_layers": 62, "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 200064,
+        "max_position_embeddings": 196608,
+    },
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
 }  # fmt: skip
 MIX = "Q4_K_M"  # llama.cpp's mix of Q4_K and Q6_K; any other quantisation is one format for all matrices
-_ROUTER_GAIN, _HEAD_GAIN = 2.0, 3.0
+_GAINS = {"output": 3.0, "ffn_gate_inp": 2.0}  # of the logits of tokens and of routers
 # Of matrices that add to the residual. All layers together add about the residual's own size.
-_ATTENTION_GAIN, _DOWN_GAIN = 2.0, 4.0
+_RESIDUAL_GAINS = {"attn_output": 2.0, "ffn_down": 4.0, "ffn_down_exps": 4.0, "ffn_down_shexp": 4.0}
+_VECTOR_DEVIATIONS = {"exp_probs_b": 0.02, "attn_sinks": 1.0}  # of any other bias 0.05
+_EXPERT_ROWS = ("gate", "up")
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTensor:
-    """One tensor of a file. `deviation` is the standard deviation of its weights."""
+    """One tensor of a file. `deviation` is the standard deviation of its weights, around `mean`."""
 
     name: str
     quant: str
     shape: tuple[int, ...]
     deviation: float
-
-
-class _TensorMaker:
-    """Makes the tensors of one model: names, formats that fit, deviations."""
-
-    def __init__(self, config: dict[str, Any], quant: str) -> None:
-        self.config = config
-        self._quant = quant
-        self._layers = config["num_hidden_layers"]
-        self.share = (2 * self._layers) ** -0.5
-
-    def norm(self, name: str, size: int) -> SyntheticTensor:
-        return SyntheticTensor(f"{name}.weight", "F32", (size,), 0.1)
-
-    def matrix(self, name: str, *shape: int, layer: int = 0, gain: float = 1.0) -> SyntheticTensor:
-        wanted = _choose(self._quant, name.rpartition(".")[2], layer, self._layers)
-        fitting = (quant for quant in (wanted, "Q8_0") if shape[-1] % BLOCKS[quant][0] == 0)
-        return SyntheticTensor(f"{name}.weight", next(fitting, "F16"), shape, gain / shape[-1] ** 0.5)
+    mean: float = 0.0
 
 
 def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
     """Yield all tensors of a model of that config, in file order.
 
-    `quant` is MIX or a storage format. A matrix whose rows are not a multiple of its block is Q8_0, or F16.
+    `quant` is MIX or a storage format. A matrix whose rows are not a multiple of its block is Q8_0, or F16. Raises
+    CheckpointError for a config that transformers refuses.
     """
-    make = _TensorMaker(config, quant)
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    yield make.matrix("token_embd", vocab, hidden, gain=hidden**0.5)
-    for i in range(config["num_hidden_layers"]):
-        yield make.norm(f"blk.{i}.attn_norm", hidden)
-        yield from (_latent_attention if "kv_lora_rank" in config else _grouped_attention)(make, i)
-        yield make.norm(f"blk.{i}.ffn_norm", hidden)
-        if i < config.get("first_k_dense_replace", 0):
-            yield from _mlp(make, i, "", config["intermediate_size"])
-        else:
-            yield from _experts(make, i)
-    yield make.norm("output_norm", hidden)
-    yield make.matrix("output", vocab, hidden, gain=_HEAD_GAIN)
+    family = family_of_model_type(config["model_type"], "a synthetic model")
+    layers = config["num_hidden_layers"]
+    names = TensorNameMap(family.architecture, layers)
+    skeleton = build_skeleton(build_config(config, "a synthetic model"), torch.float32, "a synthetic model")
+    tied = tied_names(skeleton)
+    for name, tensor in skeleton.state_dict().items():
+        if name not in tied:
+            for part, shape in _stored_parts(name, tuple(tensor.shape), config["model_type"]):
+                found = names.find(part)
+                assert found is not None, part
+                yield _tensor(found, shape, quant, layers)
 
 
-def _grouped_attention(make: _TensorMaker, i: int) -> Iterator[SyntheticTensor]:
-    config, block = make.config, f"blk.{i}"
-    hidden = config["hidden_size"]
-    queries, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    yield make.matrix(f"{block}.attn_q", queries, hidden, layer=i)
-    yield make.matrix(f"{block}.attn_k", keys, hidden, layer=i)
-    yield make.matrix(f"{block}.attn_v", keys, hidden, layer=i)
-    yield make.matrix(f"{block}.attn_output", hidden, queries, layer=i, gain=_ATTENTION_GAIN * make.share)
-    if config["model_type"] == "qwen3_moe":
-        yield make.norm(f"{block}.attn_q_norm", config["head_dim"])
-        yield make.norm(f"{block}.attn_k_norm", config["head_dim"])
+def _stored_parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of the tensors in which a file holds a tensor of transformers."""
+    module, _, leaf = name.rpartition(".")
+    if not module.endswith(".experts"):
+        yield name, shape[1:] if name.endswith("shared_expert_gate.weight") else shape
+        return
+    kind = "bias" if leaf.endswith("_bias") else "weight"
+    if model_type in INTERLEAVED and kind == "weight":
+        shape = (shape[0], shape[2], shape[1])
+    if leaf.startswith("down"):
+        yield f"{module}.down_proj.{kind}", shape
+        return
+    for part in _EXPERT_ROWS:
+        yield f"{module}.{part}_proj.{kind}", (shape[0], shape[1] // 2, *shape[2:])
 
 
-def _latent_attention(make: _TensorMaker, i: int) -> Iterator[SyntheticTensor]:
-    config, block = make.config, f"blk.{i}"
-    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    plain, rotary, value = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    yield make.matrix(f"{block}.attn_q", heads * (plain + rotary), hidden, layer=i)
-    yield make.matrix(f"{block}.attn_kv_a_mqa", latent + rotary, hidden, layer=i)
-    yield make.norm(f"{block}.attn_kv_a_norm", latent)
-    yield make.matrix(f"{block}.attn_kv_b", heads * (plain + value), latent, layer=i)
-    yield make.matrix(f"{block}.attn_output", hidden, heads * value, layer=i, gain=_ATTENTION_GAIN * make.share)
-
-
-def _experts(make: _TensorMaker, i: int) -> Iterator[SyntheticTensor]:
-    config, block = make.config, f"blk.{i}"
-    hidden = config["hidden_size"]
-    experts = next(config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config)
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    yield SyntheticTensor(f"{block}.ffn_gate_inp.weight", "F32", (experts, hidden), _ROUTER_GAIN / hidden**0.5)
-    yield make.matrix(f"{block}.ffn_gate_exps", experts, width, hidden, layer=i)
-    yield make.matrix(f"{block}.ffn_up_exps", experts, width, hidden, layer=i)
-    yield make.matrix(f"{block}.ffn_down_exps", experts, hidden, width, layer=i, gain=_DOWN_GAIN * make.share)
-    if shared := config.get("n_shared_experts"):
-        yield from _mlp(make, i, "_shexp", shared * width)
-
-
-def _mlp(make: _TensorMaker, i: int, suffix: str, width: int) -> Iterator[SyntheticTensor]:
-    block, hidden = f"blk.{i}", make.config["hidden_size"]
-    yield make.matrix(f"{block}.ffn_gate{suffix}", width, hidden, layer=i)
-    yield make.matrix(f"{block}.ffn_up{suffix}", width, hidden, layer=i)
-    yield make.matrix(f"{block}.ffn_down{suffix}", hidden, width, layer=i, gain=_DOWN_GAIN * make.share)
+def _tensor(name: str, shape: tuple[int, ...], quant: str, layers: int) -> SyntheticTensor:
+    """Describe a tensor by its name in the file, such as `blk.0.attn_q.weight`."""
+    path, _, kind = name.rpartition(".")
+    role = path.rpartition(".")[2]
+    if role.endswith("_norm"):
+        return SyntheticTensor(name, "F32", shape, 0.1, 1.0)
+    if kind == "bias" or len(shape) == 1:
+        return SyntheticTensor(name, "F32", shape, _VECTOR_DEVIATIONS.get(role, 0.05))
+    gain = _GAINS.get(role, 1.0)
+    if role in _RESIDUAL_GAINS:
+        gain = _RESIDUAL_GAINS[role] * (2 * layers) ** -0.5
+    elif role == "token_embd":
+        gain = shape[-1] ** 0.5
+    layer = int(path.split(".")[1]) if path.startswith("blk.") else 0
+    wanted = "F32" if role == "ffn_gate_inp" else _choose(quant, role, layer, layers)
+    fitting = (known for known in (wanted, "Q8_0") if shape[-1] % BLOCKS[known][0] == 0)
+    return SyntheticTensor(name, next(fitting, "F16"), shape, gain / shape[-1] ** 0.5)
 
 
 def _choose(quant: str, role: str, layer: int, layers: int) -> str:

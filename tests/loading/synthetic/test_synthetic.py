@@ -1,5 +1,6 @@
 """Synthetic models: valid blocks with the given deviation, files that load and compute, names that are checked."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,13 +90,41 @@ def test_rows_that_are_not_whole_blocks_are_q8_0() -> None:
     assert "blk.0.ffn_gate_exps.weight" not in tensors
 
 
-def test_mixtral_loads(tmp_path: Path, run_logits: Callable[..., torch.Tensor]) -> None:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    small = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, **heads}
-    write_synthetic("synthetic:mixtral-8x7b:q4_k_m", tmp_path / "m", layers=2, changes=small)
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "first_k_dense_replace": 1,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.startswith(("tiny", "mid"))])
+def test_each_shape_loads_and_computes(shape: str, tmp_path: Path, run_logits: Callable[..., torch.Tensor]) -> None:
+    """Small sizes in place of the real ones, but experts, heads of latents and routers as they are."""
+    config = SHAPES[shape]
+    small = SMALL if "kv_lora_rank" in config else GROUPED
+    if "moe_intermediate_size" in config:
+        small = {**small, "moe_intermediate_size": 32}
+    else:
+        small = {**small, "intermediate_size": 32}
+    if config.get("rotary_dim"):
+        small = {**small, "rotary_dim": 32}
+    changes = {name: value for name, value in small.items() if name in config}
+    write_synthetic(f"synthetic:{shape}:q4_k_m", tmp_path / "m", layers=2, changes=changes)
     model = load_model(str(tmp_path / "m"))
-    assert model.config.model_type == "mixtral" and model.config.num_local_experts == 8
-    assert torch.isfinite(run_logits(model.module, model.kv_layout(16), [1, 2, 3])).all()
+    assert model.config.model_type == config["model_type"]
+    logits = run_logits(model.module, model.kv_layout(16), [1, 2, 3, 300, 17])
+    assert torch.isfinite(logits).all()
+    assert 1 < logits.std() < 6
+
+
+def test_the_sizes_of_real_models_are_theirs() -> None:
+    """Weights in billions, as their publishers say."""
+    for shape, billions in (("deepseek-v3", 671), ("kimi-k2", 1026), ("glm-4.6", 353), ("minimax-m2", 229)):
+        weights = sum(math.prod(tensor.shape) for tensor in tensors_of(SHAPES[shape], "Q8_0"))
+        assert weights / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_the_vocabulary_fills_the_model() -> None:
