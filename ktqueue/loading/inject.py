@@ -5,7 +5,7 @@ from torch import nn
 from ktqueue.core.errors import RuleError
 from ktqueue.loading.plan import LoadPlan
 from ktqueue.operators.base import Operator
-from ktqueue.operators.registry import OPERATORS
+from ktqueue.operators.registry import operator_class
 
 
 def inject(model: nn.Module, plan: LoadPlan) -> tuple[nn.Module, dict[str, Operator]]:
@@ -18,9 +18,15 @@ def inject(model: nn.Module, plan: LoadPlan) -> tuple[nn.Module, dict[str, Opera
     for replacement in plan.replacements:
         module = model.get_submodule(replacement.name)
         try:
-            operator = OPERATORS[replacement.op].from_module(module, **replacement.options)
-        except (TypeError, ValueError) as error:
-            raise RuleError(f"{replacement.source}: {replacement.name or 'the model'}: {error}") from error
+            operator = operator_class(replacement.op).from_module(module, **replacement.options)
+        except Exception as error:  # an operator of a package can fail in any way
+            kind = "" if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: "
+            raise RuleError(f"{replacement.source}: {replacement.name or 'the model'}: {kind}{error}") from error
+        if not isinstance(operator, Operator):
+            raise RuleError(
+                f"{replacement.source}: {replacement.name or 'the model'}: {replacement.op}.from_module returned "
+                f"{type(operator).__name__}, not an operator"
+            )
         operator.device = plan.device_of(replacement.name)
         operators[replacement.name] = operator
         if not replacement.name:

@@ -25,7 +25,7 @@ from ktqueue.loading.synthetic.checkpoint import open_synthetic
 from ktqueue.operators.attention import window_of
 from ktqueue.operators.base import Operator
 from ktqueue.operators.kv_cache import KVLayout
-from ktqueue.operators.registry import OPERATORS
+from ktqueue.operators.registry import check_operator, operator_class, operator_names
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _LATENT_OPERATORS = ("LatentAttention", "GpuDecoder")
@@ -148,7 +148,7 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     config, skeleton = build_checked_skeleton(checkpoint, dtype)
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     file = rules_file(rules)
-    plan = make_plan(modules, load_rules(file, OPERATORS), device, _name(dtype))
+    plan = make_plan(modules, load_rules(file, operator_names(), check_operator), device, _name(dtype))
     layout = kv_layout(config, 1, dtype)
     if layout.latent:
         _check_latent_attention(skeleton, plan, str(file))
@@ -204,12 +204,14 @@ def _check_latent_attention(skeleton: nn.Module, plan: LoadPlan, rules: str) -> 
 def _check_one_device(skeleton: nn.Module, plan: LoadPlan, rules: str, model_device: str) -> None:
     """Check that all modules are on the model's device.
 
-    Only CpuExperts moves the numbers of a step to another device and back.
+    Only an operator such as CpuExperts, with `any_device`, moves the numbers of a step to another device and back.
     """
     operators = {replacement.name: replacement.op for replacement in plan.replacements}
     for name, module in skeleton.named_modules():
         ancestor = find_replaced(name, operators)
-        if next(module.parameters(recurse=False), None) is None or (ancestor and operators[ancestor] == "CpuExperts"):
+        if next(module.parameters(recurse=False), None) is None or (
+            ancestor is not None and operator_class(operators[ancestor]).any_device
+        ):
             continue
         if torch.device(device := plan.device_of(name)) not in (
             torch.device(model_device),
@@ -217,7 +219,7 @@ def _check_one_device(skeleton: nn.Module, plan: LoadPlan, rules: str, model_dev
         ):
             raise RuleError(
                 f"{rules}: {name} ({type(module).__name__}) would be on {device}, the model is on {model_device}: only "
-                "CpuExperts can be on another device than the model",
+                "CpuExperts, and operators with any_device, can be on another device than the model",
                 param="engine.rules",
                 limit=model_device,
                 value=device,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ktqueue.core.errors import CheckpointError
+from ktqueue.core.errors import CheckpointError, KtqueueError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.plan import LoadPlan, is_below
 from ktqueue.loading.skeleton import compute_buffers, tied_names
@@ -85,8 +85,11 @@ def _checkpoint_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def _load(operator: Operator, weights: "CheckpointWeights", checkpoint: Checkpoint) -> None:
     try:
         operator.load(weights)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {weights.latest}: {error}") from error
+    except KtqueueError:
+        raise
+    except Exception as error:  # an operator of a package can fail in any way
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{checkpoint.path}: {weights.latest}: {kind}{error}") from error
     if left := weights.names():
         problem = "; ".join(_listed(f"not taken by {type(operator).__name__}", left))
         raise CheckpointError(f"{checkpoint.path}: {problem}")

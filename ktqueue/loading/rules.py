@@ -5,7 +5,7 @@ The language is documented in rules/README.md. Every error begins with file:line
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +19,12 @@ SHIPPED_RULES = Path(__file__).parents[1] / "rules"
 DEFAULT_RULES = SHIPPED_RULES / "default.yaml"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DTYPES = ("float32", "bfloat16", "float16")
+_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _TAGS = ("str", "bool", "int", "float", "null", "seq", "map")
+
+
+CheckOperator = Callable[[str, Mapping[str, Any]], None]
+"""(op, options): raises ValueError if there is no such operator, or if it does not take the options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +32,9 @@ class Rule:
     """One rule of a file.
 
     `name` is searched in a module's dotted path and `class_name` in its class name. `on_device` ("cpu" or "cuda") and
-    `dtype` say where and in what type the module would compute. All conditions that are not None must match. `device`
-    is the new device; None means the model's. `options` are passed to the operator. An `optional` rule may have no
-    effect. `source` is file:line.
+    `dtype` say where and in what type the module would compute. All conditions that are not None must match. `op` is a
+    short name or `package.module:Class`. `device` is the new device; None means the model's. `options` are passed to
+    the operator. An `optional` rule may have no effect. `source` is file:line.
     """
 
     name: re.Pattern[str] | None
@@ -75,12 +80,13 @@ def rules_file(rules: str | None) -> Path:
     )
 
 
-def load_rules(path: str | Path, operators: Iterable[str]) -> list[Rule]:
+def load_rules(path: str | Path, operators: Iterable[str], check: CheckOperator | None = None) -> list[Rule]:
     """Return the rules of a file in their order, including those of the file that it is based on.
 
-    `operators` are the names that `op` may have besides `default`. Raises RuleError with file:line.
+    `operators` are the names that `op` may have besides `default`. `check` is called for each rule with an operator;
+    without it no class is imported. Raises RuleError with file:line.
     """
-    return _RuleReader(Path(path), sorted({KEEP, *operators}), ()).rules()
+    return _RuleReader(Path(path), sorted({KEEP, *operators}), (), check).rules()
 
 
 def _shipped_files() -> dict[str, Path]:
@@ -90,7 +96,10 @@ def _shipped_files() -> dict[str, Path]:
 class _RuleReader:
     """Reads one rule file. `derived` are the files that are based on it."""
 
-    def __init__(self, path: Path, operators: list[str], derived: tuple[Path, ...]) -> None:
+    def __init__(
+        self, path: Path, operators: list[str], derived: tuple[Path, ...], check: CheckOperator | None
+    ) -> None:
+        self._check = check
         self._path = path
         self._operators = operators
         self._derived = derived
@@ -148,11 +157,13 @@ class _RuleReader:
             self._fail(node, f"there is no rule file {name!r}; known by name: {', '.join(shipped)}; or give a path")
         if path.resolve() in (derived := (self._path.resolve(), *self._derived)):
             self._fail(node, f"{name} is based on this file, or is this file")
-        return _RuleReader(path, self._operators, derived).rules()
+        return _RuleReader(path, self._operators, derived, self._check).rules()
 
     def _base_op(self, node: yaml.Node, base_rules: list[Rule]) -> str:
         """Return the operator that `node` names. A rule of the base must use it."""
-        op = self._text(node, "operator", [name for name in self._operators if name != KEEP])
+        op = self._text(node, "operator", None)
+        if not _CLASS.fullmatch(op):
+            op = self._text(node, "operator", [name for name in self._operators if name != KEEP])
         if all(rule.op != op for rule in base_rules):
             self._fail(node, f"no rule of the base uses {op}")
         return op
@@ -165,18 +176,7 @@ class _RuleReader:
         match = self._fields(fields["match"], "match", ("name", "class", "device", "dtype"))
         if "name" not in match and "class" not in match:
             self._fail(fields["match"], "match needs name or class, or both")
-        replace = self._fields(fields["replace"], "replace", None)
-        if "op" not in replace:
-            self._fail(fields["replace"], "replace needs op")
-        op = self._text(replace.pop("op"), "op", self._operators)
-        device = None
-        if "device" in replace:
-            device = self._text(replace["device"], "device", None)
-            if not _DEVICE.fullmatch(device):
-                self._fail(replace["device"], f"device must be cpu, cuda or cuda:N, got {device!r}")
-            del replace["device"]
-        if op == KEEP and replace:
-            self._fail(next(iter(replace.values())), f"op {KEEP} has no option {next(iter(replace))!r}")
+        op, device, options = self._replacement(fields["replace"])
         return Rule(
             name=self._pattern(match["name"], "name") if "name" in match else None,
             class_name=self._pattern(match["class"], "class") if "class" in match else None,
@@ -184,11 +184,40 @@ class _RuleReader:
             dtype=self._text(match["dtype"], "dtype", [*_DTYPES]) if "dtype" in match else None,
             op=op,
             device=device,
-            options={key: self._value(value, key) for key, value in replace.items()},
+            options=options,
             recursive=self._flag(fields["recursive"], "recursive") if "recursive" in fields else True,
             optional=self._flag(fields["optional"], "optional") if "optional" in fields else False,
             source=f"{self._path}:{node.start_mark.line + 1}",
         )
+
+    def _replacement(self, node: yaml.Node) -> tuple[str, str | None, dict[str, Any]]:
+        """Return operator, device and options of the mapping `replace`."""
+        replace = self._fields(node, "replace", None)
+        if "class" in replace:
+            replace = self._fields(node, "replace", ("class", "device", "kwargs"))
+            op = self._text(op_node := replace.pop("class"), "class", None)
+            if not _CLASS.fullmatch(op):
+                self._fail(op_node, f"class must be package.module:Class, got {op!r}")
+            given = self._fields(replace["kwargs"], "kwargs", None) if "kwargs" in replace else {}
+        elif "op" in replace:
+            op = self._text(op_node := replace.pop("op"), "op", self._operators)
+            given = {key: value for key, value in replace.items() if key != "device"}
+        else:
+            self._fail(node, "replace needs op or class")
+        device = None
+        if "device" in replace:
+            device = self._text(replace["device"], "device", None)
+            if not _DEVICE.fullmatch(device):
+                self._fail(replace["device"], f"device must be cpu, cuda or cuda:N, got {device!r}")
+        if op == KEEP and given:
+            self._fail(next(iter(given.values())), f"op {KEEP} has no option {next(iter(given))!r}")
+        options = {key: self._value(value, key) for key, value in given.items()}
+        if op != KEEP and self._check is not None:
+            try:
+                self._check(op, options)
+            except ValueError as error:
+                self._fail(op_node, str(error))
+        return op, device, options
 
     def _fields(self, node: yaml.Node, what: str, known: tuple[str, ...] | None) -> dict[str, yaml.Node]:
         fields: dict[str, yaml.Node] = {}

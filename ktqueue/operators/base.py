@@ -1,7 +1,7 @@
 """Operator: a module that replaces a module of the model. This file also has the rule options that operators share."""
 
 from collections.abc import Mapping
-from typing import Any, Self, TypedDict, get_args
+from typing import Any, ClassVar, Self, TypedDict, get_args
 
 from torch import nn
 
@@ -12,15 +12,24 @@ from ktqueue.operators.packed import ModuleWeights
 class Operator(nn.Module):
     """Replaces a module of the model and everything below it, and is called like that module.
 
-    It is built from the replaced module (which may be on the meta device), then loads its weights once. `device`: where
-    the weights go; set between the two.
+    Its life: `from_module` (on modules without weights, perhaps more than once), `device` is set, `load` once, then one
+    call per step, `close` once at the end. All calls come from one thread, except that `close` may come from another.
     """
 
     device: str = "cpu"
+    """Where the weights go: "cpu", "cuda" or "cuda:1"."""
+    any_device: ClassVar[bool] = False
+    """Whether it may be on another device than the model. It then returns results on the device of its arguments."""
+    capturable: ClassVar[bool] = False
+    """Whether a step can be captured in a CUDA graph: the host does not wait for the device, and shapes alone decide
+    what is launched. One operator without it turns captured steps off."""
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Build from the module to replace and the rule's options. Raises ValueError if it does not fit."""
+        """Build from the module to replace, which is on the meta device, and the rule's options.
+
+        Raises ValueError if it does not fit.
+        """
         raise NotImplementedError
 
     def load(self, weights: ModuleWeights) -> None:
@@ -30,6 +39,9 @@ class Operator(nn.Module):
     def device_bytes(self) -> dict[str, int]:
         """Bytes of weights held, by device ("cpu", "cuda:0")."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what the operator holds outside tensors, such as threads and files. No call follows."""
 
 
 class KernelOptions(TypedDict):

@@ -55,6 +55,8 @@ class CpuExperts(Operator):
     Weights are packed when they are loaded. native.ExpertLayer says in which type activations are multiplied.
     """
 
+    any_device = True
+
     def __init__(
         self,
         experts: int,

@@ -39,6 +39,8 @@ class LatentAttention(Operator):
     """Called like transformers' attention module. In float32 on the CPU its matrices are packed for the compiled
     kernels; elsewhere they are decoded to the model's dtype. The absorbed matrices are always decoded."""
 
+    capturable = True
+
     def __init__(
         self,
         layer: int,

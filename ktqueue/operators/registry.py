@@ -1,4 +1,14 @@
-"""The operators that rules can name. To add one, write its class and enter it here."""
+"""The operators that rules can name: those of ktqueue, those of installed packages, and any class by its path.
+
+An installed package gives its operators short names with the entry points `ktqueue.operators`.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from ktqueue.operators.base import Operator
 from ktqueue.operators.decoder import CpuDecoder
@@ -7,7 +17,92 @@ from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.latent_attention import LatentAttention
 from ktqueue.operators.linear import CpuLinear
 
+GROUP = "ktqueue.operators"
+"""The entry points: a short name = package.module:Class."""
+
 OPERATORS: dict[str, type[Operator]] = {
     operator.__name__: operator for operator in (CpuDecoder, CpuExperts, CpuLinear, GpuDecoder, LatentAttention)
 }
-"""Operators by the name that rules use: the name of the class."""
+"""Operators of ktqueue by the name that rules use: the name of the class."""
+
+_GUIDE = "see docs/guides/operators.md"
+
+
+def operator_names() -> list[str]:
+    """Return the short names that `op` of a rule may have: those of ktqueue and of installed packages."""
+    return sorted({*OPERATORS, *(point.name for point in entry_points(group=GROUP))})
+
+
+def operator_class(name: str) -> type[Operator]:
+    """Return the operator with that short name or path, `package.module:Class`.
+
+    Raises ValueError that names module, class and what is missing.
+    """
+    if name in OPERATORS:
+        return OPERATORS[name]
+    return _custom_class(name)
+
+
+def check_operator(name: str, options: Mapping[str, Any]) -> None:
+    """Check that an operator of a package can be imported, has all methods, and takes the options.
+
+    Raises ValueError that names module, class and what is missing. Operators of ktqueue check options themselves.
+    """
+    if name in OPERATORS:
+        return
+    operator = operator_class(name)
+    path = _path(operator)
+    calls: list[tuple[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = [
+        ("from_module", operator.from_module, (None,), options),
+        ("load", operator.load, (None, None), {}),
+        ("device_bytes", operator.device_bytes, (None,), {}),
+        ("close", operator.close, (None,), {}),
+    ]
+    for method, function, arguments, keywords in calls:
+        try:
+            inspect.signature(function).bind(*arguments, **keywords)
+        except TypeError as error:
+            given = f" with kwargs {', '.join(keywords)}" if keywords else ""
+            raise ValueError(f"{path}.{method} cannot be called{given} as an operator is: {error}; {_GUIDE}") from error
+
+
+def _path(operator: type) -> str:
+    return f"{operator.__module__}:{operator.__qualname__}"
+
+
+def _point(name: str) -> EntryPoint:
+    """Return the entry point with that name. Raises ValueError if there is none, or more than one."""
+    points = [*entry_points(group=GROUP, name=name)]
+    if len({point.value for point in points}) > 1:
+        values = ", ".join(sorted(point.value for point in points))
+        raise ValueError(f"several installed packages have an operator {name}: {values}; name one by class")
+    if not points:
+        raise ValueError(f"{name!r} is not a path such as package.module:Class")
+    return EntryPoint(name, points[0].value, GROUP)
+
+
+@cache
+def _custom_class(name: str) -> type[Operator]:
+    path = name if ":" in name else _point(name).value
+    module_name, _, class_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module is a program and can fail in any way
+        raise ValueError(f"{module_name} cannot be imported: {type(error).__name__}: {error}; {_GUIDE}") from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        raise ValueError(f"{module_name} has no class {class_name!r}; {_GUIDE}")
+    if not issubclass(found, Operator):
+        raise ValueError(f"{path} is not a subclass of ktqueue.operators.base.Operator; {_GUIDE}")
+    missing = [method for method in ("from_module", "load", "device_bytes") if _is_inherited(found, method)]
+    if found.forward is Operator.forward:
+        missing.append("forward")
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; {_GUIDE}")
+    return found
+
+
+def _is_inherited(found: type[Operator], method: str) -> bool:
+    """Whether the class has only the method of Operator, which raises NotImplementedError."""
+    own, base = inspect.getattr_static(found, method), inspect.getattr_static(Operator, method)
+    return own is base

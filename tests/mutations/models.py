@@ -9,6 +9,7 @@ INSPECT, FIT, STARTUP = (
     "tests/workers/startup/test_build.py",
 )
 PULL = "tests/cli/test_pull.py"
+CUSTOM = "tests/loading/injection/test_custom_operators.py"
 
 MODELS: dict[str, Mutation] = {
     "rules are found only by path": Mutation(
@@ -27,6 +28,34 @@ MODELS: dict[str, Mutation] = {
             "tests/loading/test_rules.py::test_a_file_changes_the_options_of_its_base",
             "tests/loading/test_rules.py::test_the_other_shipped_files_change_the_default",
         ),
+    ),
+    "options of a class are not checked": Mutation(
+        "a class of a package is checked when its rule is read",
+        "ktqueue/operators/registry.py",
+        "            inspect.signature(function).bind(*arguments, **keywords)",
+        "            inspect.signature(function)",
+        (f"{CUSTOM}::test_a_class_is_checked_when_its_rule_is_read",),
+    ),
+    "any class replaces a module": Mutation(
+        "a class of a package is checked when its rule is read",
+        "ktqueue/operators/registry.py",
+        "    if not issubclass(found, Operator):",
+        "    if False:",
+        (f"{CUSTOM}::test_a_class_is_checked_when_its_rule_is_read",),
+    ),
+    "operators of packages are not closed": Mutation(
+        "an operator of a package is closed with the engine",
+        "ktqueue/engine/gpu/device_model.py",
+        "                    close()\n",
+        "                    pass\n",
+        (f"{CUSTOM}::test_a_norm_and_experts_of_a_package_give_the_same_tokens",),
+    ),
+    "any exception of load ends the worker": Mutation(
+        "an error of a package's operator names the tensor",
+        "ktqueue/loading/materialize.py",
+        "    except Exception as error:  # an operator",
+        "    except ValueError as error:  # an operator",
+        (f"{CUSTOM}::test_a_failure_of_a_package_names_its_rule_or_its_tensor",),
     ),
     "a download starts again": Mutation(
         "an interrupted download continues where it stopped",

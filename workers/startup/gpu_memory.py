@@ -27,7 +27,7 @@ from ktqueue.engine.memory_plan import (
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.model_report import ModelReport
-from ktqueue.operators.experts import CpuExperts
+from ktqueue.operators.base import Operator
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.experts.streaming import AREAS
@@ -266,11 +266,13 @@ def _can_be_captured(model: LoadedModel, planner: AttentionPlanner) -> bool:
     if planner.backend == "torch":
         log.warning("decode steps are not captured in CUDA graphs, because torch's attention reads lengths on the host")
         return False
-    if any(isinstance(module, CpuExperts) for module in model.module.modules()):
-        log.warning(
-            "decode steps are not captured in CUDA graphs, because CpuExperts makes the host wait for the device"
-        )
-        return False
+    for module in model.module.modules():
+        if isinstance(module, Operator) and not module.capturable:
+            name = type(module).__name__
+            log.warning(
+                "decode steps are not captured in CUDA graphs, because %s makes the host wait for the device", name
+            )
+            return False
     return True
 
 

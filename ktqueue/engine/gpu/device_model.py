@@ -1,10 +1,15 @@
 """What the engine calls on a model besides the forward pass: preparation, the end of a step, statistics, close."""
 
+import logging
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+from torch import nn
+
 from ktqueue.engine.runner import Model
 from ktqueue.operators.gpu.settings import GpuSettings
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -25,7 +30,10 @@ class DeviceModel(Protocol):
 
 
 class _PlainModel:
-    """A model without anything to prepare or release."""
+    """A model that has nothing to prepare. Its operators are closed with it."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
 
     def prepare_device(self, settings: GpuSettings) -> None:
         pass
@@ -37,9 +45,14 @@ class _PlainModel:
         return {}
 
     def close(self) -> None:
-        pass
+        for module in self._model.modules() if isinstance(self._model, nn.Module) else ():
+            if callable(close := getattr(module, "close", None)):  # an operator
+                try:
+                    close()
+                except Exception:  # an operator of a package can fail in any way
+                    log.exception("%s failed in close", type(module).__name__)
 
 
 def device_model(model: Model) -> DeviceModel:
-    """The model itself if it is a DeviceModel, else a stand-in that does nothing."""
-    return model if isinstance(model, DeviceModel) else _PlainModel()
+    """The model itself if it is a DeviceModel, else a stand-in that closes its operators."""
+    return model if isinstance(model, DeviceModel) else _PlainModel(model)

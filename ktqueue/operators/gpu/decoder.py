@@ -37,6 +37,8 @@ class GpuDecoder(Operator):
     Order of calls: `load`, `prepare_device`, then for each step the module and `after_step`, at the end `close`.
     """
 
+    capturable = True
+
     def __init__(self, facts: DecoderFacts, rotary: nn.Module, options: KernelOptions, dense: DenseType) -> None:
         super().__init__()
         self.facts = facts

@@ -1,0 +1,119 @@
+"""Operators of other packages: replaced by rule, checked when the rule is read, equal to what they replace."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from example_package import RULES, install_example
+
+from ktqueue.core.errors import CheckpointError, RuleError
+from ktqueue.engine.gpu.device_model import device_model
+from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.model_report import report_model
+from ktqueue.operators.base import Operator
+from ktqueue.operators.registry import operator_names
+
+IDS = [*range(3, 43)]
+PLAIN = RULES[: RULES.index("rules:")]
+HEAD = "- match: {class: 'RMSNorm$'}\n  replace:\n    "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The installed package, on the path of this process."""
+    packages = install_example(tmp_path_factory.mktemp("example"))
+    sys.path.insert(0, str(packages))
+    yield packages
+    sys.path.remove(str(packages))
+
+
+@pytest.fixture
+def rule_file(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (path := tmp_path / f"{abs(hash(text))}.yaml").write_text(text)
+        return str(path)
+
+    return write
+
+
+def _operators(model: LoadedModel) -> dict[str, Operator]:
+    return {name: module for name, module in model.module.named_modules() if isinstance(module, Operator)}
+
+
+@pytest.mark.parametrize("source", ["demo", "tiny"])
+def test_a_norm_and_experts_of_a_package_give_the_same_tokens(
+    source: str, tiny: Path, rule_file: Callable[[str], str], run_logits: Callable[..., torch.Tensor]
+) -> None:
+    path = "demo" if source == "demo" else str(tiny)
+    plain, changed = (load_model(path, rules=rule_file(text)) for text in (PLAIN, RULES))
+    kinds = [type(module).__name__ for module in _operators(changed).values()]
+    layers = changed.config.num_hidden_layers
+    assert kinds.count("TorchExperts") == layers and kinds.count("DoubleNorm") >= 2 * layers + 1
+    expected, found = (run_logits(model.module, model.kv_layout(16), IDS) for model in (plain, changed))
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    closed: list[str] = []
+    for name, operator in _operators(changed).items():
+        operator.close = lambda name=name: closed.append(name)  # type: ignore[method-assign, misc]
+    device_model(changed.module).close()
+    assert closed == [*_operators(changed)]
+
+
+def test_the_report_names_operators_of_packages(tiny: Path, rule_file: Callable[[str], str]) -> None:
+    assert "DoubleNorm" in operator_names()
+    rows = {row.name: row.operator for row in report_model(str(tiny), rules=rule_file(RULES)).rows}
+    assert rows["model.norm"] == "DoubleNorm"
+    assert rows["model.layers.*.mlp.experts"] == "exact_operators:TorchExperts"
+
+
+@pytest.mark.parametrize(
+    ("replacement", "line", "words"),
+    [
+        ("class: no_such_package:Norm", 3, "no_such_package cannot be imported: ModuleNotFoundError"),
+        ("class: exact_operators:Norm", 3, "exact_operators has no class 'Norm'"),
+        ("class: exact_operators:dequantize", 3, "exact_operators has no class 'dequantize'"),
+        ("class: torch.nn:RMSNorm", 3, "torch.nn:RMSNorm is not a subclass of ktqueue.operators.base.Operator"),
+        (
+            "class: ktqueue.operators.base:Operator",
+            3,
+            "ktqueue.operators.base:Operator lacks from_module, load, device_bytes, forward",
+        ),
+        (
+            "class: exact_operators:TorchExperts\n    kwargs: {threads: 2}",
+            3,
+            "exact_operators:TorchExperts.from_module cannot be called with kwargs threads as an operator is: got an "
+            "unexpected keyword argument 'threads'",
+        ),
+        ("class: exact_operators:DoubleNorm\n    isa: avx2", 4, "unknown key of replace 'isa'; known: class, device"),
+        ("class: exact_operators:DoubleNorm\n    op: CpuLinear", 4, "unknown key of replace 'op'"),
+        ("op: DoubleNorms", 3, "unknown op 'DoubleNorms'; did you mean 'DoubleNorm'?"),
+        ("class: exact_operators", 3, "class must be package.module:Class, got 'exact_operators'"),
+    ],
+)
+def test_a_class_is_checked_when_its_rule_is_read(
+    replacement: str, line: int, words: str, tiny: Path, rule_file: Callable[[str], str]
+) -> None:
+    file = rule_file(HEAD + replacement)
+    with pytest.raises(RuleError) as caught:
+        report_model(str(tiny), rules=file)
+    assert caught.value.message.startswith(f"{file}:{line}: ") and words in caught.value.message
+
+
+def test_a_failure_of_a_package_names_its_rule_or_its_tensor(
+    tiny: Path, rule_file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = importlib.import_module("exact_operators")
+    text = f"{HEAD}class: exact_operators:DoubleNorm\n    kwargs: {{epsilon: 1}}"
+    with pytest.raises(RuleError, match=r"yaml:1: model.*norm.*: DoubleNorm has no option 'epsilon'"):
+        load_model(str(tiny), rules=rule_file(text))
+    file = rule_file(RULES)
+
+    def broken(self: Operator, weights: object) -> None:
+        raise KeyError("scale")
+
+    monkeypatch.setattr(package.DoubleNorm, "load", broken)
+    with pytest.raises(CheckpointError, match="norm: KeyError: 'scale'"):
+        load_model(str(tiny), rules=file)
