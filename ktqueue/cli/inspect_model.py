@@ -39,6 +39,8 @@ def inspect(
 
     config = with_model(settings(common, engine=engine if name is None else replace(engine, model=name))).engine
     check_choices(config)
+    if not as_json:
+        _show_meanings(config.rules)
     report = report_of(config)
     plan, host = None, {}
     if config.on_gpu:
@@ -89,6 +91,24 @@ def _show_memory(plan: "MemoryPlan", host: dict[str, int], page_size: int) -> No
         f"{plan.pages:,} pages hold {plan.pages * page_size:,} tokens; workspaces and graphs are estimates",
         markup=False,
     )
+
+
+def _show_meanings(rules: str | None) -> None:
+    """Print what each rule of a KTransformers file means here. Nothing is printed for rules in our own form."""
+    from ktqueue.loading.rules import ktransformers_placement, rules_file
+
+    placement = ktransformers_placement(file := rules_file(rules))
+    if placement is None:
+        return
+    console = results()
+    console.print(f"{file} has the form of KTransformers\n", soft_wrap=True, markup=False)
+    listing = table(["line", "operator", "here"], right=("line",))
+    lines = [(meaning.line, meaning.operator, meaning.text) for meaning in placement.meanings]
+    lines += [(line, "refused", why) for line, why in placement.refusals]
+    for line, operator, text in sorted(lines):
+        listing.add_row(str(line), operator, text)
+    console.print(listing, markup=False)
+    console.print()
 
 
 def _show(report: "ModelReport") -> None:

@@ -43,8 +43,11 @@ def make_plan(
 
     `modules` are pairs of dotted name and class name, parents before children; the root has the name "". `device` and
     `dtype` are those of the model. Modules below a replaced module, or below one kept with `recursive: false`, are not
-    visited. Raises RuleError with file:line for a rule that never decides and is not optional.
+    visited. Raises RuleError with file:line for a rule that never decides and is not optional, and for rules that want
+    a GPU if the model is on the CPU.
     """
+    if device == "cpu" and (source := next((rule.gpu_source for rule in rules if rule.gpu_source), None)):
+        raise RuleError(f"{source}: these rules put the model on a GPU: start with --device cuda, or use other rules")
     plan = LoadPlan([], {"": device})
     closed_modules: set[str] = set()
     used: set[int] = set()

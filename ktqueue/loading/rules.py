@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ktqueue.core.errors import RuleError
+from ktqueue.loading.ktransformers import ForeignRule, Placement, is_foreign, read_placement
 
 KEEP = "default"  # the op that leaves a module as it is
 SHIPPED_RULES = Path(__file__).parents[1] / "rules"
@@ -34,7 +35,8 @@ class Rule:
     `name` is searched in a module's dotted path and `class_name` in its class name. `on_device` ("cpu" or "cuda") and
     `dtype` say where and in what type the module would compute. All conditions that are not None must match. `op` is a
     short name or `package.module:Class`. `device` is the new device; None means the model's. `options` are passed to
-    the operator. An `optional` rule may have no effect. `source` is file:line.
+    the operator. An `optional` rule may have no effect. `source` is file:line. `gpu_source` is the file:line that
+    wants the whole model on a GPU, or None.
     """
 
     name: re.Pattern[str] | None
@@ -47,6 +49,7 @@ class Rule:
     recursive: bool
     optional: bool
     source: str
+    gpu_source: str | None = None
 
     def matches(self, name: str, class_name: str, device: str, dtype: str) -> bool:
         """Whether the rule applies to a module with that name and class that would compute in `dtype` on `device`."""
@@ -89,6 +92,11 @@ def load_rules(path: str | Path, operators: Iterable[str], check: CheckOperator 
     return _RuleReader(Path(path), sorted({KEEP, *operators}), (), check).rules()
 
 
+def ktransformers_placement(path: str | Path) -> Placement | None:
+    """Return the meaning of a rule file in KTransformers' form, or None for a file in ours. Raises RuleError."""
+    return _RuleReader(Path(path), [], (), None).placement()
+
+
 def _shipped_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED_RULES.glob("*.yaml"))}
 
@@ -111,7 +119,49 @@ class _RuleReader:
             return self._derived_rules(root)
         if not isinstance(root, yaml.SequenceNode) or not root.value:
             raise RuleError(f"{self._path}:1: expected a list of rules, or a mapping with the key base")
+        if (placement := self.placement()) is not None:
+            return self._placed(placement)
         return [self._rule(node) for node in root.value]
+
+    def placement(self) -> Placement | None:
+        """Return the meaning of a file in KTransformers' form; None for a file in ours. Raises RuleError."""
+        root = self._root()
+        if not isinstance(root, yaml.SequenceNode):
+            return None
+        classes = [
+            value.value
+            for rule in root.value
+            if isinstance(rule, yaml.MappingNode)
+            for key, part in rule.value
+            if key.value == "replace" and isinstance(part, yaml.MappingNode)
+            for name, value in part.value
+            if name.value == "class"
+        ]
+        return read_placement([self._foreign(node) for node in root.value]) if is_foreign(classes) else None
+
+    def _foreign(self, node: yaml.Node) -> ForeignRule:
+        fields: dict[str, tuple[int, Any]] = {}
+
+        def add(prefix: str, nodes: dict[str, yaml.Node], groups: tuple[str, ...]) -> None:
+            for key, value in nodes.items():
+                if key in groups:
+                    add(f"{key}.", self._fields(value, key, None), ("kwargs",))
+                else:
+                    fields[prefix + key] = (value.start_mark.line + 1, self._value(value, key))
+
+        add("", self._fields(node, "a rule", None), ("match", "replace"))
+        if "replace.class" not in fields:
+            self._fail(node, "a rule of KTransformers needs class in replace")
+        return ForeignRule(node.start_mark.line + 1, fields)
+
+    def _placed(self, placement: Placement) -> list[Rule]:
+        """Return the shipped rules that have the effect of KTransformers' file. Raises RuleError for all its lines."""
+        if placement.refusals:
+            raise RuleError("\n".join(f"{self._path}:{line}: {why}" for line, why in placement.refusals))
+        name = "quantised" if placement.dense == "quantised" else "default"
+        shipped = _RuleReader(_shipped_files()[name], self._operators, self._derived, self._check).rules()
+        gpu_source = f"{self._path}:1" if placement.on_gpu else None
+        return [replace(rule, gpu_source=gpu_source, source=f"{self._path}:1, by {rule.source}") for rule in shipped]
 
     def _root(self) -> yaml.Node | None:
         try:
@@ -192,23 +242,23 @@ class _RuleReader:
 
     def _replacement(self, node: yaml.Node) -> tuple[str, str | None, dict[str, Any]]:
         """Return operator, device and options of the mapping `replace`."""
-        replace = self._fields(node, "replace", None)
-        if "class" in replace:
-            replace = self._fields(node, "replace", ("class", "device", "kwargs"))
-            op = self._text(op_node := replace.pop("class"), "class", None)
+        replacement = self._fields(node, "replace", None)
+        if "class" in replacement:
+            replacement = self._fields(node, "replace", ("class", "device", "kwargs"))
+            op = self._text(op_node := replacement.pop("class"), "class", None)
             if not _CLASS.fullmatch(op):
                 self._fail(op_node, f"class must be package.module:Class, got {op!r}")
-            given = self._fields(replace["kwargs"], "kwargs", None) if "kwargs" in replace else {}
-        elif "op" in replace:
-            op = self._text(op_node := replace.pop("op"), "op", self._operators)
-            given = {key: value for key, value in replace.items() if key != "device"}
+            given = self._fields(replacement["kwargs"], "kwargs", None) if "kwargs" in replacement else {}
+        elif "op" in replacement:
+            op = self._text(op_node := replacement.pop("op"), "op", self._operators)
+            given = {key: value for key, value in replacement.items() if key != "device"}
         else:
             self._fail(node, "replace needs op or class")
         device = None
-        if "device" in replace:
-            device = self._text(replace["device"], "device", None)
+        if "device" in replacement:
+            device = self._text(replacement["device"], "device", None)
             if not _DEVICE.fullmatch(device):
-                self._fail(replace["device"], f"device must be cpu, cuda or cuda:N, got {device!r}")
+                self._fail(replacement["device"], f"device must be cpu, cuda or cuda:N, got {device!r}")
         if op == KEEP and given:
             self._fail(next(iter(given.values())), f"op {KEEP} has no option {next(iter(given))!r}")
         options = {key: self._value(value, key) for key, value in given.items()}

@@ -178,7 +178,7 @@ def test_rules_that_spread_a_step_are_refused(tiny: Path, tmp_path: Path) -> Non
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {name: 'layers.1$'}\n  replace: {op: default, device: cuda}\n")
     loading, looking = both_refusals(str(tiny), str(rules))
-    assert loading == looking and "only CpuExperts can be on another device" in looking
+    assert loading == looking and "only CpuExperts, and operators with any_device, can be on another device" in looking
 
 
 def test_a_quantised_folder_is_named_by_its_method_not_by_its_types(tiny: Path, tmp_path: Path) -> None:

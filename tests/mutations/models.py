@@ -9,6 +9,7 @@ INSPECT, FIT, STARTUP = (
     "tests/workers/startup/test_build.py",
 )
 PULL = "tests/cli/test_pull.py"
+THEIRS = "tests/loading/injection/test_ktransformers.py"
 CUSTOM = "tests/loading/injection/test_custom_operators.py"
 
 MODELS: dict[str, Mutation] = {
@@ -34,14 +35,14 @@ MODELS: dict[str, Mutation] = {
         "ktqueue/operators/registry.py",
         "            inspect.signature(function).bind(*arguments, **keywords)",
         "            inspect.signature(function)",
-        (f"{CUSTOM}::test_a_class_is_checked_when_its_rule_is_read",),
+        (f"{CUSTOM}::test_a_class_is_checked_when_its_rule_is_read[wrong options]",),
     ),
     "any class replaces a module": Mutation(
         "a class of a package is checked when its rule is read",
         "ktqueue/operators/registry.py",
         "    if not issubclass(found, Operator):",
         "    if False:",
-        (f"{CUSTOM}::test_a_class_is_checked_when_its_rule_is_read",),
+        (f"{CUSTOM}::test_a_class_is_checked_when_its_rule_is_read[a plain module]",),
     ),
     "operators of packages are not closed": Mutation(
         "an operator of a package is closed with the engine",
@@ -49,6 +50,27 @@ MODELS: dict[str, Mutation] = {
         "                    close()\n",
         "                    pass\n",
         (f"{CUSTOM}::test_a_norm_and_experts_of_a_package_give_the_same_tokens",),
+    ),
+    "KTransformers' second GPU is ignored": Mutation(
+        "a line of KTransformers' rules that cannot be followed is refused",
+        "ktqueue/loading/ktransformers.py",
+        're.fullmatch(r"cuda:\\d+", device):',
+        're.fullmatch(r"cuda:\\d+", device) and False:',
+        (f"{THEIRS}::test_lines_that_cannot_be_followed_are_named[a second GPU]",),
+    ),
+    "KTransformers' linear operator is not followed": Mutation(
+        "KTransformers' rules have the effect of ours",
+        "ktqueue/loading/rules.py",
+        'name = "quantised" if placement.dense == "quantised" else "default"',
+        'name = "default"',
+        (f"{THEIRS}::test_a_file_has_the_effect_of_our_rules",),
+    ),
+    "rules for a GPU are followed on the CPU": Mutation(
+        "rules that want a GPU are refused on the CPU",
+        "ktqueue/loading/rules.py",
+        'gpu_source = f"{self._path}:1" if placement.on_gpu else None',
+        "gpu_source = None",
+        (f"{THEIRS}::test_rules_for_a_gpu_are_refused_on_the_cpu",),
     ),
     "any exception of load ends the worker": Mutation(
         "an error of a package's operator names the tensor",

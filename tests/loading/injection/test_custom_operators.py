@@ -92,6 +92,10 @@ def test_the_report_names_operators_of_packages(tiny: Path, rule_file: Callable[
         ("op: DoubleNorms", 3, "unknown op 'DoubleNorms'; did you mean 'DoubleNorm'?"),
         ("class: exact_operators", 3, "class must be package.module:Class, got 'exact_operators'"),
     ],
+    ids=[
+        *("no package", "no class", "a function", "a plain module", "no methods", "wrong options", "a key", "both"),
+        *("no short name", "no path"),
+    ],
 )
 def test_a_class_is_checked_when_its_rule_is_read(
     replacement: str, line: int, words: str, tiny: Path, rule_file: Callable[[str], str]
