@@ -15,7 +15,16 @@ EXPERTS = frozenset(
     ["KTransformersExperts", "KTransformersExpertsV2", "KTransformersMLPExpert", "KGlm4Experts", "KSmallthinkerExperts"]
 )
 LINEAR = frozenset(["KTransformersLinear", "KTransformerLinear"])
-MODELS = frozenset(["KDeepseekV2Model", "KQwen2MoeModel", "DeepseekV2ModelKTransformers", "Qwen2MoeModelKTransformers"])
+MODELS = frozenset(
+    [
+        "KDeepseekV2Model",
+        "KQwen2MoeModel",
+        "DeepseekV2ModelKTransformers",
+        "DeepseekV2ModelPerLayerPrefill",
+        "Qwen2MoeModelKTransformers",
+        "Qwen2MoeModelPerLayerPrefill",
+    ]
+)
 PART_OF_DECODER: dict[str, str] = {
     "attention": "KDeepseekV2Attention DeepseekV2AttentionInjected flashinfer_attn deepseek_torch_attn "
     "KQwen2MoeAttention KQwen3MoeAttention KGlm4MoeAttention",
@@ -33,7 +42,7 @@ QUANTISED = frozenset(["KLinearMarlin", "VLinearMarlin", "KLinearFP8", "KLinearQ
 DECODED = frozenset(["KLinearTorch", "QuantizedLinearTorch"])
 ON_CPU = frozenset(["KExpertsCPU", "MLPCPUExperts"])
 STREAMED = frozenset(["KExpertsTorch", "MLPExpertsTorch"])
-DEVICES = ("device", "generate_device", "prefill_device", "out_device")
+DEVICES = ("replace.device", "kwargs.generate_device", "kwargs.prefill_device", "kwargs.out_device")
 _COMMON = ("generate_device", "prefill_device", "out_device")
 _KNOWN: dict[str, tuple[str, ...]] = {
     "experts": (
@@ -111,7 +120,8 @@ def read_placement(rules: Sequence[ForeignRule]) -> Placement:
             continue
         is_experts = kind == "experts"
         is_embedding = path == KEEP and "embed_tokens" in str(rule.value("match.name"))
-        on_gpu |= _check_devices(rule, refuse, may_be_on_cpu=is_experts or is_embedding)
+        may_be_on_cpu = is_experts or is_embedding or _is_head_of_gpu_kernel(rule, kind)
+        on_gpu |= _check_devices(rule, refuse, may_be_on_cpu=may_be_on_cpu)
         text = _meaning(rule, kind, refuse, dense, is_embedding=is_embedding)
         if len(refusals) == before:
             meanings.append(Meaning(rule.line, name, text))
@@ -167,7 +177,7 @@ def _check_keys(rule: ForeignRule, kind: str | None, refuse: Callable[[str, str]
 def _check_devices(rule: ForeignRule, refuse: Callable[[str, str], None], *, may_be_on_cpu: bool) -> bool:
     """Refuse devices that a worker does not have. Returns whether the rule names a GPU."""
     named = False
-    for key in (f"kwargs.{device}" for device in DEVICES[1:]):
+    for key in DEVICES:
         device = rule.value(key)
         if device in ("cuda", "cuda:0"):
             named = True
@@ -178,6 +188,19 @@ def _check_devices(rule: ForeignRule, refuse: Callable[[str, str], None], *, may
         elif device not in (None, "cpu"):
             refuse(key, f"ktqueue has no device {device!r}; it has cpu and cuda")
     return named
+
+
+def _is_head_of_gpu_kernel(rule: ForeignRule, kind: str) -> bool:
+    """Whether the rule has the head on the CPU with a kernel that only a GPU has, as a file for DeepSeek-V2-Lite does.
+
+    The head is on the GPU then.
+    """
+    return (
+        kind == "linear"
+        and "lm_head" in str(rule.value("match.name"))
+        and rule.text("kwargs.generate_op") in ("KLinearMarlin", "VLinearMarlin", "QuantizedLinearMarlin")
+        and rule.value("kwargs.prefill_device") == "cuda"
+    )
 
 
 def _meaning(

@@ -14,8 +14,8 @@ EXPERTS = f"{HEAD}experts.KTransformersExperts\n    kwargs:\n      "
 
 
 def test_a_file_has_the_effect_of_our_rules(tiny: Path, tmp_path: Path) -> None:
-    theirs = report_model(str(tiny), rules=str(FILE), device="cuda")
-    assert theirs.rows == report_model(str(tiny), rules="quantised", device="cuda").rows
+    theirs, ours, default = (report_model("demo", rules=name, device="cuda") for name in (str(FILE), "quantised", None))
+    assert theirs.rows == ours.rows != default.rows
     assert {row.operator for row in theirs.rows} == {"GpuDecoder"} and theirs.refusal is None
     (decoded := tmp_path / "decoded.yaml").write_text(FILE.read_text().replace("KLinearMarlin", "KLinearTorch"))
     placement = ktransformers_placement(decoded)
@@ -37,6 +37,18 @@ def test_each_rule_has_a_meaning() -> None:
         (33, "KQwen2MoeModel", "not used: --expert-stream"),
         (38, "default", "not used: GpuDecoder has "),
     ]
+
+
+def test_a_head_with_a_kernel_of_gpus_is_on_the_gpu(tmp_path: Path) -> None:
+    (file := tmp_path / "theirs.yaml").write_text(
+        "- match: {name: '^lm_head'}\n  replace:\n    class: ktransformers.operators.linear.KTransformersLinear\n"
+        "    kwargs: {generate_device: cpu, prefill_device: cuda, generate_op: KLinearMarlin}\n"
+    )
+    placement = ktransformers_placement(file)
+    assert placement is not None and placement.on_gpu and not placement.refusals
+    file.write_text(file.read_text().replace("lm_head", "model"))
+    placement = ktransformers_placement(file)
+    assert placement is not None and [line for line, _ in placement.refusals] == [4]
 
 
 def test_our_own_rules_are_not_theirs() -> None:
@@ -66,6 +78,7 @@ def test_rules_for_a_gpu_are_refused_on_the_cpu(tiny: Path) -> None:
         (f"{EXPERTS}generate_device: cuda\n      generate_op: KExpertsMarlin", ["5: experts are in GPU memory by"]),
         (f"{EXPERTS}n_deferred_experts: [2, 4]", ["5: n_deferred_experts [2, 4]: ktqueue defers none"]),
         (f"{EXPERTS}prefill_op: KExpertsOther", ["5: ktqueue has no operator like KExpertsOther"]),
+        (f"{HEAD}gate.KMoEGate\n    device: cpu", ["4: only routed experts are on the CPU"]),
         (f"{HEAD}gate.KMoEGate\n  optional: true", ["4: unknown key 'optional' of a KTransformers rule"]),
         (f"{HEAD}gate.KMoEGate\n{HEAD.replace('^model', '(')}gate.KMoEGate", ["4: name is not a regular expression"]),
         (
@@ -81,8 +94,8 @@ def test_rules_for_a_gpu_are_refused_on_the_cpu(tiny: Path) -> None:
     ],
     ids=[
         *("a second GPU", "an NPU", "a router on the CPU", "an unknown argument", "an unknown class", "a transfer map"),
-        *("dense on the CPU", "a list", "experts on the GPU", "deferred", "another prefill", "a key of ours"),
-        *("no expression", "a class of the user", "two forms", "two lines"),
+        *("dense on the CPU", "a list", "experts on the GPU", "deferred", "another prefill", "loaded to the CPU"),
+        *("a key of ours", "no expression", "a class of the user", "two forms", "two lines"),
     ],
 )
 def test_lines_that_cannot_be_followed_are_named(text: str, lines: list[str], tiny: Path, tmp_path: Path) -> None:
