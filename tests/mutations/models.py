@@ -44,6 +44,20 @@ MODELS: dict[str, Mutation] = {
         "    if False:",
         (f"{CUSTOM}::test_a_class_is_checked_when_its_rule_is_read[a plain module]",),
     ),
+    "any operator may be on another device": Mutation(
+        "an operator says whether it may be on another device than the model",
+        "ktqueue/loading/load.py",
+        "operator_class(operators[ancestor]).any_device",
+        "operator_class(operators[ancestor])",
+        (f"{CUSTOM}::test_an_operator_says_whether_it_may_be_on_another_device",),
+    ),
+    "a step is captured with any operator": Mutation(
+        "a step is captured only if every operator allows it",
+        "workers/startup/gpu_memory.py",
+        "isinstance(module, Operator) and not module.capturable:",
+        "isinstance(module, Operator) and False:",
+        (f"{CUSTOM}::test_steps_are_captured_only_if_every_operator_allows_it",),
+    ),
     "operators of packages are not closed": Mutation(
         "an operator of a package is closed with the engine",
         "ktqueue/engine/gpu/device_model.py",

@@ -122,7 +122,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         raise _too_much("max_num_batched_tokens", config.step_tokens, memory) from error
     step = max(0, memory.peak() - cache)
     vocabulary = model.card_facts.vocab_size
-    graphs = config.cuda_graphs and _can_be_captured(model, planner)
+    graphs = config.cuda_graphs and can_be_captured(model, planner)
     use = DeviceUse(
         weights=weights,
         experts=experts,
@@ -261,7 +261,7 @@ def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Atte
         ) from error
 
 
-def _can_be_captured(model: LoadedModel, planner: AttentionPlanner) -> bool:
+def can_be_captured(model: LoadedModel, planner: AttentionPlanner) -> bool:
     """Whether decode steps can be captured: no step may make the host wait or compute."""
     if planner.backend == "torch":
         log.warning("decode steps are not captured in CUDA graphs, because torch's attention reads lengths on the host")

@@ -4,6 +4,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.model_report import report_model
 from ktqueue.operators.base import Operator
 from ktqueue.operators.registry import operator_names
+from ktqueue.workers.startup.gpu_memory import can_be_captured
 
 IDS = [*range(3, 43)]
 PLAIN = RULES[: RULES.index("rules:")]
@@ -67,6 +70,26 @@ def test_the_report_names_operators_of_packages(tiny: Path, rule_file: Callable[
     rows = {row.name: row.operator for row in report_model(str(tiny), rules=rule_file(RULES)).rows}
     assert rows["model.norm"] == "DoubleNorm"
     assert rows["model.layers.*.mlp.experts"] == "exact_operators:TorchExperts"
+
+
+def test_an_operator_says_whether_it_may_be_on_another_device(tiny: Path, rule_file: Callable[[str], str]) -> None:
+    report = report_model(str(tiny), rules=rule_file(RULES), device="cuda")
+    assert report.refusal is None
+    assert {row.device for row in report.rows if "TorchExperts" in row.operator} == {"cpu"}
+    text = RULES.replace("op: DoubleNorm", "op: DoubleNorm\n    device: cpu")
+    refusal = report_model(str(tiny), rules=rule_file(text), device="cuda").refusal
+    assert refusal is not None and "norm" in refusal and "operators with any_device" in refusal
+
+
+def test_steps_are_captured_only_if_every_operator_allows_it(
+    tiny: Path, rule_file: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    planner: Any = SimpleNamespace(backend="triton")
+    norms = f"{HEAD}op: DoubleNorm\n"
+    assert can_be_captured(load_model(str(tiny), rules=rule_file(norms)), planner)
+    experts = f"- match: {{name: '.experts$'}}\n  replace: {{class: exact_operators:TorchExperts}}\n{norms}"
+    assert not can_be_captured(load_model(str(tiny), rules=rule_file(experts)), planner)
+    assert "because TorchExperts makes the host wait" in caplog.text
 
 
 @pytest.mark.parametrize(
