@@ -110,8 +110,9 @@ def read_placement(rules: Sequence[ForeignRule]) -> Placement:
         name = path.rpartition(".")[2]
         before = len(refusals)
 
-        def refuse(key: str, why: str, rule: ForeignRule = rule) -> None:
-            refusals.append((rule.fields.get(key, (rule.line, None))[0], why))
+        def refuse(key: str, why: str, rule: ForeignRule = rule, before: int = before) -> None:
+            if all(why != said for _, said in refusals[before:]):  # devices repeat in one rule
+                refusals.append((rule.fields.get(key, (rule.line, None))[0], why))
 
         kind = _kind(path, name)
         _check_keys(rule, kind, refuse)

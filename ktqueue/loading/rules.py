@@ -21,6 +21,7 @@ DEFAULT_RULES = SHIPPED_RULES / "default.yaml"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DTYPES = ("float32", "bfloat16", "float16")
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_MAX_REFUSALS = 20  # named in one error
 _TAGS = ("str", "bool", "int", "float", "null", "seq", "map")
 
 
@@ -157,7 +158,10 @@ class _RuleReader:
     def _placed(self, placement: Placement) -> list[Rule]:
         """Return the shipped rules that have the effect of KTransformers' file. Raises RuleError for all its lines."""
         if placement.refusals:
-            raise RuleError("\n".join(f"{self._path}:{line}: {why}" for line, why in placement.refusals))
+            lines = [f"{self._path}:{line}: {why}" for line, why in placement.refusals]
+            if more := lines[_MAX_REFUSALS:]:
+                lines[_MAX_REFUSALS:] = [f"{self._path}: and {len(more)} more lines"]
+            raise RuleError("\n".join(lines))
         name = "quantised" if placement.dense == "quantised" else "default"
         shipped = _RuleReader(_shipped_files()[name], self._operators, self._derived, self._check).rules()
         gpu_source = f"{self._path}:1" if placement.on_gpu else None

@@ -10,6 +10,7 @@ from ktqueue.loading.rules import ktransformers_placement
 
 FILE = Path(__file__).with_name("ktransformers_qwen.yaml")
 HEAD = "- match: {name: '^model'}\n  replace:\n    class: ktransformers.operators."
+ROUTER = f"{HEAD}gate.KMoEGate\n    kwargs:"
 EXPERTS = f"{HEAD}experts.KTransformersExperts\n    kwargs:\n      "
 
 
@@ -64,7 +65,10 @@ def test_rules_for_a_gpu_are_refused_on_the_cpu(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        (f"{HEAD}gate.KMoEGate\n    kwargs: {{generate_device: 'cuda:1'}}", ["4: cuda:1: a worker serves on one GPU"]),
+        (
+            f"{HEAD}gate.KMoEGate\n    kwargs: {{generate_device: 'cuda:1', prefill_device: 'cuda:1'}}",
+            ["4: cuda:1: a worker serves on one GPU"],
+        ),
         (f"{HEAD}gate.KMoEGate\n    kwargs: {{generate_device: npu}}", ["4: ktqueue has no device 'npu'"]),
         (f"{HEAD}gate.KMoEGate\n    kwargs: {{generate_device: cpu}}", ["4: only routed experts are on the CPU"]),
         (f"{HEAD}gate.KMoEGate\n    kwargs: {{generate_op: x}}", ["4: unknown argument 'generate_op' of KMoEGate"]),
@@ -105,6 +109,14 @@ def test_lines_that_cannot_be_followed_are_named(text: str, lines: list[str], ti
     found = caught.value.message.splitlines()
     assert len(found) == len(lines)
     assert all(line.startswith(f"{file}:{start}") for line, start in zip(found, lines, strict=True)), found
+
+
+def test_an_error_names_a_limited_number_of_lines(tiny: Path, tmp_path: Path) -> None:
+    (file := tmp_path / "theirs.yaml").write_text(f"{HEAD}gate.KOther\n" * 30)
+    with pytest.raises(RuleError) as caught:
+        report_model(str(tiny), rules=str(file), device="cuda")
+    lines = caught.value.message.splitlines()
+    assert len(lines) == 21 and lines[-1] == f"{file}: and 10 more lines"
 
 
 def test_their_published_files_are_read(shared_data: Path) -> None:
