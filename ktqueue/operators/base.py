@@ -13,7 +13,7 @@ class Operator(nn.Module):
     """Replaces a module of the model and everything below it, and is called like that module.
 
     Its life: `from_module` (on modules without weights, perhaps more than once), `device` is set, `load` once, then one
-    call per step, `close` once at the end. All calls come from one thread, except that `close` may come from another.
+    call per step, `close` once at the end. Calls do not overlap, but may come from different threads.
     """
 
     device: str = "cpu"

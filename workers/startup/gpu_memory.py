@@ -262,16 +262,14 @@ def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Atte
 
 
 def can_be_captured(model: LoadedModel, planner: AttentionPlanner) -> bool:
-    """Whether decode steps can be captured: no step may make the host wait or compute."""
+    """Whether decode steps can be captured: every operator must allow it, and attention must not read on the host."""
     if planner.backend == "torch":
         log.warning("decode steps are not captured in CUDA graphs, because torch's attention reads lengths on the host")
         return False
     for module in model.module.modules():
         if isinstance(module, Operator) and not module.capturable:
             name = type(module).__name__
-            log.warning(
-                "decode steps are not captured in CUDA graphs, because %s makes the host wait for the device", name
-            )
+            log.warning("decode steps are not captured in CUDA graphs, because %s does not allow it", name)
             return False
     return True
 
