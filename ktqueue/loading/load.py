@@ -265,7 +265,10 @@ def load_model(
 
 
 def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> LoadedModel:
-    """Load a prepared model. Raises its refusal, or CheckpointError that names file and tensor."""
+    """Load a prepared model.
+
+    Raises its refusal, CheckpointError that names file and tensor, or torch.OutOfMemoryError.
+    """
     if prepared.refusal is not None:
         raise prepared.refusal
     facts = card_facts(prepared.config, prepared.checkpoint)

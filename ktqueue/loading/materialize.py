@@ -51,7 +51,7 @@ def materialize(
     """Fill `model`: the `skeleton` with `operators` in it, or the one operator that replaces all of it.
 
     `check_tensors` must have passed. Raises CheckpointError if weights do not fit an operator, if an operator does
-    not take all of them, or if a tensor stays on the meta device.
+    not take all of them, or if a tensor stays on the meta device; and torch.OutOfMemoryError.
     """
     tied = tied_names(skeleton)
     targets = [name for name, tensor in model.state_dict().items() if tensor.is_meta and name not in tied]
@@ -85,7 +85,7 @@ def _checkpoint_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 def _load(operator: Operator, weights: "CheckpointWeights", checkpoint: Checkpoint) -> None:
     try:
         operator.load(weights)
-    except KtqueueError:
+    except (KtqueueError, torch.OutOfMemoryError):  # the caller of load_prepared names the setting of the latter
         raise
     except Exception as error:  # an operator of a package can fail in any way
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -10,6 +10,7 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError
+from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.startup.build import build, check_choices, resolve_max_model_len, resolve_num_pages, served_name
 from ktqueue.workers.startup.device import CudaInstallation, check_device_is_here
@@ -103,6 +104,16 @@ def test_a_gpu_that_this_machine_lacks_is_refused_before_the_model_is_loaded() -
     with pytest.raises(ConfigError) as caught:
         build(EngineConfig(device="cuda:99", model="nowhere.gguf"))
     assert (caught.value.param, caught.value.value) == ("engine.device", "cuda:99")
+
+
+def test_weights_that_do_not_fit_are_an_error_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(CpuDecoder, "load", fail)
+    with pytest.raises(ConfigError, match=r"dense weights of demo in .* need more memory than cpu has") as caught:
+        build(EngineConfig())
+    assert (caught.value.param, caught.value.value) == ("engine.device", "cpu")
 
 
 UNKNOWN_INSTRUCTION_SET = """
