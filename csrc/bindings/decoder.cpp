@@ -161,9 +161,9 @@ void bind_decoder(nb::module_& module) {
              nb::arg("sliding_window"), nb::arg("sinks"), nb::arg("mlp_norm"), nb::arg("mlp").none(),
              nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
              nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
-             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::keep_alive<1, 3>(),
-             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 13>(),
-             nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>())
+             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(),
+             nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
         .def("forward", &BoundDecoder::forward, nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("scored"),

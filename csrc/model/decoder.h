@@ -33,7 +33,7 @@ struct DecoderLayer {
     const Linear* shared_gate = nullptr;  // one row; the shared expert's weight is sigmoid(shared_gate(x)); null: 1
     const Linear* router = nullptr;       // [experts, hidden]
     const ExpertLayer* experts = nullptr;
-    Routing routing;                      // of a layer with routed experts
+    Routing routing;  // of a layer with routed experts
 };
 
 struct DecoderShape {

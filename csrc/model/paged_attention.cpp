@@ -33,9 +33,10 @@ void attend_piece(const PagedStep& step, const AttentionShape& shape, const Atte
             first_key[vectors] = layer.sliding_window && seen > layer.sliding_window ? seen - layer.sliding_window : 0;
         }
     const size_t kv_offset = piece.head / (shape.heads / shape.kv_heads) * shape.head_dim;
-    kernels.attention({query, output, first_key, last_key, layer.sinks ? sinks : nullptr, vectors, layer.cache_keys + kv_offset,
-                       layer.cache_values + kv_offset, step.page_table + plan.queries[piece.first].row * step.max_pages,
-                       step.page_size, shape.kv_heads * shape.head_dim, shape.head_dim, layer.scaling});
+    kernels.attention({query, output, first_key, last_key, layer.sinks ? sinks : nullptr, vectors,
+                       layer.cache_keys + kv_offset, layer.cache_values + kv_offset,
+                       step.page_table + plan.queries[piece.first].row * step.max_pages, step.page_size,
+                       shape.kv_heads * shape.head_dim, shape.head_dim, layer.scaling});
 }
 
 // Cuts queries begin .. end - 1 of one row into pieces of at most kMaxVectors query vectors. The longest contexts come

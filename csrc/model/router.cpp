@@ -91,9 +91,8 @@ void route(const float* logits, size_t experts, const Routing& routing, float* s
         }
         if (grouped) drop_groups(scratch, experts, routing);
         choose_best(scratch, experts, chosen, ids, weights);
-        std::sort(ids, ids + chosen, [&](int64_t a, int64_t b) {
-            return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-        });
+        std::sort(ids, ids + chosen,
+                  [&](int64_t a, int64_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); });
     }
     float total = routing.renormalise ? 0 : all;
     for (size_t i = 0; i < chosen; ++i) {
