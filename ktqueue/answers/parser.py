@@ -327,7 +327,7 @@ class AnswerParser:
     def _xml_reader(self, tag: str, name_end: str, parameter: str, outer: str, closing: str = "</") -> XmlReader:
         return XmlReader(
             self._begin_call, self._types, name_end=name_end, key_start=f"{tag}{parameter}", key_end=">",
-            value_end=f"{closing}parameter>", end=f"{closing}{outer}>",
+            value_end=f"{closing}parameter>", end=f"{closing}{outer}>", closings=self._tools.ends,
         )  # fmt: skip
 
     def _begin_call(self) -> Emit:

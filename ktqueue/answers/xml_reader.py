@@ -1,7 +1,8 @@
 """Reader of a tool call whose arguments stand between tags, as Qwen3-Coder, GLM-4.5, MiniMax-M2 and others write it."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 
 from ktqueue.answers.call_readers import NAME, CallReader, Emit, HeldText, Types, to_json
 
@@ -12,18 +13,21 @@ class XmlReader(CallReader):
     """Parameters between tags. The type of a value is that of the function's schema, else what it looks like.
 
     `name_end` ends the name, which the first text has whole. A parameter is `key_start` KEY `key_end` VALUE
-    `value_end`, and the call ends with `end`.
+    `value_end`, and the call ends with `end`. Models forget `value_end`: a value also ends before a line that begins
+    another parameter of the function, and before lines with `end` and one of `closings`, which follow calls.
     """
 
     def __init__(
         self, begin: Callable[[], Emit], types: Types, *, name_end: str, key_start: str, key_end: str, value_end: str,
-        end: str, name_may_end_at: tuple[str, ...] = (),
+        end: str, name_may_end_at: tuple[str, ...] = (), closings: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self._begin = begin
         self._types = types
         self._name_ends = (name_end, *name_may_end_at)
         self._name_end = name_end
         self._key_start, self._key_end, self._value_end, self._end = key_start, key_end, value_end, end
+        self._value_ends = (value_end, *(f"\n{end}\n{closing}" for closing in closings))
+        self._next_key = re.compile(f"\n({re.escape(key_start)})([^<>\n]+){re.escape(key_end)}")
         self._held = HeldText((key_start, end))
         self._begun = ""  # of a parameter, before the text that is held
         self._key = ""
@@ -73,21 +77,43 @@ class XmlReader(CallReader):
         elif mark == self._key_end:
             self._key = held
             self._begun += held + mark
-            self._held.look_for((self._value_end,))
+            self._held.look_for(self._value_ends)
         else:
-            key, attributes = _key_and_attributes(self._key)
-            kind = attributes or self._types.get(self._name or "", {}).get(key, "")
-            emit("", f"{', ' if self._count else '{'}{to_json(key)}: {_json_of(held, kind)}", "")
-            self._count += 1
+            self._emit_parameters(held, emit)
             self._begun = ""
             self._held.look_for((self._key_start, self._end))
+            if mark != self._value_end:
+                emit("", "}", "")
+                self._ended = True
+
+    def _emit_parameters(self, held: str, emit: Emit) -> None:
+        """Emit the parameter whose value is held, and those that begin in it because it has no end."""
+        types = self._types.get(self._name or "", {})
+        tag, start = self._key, 0
+        for found in self._next_key.finditer(held):
+            if types and _key_and_attributes(found[2])[0] not in types:
+                continue  # a value may have such a line
+            self._emit_parameter(tag, held[start : found.start()], types, emit)
+            tag, start = found[2], found.end()
+        self._emit_parameter(tag, held[start:], types, emit)
+
+    def _emit_parameter(self, tag: str, value: str, types: Mapping[str, str], emit: Emit) -> None:
+        key, attributes = _key_and_attributes(tag)
+        kind = attributes or types.get(key, "")
+        emit("", f"{', ' if self._count else '{'}{to_json(key)}: {_json_of(value, kind)}", "")
+        self._count += 1
 
     def finish(self) -> str:
         if self._emit is None:
             return self._refused
         if self._ended:
             return ""
-        rest = (self._begun + self._held.take()).strip()
+        held = self._held.take()
+        if self._begun.endswith(self._key_end) and held.rstrip().endswith(f"\n{self._end}"):
+            self._emit_parameters(held.rstrip().removesuffix(f"\n{self._end}"), self._emit)
+            self._emit("", "}", "")
+            return ""
+        rest = (self._begun + held).strip()
         if rest:
             self._emit("", self._cut_parameter(rest), "")
         else:

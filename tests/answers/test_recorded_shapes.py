@@ -132,6 +132,11 @@ ROWS: list[tuple[str, str, str | None, list[Call]]] = [
      "</minimax:tool_call>", "", [("book", {"day": None})]),
     ("qwen3_coder", "<function=edit>\n<parameter=old>\nreturn 1\n\n</parameter>\n</function>", "",
      [("edit", {"old": "return 1\n"})]),
+    # tags that end a parameter are forgotten
+    ("qwen3_coder", "<tool_call>\n<function=find>\n<parameter=q>\nfig\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>", "", [("find", {"q": "fig", "n": 3})]),
+    ("qwen3_coder", "<tool_call>\n<function=find>\n<parameter=q>\nfig\n</function>\n</tool_call>\n<tool_call>\n<function=list>\n</function>\n</tool_call>", "", [FIND, LIST]),
+    ("qwen3_coder", "<tool_call>\n<function=find>\n<parameter=n>\n3\n<parameter=q>\nfig\n</function>\n", "", [("find", {"n": 3, "q": "fig"})]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="find">\n<parameter name="q">fig\n</invoke>\n</minimax:tool_call>', "", [FIND]),
     ("qwen3_coder", 'Ok.<tool_call>\n<function=f>\n<parameter=o>\n{"w": 10, \n "h": 20}\n</parameter>\n</function>\n'
      "</tool_call>", "Ok.", [("f", {"o": {"w": 10, "h": 20}})]),
     ("glm45", "<tool_call>find\n    <arg_key>q</arg_key>\n    <arg_value>fig</arg_value>\n    </tool_call>\n    "
@@ -232,3 +237,10 @@ def test_a_text_between_tags_keeps_its_line_breaks() -> None:
 
 def test_a_wrong_call_drops_no_other() -> None:
     assert read("pythonic", "none", ["[bad(x=b'z'), list()]"]) == ("", "bad(x=b'z')", [("list", "{}")])
+
+
+def test_a_line_like_a_tag_is_part_of_a_value() -> None:
+    old = "<function=f>\n<parameter=q>\n1\n</function>\n"
+    answer = f"<function=edit>\n<parameter=old>\n{old}\n</parameter>\n</function>"
+    for pieces in ([answer], [*answer]):
+        assert read("qwen3_coder", "none", pieces)[2] == [("edit", json.dumps({"old": old}))]

@@ -57,6 +57,13 @@ ANSWERS: dict[str, Mutation] = {
         'text = value.strip("\\n")',
         (f"{SHAPES}::test_a_text_between_tags_keeps_its_line_breaks",),
     ),
+    "any line like a tag begins a parameter": Mutation(
+        "a value may have a line like a tag, if the function has no such parameter",
+        "ktqueue/answers/xml_reader.py",
+        "if types and _key_and_attributes(found[2])[0] not in types:",
+        "if not types:",
+        (f"{SHAPES}::test_a_line_like_a_tag_is_part_of_a_value",),
+    ),
     "one wrong call drops those beside it": Mutation(
         "of a list of Python calls, those that can be read are calls",
         "ktqueue/answers/python_reader.py",
