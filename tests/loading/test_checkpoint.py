@@ -290,6 +290,18 @@ def test_file_pages_are_dropped_while_a_model_is_loaded(tiny_gguf: Path) -> None
     assert max(seen) == 0
 
 
+def test_a_kimi_k2_is_a_deepseek_v3(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+) -> None:
+    """Its folders say so with code of their own, which is never run."""
+    folder = make_model("deepseek_v3")
+    copy = shutil.copytree(folder, tmp_path / "model")
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model"}
+    config = json.loads((copy / "config.json").read_text()) | {"model_type": "kimi_k2", "auto_map": code}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert_equals_transformers(load_model(str(copy)), folder)
+
+
 @pytest.mark.parametrize("container", ["folder", "gguf"])
 def test_a_closed_checkpoint_takes_no_memory_but_its_views_are_valid(
     container: str, tmp_path: Path, make_model: Callable[..., Path], make_gguf: Callable[..., Path]

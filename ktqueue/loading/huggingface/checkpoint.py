@@ -29,11 +29,16 @@ _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_pr
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; it is always computed
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
+_SAME_MODEL = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers does not know, and the type that their folders' own code implements."""
 
 
 def open_folder(folder: Path) -> Checkpoint:
     """Open a Hugging Face folder. Raises CheckpointError that names the file or tensor at fault."""
     config = read_json(folder / "config.json")
+    model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        config["model_type"] = _SAME_MODEL.get(model_type, model_type)
     check_quantization(config, str(folder))
     config.pop("quantization_config", None)  # of a kind that is read here
     tensors: dict[str, CheckpointTensor] = {}
