@@ -18,6 +18,7 @@ from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.responses import json_response
+from ktqueue.openai.client_names import client_names
 from ktqueue.openai.prompt_endpoints import PromptEndpoint
 
 PROMPT_SECONDS = 30.0  # a prompt that no worker has encoded by then is a 504
@@ -61,7 +62,8 @@ def _handler(endpoint: PromptEndpoint) -> Callable[[Request], Awaitable[Response
     async def handle(request: Request) -> Response:
         gateway: Gateway = request.app.state.gateway
         call = await gateway.read_body(request, endpoint.parse)
-        prompt = PromptPart() if call.generation is None else await read_prompt(gateway, request, call.generation)
+        with client_names(endpoint.names):
+            prompt = PromptPart() if call.generation is None else await read_prompt(gateway, request, call.generation)
         return json_response(call.answer(prompt))
 
     return handle

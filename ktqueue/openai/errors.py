@@ -3,6 +3,7 @@
 The shape is OpenAI's, `{"error": {message, type, param, code}}`, with `limit` and `value` where a limit was broken.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from ktqueue.core.errors import (
@@ -27,15 +28,15 @@ class UnsupportedParameter(InvalidRequest):
 
 
 class JobEnded(KtqueueError):
-    """A job ended in another state than done. Holds the error of its last event unchanged."""
+    """A job ended in another state than done. Has the error of its last event, with its code and status."""
 
     def __init__(self, ended: ErrorInfo) -> None:
         super().__init__(ended.message, param=ended.param, limit=ended.limit, value=ended.value)
         self._ended = ended
 
     def info(self) -> ErrorInfo:
-        """The error of the job's last event."""
-        return self._ended
+        """The error of the job's last event. Its field may have been renamed since."""
+        return replace(self._ended, message=self.message, param=self.param)
 
 
 def failure(event: TokenEvent) -> KtqueueError | None:

@@ -15,6 +15,7 @@ from ktqueue.core.events import PromptPart
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, are_token_ids
 from ktqueue.openai.chat import parse_chat
+from ktqueue.openai.client_names import Names
 from ktqueue.openai.validation import must_be, parse
 
 Json = dict[str, Any]
@@ -59,10 +60,14 @@ class PromptCall:
 
 @dataclass(frozen=True, slots=True)
 class PromptEndpoint:
-    """One endpoint that answers with a prompt. `parse` takes a body and the card of its model, if that is known."""
+    """One endpoint that answers with a prompt.
+
+    `parse` takes a body and the card of its model, if that is known. `names` are the client's names of fields.
+    """
 
     path: str
     parse: Callable[[Mapping[str, Any], ModelCard | None], PromptCall]
+    names: Names = ()
 
 
 def parse_tokenize(body: Mapping[str, Any], card: ModelCard | None) -> PromptCall:
@@ -126,6 +131,6 @@ def _pieces(prompt: PromptPart) -> list[Json]:
 
 PROMPT_ENDPOINTS = (
     PromptEndpoint("/v1/tokenize", parse_tokenize),
-    PromptEndpoint("/v1/detokenize", parse_detokenize),
+    PromptEndpoint("/v1/detokenize", parse_detokenize, (("prompt_token_ids", "tokens"),)),
     PromptEndpoint("/v1/apply-template", parse_apply_template),
 )

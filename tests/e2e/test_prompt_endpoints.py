@@ -87,7 +87,7 @@ async def test_many_at_once_while_all_rows_generate(stack: Any) -> None:
         ("/tokenize", {"prompt": "a" * 1_000_000}, 400, "prompt"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
         ("/detokenize", {"tokens": [1, -1]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [10**6]}, 400, "prompt_token_ids[0]"),
+        ("/detokenize", {"tokens": [10**6]}, 400, "tokens[0]"),
         ("/apply-template", {"messages": []}, 400, "messages"),
         ("/apply-template", {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
     ],
