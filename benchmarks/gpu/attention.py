@@ -19,7 +19,7 @@ from ktqueue.bench.environment import environment
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import AttentionPlan, StepContext
+from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 4, 128, 16
 SCALING = HEAD_DIM**-0.5
@@ -72,7 +72,7 @@ def make_step(kv: KVCache, rows: int, tokens: int, context: int) -> StepContext:
 def attend(plan: AttentionPlan, query: torch.Tensor, kv: KVCache) -> None:
     """Attention of all layers."""
     for layer in range(LAYERS):
-        plan.attend(layer, query, kv, scaling=SCALING)
+        plan.attend(layer, query, kv, ScoreOptions(SCALING))
 
 
 def decode(planner: AttentionPlanner, kv: KVCache, rows: int, context: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ktqueue.loading.skeleton import compute_buffers
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.linear import CpuLinear
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 _TOKENS, _POSITIONS = (1, 2, 1), (1, 0, 1)
 _EQUAL_ROWS = (0, 2)
@@ -41,16 +41,7 @@ class _RecordingAttention:
         self.layers: Counter[int] = Counter()
         self.differs = False
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        kv: KVCache,
-        *,
-        scaling: float,
-        sliding_window: int = 0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. Raises ValueError if keys and queries differ in width."""
         if query.shape[2] != kv.layout.head_dim:
             raise ValueError(f"a query has {query.shape[2]} dimensions, a key of the cache {kv.layout.head_dim}")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ktqueue.operators import native, reference
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 NAME = "ktqueue_paged"
 """The name of this attention in transformers (`attn_implementation`)."""
@@ -44,7 +44,8 @@ def paged_attention(
         raise ValueError("paged attention does not compute softcap")
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = window_of(module, getattr(module, "config", None), sliding_window)
-    attended = attend(layer, query[0], key[0], value[0], step, scaling=scaling, sliding_window=window, sinks=s_aux)
+    options = ScoreOptions(scaling, window, None if s_aux is None else s_aux.float())
+    attended = attend(layer, query[0], key[0], value[0], step, options)
     return attended[None], None
 
 
@@ -54,23 +55,17 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor | None,
     step: StepContext,
-    *,
-    scaling: float,
-    sliding_window: int = 0,
-    sinks: torch.Tensor | None = None,
+    options: ScoreOptions,
 ) -> torch.Tensor:
     """Write the step's keys and values into `layer` of the cache, then attend causally.
 
     query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim] -> [tokens, heads, value_dim]. `value`
-    is None if the cache holds latents. `sliding_window` 0: no limit. sinks: [heads], a further score in the softmax of
-    each head that has no value; None: there is none. Raises ValueError for a step that does not fit the cache.
+    is None if the cache holds latents. Raises ValueError for a step that does not fit the cache.
     """
     keys, values = step.kv.keys[layer], step.kv.values[layer]
     if step.attention is not None:
         _write(layer, key, value, step)
-        return step.attention.attend(
-            layer, query.transpose(0, 1), step.kv, scaling=scaling, sliding_window=sliding_window, sinks=sinks
-        )
+        return step.attention.attend(layer, query.transpose(0, 1), step.kv, options)
     if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
         heads, tokens, head_dim = query.shape
         out = torch.empty(tokens, heads, head_dim)
@@ -87,9 +82,9 @@ def attend(
             step.page_table.numpy(),
             step.slot_mapping.numpy(),
             out.numpy(),
-            scaling=scaling,
-            sliding_window=sliding_window,
-            sinks=None if sinks is None else native.as_array(sinks.float()),
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            sinks=None if options.sinks is None else native.as_array(options.sinks),
         )
         return out[..., : step.kv.layout.value_dim]
     _write(layer, key, value, step)
@@ -100,9 +95,9 @@ def attend(
         step.query_starts,
         step.context_lengths,
         step.page_table,
-        scaling=scaling,
-        sliding_window=sliding_window or None,
-        sinks=sinks,
+        scaling=options.scaling,
+        sliding_window=options.sliding_window or None,
+        sinks=options.sinks,
     )
 
 

@@ -29,7 +29,7 @@ from ktqueue.operators.latent_shape import (
 )
 from ktqueue.operators.linear import CpuLinear
 from ktqueue.operators.packed import ModuleWeights
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """A matrix: [tokens, columns] -> [tokens, rows]."""
@@ -109,7 +109,7 @@ class LatentAttention(Operator):
         cosine, sine = cosines_and_sines(position_embeddings)
         query = absorb_query(self._query(x), self._key_up, cosine, sine, shape)
         key = make_key(self._linears["kv_a_proj_with_mqa"](x), self._latent_norm, cosine, sine, shape)
-        attended = attend(self.layer, query.transpose(0, 1), key[None], None, step, scaling=shape.scaling)
+        attended = attend(self.layer, query.transpose(0, 1), key[None], None, step, ScoreOptions(shape.scaling))
         return self._linears["o_proj"](expand_values(attended, self._value_up))[None], None
 
     def _query(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,32 +1,33 @@
 """StepContext: everything that an operator may read in one step. It is passed as the keyword `step`."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ktqueue.operators.kv_cache import KVCache
 
 
+class ScoreOptions(NamedTuple):
+    """How the attention of a layer makes weights of scores.
+
+    scaling: factor of the scores. sliding_window: keys that a token sees at most, including itself; 0: no limit. sinks:
+    [heads] float32, a further score in the softmax of each head that has no value (gpt-oss); None: there is none.
+    """
+
+    scaling: float
+    sliding_window: int = 0
+    sinks: torch.Tensor | None = None
+
+
 class AttentionPlan(Protocol):
     """How the tokens of one step attend on a GPU. Made once per step and used by every layer."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        kv: KVCache,
-        *,
-        scaling: float,
-        sliding_window: int = 0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """query [tokens, heads, head_dim] -> [tokens, heads, value_dim]. The step's keys and values are already in the
         cache.
 
-        sliding_window: keys that a token sees at most, including itself; 0: no limit. sinks: [heads] float32, a further
-        score in the softmax of each head that has no value; None: there is none. Raises ValueError for an option that
-        the plan does not compute.
+        Raises ValueError for an option that the plan does not compute.
         """
 
 

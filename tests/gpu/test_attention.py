@@ -11,7 +11,7 @@ from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import AttentionPlan, StepContext
+from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,7 +133,7 @@ def test_eager_steps(
     plans = planner(layout, backend, heads, dtype, {0, 128})
     query = torch.randn(len(step.slot_mapping), heads, head_dim, device="cuda").to(dtype)
     with no_waiting():
-        got = plans.plan(step).attend(0, query, kv, scaling=head_dim**-0.5, sliding_window=window)
+        got = plans.plan(step).attend(0, query, kv, ScoreOptions(head_dim**-0.5, window))
     same(got, step, query, head_dim**-0.5, window)
 
 
@@ -147,7 +147,7 @@ def test_float32_and_odd_heads_go_to_our_kernels(kind: str, head_dim: int, windo
     plans = planner(layout, "auto", 8, torch.float32, {0, 128})
     assert plans.backend == "triton"
     query = torch.randn(len(step.slot_mapping), 8, head_dim, device="cuda")
-    got = plans.plan(step).attend(0, query, kv, scaling=head_dim**-0.5, sliding_window=window)
+    got = plans.plan(step).attend(0, query, kv, ScoreOptions(head_dim**-0.5, window))
     same(got, step, query, head_dim**-0.5, window)
 
 
@@ -163,7 +163,7 @@ def test_a_graph_follows_updates(backend: str, rows: int, cache: torch.dtype) ->
     decode = plans.decode_plan(rows, 600)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        whole, local = (decode.attend(0, query, kv, scaling=128**-0.5, sliding_window=window) for window in (0, 128))
+        whole, local = (decode.attend(0, query, kv, ScoreOptions(128**-0.5, window)) for window in (0, 128))
     for longest in (1, 300, 9000, 40):
         contexts = [1 + (37 * row) % min(longest, 600) for row in range(rows - 1)] + [longest]
         step = make_step(kv, [1] * rows, contexts)
@@ -174,7 +174,7 @@ def test_a_graph_follows_updates(backend: str, rows: int, cache: torch.dtype) ->
         same(local, step, query, 128**-0.5, 128)
         eager_step = make_step(kv, *STEPS["mixed"])
         between = torch.randn(len(eager_step.slot_mapping), 32, 128, device="cuda").to(torch.bfloat16)
-        same(plans.plan(eager_step).attend(0, between, kv, scaling=128**-0.5), eager_step, between, 128**-0.5, 0)
+        same(plans.plan(eager_step).attend(0, between, kv, ScoreOptions(128**-0.5)), eager_step, between, 128**-0.5, 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,7 +188,7 @@ def test_steps_may_be_planned_while_the_device_is_behind(backend: str) -> None:
     steps = [make_step(kv, [1, 1], [1 + 150 * number, 3000 - 150 * number]) for number in range(20)]
 
     def attend(plan: AttentionPlan) -> torch.Tensor:
-        return plan.attend(0, query, kv, scaling=128**-0.5)
+        return plan.attend(0, query, kv, ScoreOptions(128**-0.5))
 
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # cycles
     results = []

@@ -16,7 +16,7 @@ from ktqueue.loading.load import load_model
 from ktqueue.operators import native, reference
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 from .test_attention import BOUNDS, STEPS, make_step, no_waiting
 from .test_engine import DEVICES, NEW_TOKENS, RULES, on_device, requests, serve, settings_for
@@ -72,7 +72,7 @@ class TestKernel:
         plans = make_planner(kv.layout, heads=heads, scaling=SCALING, windows={0}, device="cuda", dtype=dtype)
         query = torch.randn(len(step.slot_mapping), heads, LATENT + ROTARY, device="cuda").to(dtype)
         with no_waiting():
-            got = plans.plan(step).attend(0, query, kv, scaling=SCALING)
+            got = plans.plan(step).attend(0, query, kv, ScoreOptions(SCALING))
         same(got, step, query)
 
 
@@ -87,7 +87,7 @@ class TestGraph:
         decode = plans.decode_plan(rows, 600)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = decode.attend(0, query, kv, scaling=SCALING)
+            got = decode.attend(0, query, kv, ScoreOptions(SCALING))
         for longest in (1, 300, 9000, 40):
             contexts = [1 + (37 * row) % min(longest, 600) for row in range(rows - 1)] + [longest]
             step = make_step(kv, [1] * rows, contexts)

@@ -13,7 +13,7 @@ from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.latent_shape import LatentShape, absorb_query, expand_values, make_key, rms_norm, split_up_matrix
 from ktqueue.operators.native import ActivationName
-from ktqueue.operators.step import AttentionPlan, StepContext
+from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 
 class SelfAttention:
@@ -22,12 +22,12 @@ class SelfAttention:
     def __init__(self, index: int, layer: LayerFacts, facts: DecoderFacts, weights: DenseWeights) -> None:
         self._index = index
         self._facts = facts
-        self._window = layer.sliding_window
         self._norm = weights.vector(f"{layer.name}.input_layernorm.weight")
         module = f"{layer.name}.self_attn"
         self._qkv = weights.linear(f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
         self._o = weights.linear(f"{module}.o_proj")
-        self._sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
+        sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
+        self._scores = ScoreOptions(facts.scaling, layer.sliding_window, sinks)
         self._q_norm = weights.vector(f"{module}.q_norm.weight") if facts.qk_norm else None
         self._k_norm = weights.vector(f"{module}.k_norm.weight") if facts.qk_norm else None
 
@@ -63,11 +63,7 @@ class SelfAttention:
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
-        plan = _attention_plan(step)
-        scaling, window = self._facts.scaling, self._window
-        return plan.attend(
-            self._index, query, step.kv, scaling=scaling, sliding_window=window, sinks=self._sinks
-        ).flatten(1)
+        return _attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""
@@ -82,6 +78,7 @@ class LatentSelfAttention:
     ) -> None:
         self._index = index
         self._shape = shape
+        self._scores = ScoreOptions(shape.scaling)
         self._epsilon = facts.epsilon
         self._norm = weights.vector(f"{layer.name}.input_layernorm.weight")
         module = f"{layer.name}.self_attn"
@@ -116,7 +113,7 @@ class LatentSelfAttention:
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads, latent]."""
-        return _attention_plan(step).attend(self._index, query, step.kv, scaling=self._shape.scaling)
+        return _attention_plan(step).attend(self._index, query, step.kv, self._scores)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""

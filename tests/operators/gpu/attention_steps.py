@@ -7,7 +7,7 @@ import torch
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import AttentionPlan, StepContext
+from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.004}
 """Largest difference from the reference, relative and absolute, by the type of the queries."""
@@ -92,5 +92,5 @@ def check_plan(
     plan: AttentionPlan, step: StepContext, query: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
 ) -> None:
     """The plan of a model of `make_shape` attends in layer 1 as the reference does."""
-    got = plan.attend(1, query, step.kv, scaling=0.2, sliding_window=window, sinks=sinks)
+    got = plan.attend(1, query, step.kv, ScoreOptions(0.2, window, sinks))
     assert_attended(got, step, query, layer=1, scaling=0.2, window=window, sinks=sinks)

@@ -27,6 +27,7 @@ from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
 from ktqueue.operators.native import SILU
+from ktqueue.operators.step import ScoreOptions
 
 
 class _Driver:
@@ -123,25 +124,24 @@ def between_matrices() -> None:
 
 
 ATTENTION_CASES = (
-    (32, 4, 128, 16, torch.bfloat16, torch.bfloat16, 4096),
-    (16, 8, 256, 16, torch.bfloat16, torch.float8_e4m3fn, 0),
-    (8, 8, 64, 64, torch.float32, torch.float32, 0),
+    (32, 4, 128, 16, torch.bfloat16, torch.bfloat16, ScoreOptions(0.1, 4096)),
+    (16, 8, 256, 16, torch.bfloat16, torch.float8_e4m3fn, ScoreOptions(0.1)),
+    (8, 8, 64, 64, torch.float32, torch.float32, ScoreOptions(0.1, 0, torch.zeros(8))),
 )
-"""heads, key/value heads, head_dim, page size, types of queries and cache, window"""
+"""heads, key/value heads, head_dim, page size, types of queries and cache, options of the scores"""
 
 
 def attention() -> None:
     """Decode rows, all of a step or some of them, and tiles of chunks."""
     indices = torch.zeros(16, dtype=torch.int32)
     chunks, decode = Tables(indices, indices, indices, indices), Tables(indices, indices, indices)
-    for heads, kv_heads, head_dim, page_size, dtype, cache, window in ATTENTION_CASES:
+    for heads, kv_heads, head_dim, page_size, dtype, cache, options in ATTENTION_CASES:
         query = torch.zeros(3, heads, head_dim, dtype=dtype)
         keys = torch.zeros(4, page_size, kv_heads, head_dim).to(cache)
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, head_dim, 8), dtype=torch.uint8)
-        common: dict[str, Any] = {"scaling": 0.1, "window": window}
         for tables, rows in ((decode, None), (chunks, indices)):
-            triton_decode.decode(query, keys, keys, tables, DecodeRows(3, rows, 8, workspace), query, **common)
-        triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, **common)
+            triton_decode.decode(query, keys, keys, tables, DecodeRows(3, rows, 8, workspace), query, options)
+        triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, options)
 
 
 def latent_attention() -> None:

@@ -20,7 +20,7 @@ from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,6 @@ def _warmed_up(planner: AttentionPlanner, shape: AttentionShape) -> AttentionPla
     sinks = torch.zeros(shape.heads, device=shape.device) if shape.sinks else None
     for plan, tokens in ((planner.plan(step), 3), (planner.decode_plan(2, 1), 2)):
         for window in shape.windows:
-            plan.attend(0, query[:tokens], kv, scaling=shape.scaling, sliding_window=window, sinks=sinks)
+            plan.attend(0, query[:tokens], kv, ScoreOptions(shape.scaling, window, sinks))
     torch.cuda.synchronize(shape.device)
     return planner

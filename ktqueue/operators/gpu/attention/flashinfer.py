@@ -25,7 +25,7 @@ from ktqueue.operators.gpu.attention.page_lists import (
     views_of,
 )
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -64,25 +64,15 @@ class FlashInferPlan:
         self._wrappers = wrappers
         self._scaling = scaling
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        kv: KVCache,
-        *,
-        scaling: float,
-        sliding_window: int = 0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See AttentionPlan. Raises ValueError for sinks, and for another window or scaling than the planner was made
-        for."""
-        if sinks is not None:
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
+        """See AttentionPlan. Raises ValueError for sinks, and for a window or scaling that was not planned."""
+        if options.sinks is not None:
             raise ValueError("FlashInfer's kernels have no sinks")
-        wrapper = self._wrappers.get(sliding_window)
-        if wrapper is None or scaling != self._scaling:
+        wrapper = self._wrappers.get(options.sliding_window)
+        if wrapper is None or options.scaling != self._scaling:
             raise ValueError(
                 f"attention was planned for windows {sorted(self._wrappers)} and scaling {self._scaling}, "
-                f"not for {sliding_window} and {scaling}"
+                f"not for {options.sliding_window} and {options.scaling}"
             )
         return wrapper.run(query, kv.keys[layer], kv.values[layer])
 

@@ -15,7 +15,7 @@ from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, DecodeRows, Ta
 from ktqueue.operators.gpu.attention.triton_decode import MAX_SPLITS, join, key_share, partial_bytes, partial_results
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 HEADS_AT_ONCE = 16
 """Heads of one program: the fewest rows that tl.dot accepts."""
@@ -140,25 +140,16 @@ def split_count(tokens: int, heads: int, max_keys: int, processors: int) -> int:
 class LatentPlan(TritonPlan):
     """Attends for one step. The `contexts` of its tables are those of each token."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        kv: KVCache,
-        *,
-        scaling: float,
-        sliding_window: int = 0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim] -> [tokens, heads, value_dim].
 
         Raises ValueError for a window and for sinks.
         """
-        if sliding_window or sinks is not None or self.decode_rows is None:
+        if options.sliding_window or options.sinks is not None or self.decode_rows is None:
             raise ValueError("latent attention has no sliding windows and no sinks")
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], kv.layout.value_dim)
-        attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=scaling)
+        attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=options.scaling)
         return out
 
 

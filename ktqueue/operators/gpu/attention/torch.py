@@ -5,7 +5,7 @@ import torch
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention.page_lists import check_decode_step
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 
 class TorchPlan:
@@ -14,16 +14,7 @@ class TorchPlan:
     def __init__(self, host: StepContext | None) -> None:
         self._host = host
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        kv: KVCache,
-        *,
-        scaling: float,
-        sliding_window: int = 0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]. Raises ValueError before the first update."""
         if self._host is None:
             raise ValueError("a decode plan needs an update before it attends")
@@ -34,9 +25,9 @@ class TorchPlan:
             self._host.query_starts,
             self._host.context_lengths,
             self._host.page_table,
-            scaling=scaling,
-            sliding_window=sliding_window or None,
-            sinks=sinks,
+            scaling=options.scaling,
+            sliding_window=options.sliding_window or None,
+            sinks=options.sinks,
         )
 
 

@@ -1,7 +1,5 @@
 """Plans for our Triton kernels: index arrays on the device and, for chunks, a list of tiles. The host decides grids."""
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -20,7 +18,7 @@ from ktqueue.operators.gpu.attention.triton_decode import decode, partial_bytes,
 from ktqueue.operators.gpu.attention.triton_prefill import prefill, tile_tokens
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 
 class TritonPlan:
@@ -31,25 +29,15 @@ class TritonPlan:
         self.decode_rows = decode
         self._tiles = tiles
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        kv: KVCache,
-        *,
-        scaling: float,
-        sliding_window: int = 0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]."""
         query = query.contiguous()
         out = torch.empty_like(query)
         keys, values = kv.keys[layer], kv.values[layer]
-        options: dict[str, Any] = {"scaling": scaling, "window": sliding_window, "sinks": sinks}
         if self.decode_rows is not None:
-            decode(query, keys, values, self.tables, self.decode_rows, out, **options)
+            decode(query, keys, values, self.tables, self.decode_rows, out, options)
         if self._tiles is not None:
-            prefill(query, keys, values, self.tables, self._tiles, out, **options)
+            prefill(query, keys, values, self.tables, self._tiles, out, options)
         return out
 
 

@@ -16,6 +16,7 @@ from ktqueue.operators.gpu.attention.triton_blocks import (
     precision,
 )
 from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.step import ScoreOptions
 
 MAX_SPLITS = 128
 """Most splits of the keys of a decode row."""
@@ -115,16 +116,12 @@ def decode(
     tables: Tables,
     decode_rows: DecodeRows,
     out: torch.Tensor,
-    *,
-    scaling: float,
-    window: int,
-    sinks: torch.Tensor | None = None,
+    options: ScoreOptions,
 ) -> None:
     """Attend for the one token of each of `decode_rows`.
 
     query, out: [tokens, heads, head_dim], dense; keys, values: [pages, page_size, kv_heads, head_dim], dense. Splits:
-    at most MAX_SPLITS; workspace: at least partial_bytes(...). window: 0 is none. sinks: [heads]
-    float32 as in AttentionPlan, or None.
+    at most MAX_SPLITS; workspace: at least partial_bytes(...).
     """
     heads, head_dim = query.shape[1:]
     page_size, kv_heads = keys.shape[1:3]
@@ -134,20 +131,20 @@ def decode(
     parts, levels = partial_results(decode_rows, heads, head_dim)
     _decode_split[(decode_rows.items, kv_heads, decode_rows.splits)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, decode_rows.rows,
-        parts, levels, scaling * LOG2_E, decode_rows.splits, keys.stride(0), keys.stride(1),
+        parts, levels, options.scaling * LOG2_E, decode_rows.splits, keys.stride(0), keys.stride(1),
         HEADS=heads,
         GROUP=heads // kv_heads,
         M=padded(heads // kv_heads),
         HEAD_DIM=head_dim,
         WIDTH=width,
         PAGE_SIZE=page_size,
-        WINDOW=window,
+        WINDOW=options.sliding_window,
         BLOCK=block,
         PRECISION=precision(query.dtype),
         num_warps=8 if exact and width > 128 else 4,
         num_stages=2 if exact else 3,
     )  # fmt: skip
-    join(parts, levels, tables, decode_rows, out, window=window, block=block, sinks=sinks)
+    join(parts, levels, tables, decode_rows, out, window=options.sliding_window, block=block, sinks=options.sinks)
 
 
 def join(

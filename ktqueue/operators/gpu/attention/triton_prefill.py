@@ -4,6 +4,7 @@ import torch
 
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, Tables, block_keys, fold, padded, precision
 from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.step import ScoreOptions
 
 
 @triton.jit
@@ -67,10 +68,7 @@ def prefill(
     tables: Tables,
     tiles: torch.Tensor,
     out: torch.Tensor,
-    *,
-    scaling: float,
-    window: int,
-    sinks: torch.Tensor | None = None,
+    options: ScoreOptions,
 ) -> None:
     """Attend for the tokens of `tiles` [tiles, 2] int32: a row, and the first token of the tile within the row.
 
@@ -83,9 +81,8 @@ def prefill(
     width = padded(head_dim)
     exact = query.dtype == torch.float32
     _prefill_tile[(len(tiles), kv_heads)](
-        query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, tiles, sinks,
-        out,
-        scaling * LOG2_E, keys.stride(0), keys.stride(1),
+        query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, tiles,
+        options.sinks, out, options.scaling * LOG2_E, keys.stride(0), keys.stride(1),
         HEADS=heads,
         GROUP=group,
         TOKENS=tile_tokens(group, head_dim, query.dtype),
@@ -93,7 +90,7 @@ def prefill(
         HEAD_DIM=head_dim,
         WIDTH=width,
         PAGE_SIZE=page_size,
-        WINDOW=window,
+        WINDOW=options.sliding_window,
         BLOCK=block_keys(width, query.dtype),
         PRECISION=precision(query.dtype),
         LOG2=LOG2_E,

@@ -11,7 +11,7 @@ from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.attention.page_lists import page_lists, staged
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import AttentionPlan
+from ktqueue.operators.step import AttentionPlan, ScoreOptions
 
 from ..attention_steps import assert_attended, attended, make_cache, make_step, random_query
 
@@ -31,7 +31,7 @@ def test_a_plan_attends_as_the_reference(window: int, dtype: torch.dtype) -> Non
     kv = small_cache(dtype)
     step = make_step(kv, [5, 1, 3], [9, 17, 3])
     query = random_query(step, 4, torch.float32 if dtype == torch.float32 else torch.bfloat16)
-    got = planner(kv).plan(step).attend(1, query, kv, scaling=0.25, sliding_window=window)
+    got = planner(kv).plan(step).attend(1, query, kv, ScoreOptions(0.25, window))
     assert_attended(got, step, query, layer=1, scaling=0.25, window=window)
 
 
@@ -45,7 +45,7 @@ def test_a_decode_plan_follows_its_updates() -> None:
         expected = attended(step, query, scaling=0.25)
         step.context_lengths.fill_(1)  # as the host overwrites them for the next step
         step.page_table.zero_()
-        torch.testing.assert_close(plan.attend(0, query, kv, scaling=0.25), expected)
+        torch.testing.assert_close(plan.attend(0, query, kv, ScoreOptions(0.25)), expected)
 
 
 def test_a_decode_plan_refuses_what_does_not_fit() -> None:

@@ -9,6 +9,7 @@ if torch.cuda.is_available():
 
 from ktqueue.operators.gpu.attention.latent import LatentPlanner, split_count
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import ScoreOptions
 
 from ..attention_steps import MIXED, check_plan, make_cache, make_shape, make_step, random_query
 
@@ -72,7 +73,7 @@ def test_windows_are_refused() -> None:
     kv = cache(32, 16, 16)
     step = make_step(kv, [1], [3])
     with pytest.raises(ValueError, match="no sliding windows"):
-        planner(kv, 4).plan(step).attend(0, random_query(step, 4), kv, scaling=0.2, sliding_window=5)
+        planner(kv, 4).plan(step).attend(0, random_query(step, 4), kv, ScoreOptions(0.2, 5))
 
 
 def test_splits_keep_the_processors_busy() -> None:

@@ -12,6 +12,7 @@ if torch.cuda.is_available():
 from ktqueue.operators.gpu.attention.triton import TritonPlan, TritonPlanner
 from ktqueue.operators.gpu.attention.triton_decode import split_count
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import ScoreOptions
 
 from ..attention_steps import MIXED, check_plan, make_cache, make_shape, make_step, random_query
 from ..interpreted import compiled_for_h200
@@ -71,7 +72,7 @@ def test_a_decode_plan_follows_its_updates(window: int) -> None:
     plan = planner(kv, 4).decode_plan(4, 32)
     places = buffers(plan)
     query = random_query(make_step(kv, [1] * 4, [1] * 4), 4)
-    before = plan.attend(1, query, kv, scaling=0.2)
+    before = plan.attend(1, query, kv, ScoreOptions(0.2))
     torch.testing.assert_close(before, kv.values[1][0, 0].repeat_interleave(4, 0)[None].expand(4, -1, -1))
     for contexts in ([300, 1, 1, 1], [33, 17, 130, 65]):
         step = make_step(kv, [1] * 4, contexts)
