@@ -57,7 +57,7 @@ _CLASSES = {name: part for part, names in PART_OF_DECODER.items() for name in na
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignRule:
+class KTransformersRule:
     """One rule of theirs. `fields` maps "match.name", "replace.class", "kwargs.generate_op" ... to line and value."""
 
     line: int
@@ -94,12 +94,12 @@ class Placement:
     refusals: list[tuple[int, str]]
 
 
-def is_foreign(classes: Sequence[Any]) -> bool:
+def has_ktransformers_form(classes: Sequence[Any]) -> bool:
     """Whether a list of rules with these `replace.class` values has KTransformers' form: a class without a colon."""
     return any(isinstance(name, str) and (name == KEEP or name.startswith(PACKAGE)) for name in classes)
 
 
-def read_placement(rules: Sequence[ForeignRule]) -> Placement:
+def read_placement(rules: Sequence[KTransformersRule]) -> Placement:
     """Return the meaning of all rules of a file."""
     refusals: list[tuple[int, str]] = []
     meanings: list[Meaning] = []
@@ -110,7 +110,7 @@ def read_placement(rules: Sequence[ForeignRule]) -> Placement:
         name = path.rpartition(".")[2]
         before = len(refusals)
 
-        def refuse(key: str, why: str, rule: ForeignRule = rule, before: int = before) -> None:
+        def refuse(key: str, why: str, rule: KTransformersRule = rule, before: int = before) -> None:
             if all(why != said for _, said in refusals[before:]):  # devices repeat in one rule
                 refusals.append((rule.fields.get(key, (rule.line, None))[0], why))
 
@@ -156,7 +156,7 @@ def _unknown(path: str) -> str:
     )
 
 
-def _check_keys(rule: ForeignRule, kind: str | None, refuse: Callable[[str, str], None]) -> None:
+def _check_keys(rule: KTransformersRule, kind: str | None, refuse: Callable[[str, str], None]) -> None:
     for key, (_, value) in rule.fields.items():
         group, _, name = key.rpartition(".")
         if group == "kwargs":
@@ -175,7 +175,7 @@ def _check_keys(rule: ForeignRule, kind: str | None, refuse: Callable[[str, str]
         refuse("", "match needs name or class")
 
 
-def _check_devices(rule: ForeignRule, refuse: Callable[[str, str], None], *, may_be_on_cpu: bool) -> bool:
+def _check_devices(rule: KTransformersRule, refuse: Callable[[str, str], None], *, may_be_on_cpu: bool) -> bool:
     """Refuse devices that a worker does not have. Returns whether the rule names a GPU."""
     named = False
     for key in DEVICES:
@@ -191,7 +191,7 @@ def _check_devices(rule: ForeignRule, refuse: Callable[[str, str], None], *, may
     return named
 
 
-def _is_head_of_gpu_kernel(rule: ForeignRule, kind: str) -> bool:
+def _is_head_of_gpu_kernel(rule: KTransformersRule, kind: str) -> bool:
     """Whether the rule has the head on the CPU with a kernel that only a GPU has, as a file for DeepSeek-V2-Lite does.
 
     The head is on the GPU then.
@@ -205,7 +205,7 @@ def _is_head_of_gpu_kernel(rule: ForeignRule, kind: str) -> bool:
 
 
 def _meaning(
-    rule: ForeignRule, kind: str, refuse: Callable[[str, str], None], dense: dict[str, int], *, is_embedding: bool
+    rule: KTransformersRule, kind: str, refuse: Callable[[str, str], None], dense: dict[str, int], *, is_embedding: bool
 ) -> str:
     if kind == "experts":
         return _experts(rule, refuse)
@@ -224,7 +224,7 @@ def _meaning(
     return f"the {kind} of GpuDecoder"
 
 
-def _experts(rule: ForeignRule, refuse: Callable[[str, str], None]) -> str:
+def _experts(rule: KTransformersRule, refuse: Callable[[str, str], None]) -> str:
     def op(phase: str) -> tuple[str, str | None]:
         keys = (f"kwargs.{phase}_op", f"kwargs.{phase}_mlp_type")
         return next(((key, rule.text(key)) for key in keys if key in rule.fields), (keys[0], None))
@@ -245,7 +245,7 @@ def _experts(rule: ForeignRule, refuse: Callable[[str, str], None]) -> str:
     return f"experts on the CPU{kept}, also in prefill if you start with --expert-streaming off"
 
 
-def _linear(rule: ForeignRule, refuse: Callable[[str, str], None], dense: dict[str, int]) -> str:
+def _linear(rule: KTransformersRule, refuse: Callable[[str, str], None], dense: dict[str, int]) -> str:
     generate, prefill = rule.text("kwargs.generate_op"), rule.text("kwargs.prefill_op")
     if generate in QUANTISED:
         form = "quantised"

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ktqueue.core.errors import RuleError
-from ktqueue.loading.ktransformers import ForeignRule, Placement, is_foreign, read_placement
+from ktqueue.loading.ktransformers import KTransformersRule, Placement, has_ktransformers_form, read_placement
 
 KEEP = "default"  # the op that leaves a module as it is
 SHIPPED_RULES = Path(__file__).parents[1] / "rules"
@@ -138,9 +138,11 @@ class _RuleReader:
             for name, value in part.value
             if name.value == "class"
         ]
-        return read_placement([self._foreign(node) for node in root.value]) if is_foreign(classes) else None
+        if not has_ktransformers_form(classes):
+            return None
+        return read_placement([self._ktransformers_rule(node) for node in root.value])
 
-    def _foreign(self, node: yaml.Node) -> ForeignRule:
+    def _ktransformers_rule(self, node: yaml.Node) -> KTransformersRule:
         fields: dict[str, tuple[int, Any]] = {}
 
         def add(prefix: str, nodes: dict[str, yaml.Node], groups: tuple[str, ...]) -> None:
@@ -153,7 +155,7 @@ class _RuleReader:
         add("", self._fields(node, "a rule", None), ("match", "replace"))
         if "replace.class" not in fields:
             self._fail(node, "a rule of KTransformers needs class in replace")
-        return ForeignRule(node.start_mark.line + 1, fields)
+        return KTransformersRule(node.start_mark.line + 1, fields)
 
     def _placed(self, placement: Placement) -> list[Rule]:
         """Return the shipped rules that have the effect of KTransformers' file. Raises RuleError for all its lines."""

@@ -40,7 +40,11 @@ weights int8 also means float32. On AMX it may mean bf16: see `tile_rows` and `s
 
 @dataclass(frozen=True, slots=True)
 class GateFacts:
-    """How the gate and up of an MLP are joined. alpha, limit: of swiglu_clamped."""
+    """How the gate and up of an MLP are joined.
+
+    alpha, limit: of swiglu_clamped, which is gate * sigmoid(alpha * gate) * (up + 1) after gate is clamped to at most
+    limit and up to -limit .. limit. Source: GptOssExperts of transformers.
+    """
 
     activation: ActivationName
     alpha: float = 0.0
@@ -166,14 +170,14 @@ class ExpertLayer:
     """The routed experts of one layer on this machine's CPUs. Weights are packed; `weights` is not kept.
 
     A token's result does not depend on the thread count. It depends on other tokens only by whether an expert has at
-    least `tile_rows` rows. A token with an infinity or a NaN gets NaN and affects no other. Raises
-    ValueError if shapes or sizes disagree, or with the row whose scale is not finite.
+    least `tile_rows` rows. A token with an infinity or a NaN gets NaN and affects no other. `joining`: of the gate and
+    the up of each expert. Raises ValueError if shapes or sizes disagree, or with the row whose scale is not finite.
     """
 
     def __init__(
         self,
         weights: ExpertWeights,
-        joined: GateFacts = SILU,
+        joining: GateFacts = SILU,
         *,
         activations: ActivationType = "int8",
         isa: str = "",
@@ -183,7 +187,7 @@ class ExpertLayer:
             for matrix in (weights.gate, weights.up, weights.down)
         )
         self._layer = _kernels.ExpertLayer(
-            gate, up, down, joined.activation, joined.alpha, joined.limit, activations, isa
+            gate, up, down, joining.activation, joining.alpha, joining.limit, activations, isa
         )
 
     @property

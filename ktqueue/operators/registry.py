@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 from ktqueue.operators.base import Operator
@@ -70,20 +70,19 @@ def _path(operator: type) -> str:
     return f"{operator.__module__}:{operator.__qualname__}"
 
 
-def _point(name: str) -> EntryPoint:
-    """Return the entry point with that name. Raises ValueError if there is none, or more than one."""
-    points = [*entry_points(group=GROUP, name=name)]
-    if len({point.value for point in points}) > 1:
-        values = ", ".join(sorted(point.value for point in points))
-        raise ValueError(f"several installed packages have an operator {name}: {values}; name one by class")
-    if not points:
+def _path_of_short_name(name: str) -> str:
+    """Return the path that an installed package gives a short name. Raises ValueError if none does, or several do."""
+    paths = sorted({point.value for point in entry_points(group=GROUP, name=name)})
+    if not paths:
         raise ValueError(f"{name!r} is not a path such as package.module:Class")
-    return EntryPoint(name, points[0].value, GROUP)
+    if len(paths) > 1:
+        raise ValueError(f"several installed packages have an operator {name}: {', '.join(paths)}; name one by class")
+    return paths[0]
 
 
 @cache
 def _custom_class(name: str) -> type[Operator]:
-    path = name if ":" in name else _point(name).value
+    path = name if ":" in name else _path_of_short_name(name)
     module_name, _, class_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -94,15 +93,11 @@ def _custom_class(name: str) -> type[Operator]:
         raise ValueError(f"{module_name} has no class {class_name!r}; {_GUIDE}")
     if not issubclass(found, Operator):
         raise ValueError(f"{path} is not a subclass of ktqueue.operators.base.Operator; {_GUIDE}")
-    missing = [method for method in ("from_module", "load", "device_bytes") if _is_inherited(found, method)]
-    if found.forward is Operator.forward:
-        missing.append("forward")
-    if missing:
+    if missing := [name for name in ("from_module", "load", "device_bytes", "forward") if _is_inherited(found, name)]:
         raise ValueError(f"{path} lacks {', '.join(missing)}; {_GUIDE}")
     return found
 
 
 def _is_inherited(found: type[Operator], method: str) -> bool:
     """Whether the class has only the method of Operator, which raises NotImplementedError."""
-    own, base = inspect.getattr_static(found, method), inspect.getattr_static(Operator, method)
-    return own is base
+    return inspect.getattr_static(found, method) is inspect.getattr_static(Operator, method)

@@ -47,7 +47,8 @@ class ModelFamily:
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
     frequencies. `latent`: the attention is multi-head latent attention. `sigmoid`: experts are scored by sigmoid.
     `by_tensor`: config values that are true if a file has that tensor. `rope`: rotary parameters that the architecture
-    fixes. `alternating`: every second layer, from the first on, has a sliding window.
+    fixes. `alternating`: every second layer, from the first on, has a sliding window. `softmax_of_chosen`: files may
+    say that experts are scored by the softmax over the chosen ones.
     """
 
     architecture: str
@@ -64,6 +65,7 @@ class ModelFamily:
     by_tensor: Mapping[str, str] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
     alternating: bool = False
+    softmax_of_chosen: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -107,6 +109,12 @@ _SIGMOID = (
     MetadataField("norm_topk_prob", "expert_weights_norm", bool, required=False, absent=False),
     MetadataField("n_group", "expert_group_count", required=False, absent=1),
     MetadataField("topk_group", "expert_group_used_count", required=False, absent=1),
+)
+_LOCAL_EXPERTS = (
+    *_COMMON,
+    MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+    MetadataField("intermediate_size", "expert_feed_forward_length"),
+    _HEAD_DIM,
 )
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
@@ -218,12 +226,7 @@ FAMILIES = (
         architecture="minimax-m2",
         model_type="minimax_m2",
         class_name="MiniMaxM2ForCausalLM",
-        fields=(
-            *_COMMON,
-            MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
-            MetadataField("intermediate_size", "expert_feed_forward_length"),
-            _HEAD_DIM,
-        ),
+        fields=_LOCAL_EXPERTS,
         layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS),
         layer_tensors=("mlp.e_score_correction_bias",),
         implied={"hidden_act": "silu"},
@@ -233,18 +236,13 @@ FAMILIES = (
         architecture="gpt-oss",
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
-        fields=(
-            *_COMMON,
-            MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
-            MetadataField("intermediate_size", "expert_feed_forward_length"),
-            MetadataField("sliding_window", "attention.sliding_window"),
-            _HEAD_DIM,
-        ),
+        fields=(*_LOCAL_EXPERTS, MetadataField("sliding_window", "attention.sliding_window")),
         layer_modules=(*_NORMS, *_ATTENTION, "mlp.router", *_EXPERTS[1:]),
         layer_tensors=("self_attn.sinks",),
         implied={"hidden_act": "silu", "attention_bias": True},
         rope={"truncate": False},
         alternating=True,
+        softmax_of_chosen=True,
     ),
     ModelFamily(
         architecture="qwen3",
@@ -291,7 +289,7 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
     routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
     gating = metadata_count(metadata, key := f"{architecture}.expert_gating_func", source)
     sigmoid = gating == SIGMOID
-    over_chosen = gating == _SOFTMAX_OF_CHOSEN and architecture == "gpt-oss"
+    over_chosen = gating == _SOFTMAX_OF_CHOSEN and any(family.softmax_of_chosen for family in candidates)
     if (gating > SIGMOID and not over_chosen) or (sigmoid and not any(family.sigmoid for family in candidates)):
         raise CheckpointError(f"{source}: {key} {gating} is not supported")
     matching = (family for family in candidates if (family.has_experts, family.sigmoid) == (routed, sigmoid))
