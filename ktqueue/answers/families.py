@@ -15,13 +15,14 @@ class ReasoningFormat:
     """Reasoning stands between `start` and `end`, before the answer.
 
     `wrappers`: marks around the answer itself, which are dropped. `begun`: an answer begins inside reasoning, also if
-    neither it nor its prompt has `start`.
+    neither it nor its prompt has `start`. `specials`: as in ToolFormat.
     """
 
     start: str
     end: str
     wrappers: tuple[str, ...] = ()
     begun: bool = False
+    specials: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,13 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "hunyuan": ReasoningFormat("<think>", "</think>", wrappers=("<answer>", "</answer>")),
     "ernie": ReasoningFormat("<think>", "</think>", wrappers=("<response>", "</response>")),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
-    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
-    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>", specials=True),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", specials=True),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-    "command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
-    "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
-    "harmony": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", specials=True),
+    "command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", specials=True),
+    "seed": ReasoningFormat("<seed:think>", "</seed:think>", specials=True),
+    "harmony": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", specials=True),
 }
 
 _TOOL_CALL = ToolFormat(starts=("<tool_call>", "<function="), ends=("</tool_call>",))
@@ -255,14 +256,8 @@ def _named(
 def has_special_markers(tool_parser: str, reasoning_parser: str) -> bool:
     """Whether special tokens must be part of the text, so that these formats can be read."""
     tools = TOOLS.get(tool_parser)
-    return (tools is not None and tools.specials) or reasoning_parser in (
-        "apertus",
-        "command",
-        "gemma4",
-        "mistral",
-        "seed",
-        HARMONY,
-    )
+    reasoning = REASONING.get(reasoning_parser)
+    return (tools is not None and tools.specials) or (reasoning is not None and reasoning.specials)
 
 
 def tool_format_of(template: str) -> str:
