@@ -8,6 +8,7 @@ from typing import Any
 from ktqueue.answers.call_readers import NAME, CallReader, Emit, HeldText, to_json
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+_LINE_ENDS = {"\r": "\n"}
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 
 
@@ -80,7 +81,8 @@ def _python_calls(text: str) -> list[tuple[str, str] | str]:
             for expression in expressions
             for element in (expression.elts if isinstance(expression, ast.List) else [expression])
         ]
-        return [_call(element) or ast.get_source_segment(source, element) or "" for element in elements]
+        lines = [line.encode() for line in source.split("\n")]  # of which Python counts no others
+        return [_call(element) or _text_of(lines, element) for element in elements]
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return []
 
@@ -96,6 +98,15 @@ def _call(element: ast.expr) -> tuple[str, str] | None:
         return name, to_json({str(keyword.arg): _value(keyword.value) for keyword in element.keywords})
     except (ValueError, TypeError):
         return None
+
+
+def _text_of(lines: list[bytes], node: ast.expr) -> str:
+    """The source of a node. ast.get_source_segment splits the whole source for each node, which is quadratic."""
+    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+    if first == last:
+        return lines[first][node.col_offset : node.end_col_offset].decode()
+    whole = [lines[first][node.col_offset :], *lines[first + 1 : last], lines[last][: node.end_col_offset]]
+    return b"\n".join(whole).decode()
 
 
 def _value(node: ast.expr) -> Any:
@@ -116,12 +127,15 @@ def _value(node: ast.expr) -> Any:
 
 
 def _cleaned(text: str) -> str:
-    """The text with escapes for line breaks inside strings, and without zeros before whole numbers."""
+    """The text with escapes for line breaks inside strings, and without zeros before whole numbers.
+
+    Its lines end with a line feed alone.
+    """
     out: list[str] = []
     quote, escaped = "", False
     for place, character in enumerate(text):
         if quote:
-            out.append(character if escaped else _ESCAPES.get(character, character))
+            out.append(_LINE_ENDS.get(character, character) if escaped else _ESCAPES.get(character, character))
             if escaped:
                 escaped = False
             elif character == "\\":
@@ -131,7 +145,7 @@ def _cleaned(text: str) -> str:
         elif character == "0" and text[place + 1 : place + 2].isdigit() and not _continues(out):
             continue
         else:
-            out.append(character)
+            out.append(_LINE_ENDS.get(character, character))
             quote = character if character in "\"'" else ""
     return "".join(out)
 

@@ -244,3 +244,15 @@ def test_a_line_like_a_tag_is_part_of_a_value() -> None:
     answer = f"<function=edit>\n<parameter=old>\n{old}\n</parameter>\n</function>"
     for pieces in ([answer], [*answer]):
         assert read("qwen3_coder", "none", pieces)[2] == [("edit", json.dumps({"old": old}))]
+
+
+def test_many_wrong_calls_are_text_within_the_time_of_a_test() -> None:
+    """A model can write as many as its answer is long, and the gateway has other clients meanwhile."""
+    answer = f"[list(), {', '.join(f'bad(x=b{i})' for i in range(20_000))}]"
+    _, text, calls = read("pythonic", "none", [answer])
+    assert calls == [("list", "{}")]
+    assert text.splitlines()[-1] == "bad(x=b19999)"
+
+
+def test_a_wrong_call_of_several_lines_is_given_back_as_it_was() -> None:
+    assert read("pythonic", "none", ["[é(x=o),\n list(), bad(\n 1)]"]) == ("", "é(x=o)\nbad(\n 1)", [("list", "{}")])
