@@ -61,8 +61,8 @@ MODELS: dict[str, Mutation] = {
     "operators of packages are not closed": Mutation(
         "an operator of a package is closed with the engine",
         "ktqueue/engine/gpu/device_model.py",
-        "                operator.close()\n",
-        "                pass\n",
+        "                    close()\n",
+        "                    pass\n",
         (f"{CUSTOM}::test_a_norm_and_experts_of_a_package_give_the_same_tokens",),
     ),
     "KTransformers' second GPU is ignored": Mutation(

@@ -7,7 +7,6 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from ktqueue.engine.runner import Model
-from ktqueue.operators.base import Operator
 from ktqueue.operators.gpu.settings import GpuSettings
 
 log = logging.getLogger(__name__)
@@ -46,12 +45,12 @@ class _PlainModel:
         return {}
 
     def close(self) -> None:
-        modules = self._model.modules() if isinstance(self._model, nn.Module) else ()
-        for operator in (module for module in modules if isinstance(module, Operator)):
-            try:
-                operator.close()
-            except Exception:  # an operator of a package can fail in any way
-                log.exception("%s failed in close", type(operator).__name__)
+        for module in self._model.modules() if isinstance(self._model, nn.Module) else ():
+            if callable(close := getattr(module, "close", None)):  # an operator, whose class this layer must not import
+                try:
+                    close()
+                except Exception:  # an operator of a package can fail in any way
+                    log.exception("%s failed in close", type(module).__name__)
 
 
 def device_model(model: Model) -> DeviceModel:
