@@ -21,6 +21,7 @@ from ktqueue.loading.huggingface.config_check import (
     check_values,
     ignored_keys,
 )
+from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
 from ktqueue.operators.decoder_facts import CLASSES, PARTLY_ROTATED
 
@@ -30,6 +31,7 @@ Config = transformers.PretrainedConfig
 def build_config(values: Mapping[str, Any], source: str) -> Config:
     """Build a transformers config from plain values. Raises CheckpointError for an unknown or unusable one."""
     model_type = values.get("model_type")
+    check_model_type(values, source)
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"

@@ -10,6 +10,7 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.header import metadata_count
 from ktqueue.loading.gguf.latent import SIGMOID
+from ktqueue.loading.unsupported import check_architecture
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -284,6 +285,7 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
         raise CheckpointError(f"{source}: metadata key general.architecture is missing")
     candidates = [family for family in FAMILIES if family.architecture == architecture]
     if not candidates:
+        check_architecture(architecture, source)
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
     routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))

@@ -21,6 +21,7 @@ from ktqueue.loading.huggingface.config_check import check_quantization
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.mapped_file import map_file
+from ktqueue.loading.unsupported import check_model_type
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
@@ -39,6 +40,7 @@ def open_folder(folder: Path) -> Checkpoint:
     model_type = config.get("model_type")
     if isinstance(model_type, str):
         config["model_type"] = _SAME_MODEL.get(model_type, model_type)
+    check_model_type(config, str(folder))
     check_quantization(config, str(folder))
     config.pop("quantization_config", None)  # of a kind that is read here
     tensors: dict[str, CheckpointTensor] = {}

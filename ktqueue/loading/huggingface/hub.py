@@ -21,6 +21,7 @@ from ktqueue.core.units import format_bytes
 from ktqueue.loading.huggingface.config_check import check_quantization
 from ktqueue.loading.huggingface.hub_files import HubFile, HubSelection, select
 from ktqueue.loading.json_file import read_json
+from ktqueue.loading.unsupported import check_model_type
 
 SMALL_FILE = 16 << 20  # bytes; smaller files are not resumed
 LIST_SECONDS = 20.0  # timeout of the request that lists the files of a repository
@@ -202,9 +203,10 @@ def _check_disk(model: HubModel, needed_bytes: int, access: HubAccess) -> None:
 
 
 def _check_config(model: HubModel, commit: str, access: HubAccess) -> None:
-    """Refuse a quantised checkpoint before its weights are downloaded. Raises CheckpointError."""
-    path = _folder(model, access) / "snapshots" / commit / "config.json"
-    check_quantization(read_json(path), str(model))
+    """Refuse an unsupported family or quantisation before weights are downloaded. Raises CheckpointError."""
+    config = read_json(_folder(model, access) / "snapshots" / commit / "config.json")
+    check_model_type(config, str(model))
+    check_quantization(config, str(model))
 
 
 def _folder(model: HubModel, access: HubAccess) -> Path:

@@ -1,0 +1,124 @@
+"""Model families that are refused by name, with what they have that no operator computes.
+
+Knows no config classes and no tensors, so that a model is refused before any weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedFamily:
+    """One family. `part`: what it has that is not computed. `model_types`: in config.json. `architectures`: of GGUF
+    files, as llama.cpp names them."""
+
+    name: str
+    part: str
+    model_types: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+
+
+_STATE = "layers that keep a state instead of keys and values"
+_SPARSE = "sparse attention, where an indexer chooses the keys"
+_OWN_CODE = "an architecture that transformers does not have"
+
+UNSUPPORTED = (
+    UnsupportedFamily("Arctic", "dense layers beside the routed ones", ("arctic",), ("arctic",)),
+    UnsupportedFamily("A.X K1", "latent attention with a norm after the experts", ("axk1",)),
+    UnsupportedFamily("A.X K2", _SPARSE, ("axk2",)),
+    UnsupportedFamily("Bamba", f"{_STATE} (Mamba 2)", ("bamba",)),
+    UnsupportedFamily("DBRX", "one matrix for query, key and value that is clamped", (), ("dbrx",)),
+    UnsupportedFamily("DeepSeek-V3.2", _SPARSE, ("deepseek_v32",), ("deepseek32",)),
+    UnsupportedFamily(
+        "DeepSeek-V4",
+        "attention to compressed keys, and experts that are chosen by token id",
+        ("deepseek_v4",),
+        ("deepseek4",),
+    ),
+    UnsupportedFamily("Falcon-H1", f"{_STATE} (Mamba 2)", ("falcon_h1",), ("falcon-h1",)),
+    UnsupportedFamily("Falcon-Mamba", f"{_STATE} (Mamba)", ("falcon_mamba",)),
+    UnsupportedFamily("Gemma 2", "a soft cap of attention scores and logits", (), ("gemma2",)),
+    UnsupportedFamily("Gemma 3n", "embeddings for each layer", (), ("gemma3n",)),
+    UnsupportedFamily("Gemma 4", "heads whose size differs between layers", (), ("gemma4",)),
+    UnsupportedFamily("GLM-5", _SPARSE, ("glm_moe_dsa",), ("glm-dsa",)),
+    UnsupportedFamily("GLM-5-Next", f"{_SPARSE}, and {_STATE}", ("glm5_next", "glm5_next_text")),
+    UnsupportedFamily("Granite 4 hybrid", f"{_STATE} (Mamba 2)", (), ("granitehybrid",)),
+    UnsupportedFamily("Grok", "a soft cap of attention scores and logits", (), ("grok",)),
+    UnsupportedFamily("Hunyuan 4", f"{_SPARSE}, and hyper-connections", ("hy_v4",)),
+    UnsupportedFamily(
+        "Inkling", "short convolutions and attention by relative position", ("inkling_mm_model", "inkling_text")
+    ),
+    UnsupportedFamily("Jamba", f"{_STATE} (Mamba)", ("jamba",), ("jamba",)),
+    UnsupportedFamily("Kimi-Linear", f"{_STATE} (Kimi delta attention)", ("kimi_linear",), ("kimi-linear",)),
+    UnsupportedFamily("LFM2", "layers with a short convolution", ("lfm2", "lfm2_moe"), ("lfm2", "lfm2moe")),
+    UnsupportedFamily(
+        "Ling", _OWN_CODE, ("bailing_moe", "bailing_moe_v2", "bailing_hybrid"), ("bailingmoe", "bailingmoe2")
+    ),
+    UnsupportedFamily("Llama 4", "chunked attention", ("llama4", "llama4_text"), ("llama4",)),
+    UnsupportedFamily(
+        "LongCat",
+        "two attention layers in each layer, and experts that copy their input",
+        ("longcat_flash",),
+    ),
+    UnsupportedFamily("Mamba", _STATE, ("mamba", "mamba2"), ("mamba", "mamba2")),
+    UnsupportedFamily(
+        "MiMo-V2",
+        "keys and values of different sizes, whose number of heads differs between layers",
+        ("mimo_v2_flash",),
+        ("mimo2",),
+    ),
+    UnsupportedFamily("MiniCPM3", "latent attention of a dense model", ("minicpm3",), ("minicpm3",)),
+    UnsupportedFamily("MiniMax-M1", f"{_STATE} (lightning attention)", ("minimax",)),
+    UnsupportedFamily(
+        "MiniMax-M3",
+        f"{_SPARSE}, and a gate with limits",
+        ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
+    ),
+    UnsupportedFamily(
+        "Mistral 4", "latent attention whose queries are scaled by position", ("mistral4",), ("mistral4",)
+    ),
+    UnsupportedFamily(
+        "Nemotron-H",
+        f"{_STATE} (Mamba 2), and experts without a gate",
+        ("nemotron_h",),
+        ("nemotron_h", "nemotron_h_moe"),
+    ),
+    UnsupportedFamily("OLMo hybrid", f"{_STATE} (gated delta rule)", ("olmo_hybrid",)),
+    UnsupportedFamily("PLaMo 2", f"{_STATE} (Mamba)", ("plamo2",), ("plamo2",)),
+    UnsupportedFamily("Qwen4-exp", f"{_SPARSE}, and {_STATE}", ("qwen4_exp", "qwen4_exp_text"), ("qwen4exp",)),
+    UnsupportedFamily("RecurrentGemma", _STATE, ("recurrent_gemma",)),
+    UnsupportedFamily("RWKV", _STATE, ("rwkv", "rwkv7"), ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")),
+    UnsupportedFamily("SmallThinker", "a router in front of attention", ("smallthinker",), ("smallthinker",)),
+    UnsupportedFamily(
+        "Step-3.5", "a gate for each attention head, and limited gates", ("step3p5", "step3p7"), ("step35",)
+    ),
+    UnsupportedFamily("Youtu", "latent attention of a dense model", ("youtu",)),
+    UnsupportedFamily("xLSTM", _STATE, ("xlstm",)),
+    UnsupportedFamily("Zamba", f"{_STATE} (Mamba)", ("zamba", "zamba2")),
+    UnsupportedFamily("Zaya", "convolutions in attention", ("zaya",)),
+)
+_BY_MODEL_TYPE = {model_type: family for family in UNSUPPORTED for model_type in family.model_types}
+_BY_ARCHITECTURE = {architecture: family for family in UNSUPPORTED for architecture in family.architectures}
+
+
+def check_model_type(config: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if config.json is of an unsupported family, or if its language model is.
+
+    config: the values of config.json. source: the beginning of the message.
+    """
+    text_config = config.get("text_config")
+    for values in (config, text_config if isinstance(text_config, Mapping) else {}):
+        _refuse(_BY_MODEL_TYPE, "model_type", values.get("model_type"), source)
+
+
+def check_architecture(architecture: str, source: str) -> None:
+    """Raise CheckpointError if a GGUF file is of an unsupported family. source: the beginning of the message."""
+    _refuse(_BY_ARCHITECTURE, "GGUF architecture", architecture, source)
+
+
+def _refuse(families: Mapping[str, UnsupportedFamily], key: str, value: Any, source: str) -> None:
+    if isinstance(value, str) and (family := families.get(value)):
+        raise CheckpointError(f"{source}: {family.name} is not supported: it has {family.part} ({key} {value!r})")

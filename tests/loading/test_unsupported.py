@@ -1,0 +1,70 @@
+"""Families that are refused by name, before a weight is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.families import FAMILIES, family_of_metadata
+from ktqueue.loading.huggingface.checkpoint import open_folder
+from ktqueue.loading.skeleton import build_config
+from ktqueue.loading.unsupported import UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "deepseek_v4"},
+            "DeepSeek-V4 is not supported: it has attention to compressed keys, and experts that are chosen by token "
+            "id (model_type 'deepseek_v4')",
+        ),
+        (
+            {"model_type": "nemotron_h"},
+            "Nemotron-H is not supported: it has layers that keep a state instead of keys and values (Mamba 2), and "
+            "experts without a gate (model_type 'nemotron_h')",
+        ),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+            "Mistral 4 is not supported: it has latent attention whose queries are scaled by position (model_type "
+            "'mistral4')",
+        ),
+        (
+            {"model_type": "glm_moe_dsa", "quantization_config": {"quant_method": "fp8"}},
+            "GLM-5 is not supported: it has sparse attention, where an indexer chooses the keys (model_type "
+            "'glm_moe_dsa')",
+        ),
+        (
+            {"model_type": "bailing_moe_v2"},  # transformers does not know the type
+            "Ling is not supported: it has an architecture that transformers does not have (model_type "
+            "'bailing_moe_v2')",
+        ),
+    ],
+)
+def test_a_folder_is_refused_by_its_config(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(CheckpointError) as caught:
+        open_folder(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: {message}"
+    with pytest.raises(CheckpointError) as caught:
+        build_config(config, "model")
+    assert str(caught.value) == f"model: {message}"
+
+
+def test_a_file_is_refused_by_its_architecture() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        family_of_metadata({"general.architecture": "step35"}, "file.gguf")
+    part = "a gate for each attention head, and limited gates"
+    assert str(caught.value) == f"file.gguf: Step-3.5 is not supported: it has {part} (GGUF architecture 'step35')"
+
+
+def test_no_family_is_both_supported_and_refused() -> None:
+    model_types = [model_type for family in UNSUPPORTED for model_type in family.model_types]
+    architectures = [architecture for family in UNSUPPORTED for architecture in family.architectures]
+    assert len({*model_types}) == len(model_types) and len({*architectures}) == len(architectures)
+    assert not {*model_types} & {family.model_type for family in FAMILIES}
+    assert not {*architectures} & {family.architecture for family in FAMILIES}
+    assert all(family.model_types or family.architectures for family in UNSUPPORTED)
