@@ -14,9 +14,11 @@ from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.gguf.families import ModelFamily, family_of_metadata
 from ktqueue.loading.gguf.header import GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
+from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
 from ktqueue.loading.gguf.library import gguf_names, split_expert_name, type_name
 from ktqueue.loading.gguf.metadata import config_from_metadata, multi_token_layers
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, longrope_parameters
+from ktqueue.loading.single_experts import stack_experts
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights
 
@@ -86,12 +88,15 @@ def build_checkpoint(
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if family.latent:
         join_latent_tensors(path, tensors)
+    split_fused_tensors(path, tensors, config)
     _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(family, metadata, path))
     layers = _check_layers(path, config["num_hidden_layers"], tensors)
+    single = take_single_experts(path, tensors)
     dense, stacks = _rename_tensors(path, family, config, tensors, layers)
     _finish_config(path, config, metadata, dense)
     config |= {key: name in dense for key, name in family.by_tensor.items()}
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
+    experts |= {name: stack_experts(path, name, parts) for name, parts in single.items()}
     return Checkpoint(path, config, dense, experts, files)
 
 

@@ -21,6 +21,7 @@ from ktqueue.loading.huggingface.config_check import check_quantization
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.mapped_file import map_file
+from ktqueue.loading.single_experts import stack_experts
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
@@ -141,29 +142,10 @@ def _group(
             dense[name] = tensor
     if both := sorted(single.keys() & fused.keys()):
         raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and fused")
-    experts = {module: _from_single(folder, module, parts) for module, parts in single.items()}
+    experts = {module: stack_experts(str(folder), module, parts) for module, parts in single.items()}
     from_parts = interleaved_experts if interleaved else _from_fused
     experts.update({module: from_parts(folder, module, parts) for module, parts in fused.items()})
     return dense, experts
-
-
-def _from_single(folder: Path, module: str, parts: dict[str, dict[int, CheckpointTensor]]) -> ExpertWeights:
-    count = max(len(tensors) for tensors in parts.values())
-    stacks = {}
-    for part, tensors in parts.items():
-        if sorted(tensors) != list(range(count)):
-            missing = sorted(set(range(count)) - set(tensors))
-            raise CheckpointError(f"{folder}: {module}: no {part} weights for experts {missing[:8]}")
-        first = tensors[0]
-        if different := [t.name for t in tensors.values() if (t.quant, t.shape) != (first.quant, first.shape)]:
-            raise CheckpointError(f"{folder}: tensor {different[0]!r} differs in type or shape from {first.name!r}")
-        if len(first.shape) != 2:
-            raise CheckpointError(
-                f"{folder}: tensor {first.name!r} has the shape {list(first.shape)}, expected a matrix"
-            )
-        rows, columns = first.shape
-        stacks[part] = PackedExperts(first.quant, rows, columns, [tensors[i].data for i in range(count)])
-    return ExpertWeights(**stacks)
 
 
 def _from_fused(folder: Path, module: str, parts: dict[str, CheckpointTensor]) -> ExpertWeights:
