@@ -14,8 +14,10 @@ import yaml
 
 from ktqueue.core.errors import RuleError
 from ktqueue.loading.ktransformers import KTransformersRule, Placement, has_ktransformers_form, read_placement
+from ktqueue.operators.model_classes import SUPPORTED
 
 KEEP = "default"  # the op that leaves a module as it is
+SUPPORTED_CLASSES = "supported"  # instead of a pattern of class names
 SHIPPED_RULES = Path(__file__).parents[1] / "rules"
 DEFAULT_RULES = SHIPPED_RULES / "default.yaml"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -235,7 +237,7 @@ class _RuleReader:
         op, device, options = self._replacement(fields["replace"])
         return Rule(
             name=self._pattern(match["name"], "name") if "name" in match else None,
-            class_name=self._pattern(match["class"], "class") if "class" in match else None,
+            class_name=self._class_pattern(match["class"], op) if "class" in match else None,
             on_device=self._text(match["device"], "device", ["cpu", "cuda"]) if "device" in match else None,
             dtype=self._text(match["dtype"], "dtype", [*_DTYPES]) if "dtype" in match else None,
             op=op,
@@ -245,6 +247,14 @@ class _RuleReader:
             optional=self._flag(fields["optional"], "optional") if "optional" in fields else False,
             source=f"{self._path}:{node.start_mark.line + 1}",
         )
+
+    def _class_pattern(self, node: yaml.Node, op: str) -> re.Pattern[str]:
+        """Return the pattern of class names. The word `supported` stands for those that the operator lists."""
+        if self._value(node, "class") != SUPPORTED_CLASSES:
+            return self._pattern(node, "class")
+        if op not in SUPPORTED:
+            self._fail(node, f"class: {SUPPORTED_CLASSES} needs an op that lists classes: {', '.join(SUPPORTED)}")
+        return re.compile(f"^({'|'.join(SUPPORTED[op])})$")
 
     def _replacement(self, node: yaml.Node) -> tuple[str, str | None, dict[str, Any]]:
         """Return operator, device and options of the mapping `replace`."""

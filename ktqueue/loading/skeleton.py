@@ -23,7 +23,7 @@ from ktqueue.loading.huggingface.config_check import (
 )
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
-from ktqueue.operators.decoder_facts import CLASSES, PARTLY_ROTATED
+from ktqueue.operators.model_classes import CLASSES, PARTLY_ROTATED
 
 Config = transformers.PretrainedConfig
 

@@ -13,27 +13,9 @@ from torch import nn
 from ktqueue.operators.attention import window_of
 from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, latent_shape
+from ktqueue.operators.model_classes import CLASSES, LATENT_CLASSES
 from ktqueue.operators.native import GateFacts
 
-CLASSES = (
-    "Dots1ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "LlamaForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "OlmoeForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-"""Models that facts_of() describes completely. Tests compare them with transformers."""
-LATENT_CLASSES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-"""The same with latent attention; on a GPU only."""
-PARTLY_ROTATED = ("Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM")
-"""Those whose rotary embeddings may turn only the first columns of each head."""
 _CORRECTION = "e_score_correction_bias"
 
 
@@ -177,6 +159,8 @@ def _router(mlp: Any) -> RouterFacts:
         limited = owner is not None or router.topk_method == "group_limited_greedy"
         facts = {"scale": float(router.routed_scaling_factor)}
         facts |= {"groups": router.num_group, "groups_used": router.topk_group} if limited else {}
+    elif hasattr(router, "router_scaling_factor"):
+        facts = {"scale": float(router.router_scaling_factor)}
     return RouterFacts(
         name=f"mlp.{name}",
         experts=router.num_experts,

@@ -60,8 +60,8 @@ class LatentAttention(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Take the sizes from a DeepseekV2Attention or DeepseekV3Attention of transformers. Options for packed
-        matrices: `activations`, `isa`. Raises ValueError for any other module."""
+        """Take the sizes from an attention of transformers that model_classes.py lists. Options for packed matrices:
+        `activations`, `isa`. Raises ValueError for any other module."""
         chosen = kernel_options("LatentAttention", options)
         try:
             shape = latent_shape(module)

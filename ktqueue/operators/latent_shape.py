@@ -36,7 +36,7 @@ class LatentShape:
 
 
 def latent_shape(module: nn.Module) -> LatentShape:
-    """Read the shape from transformers' DeepseekV2Attention or DeepseekV3Attention. Raises ValueError for any other
+    """Read the shape from transformers' DeepseekV2Attention or a copy of it. Raises ValueError for any other
     module."""
     attention: Any = module
     if not hasattr(module, "kv_a_proj_with_mqa"):

@@ -73,6 +73,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "partial_rotary_factor": 0.5}),
     "dots1": ("dots1", {**SIGMOID, "head_dim": 16, "sliding_window": 8, "max_window_layers": 1}),
     "gpt_oss": ("gpt_oss", {**MOE, "num_local_experts": 6, "head_dim": 16, "sliding_window": 8}),
+    "hy_v3": ("hy_v3", {**MOE, "head_dim": 16, "router_scaling_factor": 1.7, "pad_token_id": 0}),
+    "solar_open": ("solar_open", {**SIGMOID, "head_dim": 16, "pad_token_id": 0}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
 }
 
@@ -86,6 +88,10 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": ("deepseek_v3", {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "pad_token_id": 0},
+    ),
     "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 

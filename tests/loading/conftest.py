@@ -54,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**ROUTED, "intermediate_size": 32},
     "deepseek_v2": LATENT,
     "deepseek_v3": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
+    "glm4_moe_lite": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
+    "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     "dots1": {**SIGMOID, "head_dim": 16, "sliding_window": None},
     "minimax_m2": {

@@ -10,7 +10,7 @@ from ktqueue.core.errors import RuleError
 from ktqueue.loading.load import load_model
 from ktqueue.loading.plan import LoadPlan, make_plan
 from ktqueue.loading.rules import DEFAULT_RULES, SHIPPED_RULES, Rule, load_rules, rules_file
-from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES
+from ktqueue.operators.model_classes import SUPPORTED
 
 OPERATORS = ("CpuExperts", "Other")
 WHOLE = (*OPERATORS, "CpuDecoder", "CpuLinear", "GpuDecoder", "LatentAttention")
@@ -288,12 +288,17 @@ def test_the_other_shipped_files_change_the_default() -> None:
     assert modules == default[2:]
 
 
-def test_default_rules_name_the_models_that_the_decoder_knows() -> None:
-    of_the_cpu, of_a_gpu = load_rules(DEFAULT_RULES, WHOLE)[:2]
-    for decoder, classes in ((of_the_cpu, CLASSES), (of_a_gpu, (*CLASSES, *LATENT_CLASSES))):
-        assert decoder.class_name is not None
-        assert all(decoder.class_name.search(name) for name in classes)
-        assert decoder.class_name.pattern.count("|") + 1 == len(classes)
+def test_default_rules_replace_the_classes_that_operators_support(tmp_path: Path) -> None:
+    rules = {rule.op: rule for rule in load_rules(DEFAULT_RULES, WHOLE)}
+    for op, classes in SUPPORTED.items():
+        pattern = rules[op].class_name
+        assert pattern is not None and all(pattern.search(name) for name in classes)
+        assert not any(pattern.search(name) for name in ("supported", f"{classes[0]}2", f"X{classes[0]}", "Linear"))
+    path = tmp_path / "rules.yaml"
+    path.write_text("- match: {class: supported}\n  replace: {op: CpuLinear}")
+    limit = "CpuDecoder, GpuDecoder, LatentAttention"
+    with pytest.raises(RuleError, match=rf"rules.yaml:1: class: supported needs an op that lists classes: {limit}"):
+        load_rules(path, WHOLE)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from ktqueue.loading.gguf.families import MetadataField, ModelFamily
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
-from ktqueue.operators.decoder_facts import PARTLY_ROTATED
+from ktqueue.operators.model_classes import PARTLY_ROTATED
 
 _MULTI_TOKEN_LAYERS = "nextn_predict_layers"
 

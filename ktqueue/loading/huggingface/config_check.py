@@ -10,7 +10,7 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 
-LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
+LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Model types whose attention LatentAttention computes."""
 
 _COUNTS = (
@@ -159,7 +159,7 @@ def _check_window(config: Any, source: str) -> None:
 
 def _check_groups(config: Any, source: str) -> None:
     """Check the expert groups of a latent model, whose router would otherwise fail in the first step."""
-    sigmoid = config.model_type == "deepseek_v3"  # its router has only this method
+    sigmoid = config.model_type != "deepseek_v2"  # the other routers have only this method
     method = "group_limited_greedy" if sigmoid else config.topk_method
     if method not in ("greedy", "group_limited_greedy"):
         raise _refusal(source, "topk_method", "greedy or group_limited_greedy", method)

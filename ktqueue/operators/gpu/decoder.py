@@ -14,7 +14,7 @@ from torch import nn
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import DecoderOutput, rotary_tables
-from ktqueue.operators.decoder_facts import CLASSES, LATENT_CLASSES, DecoderFacts, RouterFacts, facts_of
+from ktqueue.operators.decoder_facts import DecoderFacts, RouterFacts, facts_of
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
@@ -24,6 +24,7 @@ from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.model_classes import SUPPORTED
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.step import StepContext
@@ -53,7 +54,7 @@ class GpuDecoder(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Make one for a model of decoder_facts.CLASSES or LATENT_CLASSES.
+        """Make one for a model of one of the classes that model_classes.py lists.
 
         Options: `dense`, a DenseType, and `activations` and `isa` for the CPU's experts. Raises ValueError.
         """
@@ -62,7 +63,7 @@ class GpuDecoder(Operator):
             raise ValueError(f"GpuDecoder: dense must be {' or '.join(get_args(DenseType))}, got {dense!r}")
         chosen = kernel_options("GpuDecoder", options, "dense")
         try:
-            facts = facts_of(module, DTYPES, (*CLASSES, *LATENT_CLASSES))
+            facts = facts_of(module, DTYPES, SUPPORTED["GpuDecoder"])
         except ValueError as error:
             name = type(module).__name__
             raise ValueError(

@@ -1,0 +1,51 @@
+"""Classes of transformers that our operators replace, and what cannot be read from their modules.
+
+This is the only list of them: rules with `class: supported` and decoder_facts read it. Knows no torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClass:
+    """A causal language model that the decoders compute.
+
+    partly_rotated: rotary embeddings may turn only the first columns of each head. latent: the name of the class of its
+    multi-head latent attention, which only the decoder of the GPU computes; empty: it has none.
+    """
+
+    name: str
+    partly_rotated: bool = False
+    latent: str = ""
+
+
+MODEL_CLASSES = (
+    ModelClass("DeepseekV2ForCausalLM", latent="DeepseekV2Attention"),
+    ModelClass("DeepseekV3ForCausalLM", latent="DeepseekV3Attention"),
+    ModelClass("Dots1ForCausalLM"),
+    ModelClass("Glm4MoeForCausalLM", partly_rotated=True),
+    ModelClass("Glm4MoeLiteForCausalLM", latent="Glm4MoeLiteAttention"),
+    ModelClass("GptOssForCausalLM"),
+    ModelClass("HYV3ForCausalLM"),
+    ModelClass("LlamaForCausalLM"),
+    ModelClass("MiniMaxM2ForCausalLM", partly_rotated=True),
+    ModelClass("MistralForCausalLM"),
+    ModelClass("MixtralForCausalLM"),
+    ModelClass("OlmoeForCausalLM"),
+    ModelClass("Qwen2ForCausalLM"),
+    ModelClass("Qwen2MoeForCausalLM"),
+    ModelClass("Qwen3ForCausalLM"),
+    ModelClass("Qwen3MoeForCausalLM"),
+    ModelClass("SolarOpenForCausalLM", partly_rotated=True),
+)
+"""Tests compare every one of them with transformers."""
+
+CLASSES = tuple(entry.name for entry in MODEL_CLASSES if not entry.latent)
+LATENT_CLASSES = tuple(entry.name for entry in MODEL_CLASSES if entry.latent)
+PARTLY_ROTATED = tuple(entry.name for entry in MODEL_CLASSES if entry.partly_rotated)
+SUPPORTED = {
+    "CpuDecoder": CLASSES,
+    "GpuDecoder": (*CLASSES, *LATENT_CLASSES),
+    "LatentAttention": tuple(entry.latent for entry in MODEL_CLASSES if entry.latent),
+}
+"""The classes that an operator replaces, by the operator's name."""
