@@ -41,6 +41,14 @@ HALF_SCALES: dict[str, tuple[tuple[int, ...], float]] = {
     "Q6_K": ((208,), 0.00003),
     "IQ4_NL": ((0,), 0.001),
     "IQ4_XS": ((0,), 0.00006),
+    "IQ2_XXS": ((0,), 0.003),
+    "IQ2_XS": ((0,), 0.003),
+    "IQ2_S": ((0,), 0.003),
+    "IQ3_XXS": ((0,), 0.001),
+    "IQ3_S": ((0,), 0.0007),
+    "IQ1_S": ((0,), 0.015),
+    "TQ1_0": ((52,), 0.1),
+    "TQ2_0": ((64,), 0.1),
 }
 
 
@@ -153,6 +161,14 @@ def random_weights() -> Callable[..., np.ndarray[Any, np.dtype[np.uint8]]]:
         blocks = random.integers(0, 256, (count // elements, size), dtype=np.uint8)
         if quant == "MXFP4":
             blocks[:, 0] = random.integers(120, 124, len(blocks))  # 2^-8 to 2^-5
+            return blocks.reshape(-1)
+        if quant == "NVFP4":
+            blocks[:, :4] = random.integers(25, 39, (len(blocks), 4))  # 2^-5 to 2^-3
+            return blocks.reshape(-1)
+        if quant == "IQ1_M":  # a digit of the half in the upper four bits of each word of scales
+            halfs = (random.uniform(0.5, 2.0, len(blocks)) * 0.015).astype("<f2").view("<u2")
+            words = blocks[:, 48:].copy().view("<u2") & 0x0FFF
+            blocks[:, 48:] = (words | (halfs[:, None] >> np.arange(0, 16, 4) & 15) << 12).astype("<u2").view(np.uint8)
             return blocks.reshape(-1)
         offsets, scale = HALF_SCALES[quant]
         for offset in offsets:

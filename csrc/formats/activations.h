@@ -34,7 +34,7 @@ struct ActivationKind {
 };
 
 constexpr ActivationKind activation_kind(Quant quant) {
-    switch (quant) {
+    switch (panel_format(quant)) {
         case Quant::Q4_0:
             return {8, false, false};
         case Quant::Q4_K:
@@ -49,6 +49,16 @@ constexpr ActivationKind activation_kind(Quant quant) {
             return {32, true, false};
         case Quant::Q3_K:
             return {4, true, false};
+        case Quant::IQ3_XXS:
+            return {31, false, false};
+        case Quant::IQ3_S:
+            return {15, false, false};
+        case Quant::IQ2_S:
+            return {43, true, false};
+        case Quant::IQ1_M:
+            return {9, true, false};
+        case Quant::NVFP4:
+            return {12, true, false};
         case Quant::Q2_K:
             return {0, true, false};
         default:

@@ -5,6 +5,7 @@
 // values equal those of the `gguf` package bit for bit.
 #include <cstring>
 
+#include "formats/grid_block.h"
 #include "formats/half.h"
 #include "formats/quant_format.h"
 
@@ -197,6 +198,40 @@ struct DecodeMXFP4 {
     }
 };
 
+struct DecodeNVFP4 {
+    static constexpr size_t kBlock = 64, kBytes = 36;
+    const uint8_t* block;
+    explicit DecodeNVFP4(const uint8_t* data) : block(data) {}
+    void decode(size_t g, float* values) const {
+        for (size_t k = 2 * g; k < 2 * g + 2; ++k, values += 16) {
+            const uint16_t half = half_of_e4m3(block[k]);
+            uint8_t bytes[2];
+            std::memcpy(bytes, &half, 2);
+            const float step = half_to_float(bytes);
+            const uint8_t* q = block + 4 + 8 * k;
+            for (size_t i = 0; i < 8; ++i) {
+                values[i] = step * static_cast<float>(kMXFP4Values[q[i] & 15]);
+                values[i + 8] = step * static_cast<float>(kMXFP4Values[q[i] >> 4]);
+            }
+        }
+    }
+};
+
+template <Quant Format, size_t Bytes>
+struct DecodeGrid {
+    static constexpr size_t kBlock = 256, kBytes = Bytes;
+    GridBlock block;
+    float step;
+    explicit DecodeGrid(const uint8_t* data) {
+        read_grid_block(Format, data, block);
+        step = half_to_float(block.d) * grid_unit(Format);
+    }
+    void decode(size_t g, float* values) const {
+        for (size_t i = 0; i < 32; ++i)
+            values[i] = step * block.scales[2 * g + i / 16] * static_cast<float>(block.values[32 * g + i]);
+    }
+};
+
 template <class Decoder>
 void dequantize(const uint8_t* data, size_t count, float* target) {
     for (; count >= Decoder::kBlock; count -= Decoder::kBlock, data += Decoder::kBytes) {
@@ -213,10 +248,27 @@ void dequantize(const uint8_t* data, size_t count, float* target) {
 }
 
 constexpr DequantizeKernel kKernels[kQuantCount] = {
-    dequantize<DecodeF32>,   dequantize<DecodeF16>,  dequantize<DecodeBF16>,   dequantize<DecodeQ4_0>,
-    dequantize<DecodeQ8_0>,  dequantize<DecodeQ2_K>, dequantize<DecodeQ3_K>,   dequantize<DecodeQ4_K>,
-    dequantize<DecodeQ5_K>,  dequantize<DecodeQ6_K>, dequantize<DecodeIQ4_NL>, dequantize<DecodeIQ4_XS>,
+    dequantize<DecodeF32>,
+    dequantize<DecodeF16>,
+    dequantize<DecodeBF16>,
+    dequantize<DecodeQ4_0>,
+    dequantize<DecodeQ8_0>,
+    dequantize<DecodeQ2_K>,
+    dequantize<DecodeQ3_K>,
+    dequantize<DecodeQ4_K>,
+    dequantize<DecodeQ5_K>,
+    dequantize<DecodeQ6_K>,
+    dequantize<DecodeIQ4_NL>,
+    dequantize<DecodeIQ4_XS>,
     dequantize<DecodeMXFP4>,
+    dequantize<DecodeGrid<Quant::IQ2_XXS, 66>>,
+    dequantize<DecodeGrid<Quant::IQ2_XS, 74>>,
+    dequantize<DecodeGrid<Quant::IQ2_S, 82>>,
+    dequantize<DecodeGrid<Quant::IQ3_XXS, 98>>,
+    dequantize<DecodeGrid<Quant::IQ3_S, 110>>,
+    dequantize<DecodeGrid<Quant::IQ1_S, 50>>,
+    dequantize<DecodeGrid<Quant::IQ1_M, 56>>,
+    dequantize<DecodeNVFP4>,
 };
 
 }  // namespace

@@ -27,5 +27,18 @@ inline float half_to_float(const uint8_t* bytes) {
     return result;
 }
 
+// Bits of the half that is half of an E4M3 number without a sign, as the scales of NVFP4 are. 127, NaN in that format,
+// is 0 as in the `gguf` package.
+inline uint16_t half_of_e4m3(uint8_t number) {
+    unsigned exponent = number >> 3 & 15u, mantissa = number & 7u;
+    if (number == 127 || (exponent == 0 && mantissa == 0)) return 0;
+    exponent += 7;        // the half's, whose bias is 8 more, of half the value
+    if (exponent == 7) {  // subnormal in E4M3, but not as a half
+        for (exponent = 8; mantissa < 8; mantissa <<= 1) --exponent;
+        mantissa &= 7u;
+    }
+    return static_cast<uint16_t>(exponent << 10 | mantissa << 7);
+}
+
 }  // namespace
 }  // namespace ktqueue

@@ -24,10 +24,19 @@
 //   Q6_K    nibbles 2048, pairs 1024           s8 s per half slab; d                    d * s * (c - 32)
 //   IQ4_XS  nibbles 2048                       s8 s per slab; d                         d * s * table[c]
 //   Q3_K    pairs 1024, bits 512               s8 s per half slab; d                    d * s * (c - 4)
+//   IQ3_XXS nibbles 2048                       u8 s per slab; d                        d / 2 * s * table[c]
+//   IQ3_S   nibbles 2048                       u8 s per slab; d                        d * s * table[c]
+//   IQ2_S   pairs 1024, bits 512               u8 per slab (low: s of the first half,  d / 4 * (s + 1/2) * table[c]
+//                                              high: of the second); d
+//   IQ1_M   pairs 1024, deltas 64              as IQ2_S                                d / 4 * (s + 1/2) * table[c]
+//   NVFP4   nibbles 2048                       half d per half slab                    d * table[c]
 //   Q2_K    pairs 1024                         u8 per half slab (low: s, high: n); d, dmin   d * s * c - dmin * n
 //   F32     [32][16] floats a slab             -                                        as stored
 //   F16     [32][16] halves a slab             -                                        as stored
 //   BF16    [16][16][2] bf16 a slab: columns 2i and 2i + 1 of a row side by side        as stored
+//
+// IQ2_XXS and IQ2_XS are stored as IQ2_S is, and IQ1_S as IQ1_M is. Deltas: 2 bytes have a bit for each row, for lines 2j
+// and 2j + 1 of a slab; it is bit 2 of each of the row's codes.
 //
 // The last three have no superblocks: a panel is a run of slabs, columns beyond the matrix zero.
 #pragma once
@@ -45,13 +54,32 @@ constexpr size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
+// The values of codes. Of IQ3_XXS they are halved; three of IQ2's and of IQ1's do not occur.
+inline constexpr int8_t kIQ3XXSValues[16] = {-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31};
+inline constexpr int8_t kIQ3SValues[16] = {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15};
+inline constexpr int8_t kIQ2Values[16] = {8, 25, 43, 0, -8, -25, -43, 0};
+inline constexpr int8_t kIQ1Values[16] = {-9, -1, 7, 0, -7, 1, 9, 0};
+
+// The format that has the same panels, for formats whose panels differ in nothing.
+constexpr Quant panel_format(Quant quant) {
+    switch (quant) {
+        case Quant::IQ2_XXS:
+        case Quant::IQ2_XS:
+            return Quant::IQ2_S;
+        case Quant::IQ1_S:
+            return Quant::IQ1_M;
+        default:
+            return quant;
+    }
+}
+
 constexpr bool is_float(Quant quant) {
     return quant == Quant::F32 || quant == Quant::F16 || quant == Quant::BF16;
 }
 
 // Bytes of the planes and scales of one slab, without the part that a superblock stores once.
 constexpr size_t slab_bytes(Quant quant) {
-    switch (quant) {
+    switch (panel_format(quant)) {
         case Quant::F32:
             return 2048;
         case Quant::F16:
@@ -71,24 +99,37 @@ constexpr size_t slab_bytes(Quant quant) {
         case Quant::Q6_K:
             return 256 + 128 + 32;
         case Quant::IQ4_XS:
+        case Quant::IQ3_XXS:
+        case Quant::IQ3_S:
             return 256 + 16;
+        case Quant::IQ2_S:
+            return 128 + 64 + 16;
+        case Quant::IQ1_M:
+            return 128 + 8 + 16;
+        case Quant::NVFP4:
+            return 256 + 64;
         case Quant::Q3_K:
             return 128 + 64 + 32;
         case Quant::Q2_K:
             return 128 + 32;
+        default:
+            return 0;
     }
-    return 0;
 }
 
 // Bytes of the part that a superblock stores once: d and dmin.
 constexpr size_t superblock_extra(Quant quant) {
-    switch (quant) {
+    switch (panel_format(quant)) {
         case Quant::Q4_K:
         case Quant::Q5_K:
         case Quant::Q2_K:
             return 64;
         case Quant::Q6_K:
         case Quant::IQ4_XS:
+        case Quant::IQ3_XXS:
+        case Quant::IQ3_S:
+        case Quant::IQ2_S:
+        case Quant::IQ1_M:
         case Quant::Q3_K:
             return 32;
         default:

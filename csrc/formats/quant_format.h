@@ -19,6 +19,17 @@
 //   IQ4_XS   256     136    0: half d, 2: u16 t, 4: u8 s[4], 8: u8 q[128]           d * (scale[g] - 32) *
 //                                                                                     kIQ4Values[nibble]
 //   MXFP4     32      17    0: u8 e, 1: u8 q[16]                                    2^(e - 128) * kMXFP4Values[nibble]
+//   NVFP4     64      36    0: u8 e[4], 4: u8 q[32]                                 e4m3(e[i / 16]) / 2 *
+//                                                                                     kMXFP4Values[nibble]
+//   IQ2_XXS  256      66    0: half d, 2: {u8 index[4], u32 signs and scale}[8]     d / 8 * scale * sign * {8, 25, 43}
+//   IQ2_XS   256      74    0: half d, 2: u16 index and signs[32], 66: u8 s[8]      as IQ2_XXS
+//   IQ2_S    256      82    0: half d, 2: u8 index[32], 34: u8 signs[32],           as IQ2_XXS
+//                           66: u8 high[8], 74: u8 s[8]
+//   IQ3_XXS  256      98    0: half d, 2: u8 index[64], 66: u32 signs and scale[8]  d / 4 * scale * sign * {4, .., 62}
+//   IQ3_S    256     110    0: half d, 2: u8 index[64], 66: u8 high[8],             d * scale * sign * {1, 3, .., 15}
+//                           74: u8 signs[32], 106: u8 s[4]
+//   IQ1_S    256      50    0: half d, 2: u8 index[32], 34: u16 h[8]                d / 8 * scale * (8 * three +- 1)
+//   IQ1_M    256      56    0: u8 index[32], 32: u8 h[16], 48: u16 s[4]             as IQ1_S
 //
 // Q4_0, IQ4_NL, MXFP4: weights 0..15 are the low nibbles of q, 16..31 the high ones.
 // Q2_K: two, weight j of group g: bits 2(g % 4) and up of q[32(g / 4) + j]. low and high: nibbles of s[i / 16].
@@ -33,6 +44,10 @@
 //   (the low nibble for k < 2, else the high one) and its upper 2 bits in bits 2k and 2k+1 of h[32n + j].
 // IQ4_XS: the nibbles of group g are in q[16g ..], in Q4_0's order. Its scale has its low 4 bits in s[g / 2] (the low
 //   nibble for even g, else the high one) and its upper 2 bits in bits 2g and 2g+1 of t.
+// IQ1, IQ2, IQ3: an index chooses 8 weights (IQ3: 4) from a grid, formats/grids.h. Scales are odd: 2s + 1, where s has
+//   four bits (IQ1: three). grid_block.cpp has the places of bits.
+// NVFP4: sub-block k of 16 weights has the 8 bytes q[8k ..], first the low nibbles, then the high ones. e has no sign; 127
+//   is 0.
 // MXFP4: the scale is half of what the exponent byte of the OCP microscaling format says and the values are twice those
 //   of its E2M1, so both are whole. e = 255, NaN in that format, is 2^127 here as in the `gguf` package.
 #pragma once
@@ -44,9 +59,31 @@
 
 namespace ktqueue {
 
-enum class Quant : uint8_t { F32, F16, BF16, Q4_0, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4 };
+enum class Quant : uint8_t {
+    F32,
+    F16,
+    BF16,
+    Q4_0,
+    Q8_0,
+    Q2_K,
+    Q3_K,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+    IQ2_XXS,
+    IQ2_XS,
+    IQ2_S,
+    IQ3_XXS,
+    IQ3_S,
+    IQ1_S,
+    IQ1_M,
+    NVFP4
+};
 
-inline constexpr size_t kQuantCount = 13;
+inline constexpr size_t kQuantCount = 21;
 inline constexpr size_t kGroup = 32;  // weights
 
 // The values of nibbles: of IQ4_NL and IQ4_XS, and of MXFP4 (twice the E2M1 values; the second 0 is -0 there).

@@ -98,6 +98,17 @@ inline Bytes add_bits(Bytes codes, const uint8_t* bits) {
             _mm256_add_epi8(codes.b, _mm256_and_si256(spread_bits(bits + 4), value))};
 }
 
+// Adds `Value` to the four bytes of each row whose bit is set.
+template <int Value>
+inline Bytes add_row_bits(Bytes codes, const uint8_t* bits) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), value = _mm256_set1_epi8(Value);
+    const auto add = [&](__m256i x, uint8_t eight) {
+        const __m256i chosen = _mm256_and_si256(_mm256_set1_epi32(eight), bit);
+        return _mm256_add_epi8(x, _mm256_and_si256(_mm256_cmpeq_epi32(chosen, bit), value));
+    };
+    return {add(codes.a, bits[0]), add(codes.b, bits[1])};
+}
+
 inline Bytes lookup(const uint8_t* table, Bytes codes) {  // 16 entries
     const __m256i entries = _mm256_broadcastsi128_si256(load_quarter(table));
     return each(codes, [&](__m256i x) { return _mm256_shuffle_epi8(entries, x); });

@@ -67,6 +67,14 @@ inline Bytes add_bits(Bytes codes, const uint8_t* bits) {
     return _mm512_mask_add_epi8(codes, mask, codes, _mm512_set1_epi8(Value));
 }
 
+// Adds `Value` to the four bytes of each row whose bit is set.
+template <int Value>
+inline Bytes add_row_bits(Bytes codes, const uint8_t* bits) {
+    uint16_t mask;
+    std::memcpy(&mask, bits, 2);
+    return _mm512_mask_add_epi32(codes, mask, codes, _mm512_set1_epi8(Value));
+}
+
 inline Bytes lookup(const uint8_t* table, Bytes codes) {  // 16 entries
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), codes);
 }

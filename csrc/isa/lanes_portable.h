@@ -76,6 +76,13 @@ inline Bytes add_bits(const Bytes& codes, const uint8_t* bits) {
         [&](size_t i) { return static_cast<uint8_t>(codes.lane[i] + (bits[i / 8] >> i % 8 & 1 ? Value : 0)); });
 }
 
+// Adds `Value` to the four bytes of each row whose bit is set.
+template <int Value>
+inline Bytes add_row_bits(const Bytes& codes, const uint8_t* bits) {
+    return make<Bytes>(
+        [&](size_t i) { return static_cast<uint8_t>(codes.lane[i] + (bits[i / 32] >> i / 4 % 8 & 1 ? Value : 0)); });
+}
+
 inline Bytes lookup(const uint8_t* table, const Bytes& codes) {  // 16 entries
     return make<Bytes>([&](size_t i) { return table[codes.lane[i]]; });
 }

@@ -16,6 +16,10 @@ struct CodeTable {
 };
 constexpr CodeTable kIQ4Codes(kIQ4Values, activation_kind(Quant::IQ4_NL).offset);
 constexpr CodeTable kMXFP4Codes(kMXFP4Values, activation_kind(Quant::MXFP4).offset);
+constexpr CodeTable kIQ3XXSCodes(kIQ3XXSValues, activation_kind(Quant::IQ3_XXS).offset);
+constexpr CodeTable kIQ3SCodes(kIQ3SValues, activation_kind(Quant::IQ3_S).offset);
+constexpr CodeTable kIQ2Codes(kIQ2Values, activation_kind(Quant::IQ2_S).offset);
+constexpr CodeTable kIQ1Codes(kIQ1Values, activation_kind(Quant::IQ1_M).offset);
 
 // The plane of four bits that most formats have.
 struct Nibbles {
@@ -25,6 +29,12 @@ struct Nibbles {
         const Bytes both = load_bytes(block + slab * 256 + j * 64);
         even = low_nibbles(both);
         odd = high_nibbles(both);
+    }
+
+    void values(size_t slab, size_t j, const CodeTable& table, Bytes& even, Bytes& odd) const {
+        codes(slab, j, even, odd);
+        even = lookup(table.codes, even);
+        odd = lookup(table.codes, odd);
     }
 };
 
@@ -111,11 +121,7 @@ struct PanelIQ4_NL : Scaled<PanelIQ4_NL> {
     Nibbles nibbles;
     const uint8_t* scales;
     PanelIQ4_NL(const uint8_t* block, size_t slabs) : nibbles{block}, scales(block + 256 * slabs) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.codes(slab, j, even, odd);
-        even = lookup(kIQ4Codes.codes, even);
-        odd = lookup(kIQ4Codes.codes, odd);
-    }
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.values(slab, j, kIQ4Codes, even, odd); }
     Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
 };
 
@@ -125,9 +131,7 @@ struct PanelMXFP4 : Scaled<PanelMXFP4> {
     const uint8_t* exponents;
     PanelMXFP4(const uint8_t* block, size_t slabs) : nibbles{block}, exponents(block + 256 * slabs) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.codes(slab, j, even, odd);
-        even = lookup(kMXFP4Codes.codes, even);
-        odd = lookup(kMXFP4Codes.codes, odd);
+        nibbles.values(slab, j, kMXFP4Codes, even, odd);
     }
     Floats scale(size_t slab, size_t) const { return load_exponents(exponents + 16 * slab); }
 };
@@ -139,12 +143,35 @@ struct PanelIQ4_XS : Scaled<PanelIQ4_XS> {
     Floats d;
     PanelIQ4_XS(const uint8_t* block, size_t slabs)
         : nibbles{block}, scales(block + 256 * slabs), d(load_halves(block + 272 * slabs)) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.codes(slab, j, even, odd);
-        even = lookup(kIQ4Codes.codes, even);
-        odd = lookup(kIQ4Codes.codes, odd);
-    }
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.values(slab, j, kIQ4Codes, even, odd); }
     Floats scale(size_t slab, size_t) const { return times(d, load_signed(scales + 16 * slab)); }
+};
+
+template <Quant Format>
+struct PanelIQ3 : Scaled<PanelIQ3<Format>> {
+    static constexpr Quant kQuant = Format;
+    Nibbles nibbles;
+    const uint8_t* scales;
+    Floats d;
+    PanelIQ3(const uint8_t* block, size_t slabs)
+        : nibbles{block}, scales(block + 256 * slabs), d(load_halves(block + 272 * slabs)) {
+        if constexpr (Format == Quant::IQ3_XXS) d = times(d, splat_float(0.5f));
+    }
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        nibbles.values(slab, j, Format == Quant::IQ3_S ? kIQ3SCodes : kIQ3XXSCodes, even, odd);
+    }
+    Floats scale(size_t slab, size_t) const { return times(d, load_unsigned(scales + 16 * slab)); }
+};
+
+struct PanelNVFP4 : Scaled<PanelNVFP4> {
+    static constexpr Quant kQuant = Quant::NVFP4;
+    Nibbles nibbles;
+    const uint8_t* scales;
+    PanelNVFP4(const uint8_t* block, size_t slabs) : nibbles{block}, scales(block + 256 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        nibbles.values(slab, j, kMXFP4Codes, even, odd);
+    }
+    Floats scale(size_t slab, size_t half) const { return load_halves(scales + 64 * slab + 32 * half); }
 };
 
 struct PanelQ4_K : Scaled<PanelQ4_K> {
@@ -238,6 +265,47 @@ struct PanelQ2_K : Scaled<PanelQ2_K> {
     Floats minimum(size_t slab, size_t half) const {
         return times(dmin, load_high_nibbles(scales + 32 * slab + 16 * half));
     }
+};
+
+// The scales of IQ1 and IQ2: four bits for each half slab.
+struct NibbleScales {
+    const uint8_t* scales;
+    Floats d;
+    NibbleScales(const uint8_t* scales, size_t slabs)
+        : scales(scales), d(times(load_halves(scales + 16 * slabs), splat_float(0.25f))) {}
+    Floats scale(size_t slab, size_t half) const {
+        const uint8_t* both = scales + 16 * slab;
+        return times(d, plus(half == 0 ? load_low_nibbles(both) : load_high_nibbles(both), splat_float(0.5f)));
+    }
+};
+
+struct PanelIQ2 : Scaled<PanelIQ2> {
+    static constexpr Quant kQuant = Quant::IQ2_S;
+    const uint8_t *pairs, *bits;
+    NibbleScales scales;
+    PanelIQ2(const uint8_t* block, size_t slabs)
+        : pairs(block), bits(block + 128 * slabs), scales(block + 192 * slabs, slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        pair_codes(pairs, slab, j, even, odd);
+        even = lookup(kIQ2Codes.codes, add_bits<4>(even, bits + slab * 64 + j * 16));
+        odd = lookup(kIQ2Codes.codes, add_bits<4>(odd, bits + slab * 64 + j * 16 + 8));
+    }
+    Floats scale(size_t slab, size_t half) const { return scales.scale(slab, half); }
+};
+
+struct PanelIQ1 : Scaled<PanelIQ1> {
+    static constexpr Quant kQuant = Quant::IQ1_M;
+    const uint8_t *pairs, *deltas;
+    NibbleScales scales;
+    PanelIQ1(const uint8_t* block, size_t slabs)
+        : pairs(block), deltas(block + 128 * slabs), scales(block + 136 * slabs, slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        pair_codes(pairs, slab, j, even, odd);
+        const uint8_t* bits = deltas + slab * 8 + j * 2;
+        even = lookup(kIQ1Codes.codes, add_row_bits<4>(even, bits));
+        odd = lookup(kIQ1Codes.codes, add_row_bits<4>(odd, bits));
+    }
+    Floats scale(size_t slab, size_t half) const { return scales.scale(slab, half); }
 };
 
 // Float formats are stored as they are: their superblocks are plain runs of slabs.

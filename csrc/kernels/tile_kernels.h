@@ -295,16 +295,20 @@ template <class Tiles, class Half>
 void add_block_tiles(KernelTable& table, const size_t (&tokens)[kQuantCount]) {
     const auto add = [&](auto... formats) {
         const auto add_format = [&]<class Format>(std::type_identity<Format>) {
-            const auto index = static_cast<size_t>(Format::kQuant);
-            table.tiles[index] = tokens[index] ? block_tile_panels<Tiles, Half, Format> : nullptr;
-            table.tile_tokens[index] = tokens[index];
+            for (size_t i = 0; i < kQuantCount; ++i) {
+                if (panel_format(static_cast<Quant>(i)) != Format::kQuant) continue;
+                table.tiles[i] = tokens[i] ? block_tile_panels<Tiles, Half, Format> : nullptr;
+                table.tile_tokens[i] = tokens[i];
+            }
         };
         (add_format(formats), ...);
     };
     add(std::type_identity<PanelQ4_0>{}, std::type_identity<PanelQ8_0>{}, std::type_identity<PanelQ2_K>{},
         std::type_identity<PanelQ3_K>{}, std::type_identity<PanelQ4_K>{}, std::type_identity<PanelQ5_K>{},
         std::type_identity<PanelQ6_K>{}, std::type_identity<PanelIQ4_NL>{}, std::type_identity<PanelIQ4_XS>{},
-        std::type_identity<PanelMXFP4>{});
+        std::type_identity<PanelMXFP4>{}, std::type_identity<PanelIQ3<Quant::IQ3_XXS>>{},
+        std::type_identity<PanelIQ3<Quant::IQ3_S>>{}, std::type_identity<PanelIQ2>{}, std::type_identity<PanelIQ1>{},
+        std::type_identity<PanelNVFP4>{});
     table.shuffle = shuffle;
     table.activate_tiles[0] = activate_tile_rows<quick_silu>;
     table.activate_tiles[1] = activate_tile_rows<gate_gelu>;

@@ -1,12 +1,14 @@
 """Storage formats of weights: names, block sizes, bytes per row. Knows no file format.
 
-No kernel reads Q4_1, Q5_0 and Q5_1. llama.cpp stores them where a row is not a multiple of a K block, such as attn_k_b
-and the down experts of DeepSeek models. Their weights are stored in a format that holds them exactly when they are
-loaded: the five bits of Q5_0 with their offset of 16 in Q8_0, and products with a minimum, d * q + m, in F32.
+No kernel reads Q4_1, Q5_0, Q5_1, TQ1_0 and TQ2_0. When they are loaded, they are stored in a format that holds them
+exactly: the five bits of Q5_0 with their offset of 16 in Q8_0, and products with a minimum, d * q + m, in F32.
+llama.cpp stores these three where a row is not a multiple of a K block, such as attn_k_b and the down experts of
+DeepSeek models. The others are ternary: d * (q - 1) is d * 1 * q - d * 1 in Q2_K, where -0 is 0.
 Layouts: ggml-common.h.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +28,16 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "NVFP4": (64, 36),
 }
-FILE_BLOCKS = {**BLOCKS, "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24)}
+FILE_BLOCKS = {**BLOCKS, "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "TQ1_0": (256, 54), "TQ2_0": (256, 66)}
 """All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED."""
 
 RAW = "U8"
@@ -50,13 +60,17 @@ def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])
 
 
-REQUANTISED = {"Q4_1": "F32", "Q5_0": "Q8_0", "Q5_1": "F32"}
+REQUANTISED = {"Q4_1": "F32", "Q5_0": "Q8_0", "Q5_1": "F32", "TQ1_0": "Q2_K", "TQ2_0": "Q2_K"}
 _LAYOUTS = {
     "Q4_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("low", "u1", 16)]),
     "Q5_0": np.dtype([("d", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
     "Q5_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
+    "TQ1_0": np.dtype([("five", "u1", 32), ("also_five", "u1", 16), ("four", "u1", 4), ("d", "<f2")]),
+    "TQ2_0": np.dtype([("q", "u1", 64), ("d", "<f2")]),
 }
 _Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
+_Q2_K = np.dtype([("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
+_POWERS_OF_3 = np.array([[1], [3], [9], [27], [81]], np.uint8)
 
 
 def loaded_format(quant: str) -> str:
@@ -72,6 +86,12 @@ def requantise(quant: str, data: Bytes) -> Bytes:
     if quant not in REQUANTISED:
         return data
     blocks = data.view(_LAYOUTS[quant])
+    if REQUANTISED[quant] == "Q2_K":
+        ternary = np.empty(len(blocks), _Q2_K)
+        ternary["scales"] = 0x11
+        ternary["q"] = blocks["q"] if quant == "TQ2_0" else _pairs_of_tq1(blocks)
+        ternary["d"] = ternary["dmin"] = blocks["d"]
+        return ternary.view(np.uint8)
     numbers = np.concatenate([blocks["low"] & 15, blocks["low"] >> 4], axis=1)  # [blocks, 32]
     if quant != "Q4_1":
         numbers |= ((blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
@@ -84,3 +104,20 @@ def requantise(quant: str, data: Bytes) -> Bytes:
     values *= blocks["d"][:, None].astype(np.float32)
     values += blocks["m"][:, None].astype(np.float32)
     return values.reshape(-1).view(np.uint8)
+
+
+def _pairs_of_tq1(blocks: np.ndarray[Any, np.dtype[np.void]]) -> Bytes:
+    """Return the codes of TQ1_0 blocks as Q2_K has them: [blocks, 64], four in a byte, which are 32 columns apart.
+
+    A byte has five ternary digits, or four, as a fraction of 256. Multiplied by 3^n modulo 256 it begins with digit n.
+    """
+    parts = [
+        (blocks[name][:, None] * _POWERS_OF_3[:digits]).reshape(len(blocks), -1)
+        for name, digits in (("five", 5), ("also_five", 5), ("four", 4))
+    ]
+    codes = np.concatenate(parts, axis=1).astype(np.uint16) * 3 >> 8
+    four: Bytes = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
+    pairs: Bytes = (
+        four[:, :, 0] | four[:, :, 1] << np.uint8(2) | four[:, :, 2] << np.uint8(4) | four[:, :, 3] << np.uint8(6)
+    )
+    return pairs.reshape(-1, 64)

@@ -12,9 +12,11 @@ from ktqueue.operators.packed import Bytes
 
 BLOCKS = {q: tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[q]]) for q in native.QUANTS}
 BLOCK_QUANTS = [quant for quant, (elements, _) in BLOCKS.items() if elements > 1]
-# Offsets of the halves in a block; MXFP4's scale is the byte 0.
+# Offsets of the halves in a block. MXFP4 has its scale in byte 0, and NVFP4 in bytes 0 to 3. The half of IQ1_M is in
+# the upper four bits of four words, from byte 48.
 HALFS = {"Q4_0": [0], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
-HALFS |= {"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
+HALFS |= {"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [], "NVFP4": [], "IQ1_M": []}
+HALFS |= {quant: [0] for quant in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S")}
 
 
 def assert_equals_gguf(quant: str, data: Bytes) -> None:
@@ -44,6 +46,12 @@ def test_each_bit_of_a_block_is_decoded(quant: str, random_weights: RandomWeight
         blocks[:, offset : offset + 2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
     if quant == "MXFP4":
         blocks[:, 0] = 124
+    if quant == "NVFP4":
+        blocks[:, :4] = 64
+    if quant == "IQ1_M":  # 0x3c00, which is 1
+        blocks[:, 49::2] &= 15
+        blocks[:, 53] |= 0xC0
+        blocks[:, 55] |= 0x30
     assert_equals_gguf(quant, blocks.reshape(-1))
 
 
@@ -62,6 +70,21 @@ def test_every_exponent_of_mxfp4_is_decoded(random_weights: RandomWeights) -> No
     blocks = random_weights("MXFP4", 256 * 32).reshape(-1, 17)
     blocks[:, 0] = np.arange(256)
     assert_equals_gguf("MXFP4", blocks.reshape(-1))
+
+
+def test_every_scale_of_nvfp4_is_decoded(random_weights: RandomWeights) -> None:
+    blocks = random_weights("NVFP4", 256 * 64).reshape(-1, 36)
+    blocks[:, :4] = np.arange(256)[:, None] + np.arange(4)
+    assert_equals_gguf("NVFP4", blocks.reshape(-1))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 6e-8, -1.5, 65504.0, np.inf, np.nan])
+def test_the_scattered_scale_of_iq1_m_is_decoded(scale: float, random_weights: RandomWeights) -> None:
+    blocks = random_weights("IQ1_M", 16 * 256).reshape(-1, 56)
+    bits = int(np.float16(scale).view(np.uint16))
+    for word in range(4):
+        blocks[:, 49 + 2 * word] = blocks[:, 49 + 2 * word] & 15 | (bits >> 4 * word & 15) << 4
+    assert_equals_gguf("IQ1_M", blocks.reshape(-1))
 
 
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "MXFP4", "F32"])
@@ -122,6 +145,28 @@ def test_data_of_other_types_is_refused() -> None:
 
 def test_a_row_has_the_bytes_of_its_blocks() -> None:
     sizes = [native.row_bytes(quant, 512) for quant in native.QUANTS]
-    assert sizes == [2048, 1024, 1024, 288, 544, 168, 220, 288, 352, 420, 288, 272, 272]
+    assert sizes == [
+        2048,
+        1024,
+        1024,
+        288,
+        544,
+        168,
+        220,
+        288,
+        352,
+        420,
+        288,
+        272,
+        272,
+        132,
+        148,
+        164,
+        196,
+        220,
+        100,
+        112,
+        288,
+    ]
     with pytest.raises(ValueError, match="positive multiple of 1 weights for F32, got 0"):
         native.row_bytes("F32", 0)

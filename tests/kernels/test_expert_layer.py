@@ -376,7 +376,7 @@ def test_weights_that_do_not_fit_are_refused(make_weights: MakeWeights) -> None:
         (gate("Q4_0", 31, 64, good.gate.data), r"gate must have shape \[1116\], got \[1152\]"),
         (gate("Q4_0", 32, 64, good.gate.data[:1]), "up must be 1 matrices of 32 x 64, got 2 of 32 x 64"),
         (gate("Q4_0", 32, 64, []), "gate must have at least one expert"),
-        (gate("IQ1_S", 32, 64, good.gate.data), "quant must be one of"),
+        (gate("Q1_0", 32, 64, good.gate.data), "quant must be one of"),
         (gate("Q4_0", -1, 64, good.gate.data), r"gate must be \(quant, rows, columns, arrays, bias\)"),
         (gate("Q4_0", 32, 64, [1, 2]), "gate must hold uint8 arrays"),
         (ExpertWeights(good.gate, good.up, good.gate), "down must be 2 matrices of 64 x 32, got 2 of 32 x 64"),

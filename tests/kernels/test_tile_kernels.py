@@ -9,8 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = [
-    *(ROOT / "csrc" / f"{name}.cpp" for name in ("isa/cpu_features", "formats/dequantize", "formats/pack")),
-    *(ROOT / "csrc" / f"{name}.cpp" for name in ("kernels/prepared_rows", "formats/quant_format")),
+    *(ROOT / "csrc" / f"{name}.cpp" for name in ("isa/cpu_features", "formats/dequantize", "formats/grid_block")),
+    *(ROOT / "csrc" / f"{name}.cpp" for name in ("formats/pack", "formats/quant_format", "formats/row_block")),
+    ROOT / "csrc" / "kernels" / "prepared_rows.cpp",
     HERE / "tile_kernels_check.cpp",
 ]
 FLAGS = ["-ffp-contract=off", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"]

@@ -82,6 +82,14 @@ std::vector<uint8_t> random_blocks(Quant quant, size_t weights) {
             case Quant::MXFP4:
                 block[0] = static_cast<uint8_t>(120 + generator() % 3);
                 break;
+            case Quant::NVFP4:
+                for (size_t k = 0; k < 4; ++k) block[k] = static_cast<uint8_t>(1 + generator() % 24);
+                break;
+            case Quant::IQ1_M:  // a digit of the half in each word
+                for (size_t k : {49, 51, 53, 55}) block[k] &= 15;
+                block[53] |= static_cast<uint8_t>((8 | generator() % 4) << 4);
+                block[55] |= 1 << 4;
+                break;
             case Quant::Q2_K:
                 put(80), put(82);
                 break;
@@ -289,7 +297,7 @@ int main() {
     for (size_t i = 0; i < kQuantCount; ++i) {
         const auto quant = static_cast<Quant>(i);
         if (!emulated.tiles[i]) continue;
-        for (size_t columns : {32, 288, 512})
+        for (size_t columns : {32, 64, 288, 512})
             if (columns % quant_format(quant).block_weights == 0)
                 kernel_is_right(quant, columns, emulated.tiles[i], real.tiles[i]);
     }

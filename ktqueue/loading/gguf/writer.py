@@ -26,6 +26,14 @@ _FILE_TYPES = {
     "IQ4_NL": gguf.LlamaFileType.MOSTLY_IQ4_NL,
     "IQ4_XS": gguf.LlamaFileType.MOSTLY_IQ4_XS,
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
+    "IQ2_XXS": gguf.LlamaFileType.MOSTLY_IQ2_XXS,
+    "IQ2_XS": gguf.LlamaFileType.MOSTLY_IQ2_XS,
+    "IQ2_S": gguf.LlamaFileType.MOSTLY_IQ2_S,
+    "IQ3_XXS": gguf.LlamaFileType.MOSTLY_IQ3_XXS,
+    "IQ3_S": gguf.LlamaFileType.MOSTLY_IQ3_S,
+    "IQ1_S": gguf.LlamaFileType.MOSTLY_IQ1_S,
+    "IQ1_M": gguf.LlamaFileType.MOSTLY_IQ1_M,
+    "NVFP4": gguf.LlamaFileType.MOSTLY_NVFP4,
 }
 
 

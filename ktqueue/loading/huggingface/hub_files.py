@@ -13,7 +13,7 @@ SAFETENSORS = "safetensors"
 """The name that selects the folder in a repository that also has GGUF files."""
 MAX_CHOICES = 40
 _QUANTISATION = re.compile(
-    r"[-._](?P<quant>(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|MXFP4(?:_\w+)?|BF16|F16|F32))$", re.I | re.A
+    r"[-._](?P<quant>(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|(?:MX|NV)FP4(?:_\w+)?|BF16|F16|F32))$", re.I | re.A
 )
 _NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.I)
 _FOLDER_FILES = frozenset(

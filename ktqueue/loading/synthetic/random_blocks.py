@@ -18,7 +18,7 @@ _SCALES = range(16, 32)  # of 64: large enough to vary, small enough for a norma
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
-_LAYOUTS = {
+_LAYOUTS: dict[str, list[Any]] = {
     "Q4_0": [("d", "<f2"), ("q", "u1", 16)],
     "Q8_0": [("d", "<f2"), ("q", "i1", 32)],
     "Q2_K": [("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")],
@@ -29,9 +29,28 @@ _LAYOUTS = {
     "IQ4_NL": [("d", "<f2"), ("q", "u1", 16)],
     "IQ4_XS": [("d", "<f2"), ("high", "<u2"), ("scales", "u1", 4), ("q", "u1", 128)],
     "MXFP4": [("e", "u1"), ("q", "u1", 16)],
+    "IQ2_XXS": [("d", "<f2"), ("q", "u1", 64)],
+    "IQ2_XS": [("d", "<f2"), ("q", "u1", 72)],
+    "IQ2_S": [("d", "<f2"), ("q", "u1", 80)],
+    "IQ3_XXS": [("d", "<f2"), ("q", "u1", 96)],
+    "IQ3_S": [("d", "<f2"), ("q", "u1", 108)],
+    "IQ1_S": [("d", "<f2"), ("q", "u1", 48)],
+    "IQ1_M": [("q", "u1", 48), ("words", "<u2", 4)],
+    "NVFP4": [("e", "u1", 4), ("q", "u1", 32)],
+}
+# The root mean square of weights of random bits for d = 1. It is sqrt(mean of the grid's squares) times that of scales.
+_GRID_UNITS = {
+    "IQ2_XXS": 53.36,
+    "IQ2_XS": 55.90,
+    "IQ2_S": 56.39,
+    "IQ3_XXS": 142.41,
+    "IQ3_S": 140.24,
+    "IQ1_S": 7.20,
+    "IQ1_M": 7.20,
 }
 Blocks = np.ndarray[Any, np.dtype[np.void]]
 Random = np.random.Generator
+Scales = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def random_blocks(quant: str, count: int, deviation: float, random: Random) -> Bytes:
@@ -54,8 +73,12 @@ def _rms(values: Iterable[float]) -> float:
 
 def _scale(blocks: Blocks, unit: float, deviation: float, random: Random) -> None:
     """Set `d`. `unit` is the standard deviation of the weights for d = 1."""
-    jitter = random.uniform(1 - _JITTER, 1 + _JITTER, len(blocks))
-    blocks["d"] = deviation / unit / np.sqrt(1 + _JITTER**2 / 3) * jitter
+    blocks["d"] = _jittered(len(blocks), unit, deviation, random)
+
+
+def _jittered(count: int, unit: float, deviation: float, random: Random) -> Scales:
+    middle = deviation / unit / float(np.sqrt(1 + _JITTER**2 / 3))
+    return middle * random.uniform(1 - _JITTER, 1 + _JITTER, count)
 
 
 def _flip(blocks: Blocks, random: Random) -> None:
@@ -126,6 +149,32 @@ def _mxfp4(blocks: Blocks, deviation: float, random: Random) -> None:
     blocks["e"] = 127 + exponent + (random.random(len(blocks)) < larger)
 
 
+def _nvfp4(blocks: Blocks, deviation: float, random: Random) -> None:
+    """The two scales nearest to the wanted one are mixed so that the mean square is right."""
+    numbers = np.arange(127)
+    scales = np.where(numbers < 8, numbers / 8, (1 + numbers % 8 / 8) * 2.0 ** (numbers // 8 - 1)) * 2.0**-6
+    wanted = deviation / _rms(_MXFP4)
+    lower = int(np.searchsorted(scales, wanted, side="right")) - 1
+    below, above = scales[lower : lower + 2] ** 2
+    blocks["e"] = lower + (random.random(blocks["e"].shape) < (wanted**2 - below) / (above - below))
+
+
+def _grid(quant: str) -> Callable[[Blocks, float, Random], None]:
+    def fill(blocks: Blocks, deviation: float, random: Random) -> None:
+        _scale(blocks, _GRID_UNITS[quant], deviation, random)
+        _flip(blocks, random)
+
+    return fill
+
+
+def _iq1_m(blocks: Blocks, deviation: float, random: Random) -> None:
+    """Four bits of the half `d` are the upper ones of each word."""
+    d = _jittered(len(blocks), _GRID_UNITS["IQ1_M"], deviation, random)
+    d *= random.choice(np.array([-1, 1]), len(blocks))
+    bits = d.astype(np.float16).view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)
+    blocks["words"] = blocks["words"] & 0x0FFF | bits << 12
+
+
 _SET: dict[str, Callable[[Blocks, float, Random], None]] = {
     "Q4_0": _q4_0,
     "Q8_0": _q8_0,
@@ -137,4 +186,7 @@ _SET: dict[str, Callable[[Blocks, float, Random], None]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
+    **{quant: _grid(quant) for quant in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S")},
+    "IQ1_M": _iq1_m,
+    "NVFP4": _nvfp4,
 }

@@ -109,7 +109,7 @@ void run_attention(Random& random, const KernelTable& kernels) {
         output.assign(queries * shape.heads * dim, std::numeric_limits<float>::quiet_NaN());
         attend(step, shape, plan,
                {query.data(), head_first ? queries * dim : dim, head_first ? dim : shape.heads * dim, keys.data(),
-                values.data(), 1.0f / std::sqrt(static_cast<float>(dim)), window, output.data()},
+                values.data(), 1.0f / std::sqrt(static_cast<float>(dim)), window, nullptr, output.data()},
                kernels);
     }
     if (!outputs[0].empty() && std::memcmp(outputs[0].data(), outputs[1].data(), 4 * outputs[0].size()) != 0)

@@ -20,6 +20,20 @@ void half_offsets(Quant quant, int (&offsets)[2]) {
     if (quant == Quant::Q6_K) offsets[0] = 208;
 }
 
+// The half of IQ1_M is in the upper four bits of four words.
+uint16_t get_half(Quant quant, const uint8_t* block, int offset) {
+    uint16_t half = 0;
+    if (quant != Quant::IQ1_M) std::memcpy(&half, block + offset, 2);
+    for (int i = 0; quant == Quant::IQ1_M && i < 4; ++i) half |= static_cast<uint16_t>(block[49 + 2 * i] >> 4 << 4 * i);
+    return half;
+}
+
+void put_half(Quant quant, uint8_t* block, int offset, uint16_t half) {
+    if (quant != Quant::IQ1_M) std::memcpy(block + offset, &half, 2);
+    for (int i = 0; quant == Quant::IQ1_M && i < 4; ++i)
+        block[49 + 2 * i] = static_cast<uint8_t>((block[49 + 2 * i] & 15) | (half >> 4 * i & 15) << 4);
+}
+
 // A half of 2^-10 to 2^-5 with either sign.
 uint16_t small_half(Random& random) {
     return static_cast<uint16_t>(random.number(0, 1) << 15 | random.number(5, 9) << 10 | random.number(0, 1023));
@@ -34,6 +48,10 @@ void set_block(Random& random, Quant quant, Scales scales, uint8_t* block) {
         if (scales == Scales::small || scales == Scales::one_bad)
             block[0] = static_cast<uint8_t>(random.number(118, 126));
         if (scales == Scales::any_finite && block[0] == 255) block[0] = 254;
+        return;
+    }
+    if (quant == Quant::NVFP4) {
+        for (int k = 0; k < 4 && scales != Scales::any; ++k) block[k] &= 63;
         return;
     }
     if (quant == Quant::F32) {
@@ -56,11 +74,10 @@ void set_block(Random& random, Quant quant, Scales scales, uint8_t* block) {
     half_offsets(quant, offsets);
     for (const int offset : offsets) {
         if (offset < 0) continue;
-        uint16_t half;
-        std::memcpy(&half, block + offset, 2);
+        uint16_t half = get_half(quant, block, offset);
         if (scales == Scales::small || scales == Scales::one_bad) half = small_half(random);
         if (scales == Scales::any_finite) half &= static_cast<uint16_t>(~0x0400u);
-        std::memcpy(block + offset, &half, 2);
+        put_half(quant, block, offset, half);
     }
 }
 
@@ -72,17 +89,18 @@ void make_bad(Random& random, Quant quant, uint8_t* block) {
         const float value = random.element(values);
         const size_t bytes = quant == Quant::F32 ? 4 : 2;
         std::memcpy(block, reinterpret_cast<const uint8_t*>(&value) + 4 - bytes, bytes);
-    } else {
+    } else if (quant != Quant::NVFP4) {  // which has no scale that is not finite
         int offsets[2];
         half_offsets(quant, offsets);
         const int offset = offsets[1] >= 0 && random.chance(2) ? offsets[1] : offsets[0];
         const auto half = static_cast<uint16_t>(kHalfInfinity | random.number(0, 63) << 10 | random.number(0, 1023));
-        std::memcpy(block + offset, &half, 2);
+        put_half(quant, block, offset, half);
     }
 }
 
 bool is_bad(Quant quant, const uint8_t* block) {
     if (quant == Quant::MXFP4) return block[0] == 255;
+    if (quant == Quant::NVFP4) return false;
     if (quant == Quant::F32 || quant == Quant::BF16) {
         uint32_t bits = 0;
         const size_t bytes = quant == Quant::F32 ? 4 : 2;
@@ -93,9 +111,7 @@ bool is_bad(Quant quant, const uint8_t* block) {
     half_offsets(quant, offsets);
     for (const int offset : offsets) {
         if (offset < 0) continue;
-        uint16_t half;
-        std::memcpy(&half, block + offset, 2);
-        if ((half & kHalfInfinity) == kHalfInfinity) return true;
+        if ((get_half(quant, block, offset) & kHalfInfinity) == kHalfInfinity) return true;
     }
     return false;
 }

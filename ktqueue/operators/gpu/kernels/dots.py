@@ -14,7 +14,7 @@ from ktqueue.operators.gpu.kernels.operation import INTERPRETED, tl, triton
 @triton.constexpr_function
 def halves(quant):
     """Whether each half of a slab has its own scale."""
-    return quant in ("Q6_K", "Q3_K", "Q2_K")
+    return quant in ("Q6_K", "Q3_K", "Q2_K", "IQ2_S", "IQ1_M", "NVFP4")
 
 
 @triton.constexpr_function
@@ -25,14 +25,14 @@ def minimums(quant):
 
 @triton.constexpr_function
 def signed(quant):
-    """Whether `lines` returns signed bytes, from a table."""
-    return quant in ("IQ4_NL", "IQ4_XS", "MXFP4")
+    """Whether `lines` returns signed bytes, from a table or made as one."""
+    return quant in ("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "IQ3_XXS", "IQ2_S")
 
 
 @triton.constexpr_function
 def offset(quant):
     """The number to subtract from an unsigned code."""
-    return {"Q8_0": 128, "Q4_0": 8, "Q6_K": 32, "Q3_K": 4}.get(quant, 0)
+    return {"Q8_0": 128, "Q4_0": 8, "Q6_K": 32, "Q3_K": 4, "IQ3_S": 15, "IQ1_M": 9}.get(quant, 0)
 
 
 @triton.jit
@@ -88,6 +88,13 @@ def _bits(base, byte, row):
 
 
 @triton.jit
+def _signed_magnitudes(pairs, negative):
+    """Make the bytes 0, 1 and 2 the values 8, 25 and 43 of IQ2, negative where a byte of `negative` is 1."""
+    magnitudes = 0x08080808 + 17 * pairs + ((pairs >> 1) & 0x01010101)
+    return (magnitudes ^ (negative * 255)) + negative  # no magnitude is 0, so no byte overflows
+
+
+@triton.jit
 def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
     """Load lines 2J and 2J + 1 of each slab, int32 [S, N] of four codes each.
 
@@ -97,20 +104,31 @@ def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == "Q8_0":
         index = panel // 4 + slab * 128 + J * 32 + row
         return formats.words(base, index), formats.words(base, index + 16)
-    if (FORMAT == "Q2_K") or (FORMAT == "Q3_K"):
+    if (FORMAT == "Q2_K") or (FORMAT == "Q3_K") or (FORMAT == "IQ2_S") or (FORMAT == "IQ1_M"):
         pairs = formats.words(base, panel // 4 + slab * 32 + J // 2 * 16 + row) >> (J % 2 * 4)
         even, odd = pairs & 0x03030303, (pairs >> 2) & 0x03030303
         if FORMAT == "Q3_K":
             byte = panel + 128 * slabs + slab * 64 + J * 16
             even, odd = even | (_bits(base, byte, row) << 2), odd | (_bits(base, byte + 8, row) << 2)
+        elif FORMAT == "IQ2_S":
+            byte = panel + 128 * slabs + slab * 64 + J * 16
+            even = _signed_magnitudes(even, _bits(base, byte, row))
+            odd = _signed_magnitudes(odd, _bits(base, byte + 8, row))
+        elif FORMAT == "IQ1_M":
+            delta = formats.row_bit(base, panel, slab, J, row, 128 * slabs) * 0x02020202
+            even, odd = (even << 3) + delta, (odd << 3) + delta
         return even, odd
     word = formats.words(base, panel // 4 + slab * 64 + J * 16 + row)
     if (FORMAT == "IQ4_NL") or (FORMAT == "IQ4_XS"):
         return _look_up(word, -0x4052677F, -0x09152231, 0x26190D01, 0x71594535)
-    if FORMAT == "MXFP4":
+    if FORMAT == "IQ3_XXS":
+        return _look_up(word, -0x1115191F, -0x0105090E, 0x0E0A0602, 0x1F1A1612)
+    if (FORMAT == "MXFP4") or (FORMAT == "NVFP4"):
         return _look_up(word, 0x03020100, 0x0C080604, -0x02010100, -0x0B070504)
     even, odd = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
-    if FORMAT == "Q5_K":
+    if FORMAT == "IQ3_S":
+        even, odd = even << 1, odd << 1
+    elif FORMAT == "Q5_K":
         byte = panel + 256 * slabs + slab * 64 + J * 16
         even, odd = even | (_bits(base, byte, row) << 4), odd | (_bits(base, byte + 8, row) << 4)
     elif FORMAT == "Q6_K":

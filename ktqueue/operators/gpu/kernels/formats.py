@@ -82,6 +82,13 @@ def _bit_bytes(base, panel, slab, word, row, start):
 
 
 @triton.jit
+def row_bit(base, panel, slab, word, row, start):
+    """Load the bit that a plane of deltas has for each word: 0 or 1."""
+    byte = panel + start + slab * 8 + word % 4 * 2 + row // 8
+    return (tl.load(base + byte).to(tl.int32) >> (row % 8)) & 1
+
+
+@triton.jit
 def planes(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
     """Load the codes of a superblock, two int32 [32, N], for `part`.
 
@@ -96,7 +103,10 @@ def planes(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
         first, second = words(base, index), _bit_bytes(base, panel, slab, word, row, 256 * slabs)
     elif FORMAT == "Q6_K":
         first, second = words(base, index), _pair_words(base, panel, slab, word, row, 256 * slabs)
-    elif FORMAT == "Q3_K":
+    elif FORMAT == "IQ1_M":
+        first = _pair_words(base, panel, slab, word, row, 0)
+        second = row_bit(base, panel, slab, word, row, 128 * slabs)
+    elif (FORMAT == "Q3_K") or (FORMAT == "IQ2_S"):
         first = _pair_words(base, panel, slab, word, row, 0)
         second = _bit_bytes(base, panel, slab, word, row, 128 * slabs)
     elif FORMAT == "Q2_K":
@@ -133,6 +143,20 @@ def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
         start = panel + 256 * slabs
         scale = _signed(tl.load(base + start + slab * 16 + row))
         scale *= _halves(base, (start + 16 * slabs) // 2 + row)
+        minimum = tl.zeros_like(scale)
+    elif (FORMAT == "IQ3_XXS") or (FORMAT == "IQ3_S"):
+        start = panel + 256 * slabs
+        scale = _unsigned(tl.load(base + start + slab * 16 + row))
+        scale *= _halves(base, (start + 16 * slabs) // 2 + row) * (1.0 if FORMAT == "IQ3_S" else 0.5)
+        minimum = tl.zeros_like(scale)
+    elif (FORMAT == "IQ2_S") or (FORMAT == "IQ1_M"):
+        start = panel + (192 if FORMAT == "IQ2_S" else 136) * slabs
+        both = tl.load(base + start + slab * 16 + row).to(tl.int32)
+        scale = number(both >> (4 * half), 0, 4, 0) + 0.5
+        scale *= _halves(base, (start + 16 * slabs) // 2 + row) * 0.25
+        minimum = tl.zeros_like(scale)
+    elif FORMAT == "NVFP4":
+        scale = _halves(base, (panel + 256 * slabs) // 2 + slab * 32 + half * 16 + row)
         minimum = tl.zeros_like(scale)
     elif FORMAT == "MXFP4":
         exponent = tl.load(base + panel + 256 * slabs + slab * 16 + row).to(tl.int32)
@@ -177,8 +201,18 @@ def part(first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr
     if FORMAT == "Q3_K":
         codes = ((first >> (2 * odd)) & 0x03030303) | (spread(second >> (4 * odd)) << 2)
         return scale * number(codes, byte, 3, 4)
+    if FORMAT == "IQ2_S":
+        magnitude = (first >> (byte + 2 * odd)) & 3  # 0, 1 and 2 are 8, 25 and 43
+        value = (8 + 17 * magnitude + (magnitude >> 1)).to(tl.float32)
+        return scale * tl.where((second >> (4 * odd + PART % 4)) & 1 == 1, -value, value)
+    if FORMAT == "IQ1_M":
+        return scale * (8 * ((first >> (byte + 2 * odd)) & 3) + 2 * second - 9).to(tl.float32)
+    if FORMAT == "IQ3_S":
+        return scale * (2.0 * number(first, nibble, 4, 0) - 15.0)
     code = (first >> nibble) & 15
-    if FORMAT == "MXFP4":
+    if FORMAT == "IQ3_XXS":  # 4 apart, but for the first and the last, which are 5 from their neighbours
+        return scale * (4 * code - 30 + (code == 15).to(tl.int32) - (code == 0).to(tl.int32)).to(tl.float32)
+    if (FORMAT == "MXFP4") or (FORMAT == "NVFP4"):
         # E2M1: take its exponent and mantissa as those of a float32, correct the bias (126 less), and double.
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         return scale * (bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38)

@@ -20,6 +20,12 @@ FLOATS = ("F32", "F16", "BF16")
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+IQ3_XXS_VALUES = (-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31)
+IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
+IQ1_VALUES = (-9, -1, 7, 0, -7, 1, 9, 0)
+
+_SAME_PANELS = {"IQ2_XXS": "IQ2_S", "IQ2_XS": "IQ2_S", "IQ1_S": "IQ1_M"}
+"""The format that stands for all which have the same panels, by format."""
 
 # Bytes of the planes and scales of one slab, and of what is stored once per superblock.
 _BYTES: dict[str, tuple[int, int]] = {
@@ -36,14 +42,24 @@ _BYTES: dict[str, tuple[int, int]] = {
     "IQ4_XS": (256 + 16, 32),
     "Q3_K": (128 + 64 + 32, 32),
     "Q2_K": (128 + 32, 64),
+    "IQ3_XXS": (256 + 16, 32),
+    "IQ3_S": (256 + 16, 32),
+    "IQ2_S": (128 + 64 + 16, 32),
+    "IQ1_M": (128 + 8 + 16, 32),
+    "NVFP4": (256 + 64, 0),
 }
+
+
+def panel_format(quant: str) -> str:
+    """Return the format that kernels decode panels of `quant` as."""
+    return _SAME_PANELS.get(quant, quant)
 
 
 def superblock_bytes(quant: str, slabs: int = SLABS) -> int:
     """Bytes of a superblock with `slabs` slabs. Raises ValueError for an unknown quant."""
-    if quant not in _BYTES:
-        raise ValueError(f"quant must be one of {', '.join(_BYTES)}, got {quant}")
-    slab, once = _BYTES[quant]
+    if panel_format(quant) not in _BYTES:
+        raise ValueError(f"quant must be one of {', '.join((*_BYTES, *_SAME_PANELS))}, got {quant}")
+    slab, once = _BYTES[panel_format(quant)]
     return -(-(slabs * slab + once) // 64) * 64
 
 
@@ -61,7 +77,7 @@ def panel_count(rows: int) -> int:
 def constants(quant: str, columns: int, prefix: str = "") -> dict[str, Any]:
     """Return the constants of a matrix that kernels are compiled for. Their names begin with `prefix`."""
     return {
-        f"{prefix}FORMAT": quant,
+        f"{prefix}FORMAT": panel_format(quant),
         f"{prefix}SUPERBLOCK_BYTES": superblock_bytes(quant),
         f"{prefix}PANEL_BYTES": panel_bytes(quant, columns),
     }
@@ -131,7 +147,9 @@ def dequantize(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:
                 size = superblock_bytes(quant, block_slabs)
                 blocks = panels[:, start : start + number * size].reshape(count * number, size)
                 start += number * size
-                decoded = _blocks(blocks, quant, block_slabs).view(count, number, PANEL_ROWS, block_slabs * SLAB)
+                decoded = _blocks(blocks, panel_format(quant), block_slabs).view(
+                    count, number, PANEL_ROWS, block_slabs * SLAB
+                )
                 parts.append(decoded.transpose(1, 2))
         rows = torch.cat([part.flatten(2) for part in parts], dim=2)
     return rows.reshape(count * PANEL_ROWS, -1)[:, :columns]
@@ -172,6 +190,24 @@ def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
         code = codes(_nibbles, 256)
         code = code - 8 if quant == "Q4_0" else _lookup(IQ4_VALUES, code)
         return scales(1, torch.float16).float() * code
+    if quant == "NVFP4":
+        code = _lookup(MXFP4_VALUES, codes(_nibbles, 256))
+        return scales(2, torch.float16).float() * code
+    if quant == "IQ3_XXS":
+        code = _lookup(IQ3_XXS_VALUES, codes(_nibbles, 256))
+        scale = scales(1, torch.uint8)
+        return shared() * 0.5 * scale * code
+    if quant == "IQ3_S":
+        code = 2 * codes(_nibbles, 256) - 15
+        scale = scales(1, torch.uint8)
+        return shared() * scale * code
+    if quant in ("IQ2_S", "IQ1_M"):
+        code = codes(_pairs, 128)
+        code |= (codes(_bits, 64) if quant == "IQ2_S" else codes(_deltas, 8)) << 2
+        both = scales(1, torch.uint8)
+        second = torch.arange(both.shape[2], device=both.device) % SLAB >= SLAB // 2
+        scale = torch.where(second, both >> 4, both & 15) + 0.5
+        return shared() * 0.25 * scale * _lookup(IQ2_VALUES if quant == "IQ2_S" else IQ1_VALUES, code)
     if quant == "MXFP4":
         code = _lookup(MXFP4_VALUES, codes(_nibbles, 256))
         return torch.exp2(scales(1, torch.uint8).float() - 128) * code
@@ -205,7 +241,7 @@ def _lookup(values: tuple[int, ...], code: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(plane: torch.Tensor, slabs: int) -> torch.Tensor:
-    """This and the next three decode a plane [count, bytes] to its codes [count, 16, slabs * 32]."""
+    """This and the next four decode a plane [count, bytes] to its codes [count, 16, slabs * 32]."""
     return plane.view(-1, slabs * 8, PANEL_ROWS, 4).transpose(1, 2).flatten(2)
 
 
@@ -222,3 +258,8 @@ def _pairs(plane: torch.Tensor, slabs: int) -> torch.Tensor:
 def _bits(plane: torch.Tensor, slabs: int) -> torch.Tensor:
     bits = torch.stack([plane >> shift & 1 for shift in range(8)], dim=2)
     return bits.view(-1, slabs * 8, PANEL_ROWS, 4).transpose(1, 2).flatten(2)
+
+
+def _deltas(plane: torch.Tensor, slabs: int) -> torch.Tensor:
+    rows = torch.stack([plane >> shift & 1 for shift in range(8)], dim=2).view(-1, slabs * 4, PANEL_ROWS)
+    return rows.transpose(1, 2).repeat_interleave(8, dim=2)

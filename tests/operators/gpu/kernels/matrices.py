@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from ktqueue.loading import weight_formats
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix
@@ -14,7 +15,7 @@ BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
 
 def columns_of(quant: str) -> int:
     """Two superblocks, the second of them not whole if the format allows that."""
-    return 512 if quant.endswith("_K") or quant == "IQ4_XS" else 288
+    return 256 + max(32, weight_formats.BLOCKS[quant][0])
 
 
 def make_panels(

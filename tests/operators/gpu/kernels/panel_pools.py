@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ktqueue.loading.weight_formats import BLOCKS
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
@@ -73,4 +74,4 @@ def small(quant: str) -> tuple[tuple[str, str, str], int, int]:
     """Formats, hidden and intermediate of small experts. Gate and up are `quant`; sizes are as odd as it allows."""
     if quant in ("F32", "F16", "BF16"):
         return (quant,) * 3, 45, 33
-    return (quant, quant, "MXFP4"), 512 if quant.endswith("_K") or quant == "IQ4_XS" else 288, 32
+    return (quant, quant, "MXFP4"), 256 + max(32, BLOCKS[quant][0]), 32

@@ -15,6 +15,7 @@ from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
 from ..interpreted import by_kernel, compiled_for_h200
+from .matrices import columns_of
 from .panel_pools import GATES, Pool, make_pool, route
 
 BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
@@ -71,8 +72,7 @@ def assert_experts(
 @pytest.mark.parametrize("quant", BLOCKS)
 def test_kernels_equal_products_of_rounded_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
     """A tile has more slabs than the matrix, and a superblock is not whole."""
-    superblocks = quant.endswith("_K") or quant == "IQ4_XS"
-    pool = make_pool(random_weights, (quant, quant, "MXFP4"), 2, 512 if superblocks else 288, 32)
+    pool = make_pool(random_weights, (quant, quant, "MXFP4"), 2, columns_of(quant), 32)
     hidden = pool.record.hidden
     x, (ids, weights) = activations(1, hidden), route(1, 2, 1)
     assert_experts(pool, pool.offsets, ids, x, weights)

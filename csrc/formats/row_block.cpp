@@ -1,0 +1,246 @@
+#include "formats/row_block.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "formats/grid_block.h"
+#include "formats/half.h"
+
+namespace ktqueue {
+
+namespace {
+
+void low_then_high(const uint8_t* q, size_t count, uint8_t* codes) {
+    for (size_t i = 0; i < count; ++i) {
+        codes[i] = q[i] & 15;
+        codes[count + i] = q[i] >> 4;
+    }
+}
+
+// Formats whose own block is a slab: a scale of `ScaleBytes` bytes, then codes.
+template <size_t ScaleBytes>
+void read_slabs(const uint8_t* source, size_t slabs, RowBlock& out) {
+    constexpr size_t kBytes = ScaleBytes + 16;
+    for (size_t s = 0; s < slabs; ++s) {
+        std::memcpy(out.scales + ScaleBytes * s, source + s * kBytes, ScaleBytes);
+        low_then_high(source + s * kBytes + ScaleBytes, 16, out.codes + s * kSlab);
+    }
+}
+
+void read_q8_0(const uint8_t* source, size_t slabs, RowBlock& out) {
+    for (size_t s = 0; s < slabs; ++s, source += 34) {
+        std::memcpy(out.scales + 2 * s, source, 2);
+        for (size_t i = 0; i < kSlab; ++i) out.codes[s * kSlab + i] = source[2 + i] ^ 0x80;
+    }
+}
+
+// Eight 6-bit scales and minimums of Q4_K and Q5_K: see formats/quant_format.h.
+void read_six_bits(const uint8_t* s, RowBlock& out) {
+    for (size_t g = 0; g < 4; ++g) {
+        out.scales[g] = s[g] & 63;
+        out.minimums[g] = s[g + 4] & 63;
+        out.scales[g + 4] = static_cast<uint8_t>((s[g + 8] & 15) | (s[g] >> 6) << 4);
+        out.minimums[g + 4] = static_cast<uint8_t>((s[g + 8] >> 4) | (s[g + 4] >> 6) << 4);
+    }
+}
+
+void read_q4_k(const uint8_t* source, RowBlock& out) {
+    std::memcpy(out.d, source, 2);
+    std::memcpy(out.dmin, source + 2, 2);
+    read_six_bits(source + 4, out);
+    for (size_t n = 0; n < 4; ++n) low_then_high(source + 16 + 32 * n, 32, out.codes + 64 * n);
+}
+
+void read_q5_k(const uint8_t* source, RowBlock& out) {
+    std::memcpy(out.d, source, 2);
+    std::memcpy(out.dmin, source + 2, 2);
+    read_six_bits(source + 4, out);
+    for (size_t n = 0; n < 4; ++n) low_then_high(source + 48 + 32 * n, 32, out.codes + 64 * n);
+    for (size_t g = 0; g < 8; ++g)
+        for (size_t i = 0; i < 32; ++i)
+            out.codes[32 * g + i] = static_cast<uint8_t>(out.codes[32 * g + i] | (source[16 + i] >> g & 1) << 4);
+}
+
+void read_q6_k(const uint8_t* source, RowBlock& out) {
+    for (size_t n = 0; n < 2; ++n)
+        for (size_t k = 0; k < 4; ++k)
+            for (size_t i = 0; i < 32; ++i) {
+                const uint8_t low = source[64 * n + 32 * (k % 2) + i];
+                const uint8_t high = source[128 + 32 * n + i] >> (2 * k) & 3;
+                out.codes[128 * n + 32 * k + i] = static_cast<uint8_t>((k < 2 ? low & 15 : low >> 4) | high << 4);
+            }
+    std::memcpy(out.scales, source + 192, 16);
+    std::memcpy(out.d, source + 208, 2);
+}
+
+void read_iq4_xs(const uint8_t* source, RowBlock& out) {
+    std::memcpy(out.d, source, 2);
+    const unsigned high = static_cast<unsigned>(source[2]) | static_cast<unsigned>(source[3]) << 8;
+    for (size_t g = 0; g < 8; ++g) {
+        const unsigned scale = (source[4 + g / 2] >> (4 * (g % 2)) & 15u) | (high >> (2 * g) & 3u) << 4;
+        out.scales[g] = static_cast<uint8_t>(scale - 32);
+        low_then_high(source + 8 + 16 * g, 16, out.codes + 32 * g);
+    }
+}
+
+void read_pairs(const uint8_t* q, RowBlock& out) {  // of Q2_K and Q3_K
+    for (size_t n = 0; n < 2; ++n)
+        for (size_t k = 0; k < 4; ++k)
+            for (size_t i = 0; i < 32; ++i) out.codes[128 * n + 32 * k + i] = q[32 * n + i] >> (2 * k) & 3;
+}
+
+void read_q3_k(const uint8_t* source, RowBlock& out) {
+    read_pairs(source + 32, out);
+    for (size_t g = 0; g < 8; ++g)
+        for (size_t i = 0; i < 32; ++i)
+            out.codes[32 * g + i] = static_cast<uint8_t>(out.codes[32 * g + i] | (source[i] >> g & 1) << 2);
+    const uint8_t* s = source + 96;
+    for (size_t k = 0; k < 16; ++k) {
+        const unsigned low = k < 8 ? s[k] & 15u : s[k - 8] >> 4;
+        out.scales[k] = static_cast<uint8_t>((low | (s[8 + k % 4] >> (2 * (k / 4)) & 3u) << 4) - 32);
+    }
+    std::memcpy(out.d, source + 108, 2);
+}
+
+void read_q2_k(const uint8_t* source, RowBlock& out) {
+    std::memcpy(out.scales, source, 16);
+    read_pairs(source + 16, out);
+    std::memcpy(out.d, source + 80, 2);
+    std::memcpy(out.dmin, source + 82, 2);
+}
+
+void read_nvfp4(const uint8_t* source, size_t slabs, RowBlock& out) {
+    for (size_t k = 0; k < 2 * slabs; ++k) {
+        const uint8_t* block = source + k / 4 * 36;
+        const uint16_t half = half_of_e4m3(block[k % 4]);
+        std::memcpy(out.scales + 2 * k, &half, 2);
+        low_then_high(block + 4 + k % 4 * 8, 8, out.codes + 16 * k);
+    }
+}
+
+// The code of a value of GridBlock: the place of the value in the table of the format's panels.
+uint8_t grid_code(Quant quant, int value) {
+    if (quant == Quant::IQ3_S) return static_cast<uint8_t>((value + 15) / 2);
+    if (quant == Quant::IQ3_XXS) return static_cast<uint8_t>((value + 62) / 8);
+    if (panel_format(quant) == Quant::IQ2_S) return static_cast<uint8_t>(std::abs(value) / 17 | (value < 0 ? 4 : 0));
+    return static_cast<uint8_t>((value + 9) >> 3 | ((value + 9) & 2) << 1);
+}
+
+void read_grid(Quant quant, const uint8_t* source, RowBlock& out) {
+    GridBlock block;
+    read_grid_block(quant, source, block);
+    std::memcpy(out.d, block.d, 2);
+    for (size_t i = 0; i < kSuperblock; ++i) out.codes[i] = grid_code(quant, block.values[i]);
+    const bool one = quant == Quant::IQ3_XXS || quant == Quant::IQ3_S;  // one scale a slab
+    for (size_t s = 0; s < kSlabs; ++s) {
+        const unsigned first = block.scales[2 * s], second = block.scales[2 * s + 1];
+        out.scales[s] = static_cast<uint8_t>(one ? first : first >> 1 | second >> 1 << 4);
+    }
+}
+
+}  // namespace
+
+bool finite_half(const uint8_t* half) {
+    return (half[1] & 0x7c) != 0x7c;
+}
+
+void read_block(Quant quant, const uint8_t* source, size_t slabs, RowBlock& out) {
+    switch (quant) {
+        case Quant::Q4_0:
+        case Quant::IQ4_NL:
+            read_slabs<2>(source, slabs, out);
+            break;
+        case Quant::MXFP4:
+            read_slabs<1>(source, slabs, out);
+            break;
+        case Quant::Q8_0:
+            read_q8_0(source, slabs, out);
+            break;
+        case Quant::Q4_K:
+            read_q4_k(source, out);
+            break;
+        case Quant::Q5_K:
+            read_q5_k(source, out);
+            break;
+        case Quant::Q6_K:
+            read_q6_k(source, out);
+            break;
+        case Quant::IQ4_XS:
+            read_iq4_xs(source, out);
+            break;
+        case Quant::Q3_K:
+            read_q3_k(source, out);
+            break;
+        case Quant::Q2_K:
+            read_q2_k(source, out);
+            break;
+        case Quant::NVFP4:
+            read_nvfp4(source, slabs, out);
+            break;
+        default:
+            read_grid(quant, source, out);
+    }
+}
+
+bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
+    switch (quant) {
+        case Quant::Q4_0:
+        case Quant::IQ4_NL:
+        case Quant::Q8_0:
+            for (size_t s = 0; s < slabs; ++s)
+                if (!finite_half(block.scales + 2 * s)) return false;
+            return true;
+        case Quant::MXFP4:  // 255 is NaN
+            for (size_t s = 0; s < slabs; ++s)
+                if (block.scales[s] == 255) return false;
+            return true;
+        case Quant::NVFP4:
+            return true;
+        case Quant::Q4_K:
+        case Quant::Q5_K:
+        case Quant::Q2_K:
+            return finite_half(block.d) && finite_half(block.dmin);
+        default:
+            return finite_half(block.d);
+    }
+}
+
+float block_bound(Quant quant, const RowBlock& block, size_t slabs) {
+    const float d = std::fabs(half_to_float(block.d)), dmin = std::fabs(half_to_float(block.dmin));
+    const auto slab_bound = [&](float code, size_t halves = 1) {
+        float most = 0;
+        for (size_t s = 0; s < halves * slabs; ++s)
+            most = std::max(most, std::fabs(half_to_float(block.scales + 2 * s)));
+        return most * code;
+    };
+    switch (quant) {
+        case Quant::Q4_0:
+            return slab_bound(8);
+        case Quant::Q8_0:
+        case Quant::IQ4_NL:
+            return slab_bound(128);
+        case Quant::MXFP4:
+            return std::ldexp(12.0f, *std::max_element(block.scales, block.scales + slabs) - 128);
+        case Quant::Q4_K:
+        case Quant::Q5_K:
+            return 63 * 31 * d + 63 * dmin;
+        case Quant::Q6_K:
+        case Quant::IQ4_XS:
+            return 32 * 128 * d;
+        case Quant::Q3_K:
+            return 32 * 4 * d;
+        case Quant::Q2_K:
+            return 15 * 3 * d + 15 * dmin;
+        case Quant::NVFP4:
+            return slab_bound(12, 2);
+        default:  // with a grid: the largest scale times the largest value
+            return grid_unit(quant) *
+                   (quant == Quant::IQ3_XXS ? 31 * 62
+                    : quant == Quant::IQ3_S ? 31 * 15
+                                            : 31 * 43) *
+                   d;
+    }
+}
+
+}  // namespace ktqueue
