@@ -37,8 +37,9 @@ INTERLEAVED = ("gpt_oss",)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """One stored tensor. `data` is a view of its bytes.
+    """One stored tensor.
 
+    `stored` is a view of its bytes, or a function that returns them: then they are converted whenever they are read.
     If `heads` is above 0, the rows are in GGUF's rotary order (pairs interleaved) for that many heads. Decoding
     restores transformers' order.
     """
@@ -46,16 +47,16 @@ class CheckpointTensor:
     name: str
     quant: str
     shape: tuple[int, ...]
-    data: Bytes
+    stored: Bytes | Callable[[], Bytes]
     heads: int = 0
 
     @classmethod
     def from_file(
         cls, path: Any, name: str, quant: str, shape: tuple[int, ...], offset: int, file: Bytes, *, raw: bool = False
     ) -> "CheckpointTensor":
-        """Return a view of `file` at `offset`. `raw`: the tensor may hold bytes (U8), which are not weights by
-        themselves. Raises CheckpointError if the tensor does not lie inside the file."""
-        if quant not in FILE_BLOCKS and not (raw and quant == RAW):
+        """Return a view of `file` at `offset`. `raw`: the tensor may hold one of RAW, which are not weights
+        by themselves. Raises CheckpointError if the tensor does not lie inside the file."""
+        if quant not in FILE_BLOCKS and not (raw and quant in RAW):
             raise CheckpointError(
                 f"{path}: tensor {name!r} is stored as {quant}, which is not supported; known: {', '.join(FILE_BLOCKS)}"
             )
@@ -75,9 +76,14 @@ class CheckpointTensor:
         return self.shape[-1]
 
     @property
+    def data(self) -> Bytes:
+        """The bytes, a view of the file or a copy."""
+        return self.stored() if callable(self.stored) else self.stored
+
+    @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
-        return self.data.size
+        """Bytes in the file, or once converted."""
+        return tensor_bytes(self.quant, self.shape)
 
     def expert_views(self) -> list[Bytes]:
         """Return one flat byte view per expert of an [experts, rows, columns] tensor."""
@@ -92,17 +98,19 @@ class CheckpointTensor:
     def packed_matrix(self) -> PackedMatrix:
         """Return a [rows, columns] tensor as a view, or as a copy if its rows are reordered or requantised."""
         rows, columns = self.shape
-        data = unpermute_packed(self.data, self.heads, self.data.size // rows) if self.heads else self.data
+        data = self.data
+        if self.heads:
+            data = unpermute_packed(data, self.heads, data.size // rows)
         return requantise_matrix(PackedMatrix(self.quant, rows, columns, data))
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
         """Decode to `dtype`, in the tensor's own shape, a chunk of rows at a time."""
-        size = row_bytes(self.quant, self.columns)
-        rows = self.data.size // size
+        size, data = row_bytes(self.quant, self.columns), self.data
+        rows = data.size // size
         out = torch.empty((rows, self.columns), dtype=dtype)
         step = max(1, CHUNK_ELEMENTS // self.columns)
         for start in range(0, rows, step):
-            chunk = self.data[start * size : (start + step) * size]
+            chunk = data[start * size : (start + step) * size]
             out[start : start + step] = torch.from_numpy(decode_rows(chunk, self.quant, self.columns))
         if self.heads:
             out = unpermute(out.view(self.shape), self.heads)
@@ -243,10 +251,10 @@ class Checkpoint:
         first, second = self._tensor(name), self._tensor(other)
         if (first.quant, first.shape) != (second.quant, second.shape):
             return torch.equal(first.decode(torch.float32), second.decode(torch.float32))
-        starts = range(0, first.nbytes, CHUNK_ELEMENTS)
+        ours, theirs = first.data, second.data
         return all(
-            np.array_equal(first.data[start : start + CHUNK_ELEMENTS], second.data[start : start + CHUNK_ELEMENTS])
-            for start in starts
+            np.array_equal(ours[start : start + CHUNK_ELEMENTS], theirs[start : start + CHUNK_ELEMENTS])
+            for start in range(0, ours.size, CHUNK_ELEMENTS)
         )
 
     def ignore(self, name: str) -> None:

@@ -1,10 +1,33 @@
-"""Experts that are stored one by one, as the stacks that operators pack."""
+"""Stacks of experts as operators pack them, of experts that are stored one by one or converted when they are read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor
+from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
+
+
+class ConvertedExperts(Sequence[Bytes]):
+    """The data of experts, each asked for whenever it is read. What is converted for it is in memory only while its
+    layer is loaded."""
+
+    def __init__(self, count: int, convert: Callable[[int], Bytes]) -> None:
+        self._count = count
+        self._convert = convert
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Bytes]: ...
+    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
+        if isinstance(index, slice):
+            return [self._convert(i) for i in range(self._count)[index]]
+        return self._convert(range(self._count)[index])
 
 
 def stack_experts(source: str, module: str, parts: Mapping[str, Mapping[int, CheckpointTensor]]) -> ExpertWeights:
@@ -26,5 +49,9 @@ def stack_experts(source: str, module: str, parts: Mapping[str, Mapping[int, Che
                 f"{source}: tensor {first.name!r} has the shape {list(first.shape)}, expected a matrix"
             )
         rows, columns = first.shape
-        stacks[part] = PackedExperts(first.quant, rows, columns, [tensors[i].data for i in range(count)])
+        stacks[part] = PackedExperts(first.quant, rows, columns, _data_of(tensors))
     return ExpertWeights(**stacks)
+
+
+def _data_of(tensors: Mapping[int, CheckpointTensor]) -> ConvertedExperts:
+    return ConvertedExperts(len(tensors), lambda expert: tensors[expert].data)

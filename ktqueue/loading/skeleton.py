@@ -17,10 +17,10 @@ from ktqueue.loading.huggingface.config_check import (
     DERIVED_KEY,
     LATENT_MODEL_TYPES,
     check_config,
-    check_quantization,
     check_values,
     ignored_keys,
 )
+from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
 from ktqueue.operators.model_classes import CLASSES, PARTLY_ROTATED
@@ -44,7 +44,7 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     if values.get("kv_lora_rank") and model_type not in LATENT_MODEL_TYPES:
         known = ", ".join(LATENT_MODEL_TYPES)
         raise CheckpointError(f"{source}: multi-head latent attention is supported for {known}, not for {model_type}")
-    check_quantization(values, source)
+    read_quantisation(values, source)
     check_values(values, source)
     if model_type == "minimax_m2" and values.get("rotary_dim") and values.get("head_dim"):
         # The published name, which this version of transformers does not read.

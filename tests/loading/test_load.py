@@ -375,7 +375,7 @@ def test_tensors_that_do_not_fit_are_named(fault: str, tiny: Path, tmp_path: Pat
         ({"model_type": "llama4_text"}, "full_attention or sliding_attention, got 'chunked_attention'"),
         ({"model_type": "gptj"}, "a gptj uses its own kind of attention"),
         ({"kv_lora_rank": 16}, "latent attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"hidden_act": 3}, "config is not valid"),
         ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, but there are tensors of 2 layers"),
     ],

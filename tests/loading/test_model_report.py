@@ -148,9 +148,9 @@ def both_refusals(path: str, rules: str | None = None) -> tuple[str, str]:
         (rewritten("model.safetensors", b"\x08\0\0"), "truncated or corrupt"),
         (config_with(model_type="fox"), "model_type 'fox' is unknown"),
         (config_with(num_hidden_layers=3), "num_hidden_layers is 3"),
-        (config_with(quantization_config={"quant_method": "awq", "bits": 4}), "quantised with AWQ in 4 bits"),
-        (config_with(quantization_config={"quant_method": "gptq", "bits": 8}), "quantised with GPTQ in 8 bits"),
-        (config_with(quantization_config={"quant_method": "fp8"}), "quantised with FP8, which is not supported"),
+        (config_with(quantization_config={"quant_method": "awq", "bits": 3}), "quantised with AWQ in 3 bits"),
+        (config_with(quantization_config={"quant_method": "gptq", "bits": 2}), "quantised with GPTQ in 2 bits"),
+        (config_with(quantization_config={"quant_method": "hqq"}), "quantised with HQQ, which is not supported"),
         (config_with(quantization_config={"load_in_4bit": True}), "quantised with bitsandbytes in 4 bits"),
         (config_with(quantization_config={"quant_method": "mxfp4"}), "quantised with MXFP4"),
         (config_with(text_config={"quantization_config": {"quant_algo": "NVFP4"}}), "quantised with NVFP4"),
@@ -185,11 +185,11 @@ def test_a_quantised_folder_is_named_by_its_method_not_by_its_types(tiny: Path, 
     """No kernel has the types of its tensors, but an error about types would not help the user."""
     folder = tmp_path / "model"
     shutil.copytree(tiny, folder)
-    config_with(quantization_config={"quant_method": "fp8"})(folder)
+    config_with(quantization_config={"quant_method": "hqq"})(folder)
     safetensors.torch.save_file({"model.layers.0.x": torch.zeros(4, dtype=torch.int32)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
         report_model(str(folder))
-    assert "FP8" in str(caught.value) and "Q4_0" not in str(caught.value)
+    assert "HQQ" in str(caught.value) and "I32" not in str(caught.value)
     assert caught.value.param == "quantization_config"
 
 

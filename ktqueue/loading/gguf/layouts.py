@@ -58,7 +58,7 @@ def _split_rows(path: str, tensor: CheckpointTensor, rows: list[int], axis: int)
         data = by_row[start : start + count] if axis == 0 else by_row[:, start : start + count]
         # Matrices of experts stay views of the file: their rows are not copied.
         flat = data.reshape(-1) if axis == 0 or len(shape) == axis + 1 else data.reshape(shape[0], -1)
-        parts.append(replace(tensor, shape=(*shape[:axis], count, *shape[axis + 1 :]), data=flat))
+        parts.append(replace(tensor, shape=(*shape[:axis], count, *shape[axis + 1 :]), stored=flat))
         start += count
     return parts
 

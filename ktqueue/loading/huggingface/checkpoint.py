@@ -2,7 +2,8 @@
 
 A safetensors file is a length, a JSON header and raw little-endian data. The header is not trusted. Tensors are views
 of the mapped file. Experts are stored one by one (`experts.3.up_proj.weight`, Mixtral's `w1 w3 w2`) or fused
-(`experts.gate_up_proj`); nothing is copied in either case. Knows no GGUF.
+(`experts.gate_up_proj`); nothing is copied in either case. Weights that are quantised in a way of their own are
+converted whenever they are read. Knows no GGUF.
 """
 
 import re
@@ -17,8 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, INTERLEAVED, Checkpoint, CheckpointTensor
-from ktqueue.loading.huggingface.config_check import check_quantization
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
+from ktqueue.loading.huggingface.quantisation import read_quantisation
+from ktqueue.loading.huggingface.quantised_tensors import join_quantised
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.single_experts import stack_experts
@@ -42,7 +44,7 @@ def open_folder(folder: Path) -> Checkpoint:
     if isinstance(model_type, str):
         config["model_type"] = _SAME_MODEL.get(model_type, model_type)
     check_model_type(config, str(folder))
-    check_quantization(config, str(folder))
+    quantisation = read_quantisation(config, str(folder))
     config.pop("quantization_config", None)  # of a kind that is read here
     tensors: dict[str, CheckpointTensor] = {}
     maps: list[Bytes] = []
@@ -50,13 +52,15 @@ def open_folder(folder: Path) -> Checkpoint:
     module_name = module_name_function(config)
     for file in weight_files(folder):
         maps.append(map_file(file))
-        for tensor in _read(file, maps[-1]):
+        for tensor in _read(file, maps[-1], raw=quantisation is not None):
             name = module_name(tensor.name)
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
             layer = _LAYER.match(name)
             if not _DERIVED.search(name) and not (layer and int(layer[1]) in multi_token_layers):
                 tensors[name] = tensor
+    if quantisation is not None:
+        tensors = join_quantised(str(folder), tensors, quantisation)
     dense, experts = _group(folder, tensors, interleaved=config.get("model_type") in INTERLEAVED)
     return Checkpoint(str(folder), config, dense, experts, maps)
 
@@ -87,7 +91,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read(path: Path, file: Bytes) -> list[CheckpointTensor]:
+def _read(path: Path, file: Bytes, *, raw: bool) -> list[CheckpointTensor]:
     size = int.from_bytes(bytes(file[:8]), "little")
     if file.size < 8 or size > min(MAX_HEADER, file.size - 8):
         raise CheckpointError(f"{path}: truncated or corrupt: the header length is {size} bytes")
@@ -98,10 +102,10 @@ def _read(path: Path, file: Bytes) -> list[CheckpointTensor]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: corrupt header: expected a JSON object")
     header.pop("__metadata__", None)
-    return [_tensor(path, name, entry, 8 + size, file) for name, entry in header.items()]
+    return [_tensor(path, name, entry, 8 + size, file, raw) for name, entry in header.items()]
 
 
-def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> CheckpointTensor:
+def _tensor(path: Path, name: str, entry: Any, start: int, file: Any, raw: bool) -> CheckpointTensor:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         all_integers = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
@@ -112,7 +116,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any) -> Checkpo
         raise CheckpointError(f"{path}: corrupt header entry of tensor {name!r}")
     if min(shape, default=1) == 0:
         raise CheckpointError(f"{path}: tensor {name!r} has an empty dimension: {list(shape)}")
-    raw = name.endswith((BLOCKS, SCALES))
+    raw = raw or name.endswith((BLOCKS, SCALES))
     tensor = CheckpointTensor.from_file(path, name, dtype, shape or (1,), start + begin, file, raw=raw)
     if tensor.data.size != end - begin:
         raise CheckpointError(

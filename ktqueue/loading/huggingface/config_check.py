@@ -1,7 +1,7 @@
 """Checks a Hugging Face config before a model is built from it.
 
-It refuses values that would fail later or give wrong results, and weights quantised in ways that we cannot read. An
-error names the key. Knows no tensors and no transformers.
+It refuses values that would fail later or give wrong results. An error names the key. Knows no tensors and no
+transformers.
 """
 
 import math
@@ -54,25 +54,6 @@ _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 DERIVED_KEY = "num_key_value_heads"
 """A key that GPTBigCode's config derives from another key. Its model uses the derived value, even if a file has it."""
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
-SUPPORTED = "safetensors in F32, F16 or BF16, MXFP4 of gpt-oss, and GGUF files"
-_METHODS = {
-    "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "exl2": "EXL2",
-    "exl3": "EXL3",
-    "fbgemm_fp8": "FP8 (FBGEMM)",
-    "fp8": "FP8",
-    "gptq": "GPTQ",
-    "hqq": "HQQ",
-    "modelopt": "ModelOpt",
-    "mxfp4": "MXFP4",
-    "quanto": "Quanto",
-    "torchao": "torchao",
-}
-_READ = (("MXFP4", "gpt_oss"),)
-"""Methods and model types whose quantised weights are read."""
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def check_values(values: Mapping[str, Any], source: str) -> None:
@@ -199,37 +180,3 @@ def _rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _refusal(source: str, name: str, limit: str, value: Any) -> CheckpointError:
     shown = value if isinstance(value, int | float | str) else repr(value)
     return CheckpointError(f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=shown)
-
-
-def check_quantization(config: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError if the checkpoint is quantised in any other way than GGUF's, naming the method.
-
-    config: the values of config.json. source: the beginning of the message.
-    """
-    text_config = config.get("text_config")
-    for values in (config, text_config if isinstance(text_config, Mapping) else {}):
-        for key in _QUANTIZATION_KEYS:
-            if value := values.get(key):
-                method = _method(value)
-                if (method, values.get("model_type")) in _READ:
-                    continue
-                raise CheckpointError(
-                    f"{source}: {key} says that the weights are quantised with {method}, which is not supported; "
-                    f"supported are {SUPPORTED}: look for a GGUF of the model, or for its original in BF16",
-                    param=key,
-                    limit=SUPPORTED,
-                    value=method,
-                )
-
-
-def _method(value: Any) -> str:
-    """Return the name of the method, and the bits of a weight if they are known."""
-    if not isinstance(value, Mapping):
-        return repr(value)
-    name = value.get("quant_method") or value.get("quant_algo")
-    if name is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
-        name = "bitsandbytes"
-    shown = _METHODS.get(str(name).lower(), str(name)) if name else "an unnamed method"
-    bits = value.get("bits") or value.get("w_bit") or (4 if value.get("load_in_4bit") else None)
-    bits = bits or (8 if value.get("load_in_8bit") else None)
-    return f"{shown} in {bits} bits" if isinstance(bits, int) else shown

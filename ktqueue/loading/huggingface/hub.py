@@ -18,8 +18,8 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore
 from ktqueue.core.errors import CheckpointError, ConfigError, Unavailable
 from ktqueue.core.hub_model import HubModel
 from ktqueue.core.units import format_bytes
-from ktqueue.loading.huggingface.config_check import check_quantization
 from ktqueue.loading.huggingface.hub_files import HubFile, HubSelection, select
+from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.unsupported import check_model_type
 
@@ -206,7 +206,7 @@ def _check_config(model: HubModel, commit: str, access: HubAccess) -> None:
     """Refuse an unsupported family or quantisation before weights are downloaded. Raises CheckpointError."""
     config = read_json(_folder(model, access) / "snapshots" / commit / "config.json")
     check_model_type(config, str(model))
-    check_quantization(config, str(model))
+    read_quantisation(config, str(model))
 
 
 def _folder(model: HubModel, access: HubAccess) -> Path:

@@ -5,15 +5,15 @@ As floats, matrices are transposed: [experts, columns, rows]. In MXFP4 they are 
 and `_scales` [experts, rows, columns / 32], the exponents. Source: transformers' integrations/mxfp4.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, CheckpointTensor
+from ktqueue.loading.single_experts import ConvertedExperts
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.native import as_array
 from ktqueue.operators.packed import ExpertWeights, Floats, PackedExperts
@@ -23,26 +23,6 @@ PARTS = tuple(f"{part}{ending}" for part in (GATE_UP, DOWN) for ending in ("", B
 """Names of the tensors of an experts module."""
 _GATE, _UP, _ALL = slice(0, None, 2), slice(1, None, 2), slice(None)
 _BLOCK = 32  # columns of a block of MXFP4
-
-
-class ConvertedExperts(Sequence[Bytes]):
-    """The data of experts, each converted whenever it is read, so that a layer is in memory only while it is loaded."""
-
-    def __init__(self, count: int, convert: Callable[[int], Bytes]) -> None:
-        self._count = count
-        self._convert = convert
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Bytes]: ...
-    def __getitem__(self, index: int | slice) -> Bytes | list[Bytes]:
-        if isinstance(index, slice):
-            return [self._convert(i) for i in range(self._count)[index]]
-        return self._convert(range(self._count)[index])
 
 
 def interleaved_experts(folder: Path, module: str, parts: Mapping[str, CheckpointTensor]) -> ExpertWeights:

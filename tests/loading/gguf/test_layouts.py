@@ -62,7 +62,7 @@ def one_by_one(tensors: Tensors) -> Tensors:
             result[name] = tensor
             continue
         for index, data in enumerate(tensor.expert_views()):
-            result[f"{stem}.{index}.weight"] = replace(tensor, shape=tensor.shape[1:], data=data)
+            result[f"{stem}.{index}.weight"] = replace(tensor, shape=tensor.shape[1:], stored=data)
     return result
 
 
@@ -107,7 +107,7 @@ def test_fused_tensors_of_another_shape_are_refused(parts_of: Callable[..., Part
     metadata, tensors = parts_of("qwen3_moe")
     changed = fused(tensors)
     qkv = changed["blk.0.attn_qkv.weight"]
-    cut = replace(qkv, shape=(192, 64), data=qkv.data[: 192 * 64 * 4])
+    cut = replace(qkv, shape=(192, 64), stored=qkv.data[: 192 * 64 * 4])
     with pytest.raises(CheckpointError, match=r"'blk.0.attn_qkv.weight' has the shape \[192, 64\], 256 expected in"):
         build_checkpoint("file", metadata, changed | {"blk.0.attn_qkv.weight": cut})
     with pytest.raises(CheckpointError, match=r"attn_qkv.weight' holds the weights of 'blk.0.attn_k.weight' once more"):

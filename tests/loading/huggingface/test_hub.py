@@ -73,11 +73,11 @@ def test_only_needed_files_of_a_folder_are_downloaded(hub: LocalHub, access: Hub
 
 
 def test_a_quantised_folder_is_refused_before_its_weights(hub: LocalHub, access: HubAccess, tiny: Path) -> None:
-    config = {**json.loads((tiny / "config.json").read_text()), "quantization_config": {"quant_method": "awq"}}
+    config = {**json.loads((tiny / "config.json").read_text()), "quantization_config": {"quant_method": "hqq"}}
     files = {path.name: path for path in tiny.iterdir()}
-    hub.add("A/Tiny-AWQ", {**files, "config.json": json.dumps(config).encode()})
-    with pytest.raises(CheckpointError, match=r"hf:A/Tiny-AWQ: quantization_config says .* AWQ"):
-        pull("hf:A/Tiny-AWQ", access)
+    hub.add("A/Tiny-HQQ", {**files, "config.json": json.dumps(config).encode()})
+    with pytest.raises(CheckpointError, match=r"hf:A/Tiny-HQQ: quantization_config says .* HQQ"):
+        pull("hf:A/Tiny-HQQ", access)
     assert "model.safetensors" not in fetched(hub)
 
 

@@ -98,8 +98,8 @@ def test_bytes_elsewhere_and_other_methods_are_refused(
     quantised: tuple[Tensors, Tensors], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     tensors = quantised[0]
-    with pytest.raises(CheckpointError, match="quantised with AWQ, which is not supported"):
-        open_folder(write(tmp_path / "awq", make_model("gpt_oss"), tensors, method="awq"))
+    with pytest.raises(CheckpointError, match="quantised with HQQ, which is not supported"):
+        open_folder(write(tmp_path / "hqq", make_model("gpt_oss"), tensors, method="hqq"))
     with pytest.raises(CheckpointError, match="quantised with MXFP4, which is not supported"):
         open_folder(write(tmp_path / "other", make_model("qwen3_moe"), tensors, method="mxfp4"))
     tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.uint8)

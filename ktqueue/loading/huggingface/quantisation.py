@@ -1,0 +1,155 @@
+"""What `quantization_config` of a Hugging Face config says about the weights, and which kinds are read. Knows no
+tensors.
+
+How activations would be quantised, with or without stored scales, is ignored: our activations have their own types.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+
+SUPPORTED = (
+    "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4), GPTQ and AWQ in 4 bits, "
+    "MXFP4 of gpt-oss, and GGUF files"
+)
+_METHODS = {
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fbgemm_fp8": "FP8 (FBGEMM)",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "quanto": "Quanto",
+    "torchao": "torchao",
+}
+_MXFP4 = ("mxfp4", "gpt_oss")
+"""The method whose tensors are a part of gpt-oss's layout, and its model type."""
+_KEYS = ("quantization_config", "compression_config")
+_COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized")
+_PACKED = "pack-quantized"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the tensors of quantised weights are stored.
+
+    method: fp8, compressed-tensors, gptq or awq. block: rows and columns of weights that share a scale, if the config
+    states them. bits: of a code of GPTQ. symmetric: GPTQ's zero points are all half of the codes. zero_offset: GPTQ's
+    zero points are stored less this.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+    bits: int = 4
+    symmetric: bool = False
+    zero_offset: int = 0
+
+
+def read_quantisation(config: Mapping[str, Any], source: str) -> Quantisation | None:
+    """Return how the weights of a folder are quantised, or None if they are not, or as gpt-oss's are.
+
+    config: the values of config.json. source: the beginning of the message. Raises CheckpointError that names a method
+    which is not read.
+    """
+    text_config = config.get("text_config")
+    found = None
+    for values in (config, text_config if isinstance(text_config, Mapping) else {}):
+        for key in _KEYS:
+            if not (value := values.get(key)):
+                continue
+            name = str(value.get("quant_method") or value.get("quant_algo")).lower() if isinstance(value, dict) else ""
+            if (name, values.get("model_type")) == _MXFP4:
+                continue
+            quantisation = _read(name, value) if values is config and isinstance(value, dict) else None
+            if not isinstance(quantisation, Quantisation):
+                method = _method(value) + (f", {quantisation}" if quantisation else "")
+                raise CheckpointError(
+                    f"{source}: {key} says that the weights are quantised with {method}, which is not supported; "
+                    f"supported are {SUPPORTED}: look for a GGUF of the model, or for its original in BF16",
+                    param=key,
+                    limit=SUPPORTED,
+                    value=method,
+                )
+            found = quantisation
+    return found
+
+
+def _read(name: str, value: Mapping[str, Any]) -> Quantisation | str | None:
+    """Return how weights are quantised, or what is not read, or None if it is the whole method."""
+    if name in ("fp8", "fbgemm_fp8") or (name == "modelopt" and value.get("quant_algo") == "FP8"):
+        stated = value.get("weight_block_size")
+        block = _block(stated)
+        return f"weight_block_size {stated!r}" if stated is not None and block is None else Quantisation("fp8", block)
+    if name == "compressed-tensors":
+        return _read_compressed(value)
+    if name == "gptq":
+        return _read_gptq(value)
+    if name == "awq":
+        version = str(value.get("version") or "gemm").lower()
+        if value.get("bits", 4) != 4:
+            return None
+        return Quantisation("awq") if version == "gemm" else f"version {version}"
+    return None
+
+
+def _read_gptq(value: Mapping[str, Any]) -> Quantisation | str | None:
+    bits, symmetric = value.get("bits"), value.get("sym", True) is True
+    layout = value.get("checkpoint_format") or "gptq"
+    if bits != 4 and not (bits == 8 and symmetric):
+        return None
+    if layout not in ("gptq", "gptq_v2"):
+        return f"checkpoint_format {layout!r}"
+    dynamic = value.get("dynamic")
+    if isinstance(dynamic, Mapping) and any(not str(rule).startswith("-:") for rule in dynamic):
+        return "dynamic bits"
+    return Quantisation("gptq", bits=bits, symmetric=symmetric, zero_offset=1 if layout == "gptq" else 0)
+
+
+def _read_compressed(value: Mapping[str, Any]) -> Quantisation | str:
+    """Read compressed-tensors. Source: its config/base.py and quantization/quant_args.py."""
+    groups = value.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        return "without config_groups"
+    stated = value.get("format")
+    block = None
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        layout = (group.get("format") if isinstance(group, Mapping) else None) or stated
+        if not isinstance(weights, Mapping):
+            continue
+        kind = (weights.get("type"), weights.get("num_bits"))
+        known = kind in (("int", 4), ("int", 8)) if layout == _PACKED else kind in (("float", 8), ("int", 8))
+        if layout not in (*_COMPRESSED_FORMATS, _PACKED) or not known:
+            return f"format {layout!r} with {kind[0]} of {kind[1]} bits"
+        block = _block(weights.get("block_structure")) or block
+    sparsity = value.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        return f"sparsity_config {sparsity.get('format')!r}"
+    if value.get("transform_config"):
+        return "transform_config"
+    return Quantisation("compressed-tensors", block)
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
+    return (value[0], value[1]) if is_pair else None
+
+
+def _method(value: Any) -> str:
+    """Return the name of the method, and the bits of a weight if they are known."""
+    if not isinstance(value, Mapping):
+        return repr(value)
+    name = value.get("quant_method") or value.get("quant_algo")
+    if name is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
+        name = "bitsandbytes"
+    shown = _METHODS.get(str(name).lower(), str(name)) if name else "an unnamed method"
+    bits = value.get("bits") or value.get("w_bit") or (4 if value.get("load_in_4bit") else None)
+    bits = bits or (8 if value.get("load_in_8bit") else None)
+    return f"{shown} in {bits} bits" if isinstance(bits, int) else shown

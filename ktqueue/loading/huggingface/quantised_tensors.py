@@ -1,0 +1,268 @@
+"""Joins the tensors of each quantised matrix of a Hugging Face folder to one that is converted whenever it is read.
+
+A matrix `x.weight` is stored as (rows and columns are those of the matrix, words have 32 bits, lowest bits first):
+- FP8: `x.weight` in float8_e4m3fn, and `x.weight_scale_inv` or `x.weight_scale`: one number, one for each row, or
+  one for each block. Despite its name, weight_scale_inv is multiplied (transformers' finegrained_fp8.py).
+- int-quantized: the same with signed bytes.
+- pack-quantized: `x.weight_packed` [rows, words] of codes along columns, `x.weight_scale` [rows, groups],
+  `x.weight_shape`, and if zero points are not all half of the codes, `x.weight_zero_point` [words, groups] along rows.
+- GPTQ: `x.qweight` [words, rows] along columns, `x.scales` [groups, rows], `x.qzeros` [groups, words] along rows, less
+  one, and `x.g_idx` [columns], the group of each column. (AutoGPTQ's qlinear_cuda.py; gptq_v2 does not subtract one.)
+- AWQ: `x.qweight` [columns, words] along rows in an order of its own, `x.scales` and `x.qzeros` as GPTQ's, in the same
+  order and less nothing. (AutoAWQ's packing_utils.py.)
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import CheckpointTensor
+from ktqueue.loading.huggingface.quantisation import Quantisation
+from ktqueue.loading.huggingface.quantised_blocks import (
+    FP8_BLOCK,
+    GROUP,
+    Halves,
+    as_halves,
+    awq_nibbles,
+    eight_bit_blocks,
+    float8_blocks,
+    float8_floats,
+    four_bit_blocks,
+    nibbles,
+    signed_floats,
+    spread,
+)
+from ktqueue.loading.weight_formats import RAW, Bytes, Floats
+from ktqueue.operators.native import as_array
+
+_Parts = Mapping[str, CheckpointTensor]
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+_PACKED = ("weight_packed", "weight_scale", "weight_shape")
+_INTERLEAVED = ("qweight", "qzeros", "scales")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
+"""Scales of activations and of a cache, which have types of our own here."""
+_NAMES = frozenset((*_SCALES, *_PACKED, *_INTERLEAVED, "weight_zero_point", "weight_g_idx", "g_idx"))
+
+
+def join_quantised(
+    source: str, tensors: Mapping[str, CheckpointTensor], quantisation: Quantisation
+) -> dict[str, CheckpointTensor]:
+    """Return the tensors by name, with one `weight` for the parts of each quantised matrix.
+
+    source: the beginning of messages. Raises CheckpointError that names the tensor at fault.
+    """
+    modules: dict[str, dict[str, CheckpointTensor]] = {}
+    joined: dict[str, CheckpointTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part in _NAMES or tensor.quant in RAW:
+            modules.setdefault(module, {})[part] = tensor
+        elif part not in _OF_ACTIVATIONS:
+            joined[name] = tensor
+    for module, parts in modules.items():
+        if (plain := joined.pop(f"{module}.weight", None)) is not None:
+            parts["weight"] = plain
+        joined[f"{module}.weight"] = _join(source, module, parts, quantisation)
+    return joined
+
+
+def _join(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
+    if "qweight" in parts and quantisation.method in ("gptq", "awq"):
+        _check_names(source, module, parts, _INTERLEAVED, ("g_idx",) if quantisation.method == "gptq" else ())
+        return (_from_gptq if quantisation.method == "gptq" else _from_awq)(source, module, parts, quantisation)
+    if "weight_packed" in parts:
+        _check_names(source, module, parts, _PACKED, ("weight_zero_point", "weight_g_idx"))
+        return _from_packed(source, module, parts)
+    scale = next((name for name in _SCALES if name in parts), _SCALES[quantisation.method != "fp8"])
+    _check_names(source, module, parts, ("weight", scale), ())
+    return _from_scaled(source, module, parts["weight"], parts[scale], quantisation)
+
+
+def _check_names(source: str, module: str, parts: _Parts, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    if missing := [name for name in required if name not in parts]:
+        present = ", ".join(f"{name} {parts[name].quant}" for name in parts)
+        raise CheckpointError(f"{source}: {module} has no {' and no '.join(missing)}, but {present}")
+    if extra := [name for name in parts if name not in (*required, *optional)]:
+        raise CheckpointError(f"{source}: {module}.{extra[0]} is of no known use beside {', '.join(required)}")
+
+
+def _from_scaled(
+    source: str, module: str, weight: CheckpointTensor, scale: CheckpointTensor, quantisation: Quantisation
+) -> CheckpointTensor:
+    if weight.quant not in ("F8_E4M3", "I8") or len(weight.shape) != 2:
+        raise _refusal(source, weight, "a matrix in F8_E4M3 or I8, since it has scales")
+    rows, columns = weight.shape
+    block = _scale_block(source, scale, (rows, columns), quantisation.block)
+    _check_floats(source, scale)
+    is_float8 = weight.quant == "F8_E4M3"
+    step = FP8_BLOCK if is_float8 else GROUP  # columns of a block of ours
+    has_blocks = columns % step == 0 and (block[1] % step == 0 or block[1] >= columns)
+    has_blocks &= is_float8 or scale.quant != "F32"  # Q8_0 has scales in float16
+    quant = ("FP8" if is_float8 else "Q8_0") if has_blocks else "F32"
+
+    def convert() -> Bytes:
+        numbers = weight.data.reshape(rows, columns)
+        if is_float8 and ((numbers & 0x7F) == 0x7F).any():
+            raise CheckpointError(f"{source}: tensor {weight.name!r} has NaN")
+        scales = _floats(scale).reshape(-(-rows // block[0]), -(-columns // block[1]))
+        if not has_blocks:
+            to_floats = float8_floats if is_float8 else _signed
+            return to_floats(numbers, spread(scales, block, (rows, columns)))
+        of_blocks = spread(scales, (block[0], max(1, min(block[1], columns) // step)), (rows, columns // step))
+        if is_float8:
+            return float8_blocks(numbers, of_blocks)
+        return eight_bit_blocks(numbers.view(np.int8), _halves(source, scale, of_blocks))
+
+    return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
+
+
+def _signed(numbers: Bytes, scales: Floats) -> Bytes:
+    return signed_floats(numbers.view(np.int8), scales)
+
+
+def _scale_block(
+    source: str, scale: CheckpointTensor, shape: tuple[int, int], stated: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Return how many rows and columns share a scale."""
+    rows, columns = shape
+    if scale.shape in ((1,), (1, 1)):
+        return rows, columns
+    if scale.shape in ((rows,), (rows, 1)):
+        return 1, columns
+    if stated and scale.shape == (-(-rows // stated[0]), -(-columns // stated[1])):
+        return stated
+    if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
+        return 1, columns // scale.shape[1]
+    blocks = f", or one for each block of {list(stated)}" if stated else ""
+    raise _refusal(source, scale, f"one number or one for each row of {list(shape)}{blocks}")
+
+
+def _from_packed(source: str, module: str, parts: _Parts) -> CheckpointTensor:
+    packed, scale, zero = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
+    stored = parts["weight_shape"]
+    if stored.quant != "I64" or stored.shape != (2,):
+        raise _refusal(source, stored, "two numbers in I64")
+    rows, columns = (int(number) for number in stored.data.view("<i8"))
+    _check_floats(source, scale)
+    groups = _group_count(source, scale, 1, rows, columns)
+    bits = next((bits for bits in (4, 8) if packed.shape == (rows, -(-columns * bits // 32))), None)
+    if packed.quant != "I32" or bits is None:
+        raise _refusal(source, packed, f"codes of 4 or 8 bits in I32 of a matrix {[rows, columns]}")
+    wanted = (-(-rows * bits // 32), groups)
+    if zero is not None and (bits != 4 or zero.quant != "I32" or zero.shape != wanted):
+        raise _refusal(source, zero, f"zero points of 4 bits in I32 {list(wanted)}")
+    order = parts.get("weight_g_idx")
+
+    def convert() -> Bytes:
+        _check_order(source, order, columns, groups)
+        scales = _halves(source, scale, _floats(scale).reshape(rows, groups))
+        words = packed.data.reshape(rows, -1)
+        if bits == 8:
+            return eight_bit_blocks((words ^ 0x80).view(np.int8), scales)
+        zeros = None
+        if zero is not None:
+            by_row = np.ascontiguousarray(zero.data.view("<u4").reshape(wanted).T).view(np.uint8)  # [groups, bytes]
+            zeros = nibbles(by_row)[:, :rows].T
+        return four_bit_blocks(nibbles(words), scales, zeros)
+
+    quant = "Q8_0" if bits == 8 else "Q4_0" if zero is None else "UINT4"
+    return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
+
+
+def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
+    weight, bits = parts["qweight"], quantisation.bits
+    if weight.quant != "I32" or len(weight.shape) != 2:
+        raise _refusal(source, weight, "words in I32 [words, rows]")
+    columns, rows = weight.shape[0] * 32 // bits, weight.shape[1]
+    groups = _check_groups(source, parts, rows, columns, bits)
+
+    def convert() -> Bytes:
+        _check_order(source, parts.get("g_idx"), columns, groups)
+        words = np.ascontiguousarray(weight.data.view("<u4").reshape(-1, rows).T).view(np.uint8)  # [rows, bytes]
+        scales = _halves(source, parts["scales"], _floats(parts["scales"]).reshape(groups, rows).T)
+        stored = parts["qzeros"].data.reshape(groups, -1)
+        zeros = (stored if bits == 8 else nibbles(stored)) + np.uint8(quantisation.zero_offset)
+        if quantisation.symmetric and (zeros != (half := 1 << bits - 1)).any():
+            wrong = int(zeros[zeros != half][0])
+            raise _refusal(source, parts["qzeros"], f"zero points of {half}, since the config says sym", f"has {wrong}")
+        if bits == 8:
+            return eight_bit_blocks((words ^ 0x80).view(np.int8), scales)
+        return four_bit_blocks(nibbles(words), scales, None if quantisation.symmetric else zeros.T)
+
+    quant = "Q8_0" if bits == 8 else "Q4_0" if quantisation.symmetric else "UINT4"
+    return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
+
+
+def _from_awq(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
+    weight = parts["qweight"]
+    if weight.quant != "I32" or len(weight.shape) != 2:
+        raise _refusal(source, weight, "words in I32 [columns, words]")
+    columns, rows = weight.shape[0], weight.shape[1] * 8
+    groups = _check_groups(source, parts, rows, columns, quantisation.bits)
+
+    def convert() -> Bytes:
+        codes = np.ascontiguousarray(awq_nibbles(weight.data.reshape(columns, -1)).T)
+        scales = _halves(source, parts["scales"], _floats(parts["scales"]).reshape(groups, rows).T)
+        return four_bit_blocks(codes, scales, awq_nibbles(parts["qzeros"].data.reshape(groups, -1)).T)
+
+    return CheckpointTensor(f"{module}.weight", "UINT4", (rows, columns), convert)
+
+
+def _check_groups(source: str, parts: _Parts, rows: int, columns: int, bits: int) -> int:
+    """Return the number of groups of scales and zero points of GPTQ and AWQ, [groups, rows] each."""
+    scales, zeros = parts["scales"], parts["qzeros"]
+    _check_floats(source, scales)
+    groups = _group_count(source, scales, 0, rows, columns)
+    if zeros.quant != "I32" or zeros.shape != (groups, rows * bits // 32):
+        raise _refusal(source, zeros, f"zero points of {bits} bits in I32 {[groups, rows * bits // 32]}")
+    return groups
+
+
+def _group_count(source: str, scale: CheckpointTensor, axis: int, rows: int, columns: int) -> int:
+    """Return the groups of columns that a scale of a matrix of four or eight bits has along `axis`, rows along the
+    other."""
+    shape = scale.shape if len(scale.shape) == 2 else (0, 0)
+    groups = shape[axis]
+    if shape[1 - axis] != rows or not groups or columns % groups or columns // groups % GROUP:
+        raise _refusal(
+            source, scale, f"scales of {rows} rows and of groups of a multiple of {GROUP} of {columns} columns"
+        )
+    return groups
+
+
+def _check_order(source: str, order: CheckpointTensor | None, columns: int, groups: int) -> None:
+    """Refuse columns that are not in the order of their groups."""
+    if order is None:
+        return
+    wanted = np.arange(columns, dtype=np.int32) // (columns // groups)
+    if order.quant != "I32" or not np.array_equal(order.data.view("<i4"), wanted):
+        raise _refusal(
+            source,
+            order,
+            "the groups of columns in their order (columns sorted by activations, desc_act, are not read)",
+        )
+
+
+def _check_floats(source: str, scale: CheckpointTensor) -> None:
+    if scale.quant not in ("F32", "F16", "BF16"):
+        raise _refusal(source, scale, "in F32, F16 or BF16")
+
+
+def _floats(scale: CheckpointTensor) -> Floats:
+    values: Floats = as_array(scale.decode(torch.float32))
+    return values
+
+
+def _halves(source: str, scale: CheckpointTensor, values: Floats) -> Halves:
+    try:
+        return as_halves(values)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: tensor {scale.name!r}: {error}") from error
+
+
+def _refusal(source: str, tensor: CheckpointTensor, wanted: str, found: str = "") -> CheckpointError:
+    found = found or f"is {tensor.quant} {list(tensor.shape)}"
+    return CheckpointError(f"{source}: tensor {tensor.name!r} {found}, expected {wanted}")

@@ -1,0 +1,217 @@
+"""Quantised folders: weights are those of the layouts' own programs, tokens those of float32, damage is named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from quantised_matrices import SCHEMES, Scheme, Tensors, compressed, words
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.convert import convert
+from ktqueue.loading.huggingface.checkpoint import open_folder
+from ktqueue.loading.load import LoadedModel, load_model, open_checkpoint
+from ktqueue.loading.model_report import report_model
+from ktqueue.loading.rules import SHIPPED_RULES
+
+EXACT = str(SHIPPED_RULES / "exact.yaml")
+EXPERTS = "model.layers.0.mlp.experts"
+DOWN = f"{EXPERTS}.3.down_proj"
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+
+
+def write(folder: Path, source: Path, tensors: Tensors, quantization: dict[str, Any] | None = None) -> Path:
+    """Write a folder with the config and tokenizer of `source` and other tensors."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    if quantization:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def quantised(source: Path, scheme: Scheme) -> tuple[Tensors, Tensors]:
+    """Return the tensors of a folder with all linear layers but routers and the head made new, and their values."""
+    plain = safetensors.torch.load_file(source / "model.safetensors")
+    noise = torch.Generator().manual_seed(11)
+    tensors: Tensors = {}
+    for name, tensor in plain.items():
+        module, _, part = name.rpartition(".")
+        if module.endswith("_proj") and part == "weight":
+            parts, values = scheme.make(len(tensor), tensor.shape[1], noise)
+            tensors |= {f"{module}.{key}": value.contiguous() for key, value in parts.items()}
+            plain[name] = values
+        else:
+            tensors[name] = tensor
+    return tensors, plain
+
+
+@pytest.fixture
+def source(make_model: Callable[..., Path]) -> Path:
+    return make_model("qwen3_moe", **SIZES)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_folder_has_the_weights_and_the_tokens_of_its_float32(
+    name: str, source: Path, tmp_path: Path, assert_equals_transformers: Callable[[LoadedModel, Path], None]
+) -> None:
+    scheme = SCHEMES[name]
+    tensors, plain = quantised(source, scheme)
+    folder = write(tmp_path / "packed", source, tensors, scheme.config)
+    checkpoint = open_folder(folder)
+    gates = [torch.cat([plain[f"{EXPERTS}.{i}.{p}_proj.weight"] for p in ("gate", "up")]) for i in range(8)]
+    downs = [plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)]
+    for fused, matrices in (("gate_up_proj", gates), ("down_proj", downs)):
+        assert checkpoint.quant(f"{EXPERTS}.{fused}") == scheme.quant
+        assert torch.equal(checkpoint.decode(f"{EXPERTS}.{fused}", torch.float32), torch.stack(matrices))
+    for dense in ("self_attn.k_proj.weight", "mlp.gate.weight"):
+        stored = f"model.layers.1.{dense}"
+        assert torch.equal(checkpoint.decode(stored, torch.float32), plain[stored])
+    if name in ("fp8 blocks", "compressed fp8", "compressed int4 zeros", "gptq", "awq"):  # one of each way to read
+        reference = write(tmp_path / "plain", source, {key: value.contiguous() for key, value in plain.items()})
+        assert_equals_transformers(load_model(str(folder), rules=EXACT), reference)
+
+
+def test_fp8_is_dequantised_as_transformers_does() -> None:
+    parts, values = SCHEMES["fp8 blocks"].make(256, 384, torch.Generator().manual_seed(3))
+    transformers_own = Fp8Dequantize(None)  # type: ignore[no-untyped-call]
+    found = transformers_own._dequantize_one(parts["weight"], parts["weight_scale_inv"], torch.float32)
+    assert torch.equal(found, values)
+
+
+def test_blocks_may_be_cut(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Rows of 96 columns are no whole blocks of ours: they are read as F32."""
+    source = make_model("qwen3_moe", hidden_size=128, moe_intermediate_size=96, head_dim=32)
+    tensors, plain = quantised(source, SCHEMES["fp8 blocks"])
+    checkpoint = open_folder(write(tmp_path / "packed", source, tensors, SCHEMES["fp8 blocks"].config))
+    assert (checkpoint.quant(f"{EXPERTS}.gate_up_proj"), checkpoint.quant(f"{EXPERTS}.down_proj")) == ("FP8", "F32")
+    downs = torch.stack([plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)])
+    assert torch.equal(checkpoint.decode(f"{EXPERTS}.down_proj", torch.float32), downs)
+
+
+def test_a_quantised_folder_is_inspected_and_converted(source: Path, tmp_path: Path) -> None:
+    tensors, plain = quantised(source, SCHEMES["compressed int4"])
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+    tensors[f"{DOWN}.input_scale"] = torch.ones(1)
+    folder = write(tmp_path / "packed", source, tensors, SCHEMES["compressed int4"].config)
+    report = report_model(str(folder))
+    assert report.refusal is None and "Q4_0" in str(report)
+    convert(folder, tmp_path / "model.gguf", experts="f32", dense="f32")
+    converted = open_checkpoint(str(tmp_path / "model.gguf"))
+    downs = torch.stack([plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)])
+    assert torch.equal(converted.decode(f"{EXPERTS}.down_proj", torch.float32), downs)
+    assert torch.equal(converted.decode(K_PROJ, torch.float32), plain[K_PROJ])
+
+
+def renamed(tensors: Tensors, **changes: torch.Tensor | None) -> None:
+    for part, value in changes.items():
+        tensors.pop(f"{DOWN}.{part}", None)
+        if value is not None:
+            tensors[f"{DOWN}.{part}"] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("fp8 blocks", {"weight_scale_inv": None}, "3.down_proj has no weight_scale_inv, but weight F8_E4M3"),
+        ("fp8 blocks", {"weight": None}, "3.down_proj has no weight, but weight_scale_inv F32"),
+        (
+            "fp8 blocks",
+            {"weight_scale_inv": torch.ones(2, 1)},
+            r"3.down_proj.weight_scale_inv' is F32 \[2, 1\], expected one number .* block of \[128, 128\]",
+        ),
+        ("fp8 blocks", {"weight": torch.ones(128, 128)}, r"weight' is F32 \[128, 128\], expected a matrix in F8_E4M3"),
+        ("fp8 blocks", {"weight_scale": torch.ones(1, 1)}, "weight_scale is of no known use beside weight"),
+        ("fp8 blocks", {"weight_scale_inv": torch.ones(1, 1).int()}, r"is I32 \[1, 1\], expected in F32, F16 or BF16"),
+        ("compressed int4", {"weight_shape": None}, "has no weight_shape, but weight_packed I32, weight_scale BF16"),
+        ("compressed int4", {"weight_shape": torch.tensor([128, 96])}, r"weight_scale' is BF16 \[128, 4\], expected"),
+        ("compressed int4", {"weight_shape": torch.ones(3)}, r"is F32 \[3\], expected two numbers in I64"),
+        ("compressed int4", {"weight_packed": torch.ones(128, 12).int()}, "expected codes of 4 or 8 bits in I32"),
+        ("compressed int4", {"weight_scale": torch.ones(128, 8)}, "expected scales of 128 rows and of groups of a mul"),
+        ("compressed int4 zeros", {"weight_zero_point": torch.ones(128, 2).int()}, r"zero points of 4 bits .*16, 2\]"),
+        ("gptq", {"qzeros": None}, "has no qzeros, but"),
+        ("gptq", {"qweight": torch.ones(32, 128).int()}, r"scales' is F16 \[2, 128\], expected|differs in .* shape"),
+        ("gptq", {"qzeros": torch.ones(2, 8).int()}, r"expected zero points of 4 bits in I32 \[2, 16\]"),
+        ("awq", {"g_idx": torch.ones(128).int()}, "g_idx is of no known use beside qweight, qzeros, scales"),
+        ("awq", {"qweight": torch.ones(128).int()}, r"is I32 \[128\], expected words in I32 \[columns, words\]"),
+    ],
+)
+def test_damaged_parts_are_refused_by_name(
+    name: str, changes: dict[str, torch.Tensor | None], message: str, source: Path, tmp_path: Path
+) -> None:
+    tensors, _ = quantised(source, SCHEMES[name])
+    renamed(tensors, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        open_folder(write(tmp_path / "damaged", source, tensors, SCHEMES[name].config))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gptq", {"g_idx": torch.arange(128).int() % 2}, "g_idx.*columns sorted by activations, desc_act, are not"),
+        ("gptq", {"qzeros": words(torch.full((2, 128), 6), 4)}, "has 7, expected zero points of 8, since .* sym"),
+        (
+            "compressed int4",
+            {"weight_scale": torch.full((128, 4), 1e6)},
+            "a scale is 1000000.0, which float16 does not hold",
+        ),
+        (
+            "compressed int4",
+            {"weight_scale": torch.full((128, 4), 0.0123)},
+            "a scale is 0.0122",
+        ),
+        ("compressed int4", {"weight_g_idx": torch.zeros(128).int()}, "weight_g_idx.*desc_act"),
+        ("fp8 blocks", {"weight": torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)}, "weight' has NaN"),
+    ],
+)
+def test_values_that_cannot_be_held_are_refused_when_they_are_read(
+    name: str, changes: dict[str, torch.Tensor | None], message: str, source: Path, tmp_path: Path
+) -> None:
+    tensors, _ = quantised(source, SCHEMES[name])
+    renamed(tensors, **changes)
+    folder = write(tmp_path / "damaged", source, tensors, SCHEMES[name].config)
+    with pytest.raises(CheckpointError, match=f"3.down_proj.*{message}"):
+        load_model(str(folder))
+
+
+def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> None:
+    tensors, _ = quantised(source, SCHEMES["compressed int4"])
+    renamed(tensors, weight_scale=torch.full((128, 4), 1e-12).bfloat16())
+    checkpoint = open_folder(write(tmp_path / "tiny", source, tensors, SCHEMES["compressed int4"].config))
+    assert not checkpoint.decode(f"{EXPERTS}.down_proj", torch.float32)[3].any()
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
+        ({"quant_method": "gptq", "bits": 8, "sym": False}, "GPTQ in 8 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
+        ({"quant_method": "awq", "bits": 8}, "AWQ in 8 bits"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt"),
+        ({"quant_method": "compressed-tensors"}, "without config_groups"),
+        (compressed("nvfp4-pack-quantized", "float", 4), "format 'nvfp4-pack-quantized' with float of 4 bits"),
+        (compressed("pack-quantized", "int", 3), "format 'pack-quantized' with int of 3 bits"),
+        (
+            {**compressed("pack-quantized", "int", 4), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config 'sparse-24-bitmask'",
+        ),
+        ({**compressed("pack-quantized", "int", 4), "transform_config": {"a": 1}}, "transform_config"),
+    ],
+)
+def test_layouts_that_are_not_read_are_refused_by_name(
+    config: dict[str, Any], method: str, source: Path, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "other", source, {"model.norm.weight": torch.ones(128)}, config)
+    with pytest.raises(CheckpointError, match=f"quantised with .*{method}.*, which is not supported"):
+        open_folder(folder)
