@@ -19,6 +19,29 @@ std::vector<float> vector_of(const ReadOnly& array, const char* name) {
     return {data<float>(array), data<float>(array) + array.size()};
 }
 
+// Linear attention of a layer; its matrices are owned by Python.
+struct BoundLinearAttention {
+    LinearAttention layer;
+
+    BoundLinearAttention(size_t key_heads, size_t value_heads, size_t key_dim, size_t value_dim, const BoundLinear& qkv,
+                         const BoundLinear& gate, const BoundLinear& decay, const BoundLinear& rate,
+                         const ReadOnly& convolution, const ReadOnly& decay_rates, const ReadOnly& decay_biases,
+                         const ReadOnly& norm) {
+        require<float>(convolution, "convolution", {kAny, kAny});
+        layer = {
+            .shape = {key_heads, value_heads, key_dim, value_dim, convolution.shape(0)},
+            .qkv = &qkv.linear(),
+            .gate = &gate.linear(),
+            .decay = &decay.linear(),
+            .rate = &rate.linear(),
+            .convolution = {data<float>(convolution), data<float>(convolution) + convolution.size()},
+            .decay_rates = vector_of(decay_rates, "decay_rates"),
+            .decay_biases = vector_of(decay_biases, "decay_biases"),
+            .norm = vector_of(norm, "norm"),
+        };
+    }
+};
+
 // A decoder with the arrays that it reads in a step, all owned by Python: embedding, cache and rotary table.
 class BoundDecoder {
   public:
@@ -30,19 +53,22 @@ class BoundDecoder {
                    stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
                    kernels_named(isa)) {}
 
-    void add_layer(const ReadOnly& attention_norm, const BoundLinear& q, const BoundLinear& k, const BoundLinear& v,
-                   const BoundLinear& o, const ReadOnly& q_norm, const ReadOnly& k_norm, float clip,
-                   size_t sliding_window, const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
+    void add_layer(const ReadOnly& attention_norm, const BoundLinear* q, const BoundLinear* k, const BoundLinear* v,
+                   const BoundLinear& o, const BoundLinear* gate, const BoundLinearAttention* linear_attention,
+                   const ReadOnly& q_norm, const ReadOnly& k_norm, float clip, size_t sliding_window,
+                   const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
                    const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
                    size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
                    size_t groups_used, const ReadOnly& bias) {
         const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
         decoder_.add_layer({
             .attention_norm = vector_of(attention_norm, "attention_norm"),
-            .q = &q.linear(),
-            .k = &k.linear(),
-            .v = &v.linear(),
+            .q = linear(q),
+            .k = linear(k),
+            .v = linear(v),
             .o = &o.linear(),
+            .gate = linear(gate),
+            .linear_attention = linear_attention ? std::optional(linear_attention->layer) : std::nullopt,
             .q_norm = vector_of(q_norm, "q_norm"),
             .k_norm = vector_of(k_norm, "k_norm"),
             .clip = clip,
@@ -67,8 +93,8 @@ class BoundDecoder {
     }
 
     void set_cache(const std::vector<Writable>& keys, const std::vector<Writable>& values) {
-        if (keys.size() != decoder_.layers() || values.size() != decoder_.layers())
-            throw std::invalid_argument("the cache must have " + std::to_string(decoder_.layers()) + " layers, got " +
+        if (const size_t layers = decoder_.attention_layers(); keys.size() != layers || values.size() != layers)
+            throw std::invalid_argument("the cache must have " + std::to_string(layers) + " layers, got " +
                                         std::to_string(keys.size()));
         const auto [heads, kv_heads, head_dim] = decoder_.shape().attention;
         const auto pages = keys.empty() || keys[0].ndim() != 4 ? kAny : static_cast<int64_t>(keys[0].shape(0));
@@ -88,10 +114,36 @@ class BoundDecoder {
         page_size_ = static_cast<size_t>(page_size);
     }
 
+    void set_states(const std::vector<Writable>& recent, const std::vector<Writable>& states) {
+        const auto& shapes = decoder_.linear_layers();
+        if (recent.size() != shapes.size() || states.size() != shapes.size())
+            throw std::invalid_argument("the cache must have states of " + std::to_string(shapes.size()) +
+                                        " layers, got " + std::to_string(states.size()));
+        const auto slots = states.empty() || states[0].ndim() != 4 ? kAny : static_cast<int64_t>(states[0].shape(0));
+        std::vector<float*> recent_data, state_data;
+        const auto size = [](size_t count) { return static_cast<int64_t>(count); };
+        for (size_t i = 0; i < shapes.size(); ++i) {
+            const LinearAttentionShape& shape = shapes[i];
+            require<float>(recent[i], "recent", {slots, size(shape.taps - 1), size(shape.channels())});
+            require<float>(states[i], "states",
+                           {slots, size(shape.value_heads), size(shape.key_dim), size(shape.value_dim)});
+            recent_data.push_back(data<float>(recent[i]));
+            state_data.push_back(data<float>(states[i]));
+        }
+        state_cache_ = recent;
+        state_cache_.insert(state_cache_.end(), states.begin(), states.end());
+        recent_ = std::move(recent_data);
+        states_ = std::move(state_data);
+        slots_ = states.empty() ? 0 : static_cast<size_t>(slots);
+    }
+
     void forward(const ReadOnly& input_ids, const ReadOnly& position_ids, const ReadOnly& scored,
                  const ReadOnly& query_starts, const ReadOnly& context_lengths, const ReadOnly& page_table,
-                 const ReadOnly& slot_mapping, const Writable& logits) {
-        if (keys_.empty()) throw std::invalid_argument("the decoder has no layers or no cache yet");
+                 const ReadOnly& slot_mapping, const ReadOnly& state_sources, const ReadOnly& state_targets,
+                 const Writable& logits) {
+        if (keys_.size() != decoder_.attention_layers() || states_.size() != decoder_.linear_layers().size() ||
+            keys_.size() + states_.size() == 0)
+            throw std::invalid_argument("the decoder has no layers or no cache yet");
         require<int64_t>(input_ids, "input_ids", {1, kAny});
         const auto tokens = static_cast<int64_t>(input_ids.shape(1));
         require<int64_t>(position_ids, "position_ids", {1, tokens});
@@ -101,6 +153,9 @@ class BoundDecoder {
         require<int32_t>(query_starts, "query_starts", {rows + 1});
         require<int32_t>(page_table, "page_table", {rows, kAny});
         require<int64_t>(slot_mapping, "slot_mapping", {tokens});
+        const int64_t states = states_.empty() ? 0 : rows;
+        require<int32_t>(state_sources, "state_sources", {states});
+        require<int32_t>(state_targets, "state_targets", {states});
         require<float>(logits, "logits",
                        {static_cast<int64_t>(scored.shape(0)), static_cast<int64_t>(decoder_.vocabulary())});
         const DecoderStep step = {
@@ -122,6 +177,9 @@ class BoundDecoder {
                 },
             .cache_keys = keys_.data(),
             .cache_values = values_.data(),
+            .slots = {data<int32_t>(state_sources), data<int32_t>(state_targets), slots_},
+            .recent = recent_.data(),
+            .states = states_.data(),
             .rotary = rotary_,
             .logits = data<float>(logits),
         };
@@ -140,9 +198,9 @@ class BoundDecoder {
     }
 
     ReadOnly embedding_, cosine_, sine_;
-    std::vector<Writable> cache_;
-    std::vector<float*> keys_, values_;
-    size_t pages_ = 0, page_size_ = 0;
+    std::vector<Writable> cache_, state_cache_;
+    std::vector<float*> keys_, values_, recent_, states_;
+    size_t pages_ = 0, page_size_ = 0, slots_ = 0;
     RotaryTable rotary_;
     Decoder decoder_;
 };
@@ -150,25 +208,34 @@ class BoundDecoder {
 }  // namespace
 
 void bind_decoder(nb::module_& module) {
+    nb::class_<BoundLinearAttention>(module, "LinearAttention")
+        .def(nb::init<size_t, size_t, size_t, size_t, const BoundLinear&, const BoundLinear&, const BoundLinear&,
+                      const BoundLinear&, const ReadOnly&, const ReadOnly&, const ReadOnly&, const ReadOnly&>(),
+             nb::kw_only(), nb::arg("key_heads"), nb::arg("value_heads"), nb::arg("key_dim"), nb::arg("value_dim"),
+             nb::arg("qkv"), nb::arg("gate"), nb::arg("decay"), nb::arg("rate"), nb::arg("convolution"),
+             nb::arg("decay_rates"), nb::arg("decay_biases"), nb::arg("norm"), nb::keep_alive<1, 6>(),
+             nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
     nb::class_<BoundDecoder>(module, "Decoder")
         .def(nb::init<size_t, size_t, size_t, size_t, float, float, const std::string&, const ReadOnly&,
                       const ReadOnly&, const BoundLinear&, const std::string&>(),
              nb::kw_only(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
              nb::arg("scaling"), nb::arg("epsilon"), nb::arg("quant"), nb::arg("embedding"), nb::arg("norm"),
              nb::arg("head"), nb::arg("isa"), nb::keep_alive<1, 11>())
-        .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q"),
-             nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("clip"),
+        .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q").none(),
+             nb::arg("k").none(), nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(),
+             nb::arg("linear_attention").none(), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("clip"),
              nb::arg("sliding_window"), nb::arg("sinks"), nb::arg("mlp_norm"), nb::arg("mlp").none(),
              nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
              nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
              nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 13>(), nb::keep_alive<1, 14>(),
-             nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>())
+             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+             nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
+        .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))
         .def("forward", &BoundDecoder::forward, nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("scored"),
              nb::arg("query_starts"), nb::arg("context_lengths"), nb::arg("page_table"), nb::arg("slot_mapping"),
-             nb::arg("logits"))
+             nb::arg("state_sources"), nb::arg("state_targets"), nb::arg("logits"))
         .def_prop_ro("expert_layers_run", &BoundDecoder::expert_layers_run)
         .def_prop_ro("experts_used", &BoundDecoder::experts_used);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/attention_kernels.h"
+#include "kernels/delta_kernels.h"
 #include "kernels/expert_kernels.h"
 #include "kernels/panel_kernels.h"
 #include "kernels/row_kernels.h"
@@ -66,6 +67,9 @@ constexpr KernelTable make_table(const char* isa) {
          activate_slabs<gate_swiglu_clamped>},
         {},
         attention,
+        convolve,
+        delta_rule,
+        multiply_by_sigmoid,
     };
 }
 

@@ -95,6 +95,46 @@ inline constexpr size_t kMaxHeadDim = 1024;
 
 using AttentionKernel = void (*)(const AttentionTask& task);
 
+inline constexpr size_t kMaxTaps = 8;
+inline constexpr size_t kMaxDeltaDim = 512;
+
+// A causal convolution of each channel over the tokens of one sequence, in place, then SiLU.
+struct ConvolutionTask {
+    float* x;               // the first token at the first channel
+    size_t stride, tokens;  // floats from one token to the next
+    size_t channels;        // a multiple of 8
+    size_t width, taps;     // all channels; weights of a channel, at most kMaxTaps
+    const float* weights;   // [taps, width] at the first channel; the last one is for the token itself
+    const float* source;    // [taps - 1, width] at the first channel: inputs of the tokens before; null: zeros
+    float* target;          // the same after the last token; may be the source
+};
+using ConvolutionKernel = void (*)(const ConvolutionTask& task);
+
+// The gated delta rule for one value head and the tokens of one sequence, then the gated norm:
+//     state = exp(decay_rate * softplus(decay + decay_bias)) * state
+//     state += key x (value - key * state) * sigmoid(rate)
+//     output = norm(query * state) * silu(gate)
+// Keys and queries are divided by their lengths, queries also by the root of key_dim. Dimensions are multiples of 8.
+struct DeltaTask {
+    const float* x;  // [tokens] rows with query, key and value at their offsets
+    size_t stride, tokens;
+    size_t query_offset, key_offset, value_offset;
+    const float *decay, *rate;  // [tokens, heads] at this head
+    size_t heads;
+    float decay_rate, decay_bias, epsilon;
+    size_t key_dim, value_dim;  // at most kMaxDeltaDim
+    const float* source;        // [key_dim, value_dim] the state before; null: zeros
+    float* target;              // the state after the last token; may be the source
+    const float* norm;          // [value_dim]
+    const float* gate;          // [tokens] rows of value_dim, output_stride apart
+    float* output;              // the same
+    size_t output_stride;
+};
+using DeltaKernel = void (*)(const DeltaTask& task);
+
+// x[i] *= sigmoid(gate[i]) for i < count, a multiple of 8.
+using SigmoidKernel = void (*)(const float* gate, size_t count, float* x);
+
 struct KernelTable {
     const char* isa;
     PanelKernel dot[kQuantCount];    // by Quant; x: ActivationSlab rows; float rows for F32, F16, BF16
@@ -111,6 +151,9 @@ struct KernelTable {
     ActivationKernel activate[4];        // by Activation, to slabs
     ActivationKernel activate_tiles[4];  // by Activation, to shuffled rows; null as `shuffle`
     AttentionKernel attention;
+    ConvolutionKernel convolve;
+    DeltaKernel delta_rule;
+    SigmoidKernel multiply_by_sigmoid;
 };
 
 }  // namespace ktqueue

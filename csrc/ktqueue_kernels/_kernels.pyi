@@ -95,6 +95,26 @@ class Linear:
     @property
     def bytes(self) -> int: ...
 
+class LinearAttention:
+    """Linear attention of a layer of a Decoder: csrc/model/linear_attention.h. Raises ValueError when it is added."""
+
+    def __init__(
+        self,
+        *,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        qkv: Linear,
+        gate: Linear,
+        decay: Linear,
+        rate: Linear,
+        convolution: Any,
+        decay_rates: Any,
+        decay_biases: Any,
+        norm: Any,
+    ) -> None: ...
+
 class Decoder:
     """Token ids to logits through embedding, layers, final norm and head: csrc/model/decoder.h.
 
@@ -121,10 +141,12 @@ class Decoder:
         self,
         *,
         attention_norm: Any,
-        q: Linear,
-        k: Linear,
-        v: Linear,
+        q: Linear | None,
+        k: Linear | None,
+        v: Linear | None,
         o: Linear,
+        gate: Linear | None,
+        linear_attention: LinearAttention | None,
         q_norm: Any,
         k_norm: Any,
         clip: float,
@@ -143,7 +165,7 @@ class Decoder:
         groups_used: int,
         bias: Any,
     ) -> None:
-        """Append a layer. q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and
+        """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and
         v are not clamped; sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP or the shared expert,
         as a layer of one expert; router, experts: of the routed experts; the rest: how the router chooses among them,
         with a bias that is empty or [experts]."""
@@ -154,6 +176,10 @@ class Decoder:
     def set_cache(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
         """Set the cache of the next steps, for each layer [pages, page_size, kv_heads, head_dim]."""
 
+    def set_states(self, recent: Sequence[Any], states: Sequence[Any]) -> None:
+        """Set the states of the next steps, for each layer with linear attention [slots, taps - 1, channels] and
+        [slots, value_heads, key_dim, value_dim]."""
+
     def forward(
         self,
         input_ids: Any,
@@ -163,6 +189,8 @@ class Decoder:
         context_lengths: Any,
         page_table: Any,
         slot_mapping: Any,
+        state_sources: Any,
+        state_targets: Any,
         logits: Any,
     ) -> None:
         """Run one step. input_ids, position_ids: [1, tokens]; scored: [scored], rising, indices of the tokens whose

@@ -61,10 +61,17 @@ void Decoder::add_layer(DecoderLayer layer) {
     const auto [heads, kv_heads, head_dim] = shape_.attention;
     const size_t hidden = shape_.hidden;
     require(layer.attention_norm.size() == hidden && layer.mlp_norm.size() == hidden, "a norm");
-    require(fits(layer.q, heads * head_dim, hidden), "q");
-    require(fits(layer.k, kv_heads * head_dim, hidden), "k");
-    require(fits(layer.v, kv_heads * head_dim, hidden), "v");
-    require(fits(layer.o, hidden, heads * head_dim), "o");
+    if (layer.linear_attention) {
+        ktqueue::check(*layer.linear_attention, hidden);
+        require(fits(layer.o, hidden, layer.linear_attention->shape.values()), "o");
+        linear_layers_.push_back(layer.linear_attention->shape);
+    } else {
+        require(fits(layer.q, heads * head_dim, hidden), "q");
+        require(fits(layer.k, kv_heads * head_dim, hidden), "k");
+        require(fits(layer.v, kv_heads * head_dim, hidden), "v");
+        require(fits(layer.o, hidden, heads * head_dim), "o");
+        require(!layer.gate || fits(layer.gate, heads * head_dim, hidden), "the gate of attention");
+    }
     const auto whole_or_head = [&](const std::vector<float>& norm, size_t count) {
         return norm.empty() || norm.size() == head_dim || norm.size() == count * head_dim;
     };
@@ -87,6 +94,7 @@ void Decoder::check(const DecoderStep& step) const {
                                     to_string(static_cast<int64_t>(limit) - 1) + ", got " + to_string(value));
     };
     ktqueue::check(step.paged);
+    if (!linear_layers_.empty()) ktqueue::check(step.slots, step.paged.rows);
     require(2 * step.rotary.half <= shape_.attention.head_dim, "the rotary table");
     for (size_t t = 0; t < step.paged.tokens; ++t) {
         if (step.ids[t] < 0 || static_cast<size_t>(step.ids[t]) >= embedding_.rows)
@@ -110,14 +118,19 @@ void Decoder::forward(const DecoderStep& step) {
     plan_attention(step.paged, shape_.attention, nullptr, 0, work_.all);
     if (scored_only) plan_attention(step.paged, shape_.attention, step.scored, step.scored_count, work_.scored);
     embed(step);
-    for (size_t index = 0; index < layers_.size(); ++index) {
+    size_t attentive = 0, linear = 0;  // layers before this one
+    for (const DecoderLayer& layer : layers_) {
         // The last layer continues with the scored tokens only. The other tokens need only their keys and values.
-        const bool last = scored_only && index + 1 == layers_.size();
-        const DecoderLayer& layer = layers_[index];
-        project(layer, step, index, last);
+        const bool last = scored_only && &layer == &layers_.back();
         const size_t count = last ? step.scored_count : step.paged.tokens;
+        if (layer.linear_attention) {
+            attend_linearly(layer, step, linear++, last);
+        } else {
+            project(layer, step, attentive, last);
+            if (count > 0) attend_layer(layer, step, attentive, last);
+            ++attentive;
+        }
         if (count == 0) return;
-        attend_layer(layer, step, index, last);
         for (size_t first = 0; first < count; first += kTokensAtOnce)
             feed_forward(layer, first, std::min(kTokensAtOnce, count - first));
     }
@@ -159,11 +172,15 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
     float* k = grown(work_.k, tokens * kv_size);
     float* v = grown(work_.v, tokens * kv_size);
     normalise(layer.attention_norm, 0, tokens);
-    const LinearCall calls[] = {{layer.k, k, kv_size}, {layer.v, v, kv_size}, {layer.q, q, q_size}};
-    run_linears(calls, scored_only ? 2 : 3, work_.normed.data(), shape_.hidden, tokens);
+    const LinearCall calls[] = {{layer.k, k, kv_size},
+                                {layer.v, v, kv_size},
+                                {layer.q, q, q_size},
+                                {layer.gate, layer.gate ? grown(work_.gate, wanted * q_size) : nullptr, q_size}};
+    const size_t of_wanted = layer.gate ? 2 : 1;
+    run_linears(calls, scored_only ? 2 : 2 + of_wanted, work_.normed.data(), shape_.hidden, tokens);
     if (scored_only) {
         keep_scored(step);
-        if (wanted) layer.q->forward(work_.normed.data(), shape_.hidden, wanted, q, q_size);
+        if (wanted) run_linears(calls + 2, of_wanted, work_.normed.data(), shape_.hidden, wanted);
     }
     const RotaryTable& rotary = step.rotary;
     const auto finish = [&](float* projected, size_t count, const std::vector<float>& norm, size_t token) {
@@ -186,7 +203,7 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
 
 void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
     const auto [heads, kv_heads, head_dim] = shape_.attention;
-    const size_t hidden = shape_.hidden, q_size = heads * head_dim;
+    const size_t q_size = heads * head_dim;
     const AttentionPlan& plan = scored_only ? work_.scored : work_.all;
     const size_t count = plan.queries.size();
     float* attended = grown(work_.attended, count * q_size);
@@ -194,8 +211,49 @@ void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, s
            {work_.q.data(), head_dim, q_size, step.cache_keys[index], step.cache_values[index], shape_.scaling,
             layer.sliding_window, layer.sinks.empty() ? nullptr : layer.sinks.data(), attended},
            kernels_);
+    if (layer.gate)
+        for_tokens(count, 8 * q_size, [&](size_t t) {
+            kernels_.multiply_by_sigmoid(work_.gate.data() + t * q_size, q_size, attended + t * q_size);
+        });
+    add_attended(layer, q_size, count);
+}
+
+// Computes linear attention of all tokens, since each changes the state, and keeps the wanted ones.
+void Decoder::attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
+    const LinearAttention& attention = *layer.linear_attention;
+    const LinearAttentionShape& shape = attention.shape;
+    const size_t tokens = step.paged.tokens, values = shape.values(), heads = shape.value_heads;
+    normalise(layer.attention_norm, 0, tokens);
+    const LinearAttentionCall call = {
+        .qkv = grown(work_.q, tokens * shape.channels()),
+        .gate = grown(work_.gate, tokens * values),
+        .decay = grown(work_.decay, tokens * heads),
+        .rate = grown(work_.rate, tokens * heads),
+        .recent = step.recent[index],
+        .states = step.states[index],
+        .epsilon = shape_.epsilon,
+        .output = grown(work_.attended, tokens * values),
+    };
+    const LinearCall calls[] = {{attention.qkv, call.qkv, shape.channels()},
+                                {attention.gate, call.gate, values},
+                                {attention.decay, call.decay, heads},
+                                {attention.rate, call.rate, heads}};
+    run_linears(calls, 4, work_.normed.data(), shape_.hidden, tokens);
+    attend(step.paged, step.slots, attention, call, kernels_);
+    if (scored_only) {
+        keep_scored(step);
+        for (size_t i = 0; i < step.scored_count; ++i)
+            std::copy_n(call.output + static_cast<size_t>(step.scored[i]) * values, values, call.output + i * values);
+    }
+    add_attended(layer, values, scored_only ? step.scored_count : tokens);
+}
+
+// x += o(attended) for the first `count` rows of `width` numbers.
+void Decoder::add_attended(const DecoderLayer& layer, size_t width, size_t count) {
+    if (count == 0) return;
+    const size_t hidden = shape_.hidden;
     float* out = grown(work_.out, count * hidden);
-    layer.o->forward(attended, q_size, count, out, hidden);
+    layer.o->forward(work_.attended.data(), width, count, out, hidden);
     float* x = work_.x.data();
     for_tokens(count, hidden, [&](size_t t) { add(x + t * hidden, out + t * hidden, hidden); });
 }

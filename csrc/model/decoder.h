@@ -1,18 +1,20 @@
 // A decoder-only transformer as one call: token ids to logits, through embedding, decoder layers, final norm and head.
 // Knows no model family (a layer is described by its parts) and no Python.
 //
-// A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). All
-// norms are RMSNorm. Rows are independent: a token with non-finite numbers spoils only its own sequence. Results do not
+// A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). Linear
+// attention may take the place of attention. All norms are RMSNorm. Rows are independent: a token with non-finite numbers spoils only its own sequence. Results do not
 // depend on the batch, except as the matrices say (model/linear.h, experts/expert_layer.h).
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "experts/expert_layer.h"
 #include "model/linear.h"
+#include "model/linear_attention.h"
 #include "model/paged_attention.h"
 #include "model/rotary.h"
 #include "model/router.h"
@@ -23,11 +25,13 @@ namespace ktqueue {
 struct DecoderLayer {
     std::vector<float> attention_norm;  // [hidden], for the input of attention
     const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
-    std::vector<float> q_norm, k_norm;  // empty, [head_dim] for each head, or of the whole projection
-    float clip = 0;                     // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
-    size_t sliding_window = 0;          // as in AttentionLayer
-    std::vector<float> sinks;           // [heads] as in AttentionLayer, or empty
-    std::vector<float> mlp_norm;        // [hidden], for the input of the feed-forward part
+    const Linear* gate = nullptr;                     // as q: the output of attention is multiplied by its sigmoid
+    std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
+    std::vector<float> q_norm, k_norm;                // empty, [head_dim] for each head, or of the whole projection
+    float clip = 0;               // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
+    size_t sliding_window = 0;    // as in AttentionLayer
+    std::vector<float> sinks;     // [heads] as in AttentionLayer, or empty
+    std::vector<float> mlp_norm;  // [hidden], for the input of the feed-forward part
     // The dense MLP, or the shared expert of a layer with routed experts: a layer of one expert. Null if there is none.
     const ExpertLayer* mlp = nullptr;
     const Linear* shared_gate = nullptr;  // one row; the shared expert's weight is sigmoid(shared_gate(x)); null: 1
@@ -50,8 +54,11 @@ struct DecoderStep {
     const int64_t* scored;
     size_t scored_count;
     PagedStep paged;
-    float* const* cache_keys;  // per layer: [pages, page_size, kv_heads, head_dim]
+    float* const* cache_keys;  // per layer with attention: [pages, page_size, kv_heads, head_dim]
     float* const* cache_values;
+    StateStep slots;       // of a model with linear attention
+    float* const* recent;  // per layer with linear attention: see LinearAttentionCall
+    float* const* states;
     RotaryTable rotary;
     float* logits;  // [scored_count, vocabulary]
 };
@@ -71,7 +78,9 @@ class Decoder {
     void forward(const DecoderStep& step);
 
     const DecoderShape& shape() const { return shape_; }
-    size_t layers() const { return layers_.size(); }
+    size_t attention_layers() const { return layers_.size() - linear_layers_.size(); }
+    // The shapes of the layers with linear attention, in order.
+    const std::vector<LinearAttentionShape>& linear_layers() const { return linear_layers_; }
     size_t vocabulary() const { return head_.rows(); }
 
     // Layers with routed experts run so far, and the sum over these runs of the different experts used.
@@ -80,7 +89,8 @@ class Decoder {
 
   private:
     struct Workspace {
-        std::vector<float> x, normed, q, k, v, attended, out, router_logits, scores, routing, shares, shared;
+        std::vector<float> x, normed, q, k, v, gate, decay, rate, attended, out, router_logits, scores, routing, shares,
+            shared;
         std::vector<int64_t> ids, zeros;
         std::vector<uint8_t> used;  // [experts]
         AttentionPlan all, scored;
@@ -91,6 +101,8 @@ class Decoder {
     void project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void keep_scored(const DecoderStep& step);
     void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
+    void attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
+    void add_attended(const DecoderLayer& layer, size_t width, size_t count);
     void feed_forward(const DecoderLayer& layer, size_t first, size_t count);
     void run_experts(const DecoderLayer& layer, size_t count, float* out);
     void run_mlp(const DecoderLayer& layer, size_t count, float* out);
@@ -102,6 +114,7 @@ class Decoder {
     const Linear& head_;
     const KernelTable& kernels_;
     std::vector<DecoderLayer> layers_;
+    std::vector<LinearAttentionShape> linear_layers_;
     std::mutex mutex_;
     Workspace work_;
     std::atomic<uint64_t> expert_layers_run_{0}, experts_used_{0};

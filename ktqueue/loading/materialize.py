@@ -180,9 +180,9 @@ class CheckpointWeights:
         return self._checkpoint.matrix(full)
 
     def vector(self, name: str) -> Floats:
-        """Return a one-dimensional tensor as float32. Raises CheckpointError."""
+        """Return a tensor of no matrix as float32, in its own shape. Raises CheckpointError."""
         full = self._take(name)
-        if len(shape := self._checkpoint.shape(full)) != 1:
+        if len(shape := self._checkpoint.shape(full)) == 2:
             raise CheckpointError(f"{self._checkpoint.path}: {full} has the shape {list(shape)}, expected a vector")
         return as_array(self._checkpoint.decode(full, torch.float32))
 

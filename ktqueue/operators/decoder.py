@@ -16,8 +16,9 @@ from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.linear import load_linear
-from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
+from ktqueue.operators.linear import load_linear, pack_linear
+from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
+from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts, PackedMatrix
 from ktqueue.operators.step import StepContext
 
 _NONE: native.Floats = np.empty(0, np.float32)
@@ -79,7 +80,7 @@ class CpuDecoder(Operator):
             epsilon=facts.epsilon,
             quant=embedding.quant,
             embedding=embedding.data,
-            norm=weights.vector("model.norm.weight"),
+            norm=norm_weights(weights, facts, "model.norm"),
             head=head.bound,
             isa=self._options["isa"],
         )
@@ -125,6 +126,8 @@ class CpuDecoder(Operator):
             step.context_lengths.numpy(),
             step.page_table.numpy(),
             step.slot_mapping.numpy(),
+            step.state_sources.numpy(),
+            step.state_targets.numpy(),
             logits[0].numpy(),
         )
         return DecoderOutput(logits)
@@ -139,15 +142,21 @@ class CpuDecoder(Operator):
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
         decoder.set_rotary(*(table.numpy() for table in rotary_tables(self.rotary, positions)))
         decoder.set_cache([keys.numpy() for keys in kv.keys], [values.numpy() for values in kv.values])
+        decoder.set_states([recent.numpy() for recent in kv.recent], [states.numpy() for states in kv.states])
         self._kv = kv
 
     def _add_layer(self, decoder: _kernels.Decoder, layer: LayerFacts, weights: ModuleWeights) -> None:
         options = self._options
 
-        def linear(name: str, options: KernelOptions = options) -> _kernels.Linear:
-            packed = load_linear(weights, f"{layer.name}.{name}", **options)
+        def counted(packed: native.Linear) -> _kernels.Linear:
             self._dense_bytes += packed.bytes
             return packed.bound
+
+        def linear(name: str, options: KernelOptions = options) -> _kernels.Linear:
+            return counted(load_linear(weights, f"{layer.name}.{name}", **options))
+
+        def matrix(stored: PackedMatrix, bias: native.Floats | None = None) -> _kernels.Linear:
+            return counted(pack_linear(stored, bias, **options))
 
         def expert_layer(experts: ExpertWeights) -> native.ExpertLayer:
             return native.ExpertLayer(experts, layer.gate, **options)
@@ -165,19 +174,56 @@ class CpuDecoder(Operator):
         def vector(name: str) -> native.Floats:
             return weights.vector(f"{layer.name}.{name}")
 
-        router, norms, mlp = layer.router, self.facts.qk_norm, layer.shared or ("" if layer.router else "mlp")
+        def norm(name: str) -> native.Floats:
+            return norm_weights(weights, self.facts, f"{layer.name}.{name}")
+
+        def attention() -> dict[str, Any]:
+            queries = {"q": linear("self_attn.q_proj"), "gate": None} if not self.facts.gated else gated_queries()
+            norms = self.facts.qk_norm
+            return {
+                **queries,
+                "k": linear("self_attn.k_proj"),
+                "v": linear("self_attn.v_proj"),
+                "o": linear("self_attn.o_proj"),
+                "linear_attention": None,
+                "q_norm": norm("self_attn.q_norm") if norms else _NONE,
+                "k_norm": norm("self_attn.k_norm") if norms else _NONE,
+                "sinks": vector("self_attn.sinks") if layer.sinks else _NONE,
+            }
+
+        def gated_queries() -> dict[str, Any]:
+            name, heads = f"{layer.name}.self_attn.q_proj", self.facts.heads
+            bias = weights.vector(f"{name}.bias").reshape(heads, 2, -1) if weights.has(f"{name}.bias") else None
+            parts = split_query_and_gate(weights.matrix(f"{name}.weight"), heads)
+            biases = [None if bias is None else np.ascontiguousarray(bias[:, i]).reshape(-1) for i in range(2)]
+            return {part: matrix(*pair) for part, pair in zip(("q", "gate"), zip(parts, biases), strict=True)}
+
+        def linear_attention(shape: LinearAttentionShape) -> dict[str, Any]:
+            parts = read_linear_attention(weights, f"{layer.name}.linear_attn", shape)
+            bound = _kernels.LinearAttention(
+                key_heads=shape.key_heads,
+                value_heads=shape.value_heads,
+                key_dim=shape.key_dim,
+                value_dim=shape.value_dim,
+                qkv=matrix(parts.qkv),
+                gate=matrix(parts.gate),
+                decay=matrix(parts.decay),
+                rate=matrix(parts.rate),
+                convolution=parts.convolution,
+                decay_rates=parts.decay_rates,
+                decay_biases=parts.decay_biases,
+                norm=parts.norm,
+            )
+            unused = {**dict.fromkeys(("q", "k", "v", "gate")), **dict.fromkeys(("q_norm", "k_norm", "sinks"), _NONE)}
+            return {**unused, "o": linear("linear_attn.out_proj"), "linear_attention": bound}
+
+        router, mlp = layer.router, layer.shared or ("" if layer.router else "mlp")
         decoder.add_layer(
-            attention_norm=vector("input_layernorm.weight"),
-            q=linear("self_attn.q_proj"),
-            k=linear("self_attn.k_proj"),
-            v=linear("self_attn.v_proj"),
-            o=linear("self_attn.o_proj"),
-            q_norm=vector("self_attn.q_norm.weight") if norms else _NONE,
-            k_norm=vector("self_attn.k_norm.weight") if norms else _NONE,
+            attention_norm=norm("input_layernorm"),
+            **(attention() if layer.linear is None else linear_attention(layer.linear)),
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
-            sinks=vector("self_attn.sinks") if layer.sinks else _NONE,
-            mlp_norm=vector("post_attention_layernorm.weight"),
+            mlp_norm=norm("post_attention_layernorm"),
             mlp=dense_mlp(mlp) if mlp else None,
             shared_gate=linear(f"{layer.shared}_gate") if layer.shared_gate else None,
             # The router is never quantised, because nearly equal scores decide between experts.
@@ -199,11 +245,20 @@ def rotary_tables(rotary: Any, positions: int) -> tuple[torch.Tensor, torch.Tens
     Most modules return every number twice, for both elements of its pair; gpt-oss's does not.
     """
     with torch.no_grad():
-        angles = rotary(torch.empty(0), torch.arange(positions)[None])
+        places = torch.arange(positions)[None]
+        if hasattr(rotary, "mrope_section"):  # a position in time, height and width, which are equal for text
+            places = places.expand(3, 1, -1)
+        angles = rotary(torch.empty(0), places)
     if not isinstance(angles, torch.Tensor):
         pairs = rotary.inv_freq.numel()
         return angles[0][0, :, :pairs].contiguous(), angles[1][0, :, :pairs].contiguous()
     return angles[0].real.contiguous(), angles[0].imag.contiguous()
+
+
+def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> native.Floats:
+    """Return the factors of the norm with that name, [columns] float32."""
+    stored = weights.vector(f"{name}.weight")
+    return stored + np.float32(1) if facts.centred else stored
 
 
 def _one_expert(weights: ModuleWeights, name: str) -> ExpertWeights:

@@ -13,6 +13,7 @@ from torch import nn
 from ktqueue.operators.attention import window_of
 from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, latent_shape
+from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
 from ktqueue.operators.model_classes import CLASSES, LATENT_CLASSES
 from ktqueue.operators.native import GateFacts
 
@@ -53,13 +54,15 @@ class LayerFacts:
     gate: GateFacts
     shared: str = ""
     shared_gate: bool = False
+    linear: LinearAttentionShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
     """The sizes of a model and its layers. dtype: of the computation; positions: that the model was trained for; clip
-    0: q, k and v are not clamped; tied: the head is the embedding; latent: the shape of latent attention, equal in all
-    layers. With latent attention, kv_heads and head_dim describe its cache."""
+    0: q, k and v are not clamped; tied: the head is the embedding; gated: the output of attention is multiplied by the
+    sigmoid of a gate, whose rows alternate with those of the query; centred: norms multiply by 1 + weight; latent: the
+    shape of latent attention, equal in all layers. With latent attention, kv_heads and head_dim describe its cache."""
 
     dtype: torch.dtype
     hidden: int
@@ -74,6 +77,8 @@ class DecoderFacts:
     qk_norm: bool
     tied: bool
     layers: tuple[LayerFacts, ...]
+    gated: bool = False
+    centred: bool = False
     latent: LatentShape | None = None
 
 
@@ -93,13 +98,15 @@ def facts_of(
     if _depends_on_length(body.rotary_emb):
         rope = body.rotary_emb.rope_type
         raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
-    attention = body.layers[0].self_attn
+    attention = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
+    if attention is None:
+        raise ValueError("none of its layers has keys and values")
     latent = latent_shape(attention) if type(model).__name__ in LATENT_CLASSES else None
     kv_heads, head_dim = (config.num_key_value_heads, attention.head_dim) if latent is None else (1, latent.key)
     if head_dim % 8 != 0:
         raise ValueError(f"its heads have {head_dim} dimensions, which is no multiple of 8")
-    norms = [(name, module) for name, module in model.named_modules() if hasattr(module, "variance_epsilon")]
-    epsilons = {float(norm.variance_epsilon) for name, norm in norms if not name.endswith("_a_layernorm")}
+    norms = [(name, epsilon) for name, module in model.named_modules() if (epsilon := _epsilon(module)) is not None]
+    epsilons = {epsilon for name, epsilon in norms if not name.endswith("_a_layernorm")}
     if len(epsilons) != 1:
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
     return DecoderFacts(
@@ -116,8 +123,24 @@ def facts_of(
         qk_norm=hasattr(attention, "q_norm"),
         tied=bool(config.tie_word_embeddings),
         layers=tuple(_layer(f"model.layers.{i}", layer, config) for i, layer in enumerate(body.layers)),
+        gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features if latent is None else False,
+        centred=_is_centred(body.norm),
         latent=latent,
     )
+
+
+def _epsilon(module: Any) -> float | None:
+    """Return the epsilon of a norm; None for another module."""
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return None if found is None else float(found)
+
+
+def _is_centred(norm: Any) -> bool:
+    """Return whether a norm of transformers multiplies by 1 + weight."""
+    with torch.no_grad():
+        one = type(norm)(8)
+        one.weight.zero_()
+        return bool(one(torch.ones(8)).abs().sum() > 0)
 
 
 def _depends_on_length(rotary: Any) -> bool:
@@ -132,7 +155,7 @@ def _depends_on_length(rotary: Any) -> bool:
 
 
 def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
-    mlp = layer.mlp
+    mlp, linear = layer.mlp, getattr(layer, "linear_attn", None)
     routed = hasattr(mlp, "experts")
     shared = next((child for child in ("shared_expert", "shared_experts") if hasattr(mlp, child)), "") if routed else ""
     parts = [getattr(mlp, child) for child in ("experts", shared) if child] if routed else [mlp]
@@ -141,12 +164,13 @@ def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
     return LayerFacts(
         name=name,
-        sliding_window=window_of(layer.self_attn, config),
-        sinks=hasattr(layer.self_attn, "sinks"),
+        sliding_window=window_of(layer.self_attn, config) if linear is None else 0,
+        sinks=linear is None and hasattr(layer.self_attn, "sinks"),
         router=_router(mlp) if routed else None,
         gate=gate,
         shared=f"mlp.{shared}" if shared else "",
         shared_gate=hasattr(mlp, "shared_expert_gate"),
+        linear=None if linear is None else linear_attention_shape(config),
     )
 
 

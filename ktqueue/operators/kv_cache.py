@@ -1,6 +1,7 @@
-"""The paged key/value cache: one pair of tensors per layer, written by slot mapping.
+"""The paged key/value cache: one pair of tensors per layer, written by slot mapping. Layers with linear attention have
+states in slots instead.
 
-Knows nothing about the owner of a page.
+Knows nothing about the owner of a page or of a slot.
 """
 
 import math
@@ -9,10 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ktqueue.operators.linear_attention import LinearAttentionShape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of a cache, derived from the model's config. dtype: of the stored numbers.
+    """Shape of a cache, derived from the model's config. dtype: of the stored numbers. layers: those with keys and
+    values. linear: the shapes of those with linear attention, whose states are float32.
 
     latent: None with grouped queries, whose keys and values have a tensor each, of `head_dim` columns. With multi-head
     latent attention there is one key head and no tensor of values: its values are the first `latent` columns of a key.
@@ -24,6 +28,12 @@ class KVLayout:
     page_size: int  # tokens
     dtype: torch.dtype
     latent: int | None = None
+    linear: tuple[LinearAttentionShape, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states in all layers with linear attention."""
+        return 4 * sum(shape.state_numbers for shape in self.linear)
 
     @property
     def value_dim(self) -> int:
@@ -41,20 +51,35 @@ class KVCache:
     """The tensors of a cache. keys: per layer [pages, page_size, kv_heads, head_dim]; values: the same with value_dim
     columns; in a latent cache, views of the keys.
 
-    With `scratch` the tensors have one more page, `scratch_page`, which no sequence owns. Rows that pad a captured
-    graph write there.
+    recent: per layer with linear attention the last inputs of its convolution, [slots, taps - 1, channels] float32;
+    states: [slots, value_heads, key_dim, value_dim] float32.
+
+    With `scratch` the tensors have one more page and one more slot, `scratch_page` and `scratch_slot`, which no
+    sequence owns. Rows that pad a captured graph write there.
     """
 
-    def __init__(self, layout: KVLayout, pages: int, device: str = "cpu", *, scratch: bool = False) -> None:
+    def __init__(
+        self, layout: KVLayout, pages: int, device: str = "cpu", *, slots: int = 0, scratch: bool = False
+    ) -> None:
         shape = (pages + scratch, layout.page_size, layout.kv_heads, layout.head_dim)
         self.layout = layout
         self.pages = pages
+        self.slots = slots
         self.scratch_page = pages if scratch else None
+        self.scratch_slot = slots if scratch else None
         self.keys = [_zeros(shape, layout.dtype, device) for _ in range(layout.layers)]
         if layout.latent is None:
             self.values = [_zeros(shape, layout.dtype, device) for _ in range(layout.layers)]
         else:
             self.values = [keys[..., : layout.latent] for keys in self.keys]
+        slots += scratch
+        self.recent = [
+            _zeros((slots, linear.taps - 1, linear.channels), torch.float32, device) for linear in layout.linear
+        ]
+        self.states = [
+            _zeros((slots, linear.value_heads, linear.key_dim, linear.value_dim), torch.float32, device)
+            for linear in layout.linear
+        ]
 
     def write(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None = None
@@ -90,5 +115,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
+    if count == 0:
+        return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

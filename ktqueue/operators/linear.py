@@ -7,7 +7,7 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import Operator, kernel_options
-from ktqueue.operators.packed import ModuleWeights
+from ktqueue.operators.packed import Floats, ModuleWeights, PackedMatrix
 
 
 class CpuLinear(Operator):
@@ -53,8 +53,14 @@ class CpuLinear(Operator):
 def load_linear(weights: ModuleWeights, module: str, *, activations: native.ActivationType, isa: str) -> native.Linear:
     """Pack the linear module with that name ("": the root of `weights`). Raises ValueError."""
     prefix = f"{module}." if module else ""
-    matrix = weights.matrix(f"{prefix}weight")
     bias = weights.vector(f"{prefix}bias") if weights.has(f"{prefix}bias") else None
+    return pack_linear(weights.matrix(f"{prefix}weight"), bias, activations=activations, isa=isa)
+
+
+def pack_linear(
+    matrix: PackedMatrix, bias: Floats | None = None, *, activations: native.ActivationType, isa: str
+) -> native.Linear:
+    """Pack a matrix with its bias [rows]. Raises ValueError."""
     return native.Linear(
         matrix.quant, matrix.rows, matrix.columns, matrix.data, bias=bias, activations=activations, isa=isa
     )

@@ -62,7 +62,7 @@ class ModuleWeights(Protocol):
         """Return a two-dimensional tensor in its stored format, with its rows in transformers' order."""
 
     def vector(self, name: str) -> Floats:
-        """Return a one-dimensional tensor as float32."""
+        """Return a vector, or a tensor of three dimensions such as a convolution, as float32 in its own shape."""
 
     def experts(self, name: str) -> ExpertWeights:
         """Return the routed experts of the experts module `name` ("": of this module)."""

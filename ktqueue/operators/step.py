@@ -1,6 +1,6 @@
 """StepContext: everything that an operator may read in one step. It is passed as the keyword `step`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,6 +31,10 @@ class AttentionPlan(Protocol):
         """
 
 
+def _no_slots() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """One packed batch: `tokens` tokens of `rows` rows, row after row, in any mix of prefill chunks and decode.
@@ -41,6 +45,8 @@ class StepContext:
     slot_mapping: [tokens] int64, page * page_size + offset at which each token's key and value are stored.
     kv: the paged cache.
     attention: how the step attends on a GPU; None: use the arrays above.
+    state_sources, state_targets: [rows] int32, the slots from which the row's state is read, and to which it is
+    written; empty without linear attention. A row whose first token is in this step starts from zeros.
     live_tokens: [1] int32, number of real tokens, which come first; the others pad a captured graph. None: all tokens.
     """
 
@@ -51,3 +57,5 @@ class StepContext:
     kv: KVCache
     attention: AttentionPlan | None = None
     live_tokens: torch.Tensor | None = None
+    state_sources: torch.Tensor = field(default_factory=_no_slots)
+    state_targets: torch.Tensor = field(default_factory=_no_slots)
