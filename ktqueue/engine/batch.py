@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ktqueue.engine.prompt_logprobs import PromptRows
-from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.sequence import NO_SLOT, Sequence
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
@@ -58,6 +58,7 @@ class BatchBuilder:
         scored: list[int] = []
         next_rows: list[int] = []
         prompts: list[PromptRows] = []
+        has_states = self._kv.slots > 0
         for row, (sequence, count) in zip(table, rows.items(), strict=True):
             row[: sequence.page_count] = sequence.pages[: sequence.page_count]
             first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
@@ -93,6 +94,8 @@ class BatchBuilder:
                 page_table=torch.from_numpy(table),
                 slot_mapping=torch.from_numpy(np.array(slots, dtype=np.int64)),
                 kv=self._kv,
+                state_sources=_slots([_source(sequence) for sequence in rows if has_states]),
+                state_targets=_slots([sequence.next_state for sequence in rows if has_states]),
             ),
             next_rows=next_rows if prompts else None,
             prompts=tuple(prompts),
@@ -102,3 +105,12 @@ class BatchBuilder:
     def write_token_ids(batch: Batch, rows: Mapping[Sequence, int]) -> None:
         """Write the next token of each row into `batch`, which was built for these rows with one token each."""
         batch.input_ids.numpy()[0] = [sequence.tokens[sequence.num_computed_tokens] for sequence in rows]
+
+
+def _source(sequence: Sequence) -> int:
+    """Return the slot of the sequence's state. Without one it starts from zeros, and any slot will do."""
+    return sequence.next_state if sequence.state == NO_SLOT else sequence.state
+
+
+def _slots(numbers: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(numbers, dtype=np.int32))

@@ -31,6 +31,7 @@ from ktqueue.engine.request_table import RequestTable, no_token, usage_of
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, Scheduler, StepPlan
 from ktqueue.engine.sequence import Sequence, SequenceStatus
+from ktqueue.engine.states import States
 from ktqueue.engine.step_profile import Profile, StepRecord
 from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import TokenSelection
@@ -79,6 +80,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
             batch_floor=config.batch_floor(config.max_num_seqs),
             max_prompt_rows=max_prompt_rows,
+            states=States(parts.kv.slots) if layout.linear else None,
         )
         self._admission = Admission(
             vocabulary,
@@ -216,9 +218,8 @@ class Engine:
         if logits is None:
             batch, logits = self._run_model(batch, plan)
         if logits is None:
-            (sequence,) = plan.rows
             fault = EngineFailure("not enough GPU memory to run this sequence, even alone")
-            return [*outputs, self._requests.fail(sequence, fault)]
+            return [*outputs, *(self._requests.fail(sequence, fault) for sequence in plan.rows)]
         launched = time.perf_counter()
         # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token: it commits
         # pages, collects the sampler's numbers and prepares the next step.
@@ -271,7 +272,7 @@ class Engine:
         """Run the model, and halve the rows while the device is out of memory.
 
         Returns the batch that ran and its logits, or None if one row is still too much. That row is then the only one
-        in `plan`.
+        in `plan`. Without rows, all wait for a later step.
         """
         self._masks.begin(plan.rows)
         while True:
@@ -282,7 +283,7 @@ class Engine:
             # Outside the handler: the exception kept the tensors of the step alive.
             self._out_of_memory += 1
             torch.cuda.empty_cache()
-            if not self._scheduler.shrink(plan):
+            if not self._scheduler.shrink(plan) or not plan.rows:
                 return batch, None
             batch = self._builder.build(plan.rows)
 

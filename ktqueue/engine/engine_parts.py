@@ -8,6 +8,7 @@ from ktqueue.engine.gpu.device_selector import DeviceSelector
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
+from ktqueue.engine.states import slots_for
 from ktqueue.engine.token_selector import HostSelector, Selector
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import is_gpu
@@ -49,13 +50,14 @@ def make_parts(
     """
     device = config.device
     on_gpu = is_gpu(device)
+    rows = min(config.max_num_seqs, config.step_tokens)
+    slots = slots_for(layout, rows)
     if planner is None:
         if on_gpu:
             raise ValueError(f"an engine on {device} needs an attention planner")
         runner = HostRunner(model, vocabulary.size)
-        return EngineParts(KVCache(layout, num_pages), runner, HostSelector(vocabulary.token_bytes))
-    kv = KVCache(layout, num_pages, device, scratch=True)
-    rows = min(config.max_num_seqs, config.step_tokens)
+        return EngineParts(KVCache(layout, num_pages, slots=slots), runner, HostSelector(vocabulary.token_bytes))
+    kv = KVCache(layout, num_pages, device, slots=slots, scratch=True)
     graphs = GraphRunner(
         model,
         vocabulary.size,

@@ -23,17 +23,19 @@ class DeviceUse:
 
     weights: dense weights, and everything else that was allocated before. experts: experts in GPU memory, and
     everything else that the model prepares. workspaces: for the largest step and for libraries. graphs: captured steps.
+    states: of linear attention.
     """
 
     weights: int
     experts: int
     workspaces: int
     graphs: int
+    states: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return self.weights + self.experts + self.workspaces + self.graphs
+        return self.weights + self.experts + self.workspaces + self.graphs + self.states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +51,13 @@ class MemoryPlan:
     def parts(self) -> dict[str, int]:
         """Bytes by purpose; the last entry is unused memory."""
         cache = self.pages * self.page_bytes
+        states = {"states": self.use.states} if self.use.states else {}
         return {
             "weights": self.use.weights,
             "experts": self.use.experts,
             "workspaces": self.use.workspaces,
             "graphs": self.use.graphs,
+            **states,
             "cache": cache,
             "free": self.device_bytes - self.use.total - cache,
         }
@@ -78,7 +82,8 @@ def plan_memory(
         raise ConfigError(
             f"engine.gpu_memory_utilization {utilization:g} of {format_bytes(device_bytes)} is {format_bytes(limit)}, "
             f"but weights ({format_bytes(use.weights)}), experts ({format_bytes(use.experts)}), workspaces "
-            f"({format_bytes(use.workspaces)}), graphs ({format_bytes(use.graphs)}) and one page "
+            f"({format_bytes(use.workspaces)}), graphs ({format_bytes(use.graphs)}), states of linear attention "
+            f"({format_bytes(use.states)}) and one page "
             f"({format_bytes(page_bytes)}) need {format_bytes(use.total + page_bytes)}: raise it, or lower "
             "engine.gpu_expert_memory_bytes or engine.max_num_batched_tokens",
             param="engine.gpu_memory_utilization",

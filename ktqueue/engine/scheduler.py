@@ -19,6 +19,9 @@ from the prefix cache. A sequence that would have to preempt itself skips the st
 only if the pages for all its known tokens are available, otherwise it would be preempted at once. To make room for
 it, only sequences of a lower class are preempted.
 
+**States.** With linear attention a sequence also has a state, which later steps overwrite. So a prefix is shared up to
+a page where a snapshot of the state was kept (`states.py`), and chunks of a prompt end where one is worth keeping.
+
 **Nothing starves.** The first running sequence in rank can take pages from all others, so it always progresses. Later
 arrivals rank behind it, and the earliest batch sequence ranks as interactive. So every sequence becomes the first.
 
@@ -31,9 +34,11 @@ from heapq import nsmallest
 
 from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
-from ktqueue.engine.sequence import Sequence, SequenceStatus
+from ktqueue.engine.sequence import NO_SLOT, Sequence, SequenceStatus
+from ktqueue.engine.states import SNAPSHOT_TOKENS, States
 
 MAX_PROMPT_ROWS = 256
+LEAST_SNAPSHOT = 128  # tokens; computing fewer again takes less than a step more
 
 Rank = tuple[int, float, int, int]
 """Class, arrival, admission number, choice. The lowest goes first."""
@@ -63,7 +68,8 @@ class Scheduler:
     """Owns the waiting and running sequences and their pages.
 
     `batch_floor` rows are reserved for the batch class while it needs them. `max_prompt_rows` limits the rows of logits
-    that a step computes for log probabilities of prompts, and so the memory that they take.
+    that a step computes for log probabilities of prompts, and so the memory that they take. `states`: None for a model
+    without linear attention.
     """
 
     def __init__(
@@ -76,8 +82,10 @@ class Scheduler:
         prefix_caching: bool,
         batch_floor: int,
         max_prompt_rows: int = MAX_PROMPT_ROWS,
+        states: States | None = None,
     ) -> None:
         self.pages = pages
+        self._states = states
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # every decode row must fit into the budget
         self.running: list[Sequence] = []
         self.schedule_version = 0
@@ -120,6 +128,10 @@ class Scheduler:
             self._waiting[sequence.request.job_class].remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._free_pages(sequence)
+        self._hand_over_forks(sequence)
+
+    def _hand_over_forks(self, sequence: Sequence) -> None:
+        """Let the first sibling that waits for the sequence's prompt compute it for the others."""
         if sequence.forks:
             first, *others = sequence.forks
             sequence.forks, first.forks = [], others
@@ -171,10 +183,18 @@ class Scheduler:
         return plan if plan.rows else None
 
     def shrink(self, plan: StepPlan) -> bool:
-        """Preempt the half of the planned rows that ranks lower. Returns False if the plan had only one row."""
+        """Preempt the half of the planned rows that ranks lower. Returns False if the plan had only one row.
+
+        The step that failed may have overwritten states, so with states the other half begins again too.
+        """
         ranked = sorted(plan.rows, key=self._rank)
-        for victim in ranked[(len(ranked) + 1) // 2 :]:
+        half = (len(ranked) + 1) // 2
+        for victim in ranked[0 if self._states and len(ranked) > 1 else half :]:
             self._preempt(victim, plan)
+        while len(plan.rows) < half and (first := self._first_waiting()) and not self._can_never_run(first):
+            if not self._admit(first, plan):
+                break
+            self._plan_row(first, plan)
         return len(ranked) > 1
 
     def commit(self, sequence: Sequence, count: int) -> list[Sequence]:
@@ -184,8 +204,14 @@ class Scheduler:
         """
         sequence.num_computed_tokens += count
         self._register_pages(sequence)
+        if self._states is not None:
+            self._states.commit(sequence)
+            self._keep_state(sequence, self._states)
         forks = sequence.forks
         if not forks or sequence.num_computed_tokens < len(sequence.request.prompt):
+            return []
+        if self._states is not None and sequence.length > len(sequence.request.prompt):
+            self._hand_over_forks(sequence)  # which may need the state of an earlier token
             return []
         sequence.forks = []
         for fork in forks:
@@ -199,6 +225,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent. For tests."""
         self.pages.check()
+        if self._states is not None:
+            self._states.check()
         assert self.rows_taken <= self.max_num_seqs, "more rows than max_num_seqs"
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING, "a sequence runs that should not"
@@ -214,7 +242,7 @@ class Scheduler:
         """Add a running sequence to the step if it gets its pages. Decode rows always fit into the token budget."""
         if sequence.status is SequenceStatus.RUNNING:
             count = 1 if sequence.remaining == 1 else min(sequence.remaining, self._token_budget - plan.tokens)
-            count = self._limited_by_prompt_rows(sequence, count, plan)
+            count = self._limited_by_snapshot(sequence, self._limited_by_prompt_rows(sequence, count, plan))
             if count and self._allocate(sequence, count, plan):
                 plan.rows[sequence] = count
 
@@ -248,7 +276,7 @@ class Scheduler:
             return False
         while self.rows_taken + _rows(sequence) > self.max_num_seqs:
             self._preempt_lower_class(sequence, plan)
-        needed, cached = self._pages_for(sequence.length), self._cached_prefix(sequence)
+        needed, (cached, slot) = self._pages_for(sequence.length), self._cached_prefix(sequence)
         while self.pages.available - self.pages.count_idle(cached) < needed - len(cached):
             if not self._preempt_lower_class(sequence, plan):
                 return False
@@ -256,6 +284,8 @@ class Scheduler:
         self._waiting[sequence.request.job_class].remove(sequence)
         self.running.append(sequence)
         sequence.status = SequenceStatus.RUNNING
+        if self._states is not None:
+            self._states.start(sequence, slot)
         for page in cached:
             self.pages.share(page)
         sequence.pages[: len(cached)] = cached
@@ -308,6 +338,8 @@ class Scheduler:
         for _ in range(missing):
             sequence.pages[sequence.page_count] = pages.allocate()
             sequence.page_count += 1
+        if self._states is not None:
+            self._states.plan(sequence)
         return True
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
@@ -322,6 +354,8 @@ class Scheduler:
         for page in reversed(sequence.pages[: sequence.page_count].tolist()):
             self.pages.release(page)
         sequence.page_count = sequence.num_computed_tokens = 0
+        if self._states is not None:
+            self._states.release(sequence)
 
     def _fork(self, leader: Sequence, fork: Sequence) -> None:
         """Start `fork` on the pages of the prompt that `leader` has computed.
@@ -335,20 +369,47 @@ class Scheduler:
         for page in leader.pages[:count].tolist():
             self.pages.share(page)
         fork.page_count = count
+        if self._states is not None:
+            self._states.fork(leader, fork)
         fork.num_computed_tokens = prompt if leader.length == prompt else min(prompt, fork.length - 1)
         fork.registered_pages = min(leader.registered_pages, fork.num_computed_tokens // self._page_size)
         fork.known_digests = leader.known_digests[: prompt // self._page_size]
         fork.status = SequenceStatus.RUNNING
         self.running.append(fork)
 
-    def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached pages of the sequence's tokens. Tokens whose logits are needed, such as the last, are computed."""
+    def _cached_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Cached pages of the sequence's tokens, and the slot of the state after them.
+
+        Tokens whose logits are needed, such as the last, are computed.
+        """
         if not self._prefix_caching:
-            return []
+            return [], NO_SLOT
         full = (sequence.length - 1) // self._page_size
         if sequence.request.sampling.prompt_logprobs is not None:
             full = min(full, max(0, sequence.request.prompt_entries - 1) // self._page_size)
-        return self.pages.find_prefix(sequence.page_digests(full, self._page_size))
+        digests = sequence.page_digests(full, self._page_size)
+        pages = self.pages.find_prefix(digests)
+        if self._states is None:
+            return pages, NO_SLOT
+        count, slot = self._states.snapshot_of(digests[: len(pages)])
+        return pages[:count], slot
+
+    def _limited_by_snapshot(self, sequence: Sequence, count: int) -> int:
+        """Return how many of the next `count` tokens to compute so that the step ends where a snapshot is wanted: at
+        the last full page before the next unknown token, or else at the end of a page."""
+        first = sequence.num_computed_tokens
+        last_page = (sequence.length - 1) // self._page_size * self._page_size
+        if self._states is None or not self._prefix_caching or last_page - first < LEAST_SNAPSHOT:
+            return count
+        end = min(first + count, last_page) // self._page_size * self._page_size
+        return end - first if end > first else count
+
+    def _keep_state(self, sequence: Sequence, states: States) -> None:
+        """Keep the state as a snapshot, if a whole number of pages is computed: in a prompt always, later rarely."""
+        pages, rest = divmod(sequence.num_computed_tokens, self._page_size)
+        in_prompt = sequence.remaining > 1 or pages == (sequence.length - 1) // self._page_size
+        if self._prefix_caching and not rest and (in_prompt or sequence.num_computed_tokens % SNAPSHOT_TOKENS == 0):
+            states.keep(sequence, sequence.page_digests(pages, self._page_size)[-1])
 
     def _count_hits(self, sequence: Sequence) -> None:
         request = sequence.request

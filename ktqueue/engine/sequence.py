@@ -19,6 +19,8 @@ from ktqueue.engine.pages import page_digest
 from ktqueue.engine.sampler import GREEDY_BELOW
 
 _ROOT = b""
+NO_SLOT = -1
+"""In place of a slot of `States`: a sequence without tokens, or without a planned step."""
 
 
 class SequenceStatus(Enum):
@@ -105,6 +107,7 @@ class Sequence:
         "length",
         "masks_in_advance",
         "matcher",
+        "next_state",
         "noise_stream",
         "num_computed_tokens",
         "page_count",
@@ -112,6 +115,7 @@ class Sequence:
         "registered_pages",
         "request",
         "resumed_text",
+        "state",
         "status",
         "tokens",
     )
@@ -144,6 +148,7 @@ class Sequence:
         self.known_digests: list[bytes] = []  # digests of full pages of tokens[:length], computed so far
         self.registered_pages = 0  # pages that were registered in the prefix cache, or found there
         self.forks: list[Sequence] = []  # siblings that wait for the prompt, which this sequence computes
+        self.state = self.next_state = NO_SLOT  # slots before and after the planned step, if the model has states
         self.status = SequenceStatus.FORKING
         self.resumed_text = ""  # text of journaled token ids that is not in the journal yet
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
-from ktqueue.loading.huggingface.config_check import longest_context
+from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, longest_context
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import check_tensors, materialize
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve_model
@@ -25,10 +25,12 @@ from ktqueue.loading.synthetic.checkpoint import open_synthetic
 from ktqueue.operators.attention import window_of
 from ktqueue.operators.base import Operator
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.linear_attention import linear_attention_shape
 from ktqueue.operators.registry import check_operator, operator_class, operator_names
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _LATENT_OPERATORS = ("LatentAttention", "GpuDecoder")
+_LINEAR_OPERATORS = ("CpuDecoder", "GpuDecoder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ def experts_per_token(config: Config) -> int:
 
 def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
     """Return the layout of the paged KV cache for a model with this config."""
-    heads = config.num_attention_heads
+    heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None) or ()
+    linear = kinds.count(LINEAR_ATTENTION)
     if latent := getattr(config, "kv_lora_rank", None):  # all heads share a latent and a rotary key
         return KVLayout(
             layers=config.num_hidden_layers,
@@ -114,7 +117,8 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
             latent=latent,
         )
     return KVLayout(
-        layers=config.num_hidden_layers,
+        layers=config.num_hidden_layers - linear,
+        linear=(linear_attention_shape(config),) * linear if linear else (),
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         page_size=page_size,
@@ -151,7 +155,9 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     plan = make_plan(modules, load_rules(file, operator_names(), check_operator), device, _name(dtype))
     layout = kv_layout(config, 1, dtype)
     if layout.latent:
-        _check_latent_attention(skeleton, plan, str(file))
+        _check_replaced(_attention_modules(skeleton), _LATENT_OPERATORS, plan, str(file))
+    if layout.linear:
+        _check_replaced([("", skeleton)], _LINEAR_OPERATORS, plan, str(file))
     try:
         _check_one_device(skeleton, plan, str(file), device)
         plan = rehearse_without_weights(skeleton, plan, layout, checkpoint.path)
@@ -189,14 +195,19 @@ def _has_separate_head(skeleton: nn.Module, checkpoint: Checkpoint) -> bool:
     )
 
 
-def _check_latent_attention(skeleton: nn.Module, plan: LoadPlan, rules: str) -> None:
-    """Check that operators of ours replace all latent attention: only they can read a cache of latents."""
+def _check_replaced(
+    modules: Iterable[tuple[str, nn.Module]], known: tuple[str, ...], plan: LoadPlan, rules: str
+) -> None:
+    """Check that operators of ours, the `known` ones, replace all these modules: only they can read our cache.
+
+    Raises RuleError.
+    """
     operators = {replacement.name: replacement.op for replacement in plan.replacements}
-    for name, module in _attention_modules(skeleton):
+    for name, module in modules:
         ancestor = find_replaced(name, operators)
-        if ancestor is None or operators[ancestor] not in _LATENT_OPERATORS:
+        if ancestor is None or operators[ancestor] not in known:
             raise RuleError(
-                f"{rules}: {name} ({type(module).__name__}) must be replaced by {' or '.join(_LATENT_OPERATORS)}, "
+                f"{rules}: {name or 'the model'} ({type(module).__name__}) must be replaced by {' or '.join(known)}, "
                 f"{'but no rule does so' if ancestor is None else f'but {operators[ancestor]} replaces it'}"
             )
 

@@ -53,7 +53,8 @@ class ModelReport:
     """The plan of a model with its bytes.
 
     `source` is the file or folder. `rows` are in model order. `device_bytes` are the bytes of weights on each device.
-    `refusal`: why loading would fail, or None. `cache_token_bytes` are the bytes of the cache per token.
+    `refusal`: why loading would fail, or None. `cache_token_bytes` are the bytes of the cache per token, `state_bytes`
+    those of a sequence's states in layers with linear attention.
     `movable_bytes` are those of experts on the CPU that a GPU may hold too, `movable_layer_bytes` those of the largest
     layer.
     """
@@ -68,6 +69,7 @@ class ModelReport:
     hidden: int
     experts_per_token: int
     cache_token_bytes: int
+    state_bytes: int
     movable_bytes: int
     movable_layer_bytes: int
 
@@ -99,7 +101,7 @@ def report_model(
     for row in rows:
         totals[row.device] = totals.get(row.device, 0) + row.device_bytes
     movable = [row for row in rows if (row.operator, row.device) == (ON_BOTH_SIDES, "cpu")]
-    checkpoint = prepared.checkpoint
+    checkpoint, layout = prepared.checkpoint, kv_layout(prepared.config, 1, cache_dtype or dtype)
     return ModelReport(
         source=checkpoint.path,
         facts=card_facts(prepared.config, checkpoint),
@@ -110,7 +112,8 @@ def report_model(
         refusal=None if refusal is None else refusal.message,
         hidden=int(prepared.config.hidden_size),
         experts_per_token=experts_per_token(prepared.config),
-        cache_token_bytes=kv_layout(prepared.config, 1, cache_dtype or dtype).page_bytes,
+        cache_token_bytes=layout.page_bytes,
+        state_bytes=layout.state_bytes,
         movable_bytes=sum(row.device_bytes for row in movable),
         movable_layer_bytes=max((row.largest_bytes for row in movable), default=0),
     )

@@ -134,7 +134,10 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
     latent = config.model_type in LATENT_MODEL_TYPES
     if not latent and type(model).__name__ not in CLASSES:
         return
-    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    layers: Any = model.get_submodule("model.layers")
+    attention: Any = next((layer.self_attn for layer in layers if hasattr(layer, "self_attn")), None)
+    if attention is None:
+        raise CheckpointError(f"{source}: a {config.model_type} of which no layer has keys and values is not supported")
     name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", attention.head_dim)
     if type(model).__name__ in PARTLY_ROTATED:
         width = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))

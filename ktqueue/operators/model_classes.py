@@ -36,6 +36,8 @@ MODEL_CLASSES = (
     ModelClass("Qwen2MoeForCausalLM"),
     ModelClass("Qwen3ForCausalLM"),
     ModelClass("Qwen3MoeForCausalLM"),
+    ModelClass("Qwen3NextForCausalLM", partly_rotated=True),
+    ModelClass("Qwen3_5MoeForCausalLM", partly_rotated=True),
     ModelClass("SolarOpenForCausalLM", partly_rotated=True),
 )
 """Tests compare every one of them with transformers."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_families import LINEAR
 from endless_vocabulary import NoEnd
 from latent_sizes import LATENT_SIZES
 from transformers import (
@@ -23,6 +24,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from ktqueue.core.config import EngineConfig
@@ -217,6 +220,39 @@ def latent(tmp_path_factory: Any) -> Any:
 @pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 46), (16, True, 2000)])
 def test_latent_attention(latent: Any, budget: int, caching: bool, pages: int) -> None:
     check_parity(*latent, budget=budget, caching=caching, pages=pages)
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: Any) -> Any:
+    """Like `latent`, but a random Qwen3-Next, whose sequences have states beside their pages."""
+    make_config: Any = Qwen3NextConfig
+    config = make_config(
+        **LINEAR,
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(2)
+    model = float_model(Qwen3NextForCausalLM, config)
+    folder = tmp_path_factory.mktemp("linear")
+    model.save_pretrained(folder)
+    prompts = make_prompts(config.vocab_size)
+    loaded = load_model(str(folder))
+    assert type(loaded.module).__name__ == "CpuDecoder"
+    return loaded.module, NoEnd(512), loaded.kv_layout(PAGE_SIZE), prompts, answers_of(model, prompts, None)
+
+
+@pytest.mark.parametrize(
+    ("budget", "caching", "pages"), [(64, True, 46), (512, False, 46), (16, True, 2000), (512, True, 2000)]
+)
+def test_linear_attention(linear: Any, budget: int, caching: bool, pages: int) -> None:
+    check_parity(*linear, budget=budget, caching=caching, pages=pages)
 
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=NEW_TOKENS)

@@ -21,6 +21,7 @@ from ktqueue.core.settings.engine import Dtype
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import host_cache_bytes
+from ktqueue.engine.states import slots_for
 from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
@@ -126,7 +127,8 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     else:
         run_on_host(model, layout, config)
     longest = model.card_facts.max_position_embeddings
-    num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout, longest, available_memory())
+    free = available_memory() - slots_for(layout, config.max_num_seqs) * layout.state_bytes
+    num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout, longest, free)
     max_model_len = resolve_max_model_len(config, longest, num_pages)
     resolved = replace(
         config,

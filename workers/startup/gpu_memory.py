@@ -25,6 +25,7 @@ from ktqueue.engine.memory_plan import (
     plan_memory,
 )
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
+from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
 from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.model_report import ModelReport
 from ktqueue.operators.base import Operator
@@ -128,6 +129,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         experts=experts,
         workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.used() - weights - experts),
         graphs=estimate_graphs(len(buckets_up_to(rows)) if graphs else 0, step, config.step_tokens, rows),
+        states=slots_for(layout, rows) * layout.state_bytes,
     )
     plan = plan_memory(
         memory.total,
@@ -167,7 +169,7 @@ def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig,
     runner.execute(batch)
     runner.wait()
     device_model(model.module).after_step()
-    return kv.pages * layout.page_bytes
+    return kv.pages * layout.page_bytes + kv.slots * layout.state_bytes
 
 
 def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes: int) -> MemoryPlan:
@@ -192,6 +194,7 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
             experts=_expert_bytes(report, config),
             workspaces=CONTEXT_BYTES + step + estimate_selection(rows, vocabulary),
             graphs=estimate_graphs(captured, step, tokens, rows),
+            states=SLOTS_PER_ROW * rows * report.state_bytes,
         ),
         utilization=config.gpu_memory_utilization,
         page_bytes=report.cache_token_bytes * config.page_size,

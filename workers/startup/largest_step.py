@@ -19,7 +19,8 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
     rows = min(config.max_num_seqs, config.step_tokens)
     tokens = min(config.step_tokens // rows, model.card_facts.max_position_embeddings)
     pages = -(-tokens // layout.page_size)
-    kv = KVCache(layout, rows * pages, config.device)
+    states = rows if layout.linear else 0
+    kv = KVCache(layout, rows * pages, config.device, slots=states)
     table = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
     starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32)
     slots = (table.long()[:, :, None] * layout.page_size + torch.arange(layout.page_size)).view(rows, -1)[:, :tokens]
@@ -33,6 +34,8 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
             page_table=table,
             slot_mapping=slots.reshape(-1),
             kv=kv,
+            state_sources=torch.arange(states, dtype=torch.int32),
+            state_targets=torch.arange(states, dtype=torch.int32),
         ),
     )
 

@@ -1,7 +1,7 @@
 """A decode step with a fixed number of rows, captured on tensors that never move.
 
 A smaller batch is padded to the bucket. Padding rows compute token 0 at position 0 of the scratch page, which no
-sequence uses. `live_tokens` tells the model how many rows are real.
+sequence uses, and the scratch slot of states. `live_tokens` tells the model how many rows are real.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,6 +38,7 @@ class DecodeBucket:
             raise ValueError("a captured step needs a cache with a scratch page")
         self.rows = rows
         self._kv = kv
+        self._has_states = kv.slots > 0
         self._scratch_page = kv.scratch_page
         page_size = kv.layout.page_size
         self._scratch_slots = kv.scratch_page * page_size + np.arange(rows) % page_size
@@ -53,6 +54,8 @@ class DecodeBucket:
                 "contexts": ((rows,), np.int32),
                 "live": ((1,), np.int32),
                 "pages": ((rows, max_pages), np.int32),
+                "sources": ((rows if self._has_states else 0,), np.int32),
+                "targets": ((rows if self._has_states else 0,), np.int32),
             },
             device,
         )
@@ -93,7 +96,15 @@ class DecodeBucket:
 
     def _step(self, tensors: Mapping[str, torch.Tensor]) -> StepContext:
         """A step that reads these tensors, without its attention plan."""
-        return StepContext(tensors["starts"], tensors["contexts"], tensors["pages"], tensors["slots"], self._kv)
+        return StepContext(
+            tensors["starts"],
+            tensors["contexts"],
+            tensors["pages"],
+            tensors["slots"],
+            self._kv,
+            state_sources=tensors["sources"],
+            state_targets=tensors["targets"],
+        )
 
     def _fill(self, batch: Batch | None) -> None:
         """Write the batch without its token ids, and the padding rows. None: padding rows only."""
@@ -113,8 +124,13 @@ class DecodeBucket:
             slots[:live] = batch.step.slot_mapping.numpy()
             contexts[:live] = batch.step.context_lengths.numpy()
             pages[:live, :width] = table
+            if self._has_states:
+                arrays["sources"][:live] = batch.step.state_sources.numpy()
+                arrays["targets"][:live] = batch.step.state_targets.numpy()
         positions[0, live:] = 0
         slots[live:] = self._scratch_slots[live:]
         contexts[live:] = 1
         pages[live:, 0] = self._scratch_page
         arrays["live"][0] = live
+        for name in ("sources", "targets"):
+            arrays[name][live:] = self._kv.scratch_slot

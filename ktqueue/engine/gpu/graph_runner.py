@@ -105,10 +105,13 @@ class GraphRunner:
     def _eager(self, batch: Batch) -> torch.Tensor:
         host = batch.step
         tensors = [batch.input_ids, batch.position_ids, batch.scored, host.query_starts, host.context_lengths]
-        tensors += [host.page_table, host.slot_mapping]
+        tensors += [host.page_table, host.slot_mapping, host.state_sources, host.state_targets]
         staged = self._staging.put([tensor.numpy() for tensor in tensors])
-        input_ids, position_ids, scored, starts, contexts, table, slots = staged
-        step = StepContext(starts, contexts, table, slots, host.kv, attention=self._planner.plan(host))
+        input_ids, position_ids, scored, starts, contexts, table, slots, sources, targets = staged
+        plan = self._planner.plan(host)
+        step = StepContext(
+            starts, contexts, table, slots, host.kv, plan, state_sources=sources, state_targets=targets
+        )
         return self._forward(input_ids, position_ids, scored, step)
 
     def _forward(

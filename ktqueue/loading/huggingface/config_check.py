@@ -13,6 +13,11 @@ from ktqueue.core.errors import CheckpointError
 LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Model types whose attention LatentAttention computes."""
 
+LINEAR_ATTENTION = "linear_attention"
+"""The kind of the layers that keep a state instead of keys and values."""
+LINEAR_MODEL_TYPES = ("qwen3_next", "qwen3_5_moe_text")
+"""Model types whose linear attention the decoders compute."""
+
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -27,6 +32,11 @@ _COUNTS = (
     "q_lora_rank",
     "qk_rope_head_dim",
     "v_head_dim",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
 )
 _ANY_COUNTS = (  # may be 0
     "num_experts",
@@ -131,8 +141,9 @@ def _check_window(config: Any, source: str) -> None:
     These are the layers that layer_types names, or all layers if there is no layer_types.
     """
     window, kinds = vars(config).get("sliding_window"), getattr(config, "layer_types", None)
-    if unknown := [kind for kind in kinds or () if kind not in _KINDS]:
-        raise _refusal(source, "layer_types", " or ".join(_KINDS), unknown[0])
+    known = (*_KINDS, LINEAR_ATTENTION) if config.model_type in LINEAR_MODEL_TYPES else _KINDS
+    if unknown := [kind for kind in kinds or () if kind not in known]:
+        raise _refusal(source, "layer_types", " or ".join(known), unknown[0])
     used = "sliding_attention" in kinds if kinds else window is not None
     if used and not (isinstance(window, int) and window >= 1):
         raise _refusal(source, "sliding_window", "at least 1", window)
