@@ -196,7 +196,7 @@ class CpuDecoder(Operator):
             bias = weights.vector(f"{name}.bias").reshape(heads, 2, -1) if weights.has(f"{name}.bias") else None
             parts = split_query_and_gate(weights.matrix(f"{name}.weight"), heads)
             biases = [None if bias is None else np.ascontiguousarray(bias[:, i]).reshape(-1) for i in range(2)]
-            return {part: matrix(*pair) for part, pair in zip(("q", "gate"), zip(parts, biases), strict=True)}
+            return {"q": matrix(parts[0], biases[0]), "gate": matrix(parts[1], biases[1])}
 
         def linear_attention(shape: LinearAttentionShape) -> dict[str, Any]:
             parts = read_linear_attention(weights, f"{layer.name}.linear_attn", shape)

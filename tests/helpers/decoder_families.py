@@ -236,6 +236,8 @@ class Cache:
             self.kv,
             plan,
             live,
+            host.state_sources.to(self._device),
+            host.state_targets.to(self._device),
         )
 
 

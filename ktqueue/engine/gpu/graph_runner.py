@@ -109,9 +109,7 @@ class GraphRunner:
         staged = self._staging.put([tensor.numpy() for tensor in tensors])
         input_ids, position_ids, scored, starts, contexts, table, slots, sources, targets = staged
         plan = self._planner.plan(host)
-        step = StepContext(
-            starts, contexts, table, slots, host.kv, plan, state_sources=sources, state_targets=targets
-        )
+        step = StepContext(starts, contexts, table, slots, host.kv, plan, state_sources=sources, state_targets=targets)
         return self._forward(input_ids, position_ids, scored, step)
 
     def _forward(

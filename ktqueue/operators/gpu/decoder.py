@@ -76,7 +76,8 @@ class GpuDecoder(Operator):
         facts = self.facts
         dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
         self._embedding = dense.linear("model.embed_tokens")
-        for index, layer in enumerate(facts.layers):
+        attentive, linear = itertools.count(), itertools.count()
+        for layer in facts.layers:
             routed = None
             if layer.router is not None:
                 routed = len(self._routed)
@@ -95,11 +96,12 @@ class GpuDecoder(Operator):
                         biases=dense.expert_biases(experts),
                     )
                 )
+            index = next(attentive if layer.linear is None else linear)
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
         for earlier, later in itertools.pairwise(self._layers):
             if earlier.routes and later.routes:
                 earlier.predict_next_experts(later)
-        self._norm = dense.vector("model.norm.weight")
+        self._norm = dense.norm("model.norm", centred=facts.centred)
         self._head = self._embedding if facts.tied else dense.linear("lm_head")
         self._dense_bytes = dense.bytes
 

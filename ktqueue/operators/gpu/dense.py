@@ -20,7 +20,13 @@ from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
-from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedMatrix
+from ktqueue.operators.linear_attention import (
+    LinearAttentionShape,
+    LinearAttentionWeights,
+    read_linear_attention,
+    split_query_and_gate,
+)
+from ktqueue.operators.packed import ExpertWeights, Floats, ModuleWeights, PackedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +162,13 @@ class DenseWeights:
         """A one-dimensional tensor, [size]."""
         return self._count(torch.from_numpy(self._weights.vector(name)).to(self._device, self._dtype, copy=True))
 
+    def norm(self, module: str, *, centred: bool) -> torch.Tensor:
+        """The factors of the norm of that name, [size]; if it is `centred`, 1 + weight in float32."""
+        if not centred:
+            return self.vector(f"{module}.weight")
+        stored = torch.from_numpy(self._weights.vector(f"{module}.weight"))
+        return self._count((stored + 1).to(self._device))
+
     def optional_vector(self, name: str) -> torch.Tensor | None:
         """A one-dimensional tensor, [size]; None if there is none of that name."""
         return self.vector(name) if self._weights.has(name) else None
@@ -168,6 +181,26 @@ class DenseWeights:
         device = self._device
         return ExpertBiases(*(self._count(torch.from_numpy(bias).to(device, copy=True)) for bias in biases))
 
+    def numbers(self, values: Floats) -> torch.Tensor:
+        """Float32 numbers of any shape, on the device."""
+        return self._count(torch.from_numpy(values).to(self._device, copy=True))
+
+    def gated_query(self, module: str, heads: int) -> tuple[list[PackedMatrix], list[torch.Tensor]]:
+        """The query's part of a projection and the gate's, each with its bias if there is one: see
+        split_query_and_gate."""
+        parts = split_query_and_gate(self._weights.matrix(f"{module}.weight"), heads)
+        bias = self.optional_vector(f"{module}.bias")
+        halves = [] if bias is None else [half.reshape(-1) for half in bias.view(heads, 2, -1).unbind(1)]
+        return [*parts], halves
+
+    def stored(self, name: str) -> PackedMatrix:
+        """A two-dimensional tensor as it is stored."""
+        return self._weights.matrix(name)
+
+    def linear_attention(self, module: str, shape: LinearAttentionShape) -> LinearAttentionWeights:
+        """The weights of linear attention as they are stored: see read_linear_attention."""
+        return read_linear_attention(self._weights, module, shape)
+
     def matrix(self, name: str) -> torch.Tensor:
         """A two-dimensional tensor, [rows, columns]."""
         return self._decode([self._weights.matrix(name)])
@@ -178,12 +211,18 @@ class DenseWeights:
         Raises ValueError if they do not fit together.
         """
         parts = [self._weights.matrix(f"{name}.weight") for name in modules]
-        if len({part.columns for part in parts}) != 1:
-            raise ValueError(f"matrices with {[part.columns for part in parts]} columns do not share their input")
         biases = [f"{name}.bias" for name in modules if self._weights.has(f"{name}.bias")]
         if 0 < len(biases) < len(modules):
             raise ValueError(f"of {', '.join(modules)} only some have a bias")
-        bias = torch.cat([self.vector(name) for name in biases]) if biases else None
+        return self.product(parts, torch.cat([self.vector(name) for name in biases]) if biases else None)
+
+    def product(self, parts: Sequence[PackedMatrix], bias: torch.Tensor | None = None) -> DenseLinear:
+        """Matrices as one, their rows one below the other, with a bias [rows] or None.
+
+        Raises ValueError if they do not fit together.
+        """
+        if len({part.columns for part in parts}) != 1:
+            raise ValueError(f"matrices with {[part.columns for part in parts]} columns do not share their input")
         if self._kind == "quantised":
             if all(stays_quantised(part.quant) for part in parts):
                 return QuantisedLinear(self._pack(parts), bias, self._buffer)

@@ -10,8 +10,10 @@ from ktqueue.operators.gpu.dense import DenseLinear, DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.latent_shape import LatentShape, absorb_query, expand_values, make_key, rms_norm, split_up_matrix
+from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
@@ -22,14 +24,24 @@ class SelfAttention:
     def __init__(self, index: int, layer: LayerFacts, facts: DecoderFacts, weights: DenseWeights) -> None:
         self._index = index
         self._facts = facts
-        self._norm = weights.vector(f"{layer.name}.input_layernorm.weight")
+        centred = facts.centred
+        self._norm = weights.norm(f"{layer.name}.input_layernorm", centred=centred)
         module = f"{layer.name}.self_attn"
-        self._qkv = weights.linear(f"{module}.q_proj", f"{module}.k_proj", f"{module}.v_proj")
+        names = [f"{module}.{part}_proj" for part in ("q", "k", "v")]
+        self._qkv = self._with_gate(weights, names) if facts.gated else weights.linear(*names)
         self._o = weights.linear(f"{module}.o_proj")
         sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
         self._scores = ScoreOptions(facts.scaling, layer.sliding_window, sinks)
-        self._q_norm = weights.vector(f"{module}.q_norm.weight") if facts.qk_norm else None
-        self._k_norm = weights.vector(f"{module}.k_norm.weight") if facts.qk_norm else None
+        self._q_norm = weights.norm(f"{module}.q_norm", centred=centred) if facts.qk_norm else None
+        self._k_norm = weights.norm(f"{module}.k_norm", centred=centred) if facts.qk_norm else None
+        self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim]
+
+    def _with_gate(self, weights: DenseWeights, names: list[str]) -> DenseLinear:
+        """One product for query, key, value and the output's gate, in this order."""
+        (query, gate), halves = weights.gated_query(names[0], self._facts.heads)
+        biases = [weights.vector(f"{name}.bias") for name in names[1:] if halves]
+        bias = torch.cat([halves[0], *biases, halves[1]]) if halves else None
+        return weights.product([query, *(weights.stored(f"{name}.weight") for name in names[1:]), gate], bias)
 
     def query(
         self,
@@ -44,9 +56,11 @@ class SelfAttention:
         Returns the query [tokens, heads, head_dim].
         """
         facts, kv = self._facts, step.kv
-        x = pending.add_to(residual, self._norm, facts.epsilon)
+        qkv = self._qkv(pending.add_to(residual, self._norm, facts.epsilon))
+        if facts.gated:
+            qkv, self._gate = qkv.split([qkv.shape[1] - facts.heads * facts.head_dim, facts.heads * facts.head_dim], 1)
         return qk_norm_rope_append(
-            self._qkv(x),
+            qkv,
             heads=facts.heads,
             kv_heads=facts.kv_heads,
             q_norm=self._q_norm,
@@ -63,7 +77,57 @@ class SelfAttention:
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
-        return _attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
+        attended = _attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
+        return attended * self._gate.sigmoid() if self._facts.gated else attended
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """The output [tokens, hidden], which belongs to the residual."""
+        return self._o(attended)
+
+
+class LinearSelfAttention:
+    """Norm, one product for all inputs, linear attention, o. index: of the layer among those with such attention."""
+
+    def __init__(
+        self, index: int, layer: LayerFacts, facts: DecoderFacts, shape: LinearAttentionShape, weights: DenseWeights
+    ) -> None:
+        self._index = index
+        self._shape = shape
+        self._epsilon = facts.epsilon
+        self._norm = weights.norm(f"{layer.name}.input_layernorm", centred=facts.centred)
+        read = weights.linear_attention(f"{layer.name}.linear_attn", shape)
+        self._projection = weights.product([read.qkv, read.gate, read.decay, read.rate])
+        self._vectors = {
+            name: weights.numbers(getattr(read, name))
+            for name in ("convolution", "decay_rates", "decay_biases", "norm")
+        }
+        self._o = weights.linear(f"{layer.name}.linear_attn.out_proj")
+
+    def query(
+        self,
+        residual: torch.Tensor,
+        pending: PendingResidual,
+        positions: torch.Tensor,
+        rotary: Rotary,
+        step: StepContext,
+    ) -> torch.Tensor:
+        """Add `pending` to the residual [tokens, hidden], and read and write the states of the step's rows.
+
+        Returns the attention output of each token, [tokens, values].
+        """
+        return linear_attention(
+            self._projection(pending.add_to(residual, self._norm, self._epsilon)),
+            self._shape,
+            **self._vectors,
+            epsilon=self._epsilon,
+            recent=step.kv.recent[self._index],
+            states=step.kv.states[self._index],
+            rows=StateRows(step.query_starts, step.context_lengths, step.state_sources, step.state_targets),
+        )
+
+    def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """The attention output of each token is complete: every token changes the state, also those not scored."""
+        return query
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""
@@ -136,19 +200,22 @@ class DenseMlp:
 class DecoderLayer:
     """Attention and MLP of one layer.
 
-    routed: the index of this layer among those with routed experts; None: the MLP is dense.
+    index: of this layer among those with the same kind of attention. routed: the index of this layer among those with
+    routed experts; None: the MLP is dense.
     """
 
     def __init__(
         self, index: int, layer: LayerFacts, facts: DecoderFacts, weights: DenseWeights, routed: int | None
     ) -> None:
-        self.attention: SelfAttention | LatentSelfAttention = (
-            LatentSelfAttention(index, layer, facts, facts.latent, weights)
-            if facts.latent
-            else SelfAttention(index, layer, facts, weights)
-        )
+        self.attention: SelfAttention | LatentSelfAttention | LinearSelfAttention
+        if layer.linear is not None:
+            self.attention = LinearSelfAttention(index, layer, facts, layer.linear, weights)
+        elif facts.latent:
+            self.attention = LatentSelfAttention(index, layer, facts, facts.latent, weights)
+        else:
+            self.attention = SelfAttention(index, layer, facts, weights)
         self._epsilon = facts.epsilon
-        self._norm = weights.vector(f"{layer.name}.post_attention_layernorm.weight")
+        self._norm = weights.norm(f"{layer.name}.post_attention_layernorm", centred=facts.centred)
         self._routed = routed
         mlp = f"{layer.name}.mlp"
         self._mlp: DenseMlp | None = None
@@ -198,7 +265,7 @@ class DecoderLayer:
         """Guess the experts of `next_layer` in each step. Both layers have routed experts."""
         norm = self._norm.float()
         scale = torch.where(norm == 0, 0, next_layer._norm.float() / norm)
-        self._next = scale.to(self._norm.dtype), next_layer
+        self._next = scale.to(self._router.dtype), next_layer
 
     def _next_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], the input of this layer's router -> the next router's logits [tokens, experts] float32,

@@ -20,12 +20,14 @@ from ktqueue.operators.gpu.kernels import expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
+from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import SILU
 from ktqueue.operators.step import ScoreOptions
 
@@ -103,6 +105,24 @@ def between_matrices() -> None:
             keys=torch.zeros(1, 1, kv_heads, head_dim).to(cache),
             values=torch.zeros(1, 1, kv_heads, head_dim).to(cache),
             clip=clip,
+        )
+
+    for dtype, tokens, shape in (
+        (bf16, 2, LinearAttentionShape(16, 32, 128, 128, 4)),
+        (torch.float32, 300, LinearAttentionShape(2, 6, 96, 64, 3)),
+    ):
+        slot = torch.zeros(1, dtype=torch.int32)
+        linear_attention(
+            torch.zeros(tokens, shape.channels + shape.values + 2 * shape.value_heads, dtype=dtype),
+            shape,
+            convolution=torch.zeros(shape.taps, shape.channels),
+            decay_rates=torch.zeros(shape.value_heads),
+            decay_biases=torch.zeros(shape.value_heads),
+            norm=torch.zeros(shape.value_dim),
+            epsilon=1e-6,
+            recent=torch.zeros(1, shape.taps - 1, shape.channels),
+            states=torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim),
+            rows=StateRows(torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int(), slot, slot),
         )
 
     for tokens, outputs, columns in ((1, 5120, 2048), (4, 2880, 2880)):

@@ -1,0 +1,239 @@
+"""Linear attention by the gated delta rule on a device: the convolution, the rule, the gated norm; a launch each.
+
+The twin of csrc/model/linear_attention.cpp, with the same layout of states. Tokens of a sequence follow one another, so
+a token's numbers do not depend on the chunks of its prompt. No host sync: it can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+from ktqueue.operators.linear_attention import LinearAttentionShape
+
+_CHANNELS = 128  # that a program convolves
+_MOST_CHUNKS = 64  # programs that share the tokens of a row
+_COLUMNS = 32  # of a head's state that a program holds in registers
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of a step, and where their states are. starts: [rows + 1] int32; contexts, sources, targets: [rows]
+    int32. See StepContext."""
+
+    starts: torch.Tensor
+    contexts: torch.Tensor
+    sources: torch.Tensor
+    targets: torch.Tensor
+
+
+@triton.jit
+def _convolve(
+    x, weights, recent, out, starts, contexts, sources, targets, stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK channels and every CHUNKS-th token of a row.
+
+    The first program of a row also computes the tokens that read the row's state, and then writes the new state, which
+    may take the place of the old one.
+    """
+    BEFORE: tl.constexpr = TAPS - 1
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    start = tl.load(starts + row).to(tl.int64)
+    tokens = tl.load(starts + row + 1) - tl.load(starts + row)
+    continues = inside & (tl.load(contexts + row) > tokens)
+    old = recent + tl.load(sources + row).to(tl.int64) * (BEFORE * CHANNELS) + channel
+    new = recent + tl.load(targets + row).to(tl.int64) * (BEFORE * CHANNELS) + channel
+    source = x + start * stride + channel
+    first = chunk
+    step = CHUNKS
+    if chunk == 0:
+        for t in range(0, tl.minimum(BEFORE, tokens)):
+            total = tl.zeros([BLOCK], tl.float32)
+            for tap in tl.static_range(TAPS):
+                place = t + tap - BEFORE
+                known = tl.load(source + place * stride, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+                kept = tl.load(old + (place + BEFORE) * CHANNELS, mask=continues & (place < 0), other=0.0)
+                total += tl.load(weights + tap * CHANNELS + channel, mask=inside, other=0.0) * (known + kept)
+            total *= tl.sigmoid(total)
+            tl.store(out + (start + t) * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+        for i in tl.static_range(BEFORE):
+            place = tokens + i - BEFORE
+            known = tl.load(source + place * stride, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+            kept = tl.load(old + (place + BEFORE) * CHANNELS, mask=continues & (place < 0), other=0.0)
+            tl.store(new + i * CHANNELS, known + kept, mask=inside)
+    for t in range(BEFORE + first, tokens, step):
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS):
+            known = tl.load(source + (t + tap - BEFORE) * stride, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(weights + tap * CHANNELS + channel, mask=inside, other=0.0) * known
+        total *= tl.sigmoid(total)
+        tl.store(out + (start + t) * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _delta_rule(
+    mixed, scalars, decay_rates, decay_biases, states, out, starts, contexts, sources, targets, stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK columns of the state of one head of a row, token after token."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.arange(0, KEYS)
+    wide = column < VALUE_DIM
+    tall = key < KEY_DIM
+    both = tall[:, None] & wide[None, :]
+    start = tl.load(starts + row).to(tl.int64)
+    tokens = tl.load(starts + row + 1) - tl.load(starts + row)
+    continues = tl.load(contexts + row) > tokens
+    place = key[:, None] * VALUE_DIM + column[None, :]
+    size = KEY_DIM * VALUE_DIM
+    source = (tl.load(sources + row).to(tl.int64) * VALUE_HEADS + head) * size
+    target = (tl.load(targets + row).to(tl.int64) * VALUE_HEADS + head) * size
+    state = tl.load(states + source + place, mask=both & continues, other=0.0)
+    rate = tl.load(decay_rates + head)
+    bias = tl.load(decay_biases + head)
+    shared = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    for t in range(0, tokens):
+        token = start + t
+        line = mixed + token * width
+        q = tl.load(line + shared, mask=tall, other=0.0).to(tl.float32)
+        k = tl.load(line + KEY_HEADS * KEY_DIM + shared, mask=tall, other=0.0).to(tl.float32)
+        v = tl.load(line + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, mask=wide, other=0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * tl.rsqrt(KEY_DIM * 1.0)
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+        a = tl.load(scalars + token * stride + head).to(tl.float32) + bias
+        b = tl.load(scalars + token * stride + VALUE_HEADS + head).to(tl.float32)
+        a = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+        state *= tl.exp(rate * a)
+        change = (v - tl.sum(state * k[:, None], axis=0)) * tl.sigmoid(b)
+        state += k[:, None] * change[None, :]
+        result = tl.sum(state * q[:, None], axis=0)
+        tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide)
+    tl.store(states + target + place, state, mask=both)
+
+
+@triton.jit
+def _gated_norm(x, gate, weight, out, stride, epsilon, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """One program for a head of a token."""
+    token = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    column = tl.arange(0, BLOCK)
+    inside = column < DIM
+    element = (token * HEADS + head) * DIM + column
+    values = tl.load(x + element, mask=inside, other=0.0)
+    z = tl.load(gate + token * stride + head * DIM + column, mask=inside, other=0.0).to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values, axis=0) / DIM + epsilon)
+    values *= tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(out + element, (values * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=inside)
+
+
+def linear_attention(
+    projected: torch.Tensor,
+    shape: LinearAttentionShape,
+    *,
+    convolution: torch.Tensor,
+    decay_rates: torch.Tensor,
+    decay_biases: torch.Tensor,
+    norm: torch.Tensor,
+    epsilon: float,
+    recent: torch.Tensor,
+    states: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """Attend linearly: [tokens, values] in the dtype of `projected`. Reads and writes the states of `rows`.
+
+    projected [tokens, channels + values + 2 * value_heads]: query, key, value, gate, decay and rate of a token one
+    after the other. convolution [taps, channels], decay_rates, decay_biases [value_heads], norm [value_dim]: float32.
+    recent [slots, taps - 1, channels], states [slots, value_heads, key_dim, value_dim]: float32, one layer's. The rule
+    is computed in float32; its input is rounded to the dtype after the convolution, and its output after the norm.
+    Raises ValueError for shapes that do not fit.
+    """
+    channels, values, heads = shape.channels, shape.values, shape.value_heads
+    fits = projected.shape[1] == channels + values + 2 * heads and projected.is_contiguous()
+    fits &= convolution.shape == (shape.taps, channels) and norm.shape == (shape.value_dim,)
+    fits &= recent.shape[1:] == (shape.taps - 1, channels) and recent.is_contiguous() and states.is_contiguous()
+    fits &= states.shape[1:] == (heads, shape.key_dim, shape.value_dim)
+    fits &= rows.sources.shape == rows.targets.shape == rows.contexts.shape
+    check_fits(fits, "linear_attention", projected=projected, convolution=convolution, recent=recent, states=states)
+    tokens, count = len(projected), len(rows.contexts)
+    gate, scalars = projected[:, channels : channels + values], projected[:, channels + values :]
+    out = projected.new_empty(tokens, values)
+    if not runs_kernel(projected):
+        mixed = _convolved(projected[:, :channels], convolution, recent, rows).to(projected.dtype).float()
+        read = _delta_twin(mixed, scalars.float(), decay_rates, decay_biases, states, shape, rows)
+        read = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + epsilon) * norm
+        z = gate.float().view(tokens, heads, -1)
+        return out.copy_((read * torch.nn.functional.silu(z)).flatten(1))
+    if tokens == 0:
+        return out
+    stride = projected.stride(0)
+    where = (rows.starts, rows.contexts, rows.sources, rows.targets)
+    mixed = projected.new_empty(tokens, channels)
+    chunks = min(_MOST_CHUNKS, max(1, tokens // max(count, 1)))
+    _convolve[(count, chunks, triton.cdiv(channels, _CHANNELS))](
+        projected, convolution, recent, mixed, *where, stride,
+        CHANNELS=channels, TAPS=shape.taps, CHUNKS=chunks, BLOCK=_CHANNELS, num_warps=4,
+    )  # fmt: skip
+    read = torch.empty(tokens, values, dtype=torch.float32, device=projected.device)
+    block = min(_COLUMNS, triton.next_power_of_2(shape.value_dim))
+    _delta_rule[(count, heads, triton.cdiv(shape.value_dim, block))](
+        mixed, scalars, decay_rates, decay_biases, states, read, *where, stride,
+        KEY_HEADS=shape.key_heads, VALUE_HEADS=heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
+        KEYS=triton.next_power_of_2(shape.key_dim), BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    _gated_norm[(tokens * heads,)](
+        read, gate, norm, out, stride, epsilon,
+        HEADS=heads, DIM=shape.value_dim, BLOCK=triton.next_power_of_2(shape.value_dim), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _convolved(x: torch.Tensor, weights: torch.Tensor, recent: torch.Tensor, rows: StateRows) -> torch.Tensor:
+    """The twin of _convolve: x [tokens, channels] -> float32."""
+    parts = []
+    for row, (first, last) in enumerate(zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)):
+        before = recent[int(rows.sources[row])] * bool(rows.contexts[row] > last - first)
+        inputs = torch.cat([before, x[first:last].float()])
+        total = sum(inputs[tap : tap + last - first] * weights[tap] for tap in range(len(weights)))
+        parts.append(torch.nn.functional.silu(torch.as_tensor(total)))
+        recent[int(rows.targets[row])] = inputs[last - first :]
+    return torch.cat(parts)
+
+
+def _delta_twin(
+    mixed: torch.Tensor,
+    scalars: torch.Tensor,
+    decay_rates: torch.Tensor,
+    decay_biases: torch.Tensor,
+    states: torch.Tensor,
+    shape: LinearAttentionShape,
+    rows: StateRows,
+) -> torch.Tensor:
+    """The twin of _delta_rule: mixed [tokens, channels] -> [tokens, value_heads, value_dim] float32."""
+    tokens = len(mixed)
+    query, key, value = torch.split(mixed, [shape.keys, shape.keys, shape.values], -1)
+    shared = shape.value_heads // shape.key_heads
+    unit = []
+    for x in (query, key):
+        x = x.reshape(tokens, shape.key_heads, shape.key_dim)
+        unit.append((x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(shared, 1))
+    query, key, value = unit[0] * shape.key_dim**-0.5, unit[1], value.reshape(tokens, shape.value_heads, -1)
+    decay, rate = scalars.chunk(2, dim=-1)
+    kept = torch.exp(decay_rates * torch.nn.functional.softplus(decay + decay_biases))
+    read = torch.empty_like(value)
+    for row, (first, last) in enumerate(zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)):
+        state = states[int(rows.sources[row])] * bool(rows.contexts[row] > last - first)
+        for t in range(first, last):
+            state = state * kept[t, :, None, None]
+            change = (value[t] - (state * key[t, :, :, None]).sum(1)) * rate[t, :, None].sigmoid()
+            state = state + key[t, :, :, None] * change[:, None]
+            read[t] = (state * query[t, :, :, None]).sum(1)
+        states[int(rows.targets[row])] = state
+    return read
