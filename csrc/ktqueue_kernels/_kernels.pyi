@@ -165,10 +165,11 @@ class Decoder:
         groups_used: int,
         bias: Any,
     ) -> None:
-        """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and
-        v are not clamped; sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP or the shared expert,
-        as a layer of one expert; router, experts: of the routed experts; the rest: how the router chooses among them,
-        with a bias that is empty or [experts]."""
+        """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm,
+        k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not clamped;
+        sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP or the shared expert, as a layer of one
+        expert; router, experts: of the routed experts; the rest: how the router chooses among them, with a bias that is
+        empty or [experts]."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary table, [positions, half] each."""

@@ -19,8 +19,7 @@ from the prefix cache. A sequence that would have to preempt itself skips the st
 only if the pages for all its known tokens are available, otherwise it would be preempted at once. To make room for
 it, only sequences of a lower class are preempted.
 
-**States.** With linear attention a sequence also has a state, which later steps overwrite. So a prefix is shared up to
-a page where a snapshot of the state was kept (`states.py`), and chunks of a prompt end where one is worth keeping.
+**States.** With linear attention a sequence also has a state (`states.py`).
 
 **Nothing starves.** The first running sequence in rank can take pages from all others, so it always progresses. Later
 arrivals rank behind it, and the earliest batch sequence ranks as interactive. So every sequence becomes the first.
@@ -34,11 +33,11 @@ from heapq import nsmallest
 
 from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
-from ktqueue.engine.sequence import NO_SLOT, Sequence, SequenceStatus
-from ktqueue.engine.states import SNAPSHOT_TOKENS, States
+from ktqueue.engine.prefix_cache import PrefixCache
+from ktqueue.engine.sequence import Sequence, SequenceStatus
+from ktqueue.engine.states import States
 
 MAX_PROMPT_ROWS = 256
-LEAST_SNAPSHOT = 128  # tokens; computing fewer again takes less than a step more
 
 Rank = tuple[int, float, int, int]
 """Class, arrival, admission number, choice. The lowest goes first."""
@@ -92,12 +91,10 @@ class Scheduler:
         """Grows when a sequence arrives, is admitted, finishes, is aborted, is preempted, forks or jumps. A step that
         was prepared for an older version is stale."""
         self.preemptions = 0
-        self.prefix_queries = 0  # tokens
-        self.prefix_hits = 0  # tokens
+        self.prefixes = PrefixCache(pages, states, page_size=page_size, enabled=prefix_caching)
         self._waiting: dict[JobClass, list[Sequence]] = {job_class: [] for job_class in JobClass}
         self._page_size = page_size
         self._token_budget = max_num_batched_tokens
-        self._prefix_caching = prefix_caching
         self._batch_floor = batch_floor
         self._max_prompt_rows = max_prompt_rows
         self._promoted: set[Sequence] = set()  # sequences of the batch class that rank as interactive
@@ -203,10 +200,9 @@ class Scheduler:
         Returns the siblings that start to run now, because the prompt that they share is complete.
         """
         sequence.num_computed_tokens += count
-        self._register_pages(sequence)
         if self._states is not None:
             self._states.commit(sequence)
-            self._keep_state(sequence, self._states)
+        self.prefixes.register(sequence, count)
         forks = sequence.forks
         if not forks or sequence.num_computed_tokens < len(sequence.request.prompt):
             return []
@@ -242,7 +238,7 @@ class Scheduler:
         """Add a running sequence to the step if it gets its pages. Decode rows always fit into the token budget."""
         if sequence.status is SequenceStatus.RUNNING:
             count = 1 if sequence.remaining == 1 else min(sequence.remaining, self._token_budget - plan.tokens)
-            count = self._limited_by_snapshot(sequence, self._limited_by_prompt_rows(sequence, count, plan))
+            count = self.prefixes.limit(sequence, self._limited_by_prompt_rows(sequence, count, plan))
             if count and self._allocate(sequence, count, plan):
                 plan.rows[sequence] = count
 
@@ -276,7 +272,7 @@ class Scheduler:
             return False
         while self.rows_taken + _rows(sequence) > self.max_num_seqs:
             self._preempt_lower_class(sequence, plan)
-        needed, (cached, slot) = self._pages_for(sequence.length), self._cached_prefix(sequence)
+        needed, (cached, slot) = self._pages_for(sequence.length), self.prefixes.find(sequence)
         while self.pages.available - self.pages.count_idle(cached) < needed - len(cached):
             if not self._preempt_lower_class(sequence, plan):
                 return False
@@ -291,7 +287,7 @@ class Scheduler:
         sequence.pages[: len(cached)] = cached
         sequence.page_count = sequence.registered_pages = len(cached)
         sequence.num_computed_tokens = len(cached) * self._page_size
-        self._count_hits(sequence)
+        self.prefixes.record_use(sequence)
         return True
 
     def _can_never_run(self, sequence: Sequence) -> bool:
@@ -376,57 +372,6 @@ class Scheduler:
         fork.known_digests = leader.known_digests[: prompt // self._page_size]
         fork.status = SequenceStatus.RUNNING
         self.running.append(fork)
-
-    def _cached_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Cached pages of the sequence's tokens, and the slot of the state after them.
-
-        Tokens whose logits are needed, such as the last, are computed.
-        """
-        if not self._prefix_caching:
-            return [], NO_SLOT
-        full = (sequence.length - 1) // self._page_size
-        if sequence.request.sampling.prompt_logprobs is not None:
-            full = min(full, max(0, sequence.request.prompt_entries - 1) // self._page_size)
-        digests = sequence.page_digests(full, self._page_size)
-        pages = self.pages.find_prefix(digests)
-        if self._states is None:
-            return pages, NO_SLOT
-        count, slot = self._states.snapshot_of(digests[: len(pages)])
-        return pages[:count], slot
-
-    def _limited_by_snapshot(self, sequence: Sequence, count: int) -> int:
-        """Return how many of the next `count` tokens to compute so that the step ends where a snapshot is wanted: at
-        the last full page before the next unknown token, or else at the end of a page."""
-        first = sequence.num_computed_tokens
-        last_page = (sequence.length - 1) // self._page_size * self._page_size
-        if self._states is None or not self._prefix_caching or last_page - first < LEAST_SNAPSHOT:
-            return count
-        end = min(first + count, last_page) // self._page_size * self._page_size
-        return end - first if end > first else count
-
-    def _keep_state(self, sequence: Sequence, states: States) -> None:
-        """Keep the state as a snapshot, if a whole number of pages is computed: in a prompt always, later rarely."""
-        pages, rest = divmod(sequence.num_computed_tokens, self._page_size)
-        in_prompt = sequence.remaining > 1 or pages == (sequence.length - 1) // self._page_size
-        if self._prefix_caching and not rest and (in_prompt or sequence.num_computed_tokens % SNAPSHOT_TOKENS == 0):
-            states.keep(sequence, sequence.page_digests(pages, self._page_size)[-1])
-
-    def _count_hits(self, sequence: Sequence) -> None:
-        request = sequence.request
-        if self._prefix_caching:
-            self.prefix_queries += sequence.length
-            self.prefix_hits += sequence.num_computed_tokens
-        if request.cached_tokens is None:
-            request.cached_tokens = min(sequence.num_computed_tokens, len(request.prompt))
-
-    def _register_pages(self, sequence: Sequence) -> None:
-        full = sequence.num_computed_tokens // self._page_size
-        if not self._prefix_caching or full <= sequence.registered_pages:
-            return
-        digests = sequence.page_digests(full, self._page_size)
-        for place in range(sequence.registered_pages, full):
-            self.pages.register(int(sequence.pages[place]), digests[place])
-        sequence.registered_pages = full
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

@@ -13,8 +13,6 @@ from ktqueue.operators.kv_cache import KVLayout
 SLOTS_PER_ROW = 2
 """A running sequence has at most two: the state before the next step and the one after it. So with this many for each
 row there is always one to allocate, and rows that are not in use leave room for snapshots."""
-SNAPSHOT_TOKENS = 1024
-"""While a sequence decodes, its state is kept whenever it has computed a multiple of these."""
 
 
 def slots_for(layout: KVLayout, rows: int) -> int:

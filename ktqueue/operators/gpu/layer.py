@@ -58,7 +58,8 @@ class SelfAttention:
         facts, kv = self._facts, step.kv
         qkv = self._qkv(pending.add_to(residual, self._norm, facts.epsilon))
         if facts.gated:
-            qkv, self._gate = qkv.split([qkv.shape[1] - facts.heads * facts.head_dim, facts.heads * facts.head_dim], 1)
+            width = facts.heads * facts.head_dim
+            qkv, self._gate = qkv[:, :-width], qkv[:, -width:]
         return qk_norm_rope_append(
             qkv,
             heads=facts.heads,

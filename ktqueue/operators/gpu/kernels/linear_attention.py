@@ -51,7 +51,7 @@ def _convolve(
     first = chunk
     step = CHUNKS
     if chunk == 0:
-        for t in range(0, tl.minimum(BEFORE, tokens)):
+        for t in range(tl.minimum(BEFORE, tokens)):
             total = tl.zeros([BLOCK], tl.float32)
             for tap in tl.static_range(TAPS):
                 place = t + tap - BEFORE
@@ -100,7 +100,7 @@ def _delta_rule(
     bias = tl.load(decay_biases + head)
     shared = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    for t in range(0, tokens):
+    for t in range(tokens):
         token = start + t
         line = mixed + token * width
         q = tl.load(line + shared, mask=tall, other=0.0).to(tl.float32)
