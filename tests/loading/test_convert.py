@@ -158,7 +158,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tiny: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba"}, "there is no GGUF architecture for model_type 'mamba'; known: qwen3_moe"),
+        ({"model_type": "mamba"}, "Mamba is not supported: it has layers that keep a state"),
         ({"norm_topk_prob": False}, "norm_topk_prob is False; GGUF's qwen3moe implies True"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": LLAMA3_ROPE}, "rope_type 'llama3' cannot be written"),

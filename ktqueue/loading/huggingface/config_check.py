@@ -17,6 +17,7 @@ LINEAR_ATTENTION = "linear_attention"
 """The kind of the layers that keep a state instead of keys and values."""
 LINEAR_MODEL_TYPES = ("qwen3_next", "qwen3_5_moe_text")
 """Model types whose linear attention the decoders compute."""
+MOST_LINEAR_DIM, MOST_TAPS = 512, 8  # as in csrc/kernels/kernel_table.h
 
 _COUNTS = (
     "vocab_size",
@@ -116,6 +117,8 @@ def check_config(config: Any, source: str) -> None:
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
         raise _refusal(source, "num_experts_per_tok", f"from 1 to {experts}, the number of experts", chosen)
     _check_window(config, source)
+    if config.model_type in LINEAR_MODEL_TYPES:
+        _check_linear(config, source)
     if config.model_type in LATENT_MODEL_TYPES:
         _check_groups(config, source)
 
@@ -147,6 +150,20 @@ def _check_window(config: Any, source: str) -> None:
     used = "sliding_attention" in kinds if kinds else window is not None
     if used and not (isinstance(window, int) and window >= 1):
         raise _refusal(source, "sliding_window", "at least 1", window)
+
+
+def _check_linear(config: Any, source: str) -> None:
+    """Check the sizes of linear attention, which its kernels limit."""
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if (dim := getattr(config, name)) % 8 or dim > MOST_LINEAR_DIM:
+            raise _refusal(source, name, f"a multiple of 8, at most {MOST_LINEAR_DIM}", dim)
+    if (taps := config.linear_conv_kernel_dim) > MOST_TAPS:
+        raise _refusal(source, "linear_conv_kernel_dim", f"at most {MOST_TAPS}", taps)
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        raise _refusal(source, "linear_num_value_heads", f"a multiple of linear_num_key_heads, {keys}", values)
+    if config.hidden_act != "silu":
+        raise _refusal(source, "hidden_act", "silu, which the convolution uses too", config.hidden_act)
 
 
 def _check_groups(config: Any, source: str) -> None:
