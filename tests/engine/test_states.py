@@ -25,7 +25,8 @@ from ktqueue.operators.gpu.settings import GpuSettings
 VOCAB = 128
 PAGE = 16
 PROMPT = [i * 37 % VOCAB for i in range(200)]
-SAMPLING = SamplingParams(temperature=1.0, seed=3, max_tokens=40)
+NEW_TOKENS = 40
+SAMPLING = SamplingParams(temperature=1.0, seed=3, max_tokens=NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_choices_share_the_state_of_their_prompt(make_engine: Callable[..., Engi
 
 
 def emitted_but(index: int) -> list[EmittedChoice]:
-    finished = EmittedChoice(token_ids=(1,) * SAMPLING.max_tokens, text_length=SAMPLING.max_tokens)
+    finished = EmittedChoice(token_ids=(1,) * NEW_TOKENS, text_length=NEW_TOKENS)
     return [EmittedChoice() if i == index else finished for i in range(3)]
 
 

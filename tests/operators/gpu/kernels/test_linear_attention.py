@@ -78,7 +78,7 @@ def test_the_twin_equals_the_module_of_transformers(given_weights: Any) -> None:
         }
         states = inputs(torch.float32, (1,))
         slot = torch.zeros(1, dtype=torch.int32)
-        rows = StateRows(*(torch.tensor(values, dtype=torch.int32) for values in ([0, 70], [70])), slot, slot)
+        rows = StateRows(torch.tensor([0, 70]).int(), torch.tensor([70]).int(), slot, slot)
         found = linear_attention(
             x[0] @ torch.cat(parts).T,
             SHAPE,
