@@ -32,6 +32,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "gpu*": gpu.engine,
             "profile*": gpu.profile,
             "models-*": own_section,
+            "latent-*": own_section,
             "attention*": gpu.attention,
             "dense-*": own_section,
             "served-*": gpu.served,

@@ -83,16 +83,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return weight * functional.rms_norm(x.float(), x.shape[-1:], None, epsilon).to(x.dtype)
 
 
+def rotate_query(query: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, shape: LatentShape) -> torch.Tensor:
+    """Turn query [tokens, heads * (plain + rotary)] into [tokens, heads, plain + rotary], whose last columns are
+    rotated."""
+    plain, rotary = _query_parts(query, shape)
+    return torch.cat([plain, rotate(rotary, cosine[:, None], sine[:, None], interleaved=shape.interleaved)], -1)
+
+
 def absorb_query(
     query: torch.Tensor, key_up: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, shape: LatentShape
 ) -> torch.Tensor:
     """Turn query [tokens, heads * (plain + rotary)] into [tokens, heads, latent + rotary], the form of the cache's
     keys."""
-    heads = query.view(len(query), shape.heads, shape.plain + shape.rotary)
-    plain, rotary = torch.split(heads, [shape.plain, shape.rotary], -1)
-    latent = torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1)
-    rotated = rotate(rotary, cosine[:, None], sine[:, None], interleaved=shape.interleaved)
-    return torch.cat([latent, rotated], -1)
+    plain, rotary = _query_parts(query, shape)
+    return _absorbed(plain, rotate(rotary, cosine[:, None], sine[:, None], interleaved=shape.interleaved), key_up)
+
+
+def absorb_rotated(query: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:
+    """Turn the result of rotate_query, [tokens, heads, plain + rotary], into that of absorb_query."""
+    plain = key_up.shape[1]
+    return _absorbed(query[..., :plain], query[..., plain:], key_up)
 
 
 def make_key(
@@ -108,3 +118,12 @@ def make_key(
 def expand_values(attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
     """Turn attended [tokens, heads, latent] into values [tokens, heads * value]."""
     return torch.bmm(attended.transpose(0, 1), value_up).transpose(0, 1).flatten(1)
+
+
+def _query_parts(query: torch.Tensor, shape: LatentShape) -> tuple[torch.Tensor, ...]:
+    """The columns of every head without a position, [tokens, heads, plain], and with one, [tokens, heads, rotary]."""
+    return torch.split(query.view(len(query), shape.heads, -1), [shape.plain, shape.rotary], -1)
+
+
+def _absorbed(plain: torch.Tensor, rotated: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.bmm(plain.transpose(0, 1), key_up).transpose(0, 1), rotated], -1)

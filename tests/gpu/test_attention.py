@@ -51,7 +51,14 @@ def make_step(kv: KVCache, chunks: list[int], contexts: list[int]) -> StepContex
     return StepContext(starts, torch.tensor(contexts, dtype=torch.int32), table, slots, kv)
 
 
-def same(got: torch.Tensor, step: StepContext, query: torch.Tensor, scaling: float, window: int) -> None:
+def same(
+    got: torch.Tensor,
+    step: StepContext,
+    query: torch.Tensor,
+    scaling: float,
+    window: int,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """`got` is what the reference attends over layer 0, in float32 on the CPU."""
     twin = reference.paged_attention(
         query.cpu().float().transpose(0, 1),
@@ -62,6 +69,7 @@ def same(got: torch.Tensor, step: StepContext, query: torch.Tensor, scaling: flo
         step.page_table,
         scaling=scaling,
         sliding_window=window or None,
+        sinks=None if sinks is None else sinks.cpu(),
     )
     assert got.dtype == query.dtype and got.shape == query.shape
     bound = BOUNDS[query.dtype]
@@ -82,9 +90,11 @@ def no_waiting() -> Iterator[None]:
 PLANNERS: dict[tuple[object, ...], AttentionPlanner] = {}
 
 
-def planner(layout: KVLayout, backend: str, heads: int, dtype: torch.dtype, windows: set[int]) -> AttentionPlanner:
+def planner(
+    layout: KVLayout, backend: str, heads: int, dtype: torch.dtype, windows: set[int], *, sinks: bool = False
+) -> AttentionPlanner:
     """One planner for each case, because FlashInfer's buffers are large."""
-    key = (layout, backend, heads, dtype, *sorted(windows))
+    key = (layout, backend, heads, dtype, sinks, *sorted(windows))
     if key not in PLANNERS:
         PLANNERS[key] = make_planner(
             layout,
@@ -94,6 +104,7 @@ def planner(layout: KVLayout, backend: str, heads: int, dtype: torch.dtype, wind
             device="cuda",
             backend=backend,
             dtype=dtype,
+            sinks=sinks,
         )
     return PLANNERS[key]
 
@@ -149,6 +160,44 @@ def test_float32_and_odd_heads_go_to_our_kernels(kind: str, head_dim: int, windo
     query = torch.randn(len(step.slot_mapping), 8, head_dim, device="cuda")
     got = plans.plan(step).attend(0, query, kv, ScoreOptions(head_dim**-0.5, window))
     same(got, step, query, head_dim**-0.5, window)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_sinks_eager_and_captured(dtype: torch.dtype, cache: torch.dtype) -> None:
+    """Heads as in gpt-oss, one window of two. Sinks are above all scores of their head, below them or between."""
+    layout = KVLayout(layers=1, kv_heads=8, head_dim=64, page_size=16, dtype=cache)
+    plans = planner(layout, "auto", 64, dtype, {0, 128}, sinks=True)
+    assert plans.backend == "triton"
+    kv = random_cache(layout, 600)
+    sinks = torch.linspace(-20, 20, 64, device="cuda")
+    options = [ScoreOptions(0.125, window, sinks) for window in (0, 128)]
+    for kind in STEPS:
+        step = make_step(kv, *STEPS[kind])
+        query = torch.randn(len(step.slot_mapping), 64, 64, device="cuda").to(dtype)
+        plan = plans.plan(step)
+        with no_waiting():
+            results = [plan.attend(0, query, kv, option) for option in options]
+        for got, option in zip(results, options, strict=True):
+            same(got, step, query, 0.125, option.sliding_window, sinks)
+    query = torch.randn(6, 64, 64, device="cuda").to(dtype)
+    decode = plans.decode_plan(6, 300)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode.attend(0, query, kv, option) for option in options]
+    for contexts in ([1, 2, 3, 4, 5, 6], STEPS["decode"][1]):
+        step = make_step(kv, [1] * 6, contexts)
+        decode.update(step)
+        graph.replay()
+        for got, option in zip(results, options, strict=True):
+            same(got, step, query, 0.125, option.sliding_window, sinks)
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])

@@ -15,7 +15,9 @@ from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
 from ktqueue.operators import native, reference
 from ktqueue.operators.gpu.attention.backends import make_planner
+from ktqueue.operators.gpu.attention.latent import expansion_of
 from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.latent_shape import absorb_rotated
 from ktqueue.operators.step import ScoreOptions, StepContext
 
 from .test_attention import BOUNDS, STEPS, make_step, no_waiting
@@ -74,6 +76,30 @@ class TestKernel:
         with no_waiting():
             got = plans.plan(step).attend(0, query, kv, ScoreOptions(SCALING))
         same(got, step, query)
+
+    def test_expanded_rows(self, heads: int, dtype: torch.dtype, cache: torch.dtype, kind: str) -> None:
+        """Long rows attend over expanded latents as all rows do over the latents themselves."""
+        kv = random_cache(cache, 400)
+        step = make_step(kv, *STEPS[kind])
+        plan = make_planner(kv.layout, heads=heads, scaling=SCALING, windows={0}, device="cuda", dtype=dtype).plan(step)
+        expansion = expansion_of(plan)
+        if kind == "decode":
+            assert expansion is None
+            return
+        assert expansion is not None
+        up = (torch.randn(heads, 256, LATENT, device="cuda") / LATENT**0.5).to(dtype)
+        query = torch.randn(len(step.slot_mapping), heads, 128 + ROTARY, device="cuda").to(dtype)
+        out = torch.full((len(query), heads, 128), float("nan"), dtype=dtype, device="cuda")
+        with no_waiting():
+            expansion.attend(0, query, up, out, kv, SCALING)
+        absorbed = absorb_rotated(query.float(), up[:, :128].float()).to(dtype)
+        attended = plan.attend(0, absorbed, kv, ScoreOptions(SCALING)).float()
+        expected = torch.einsum("qhl,hvl->qhv", attended, up[:, 128:].float())
+        short = [] if expansion.others is None else expansion.others.tolist()
+        assert out[short].isnan().all()
+        long = [token for token in range(len(query)) if token not in short]
+        error = (out[long].float() - expected[long]).norm() / expected[long].norm()
+        assert error < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])

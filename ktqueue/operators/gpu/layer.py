@@ -6,13 +6,23 @@ The output of a sublayer is not added to the residual at once: the kernel of the
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
+from ktqueue.operators.gpu.attention.latent import expansion_of
 from ktqueue.operators.gpu.dense import DenseLinear, DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
-from ktqueue.operators.latent_shape import LatentShape, absorb_query, expand_values, make_key, rms_norm, split_up_matrix
+from ktqueue.operators.latent_shape import (
+    LatentShape,
+    absorb_query,
+    absorb_rotated,
+    expand_values,
+    make_key,
+    rms_norm,
+    rotate_query,
+    split_up_matrix,
+)
 from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
@@ -152,7 +162,9 @@ class LatentSelfAttention:
         self._query_up = weights.linear(f"{module}.q_b_proj") if shape.low_rank else None
         self._query_norm = weights.vector(f"{module}.q_a_layernorm.weight") if shape.low_rank else None
         self._latent_norm = weights.vector(f"{module}.kv_a_layernorm.weight")
-        self._key_up, self._value_up = split_up_matrix(weights.matrix(f"{module}.kv_b_proj.weight"), shape)
+        up = weights.matrix(f"{module}.kv_b_proj.weight")
+        self._key_up, self._value_up = split_up_matrix(up, shape)
+        self._up = up.view(shape.heads, shape.plain + shape.value, shape.latent)
         self._o = weights.linear(f"{module}.o_proj")
 
     def query(
@@ -165,7 +177,8 @@ class LatentSelfAttention:
     ) -> torch.Tensor:
         """Add `pending` to the residual [tokens, hidden] and write the step's latents to the cache.
 
-        Returns the query [tokens, heads, latent + rotary].
+        Returns the query [tokens, heads, latent + rotary], or [tokens, heads, plain + rotary] if latents of some rows
+        of the step are expanded.
         """
         shape = self._shape
         cosine, sine = rotary.cosine[positions], rotary.sine[positions]
@@ -174,15 +187,27 @@ class LatentSelfAttention:
         step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
         if self._query_up is not None and self._query_norm is not None:
             query = self._query_up(rms_norm(query, self._query_norm, shape.epsilon))
+        if expansion_of(_attention_plan(step)) is not None:
+            return rotate_query(query, cosine, sine, shape)
         return absorb_query(query, self._key_up, cosine, sine, shape)
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The attention output of each token, [tokens, heads, latent]."""
-        return _attention_plan(step).attend(self._index, query, step.kv, self._scores)
+        """The attention output of each token, [tokens, heads * value]."""
+        plan = _attention_plan(step)
+        expansion = expansion_of(plan)
+        if expansion is None:
+            return expand_values(plan.attend(self._index, query, step.kv, self._scores), self._value_up)
+        out = query.new_empty(*query.shape[:2], self._shape.value)
+        expansion.attend(self._index, query, self._up, out, step.kv, self._shape.scaling)
+        if expansion.other_plan is not None:
+            absorbed = absorb_rotated(query[expansion.others], self._key_up)
+            attended = expansion.other_plan.attend(self._index, absorbed, step.kv, self._scores)
+            out[expansion.others] = expand_values(attended, self._value_up).view(-1, *out.shape[1:])
+        return out.flatten(1)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""
-        return self._o(expand_values(attended, self._value_up))
+        return self._o(attended)
 
 
 class DenseMlp:

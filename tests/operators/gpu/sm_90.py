@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefill
+from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.kernels import expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
@@ -165,7 +166,7 @@ def attention() -> None:
 
 
 def latent_attention() -> None:
-    """DeepSeek's latents, with one split of the keys and with many."""
+    """DeepSeek's latents, with one split of the keys and with many, and expanded."""
     indices = torch.zeros(16, dtype=torch.int32)
     decode = Tables(indices, indices, indices)
     for heads, dtype, cache in (
@@ -178,6 +179,11 @@ def latent_attention() -> None:
         for splits, row_of in ((1, indices), (8, None)):
             workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
             latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
+    rows = ExpandedRows(indices.view(-1, 2), indices, indices, indices)
+    for heads, dtype in ((16, torch.bfloat16), (3, torch.float32)):
+        query, out = torch.zeros(3, 16, 192, dtype=dtype), torch.zeros(3, 16, 128, dtype=dtype)
+        latents, states = torch.zeros(3, 576, dtype=dtype), torch.zeros(3, heads, 256, dtype=dtype)
+        attend_expanded(query, states, latents, out, rows, scaling=0.1)
 
 
 EXPERTS, SLOTS, RECORD = 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)

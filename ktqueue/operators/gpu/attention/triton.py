@@ -130,8 +130,7 @@ class TritonPlanner:
 
     def _tiles(self, chunks: Indices, contexts: Indices) -> Indices:
         """List the tiles of rows with several tokens [tiles, 2]: row and first token. Most keys come first."""
-        group = self._shape.heads // self._layout.kv_heads
-        size = tile_tokens(group, self._layout.head_dim, self._shape.dtype)
+        size = self._tile_tokens()
         chunk_rows = np.flatnonzero(chunks > 1)
         if not len(chunk_rows):
             return np.zeros((0, 2), dtype=np.int32)
@@ -140,3 +139,8 @@ class TritonPlanner:
         tiles = np.stack([rows, np.concatenate(firsts)], axis=1)
         keys = contexts[rows] - chunks[rows] + tiles[:, 1]
         return np.ascontiguousarray(tiles[np.argsort(-keys, kind="stable")])
+
+    def _tile_tokens(self) -> int:
+        """Tokens of one tile."""
+        group = self._shape.heads // self._layout.kv_heads
+        return tile_tokens(group, self._layout.head_dim, self._shape.dtype)
