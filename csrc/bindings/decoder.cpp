@@ -46,16 +46,17 @@ struct BoundLinearAttention {
 class BoundDecoder {
   public:
     BoundDecoder(size_t hidden, size_t heads, size_t kv_heads, size_t head_dim, float scaling, float epsilon,
-                 const std::string& quant, const ReadOnly& embedding, const ReadOnly& norm, const BoundLinear& head,
-                 const std::string& isa)
+                 float embedding_scale, bool norm_after_rotary, const std::string& quant, const ReadOnly& embedding,
+                 const ReadOnly& norm, const BoundLinear& head, float logit_scale, const std::string& isa)
         : embedding_(embedding),
-          decoder_({hidden, {heads, kv_heads, head_dim}, scaling, epsilon},
-                   stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
-                   kernels_named(isa)) {}
+          decoder_(
+              {hidden, {heads, kv_heads, head_dim}, scaling, epsilon, embedding_scale, logit_scale, norm_after_rotary},
+              stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
+              kernels_named(isa)) {}
 
     void add_layer(const ReadOnly& attention_norm, const BoundLinear* q, const BoundLinear* k, const BoundLinear* v,
                    const BoundLinear& o, const BoundLinear* gate, const BoundLinearAttention* linear_attention,
-                   const ReadOnly& q_norm, const ReadOnly& k_norm, float clip, size_t sliding_window,
+                   const ReadOnly& q_norm, const ReadOnly& k_norm, float clip, bool rotated, size_t sliding_window,
                    const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
                    const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
                    size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
@@ -72,6 +73,7 @@ class BoundDecoder {
             .q_norm = vector_of(q_norm, "q_norm"),
             .k_norm = vector_of(k_norm, "k_norm"),
             .clip = clip,
+            .rotated = rotated,
             .sliding_window = sliding_window,
             .sinks = vector_of(sinks, "sinks"),
             .mlp_norm = vector_of(mlp_norm, "mlp_norm"),
@@ -216,20 +218,21 @@ void bind_decoder(nb::module_& module) {
              nb::arg("decay_rates"), nb::arg("decay_biases"), nb::arg("norm"), nb::keep_alive<1, 6>(),
              nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
     nb::class_<BoundDecoder>(module, "Decoder")
-        .def(nb::init<size_t, size_t, size_t, size_t, float, float, const std::string&, const ReadOnly&,
-                      const ReadOnly&, const BoundLinear&, const std::string&>(),
+        .def(nb::init<size_t, size_t, size_t, size_t, float, float, float, bool, const std::string&, const ReadOnly&,
+                      const ReadOnly&, const BoundLinear&, float, const std::string&>(),
              nb::kw_only(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-             nb::arg("scaling"), nb::arg("epsilon"), nb::arg("quant"), nb::arg("embedding"), nb::arg("norm"),
-             nb::arg("head"), nb::arg("isa"), nb::keep_alive<1, 11>())
+             nb::arg("scaling"), nb::arg("epsilon"), nb::arg("embedding_scale"), nb::arg("norm_after_rotary"),
+             nb::arg("quant"), nb::arg("embedding"), nb::arg("norm"), nb::arg("head"), nb::arg("logit_scale"),
+             nb::arg("isa"), nb::keep_alive<1, 13>())
         .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q").none(),
              nb::arg("k").none(), nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(),
              nb::arg("linear_attention").none(), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("clip"),
-             nb::arg("sliding_window"), nb::arg("sinks"), nb::arg("mlp_norm"), nb::arg("mlp").none(),
-             nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
+             nb::arg("rotated"), nb::arg("sliding_window"), nb::arg("sinks"), nb::arg("mlp_norm"),
+             nb::arg("mlp").none(), nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
              nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
              nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
              nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-             nb::keep_alive<1, 15>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>())
+             nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))

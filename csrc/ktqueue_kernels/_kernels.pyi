@@ -119,7 +119,9 @@ class Decoder:
     """Token ids to logits through embedding, layers, final norm and head: csrc/model/decoder.h.
 
     embedding: [bytes] uint8, read in place and kept alive, as are the cache and the rotary table; head: [vocabulary,
-    hidden]; scaling: of attention scores; epsilon: of all norms. All methods raise ValueError for shapes that disagree.
+    hidden]; scaling: of attention scores; epsilon: of all norms; embedding_scale, logit_scale: factors of the embedding
+    and of the logits; norm_after_rotary: the norms of q and k follow their rotation. All methods raise ValueError for
+    shapes that disagree.
     """
 
     def __init__(
@@ -131,10 +133,13 @@ class Decoder:
         head_dim: int,
         scaling: float,
         epsilon: float,
+        embedding_scale: float,
+        norm_after_rotary: bool,
         quant: str,
         embedding: Any,
         norm: Any,
         head: Linear,
+        logit_scale: float,
         isa: str,
     ) -> None: ...
     def add_layer(
@@ -150,6 +155,7 @@ class Decoder:
         q_norm: Any,
         k_norm: Any,
         clip: float,
+        rotated: bool,
         sliding_window: int,
         sinks: Any,
         mlp_norm: Any,
@@ -167,9 +173,9 @@ class Decoder:
     ) -> None:
         """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm,
         k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not clamped;
-        sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP or the shared expert, as a layer of one
-        expert; router, experts: of the routed experts; the rest: how the router chooses among them, with a bias that is
-        empty or [experts]."""
+        rotated: q and k have rotary embeddings; sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP
+        or the shared expert, as a layer of one expert; router, experts: of the routed experts; the rest: how the router
+        chooses among them, with a bias that is empty or [experts]."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary table, [positions, half] each."""

@@ -34,6 +34,11 @@ void add(float* x, const float* y, size_t count) {
     for (size_t i = 0; i < count; ++i) x[i] += y[i];
 }
 
+void scale(float* values, size_t count, float factor) {
+    if (factor == 1) return;
+    for (size_t i = 0; i < count; ++i) values[i] *= factor;
+}
+
 // Normalises the heads of one token, each head alone or all as one vector.
 void normalise_heads(float* heads, size_t count, size_t head_dim, const std::vector<float>& weight, float epsilon) {
     if (weight.empty()) return;
@@ -136,6 +141,8 @@ void Decoder::forward(const DecoderStep& step) {
     }
     normalise(norm_, 0, step.scored_count);
     head_.forward(work_.normed.data(), shape_.hidden, step.scored_count, step.logits, head_.rows());
+    for_tokens(step.scored_count, head_.rows(),
+               [&](size_t i) { scale(step.logits + i * head_.rows(), head_.rows(), shape_.logit_scale); });
 }
 
 void Decoder::embed(const DecoderStep& step) {
@@ -143,7 +150,9 @@ void Decoder::embed(const DecoderStep& step) {
     const size_t bytes = row_bytes(embedding_.quant, shape_.hidden);
     float* x = grown(work_.x, step.paged.tokens * shape_.hidden);
     for_tokens(step.paged.tokens, shape_.hidden, [&](size_t t) {
-        decode(embedding_.data + static_cast<size_t>(step.ids[t]) * bytes, shape_.hidden, x + t * shape_.hidden);
+        float* row = x + t * shape_.hidden;
+        decode(embedding_.data + static_cast<size_t>(step.ids[t]) * bytes, shape_.hidden, row);
+        scale(row, shape_.hidden, shape_.embedding_scale);
     });
 }
 
@@ -184,11 +193,12 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
     }
     const RotaryTable& rotary = step.rotary;
     const auto finish = [&](float* projected, size_t count, const std::vector<float>& norm, size_t token) {
-        normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
+        if (!shape_.norm_after_rotary) normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
         clamp(projected, count * head_dim, layer.clip);
         const size_t offset = static_cast<size_t>(step.positions[token]) * rotary.half;
-        for (size_t head = 0; head < count; ++head)
+        for (size_t head = 0; head < (layer.rotated ? count : 0); ++head)
             rotate(projected + head * head_dim, rotary.cosine + offset, rotary.sine + offset, rotary.half);
+        if (shape_.norm_after_rotary) normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
     };
     for_tokens(tokens, q_size + 2 * kv_size, [&](size_t t) {
         const size_t slot = static_cast<size_t>(step.paged.slot_mapping[t]) * kv_size;

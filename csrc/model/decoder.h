@@ -29,6 +29,7 @@ struct DecoderLayer {
     std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
     std::vector<float> q_norm, k_norm;                // empty, [head_dim] for each head, or of the whole projection
     float clip = 0;               // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
+    bool rotated = true;          // q and k have rotary embeddings
     size_t sliding_window = 0;    // as in AttentionLayer
     std::vector<float> sinks;     // [heads] as in AttentionLayer, or empty
     std::vector<float> mlp_norm;  // [hidden], for the input of the feed-forward part
@@ -43,8 +44,10 @@ struct DecoderLayer {
 struct DecoderShape {
     size_t hidden;
     AttentionShape attention;
-    float scaling;  // of attention scores
-    float epsilon;  // of all norms
+    float scaling;                               // of attention scores
+    float epsilon;                               // of all norms
+    float embedding_scale = 1, logit_scale = 1;  // factors of the embedding and of the logits
+    bool norm_after_rotary = false;              // the norms of q and k follow their rotation
 };
 
 // One step. `scored`: indices in the packed batch, rising, of the tokens whose logits are wanted.

@@ -15,7 +15,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
 from ktqueue.loading.gguf.families import ModelFamily, family_of_model_type
-from ktqueue.loading.gguf.library import WRITABLE, TensorNameMap, quantize
+from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, WRITABLE, TensorNameMap, quantize
 from ktqueue.loading.gguf.metadata import metadata_from_config
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
 from ktqueue.loading.gguf.vocabulary import to_metadata
@@ -103,13 +103,11 @@ def _output_tensors(
         if name in fused:
             continue
         shape = checkpoint.shape(name)
-        in_float32 = len(shape) == 1 or name.endswith(
-            (".mlp.gate.weight", ".mlp.router.weight", "shared_expert_gate.weight")
-        )
+        in_float32 = len(shape) == 1 or name.endswith((*ROUTERS, *ROW_VECTORS))
         heads = 0
         if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
-        if name.endswith("shared_expert_gate.weight"):
+        if name.endswith(ROW_VECTORS):
             shape = shape[1:]
         yield _OutputTensor(
             find(name), "F32" if in_float32 else _fit(types["dense"], shape), shape, source=name, heads=heads

@@ -180,11 +180,15 @@ class CheckpointWeights:
         return self._checkpoint.matrix(full)
 
     def vector(self, name: str) -> Floats:
-        """Return a tensor of no matrix as float32, in its own shape. Raises CheckpointError."""
+        """Return a tensor of no matrix as float32, in its own shape, or a single row as [size].
+
+        Raises CheckpointError.
+        """
         full = self._take(name)
-        if len(shape := self._checkpoint.shape(full)) == 2:
+        shape = self._checkpoint.shape(full)
+        if len(shape) == 2 and shape[0] != 1:
             raise CheckpointError(f"{self._checkpoint.path}: {full} has the shape {list(shape)}, expected a vector")
-        return as_array(self._checkpoint.decode(full, torch.float32))
+        return as_array(self._checkpoint.decode(full, torch.float32).view(shape[-1:] if len(shape) == 2 else shape))
 
     def experts(self, name: str) -> ExpertWeights:
         """Return the routed experts of the experts module `name` ("": of this module). Raises CheckpointError."""

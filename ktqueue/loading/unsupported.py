@@ -89,14 +89,12 @@ UNSUPPORTED = (
     UnsupportedFamily("OLMo hybrid", f"{_STATE} (gated delta rule)", ("olmo_hybrid",)),
     UnsupportedFamily("PLaMo 2", f"{_STATE} (Mamba)", ("plamo2",), ("plamo2",)),
     UnsupportedFamily("Qwen4-exp", f"{_SPARSE}, and {_STATE}", ("qwen4_exp", "qwen4_exp_text"), ("qwen4exp",)),
-    UnsupportedFamily("RecurrentGemma", _STATE, ("recurrent_gemma",)),
-    UnsupportedFamily("RWKV", _STATE, ("rwkv", "rwkv7"), ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")),
+    UnsupportedFamily("RWKV", _STATE, ("rwkv7",), ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")),
     UnsupportedFamily("SmallThinker", "a router in front of attention", ("smallthinker",), ("smallthinker",)),
     UnsupportedFamily(
         "Step-3.5", "a gate for each attention head, and limited gates", ("step3p5", "step3p7"), ("step35",)
     ),
     UnsupportedFamily("Youtu", "latent attention of a dense model", ("youtu",)),
-    UnsupportedFamily("xLSTM", _STATE, ("xlstm",)),
     UnsupportedFamily("Zamba", f"{_STATE} (Mamba)", ("zamba", "zamba2")),
     UnsupportedFamily("Zaya", "convolutions in attention", ("zaya",)),
 )

@@ -19,6 +19,7 @@ from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts, PackedMatrix
+from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import StepContext
 
 _NONE: native.Floats = np.empty(0, np.float32)
@@ -64,6 +65,7 @@ class CpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Pack all matrices. The embedding keeps its stored format. Raises ValueError if a weight does not fit."""
         facts = self.facts
+        weights = in_rotary_order(weights, facts.head_dim, facts.interleaved)
         stored = weights.matrix("model.embed_tokens.weight")
         # A copy, because the file may be truncated or overwritten: reading its map would then raise SIGBUS or give
         # other weights.
@@ -78,10 +80,13 @@ class CpuDecoder(Operator):
             head_dim=facts.head_dim,
             scaling=facts.scaling,
             epsilon=facts.epsilon,
+            embedding_scale=facts.embedding_scale,
+            norm_after_rotary=facts.norm_after_rotary,
             quant=embedding.quant,
             embedding=embedding.data,
             norm=norm_weights(weights, facts, "model.norm"),
             head=head.bound,
+            logit_scale=facts.logit_scale,
             isa=self._options["isa"],
         )
         for layer in facts.layers:
@@ -167,7 +172,7 @@ class CpuDecoder(Operator):
             return packed.bound
 
         def routed_experts() -> _kernels.ExpertLayer:
-            packed = expert_layer(weights.experts(f"{layer.name}.mlp.experts"))
+            packed = expert_layer(weights.experts(f"{layer.name}.{layer.mlp}.experts"))
             self.expert_bytes += packed.bytes
             return packed.bound
 
@@ -186,8 +191,8 @@ class CpuDecoder(Operator):
                 "v": linear("self_attn.v_proj"),
                 "o": linear("self_attn.o_proj"),
                 "linear_attention": None,
-                "q_norm": norm("self_attn.q_norm") if norms else _NONE,
-                "k_norm": norm("self_attn.k_norm") if norms else _NONE,
+                "q_norm": norm(f"self_attn.{norms[0]}") if norms else _NONE,
+                "k_norm": norm(f"self_attn.{norms[1]}") if norms else _NONE,
                 "sinks": vector("self_attn.sinks") if layer.sinks else _NONE,
             }
 
@@ -217,10 +222,11 @@ class CpuDecoder(Operator):
             unused = {**dict.fromkeys(("q", "k", "v", "gate")), **dict.fromkeys(("q_norm", "k_norm", "sinks"), _NONE)}
             return {**unused, "o": linear("linear_attn.out_proj"), "linear_attention": bound}
 
-        router, mlp = layer.router, layer.shared or ("" if layer.router else "mlp")
+        router, mlp = layer.router, layer.shared or ("" if layer.router else layer.mlp)
         decoder.add_layer(
             attention_norm=norm("input_layernorm"),
             **(attention() if layer.linear is None else linear_attention(layer.linear)),
+            rotated=layer.rotary,
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
             mlp_norm=norm("post_attention_layernorm"),

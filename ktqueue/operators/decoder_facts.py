@@ -3,6 +3,7 @@
 Reads the module tree and the config, and refuses with a reason what the decoder does not compute. Knows no weights.
 """
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,14 @@ from ktqueue.operators.attention import window_of
 from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, latent_shape
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
-from ktqueue.operators.model_classes import CLASSES, LATENT_CLASSES
+from ktqueue.operators.model_classes import BY_NAME, CLASSES, ModelClass
 from ktqueue.operators.native import GateFacts
 
 _CORRECTION = "e_score_correction_bias"
+_ROUTER = re.compile(r"\.(?:gate|router)\.")
+_QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
+_MLPS = ("mlp", "block_sparse_moe")
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +48,10 @@ class RouterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """One layer. name: of its module; sliding_window 0: no limit; sinks: the softmax of each head has a further score
-    without a value; router None: the MLP is dense; gate: of the experts or of the dense MLP; shared: name below the
-    layer of an expert that sees every token, or empty; shared_gate: that expert has a gate."""
+    """One layer. name: of its module; sliding_window 0: no limit; rotary: query and key are rotated; sinks: the softmax
+    of each head has a further score without a value; mlp: name below the layer of the MLP or of the module that has
+    the experts; router None: the MLP is dense; gate: of the experts or of the dense MLP; shared: name below the layer
+    of an expert that sees every token, or empty; shared_gate: that expert has a gate."""
 
     name: str
     sliding_window: int
@@ -55,14 +61,25 @@ class LayerFacts:
     shared: str = ""
     shared_gate: bool = False
     linear: LinearAttentionShape | None = None
+    rotary: bool = True
+    mlp: str = "mlp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
-    """The sizes of a model and its layers. dtype: of the computation; positions: that the model was trained for; clip
-    0: q, k and v are not clamped; tied: the head is the embedding; gated: the output of attention is multiplied by the
-    sigmoid of a gate, whose rows alternate with those of the query; centred: norms multiply by 1 + weight; latent: the
-    shape of latent attention, equal in all layers. With latent attention, kv_heads and head_dim describe its cache."""
+    """The sizes of a model and its layers.
+
+    dtype: of the computation; positions: that the model was trained for; clip 0: q, k and v are not clamped; qk_norm:
+    names below the attention of the norms of q and k, or empty; norm_after_rotary: they follow the rotation;
+    interleaved: number of the first columns of each head of q and k whose rotary pairs are adjacent rows of their
+    matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
+    whose rows alternate with those of the query; centred: norms multiply by 1 + weight; latent: the shape of latent
+    attention, equal in all layers. With latent attention, kv_heads and head_dim describe its cache.
+
+    embedding_scale, logit_scale: factors of the embedding and of the logits. A factor r of what each sublayer adds to
+    the residual is in embedding_scale and epsilon: the residual is stored divided by r, which no norm notices if its
+    epsilon is divided by r * r.
+    """
 
     dtype: torch.dtype
     hidden: int
@@ -74,12 +91,16 @@ class DecoderFacts:
     scaling: float
     epsilon: float
     clip: float
-    qk_norm: bool
+    qk_norm: tuple[str, str] | tuple[()]
     tied: bool
     layers: tuple[LayerFacts, ...]
     gated: bool = False
     centred: bool = False
     latent: LatentShape | None = None
+    norm_after_rotary: bool = False
+    interleaved: int = 0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
 
 
 def facts_of(
@@ -91,17 +112,19 @@ def facts_of(
         raise ValueError(f"it knows {', '.join(classes)}")
     config: Any = model.config
     body: Any = model.model
-    found = {parameter.dtype for parameter in model.parameters()}
+    # Some models compute their routers in float32, whatever their type.
+    found = {parameter.dtype for name, parameter in model.named_parameters() if not _ROUTER.search(name)}
     if len(found) != 1 or not found <= {*dtypes}:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"it computes in {names}, but the model computes in another type")
     if _depends_on_length(body.rotary_emb):
         rope = body.rotary_emb.rope_type
         raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
+    kind = BY_NAME[type(model).__name__]
     attention = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
     if attention is None:
         raise ValueError("none of its layers has keys and values")
-    latent = latent_shape(attention) if type(model).__name__ in LATENT_CLASSES else None
+    latent = latent_shape(attention) if kind.latent else None
     kv_heads, head_dim = (config.num_key_value_heads, attention.head_dim) if latent is None else (1, latent.key)
     if head_dim % 8 != 0:
         raise ValueError(f"its heads have {head_dim} dimensions, which is no multiple of 8")
@@ -109,6 +132,13 @@ def facts_of(
     epsilons = {epsilon for name, epsilon in norms if not name.endswith("_a_layernorm")}
     if len(epsilons) != 1:
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
+    qk_norm = next((names for names in _QK_NORMS if hasattr(attention, names[0])), ())
+    rotary_columns = 2 * body.rotary_emb.inv_freq.numel()
+    if kind.norm_after_rotary and rotary_columns != head_dim:
+        raise ValueError(f"only {rotary_columns} of {head_dim} columns are rotated before the norm of a head")
+    added = _factor(config, "residual_multiplier")
+    if added != 1 and qk_norm:
+        raise ValueError("a residual multiplier and norms of query and key are not computed together")
     return DecoderFacts(
         dtype=found.pop(),
         hidden=config.hidden_size,
@@ -118,11 +148,15 @@ def facts_of(
         kv_heads=kv_heads,
         head_dim=head_dim,
         scaling=attention.scaling,
-        epsilon=epsilons.pop(),
+        epsilon=epsilons.pop() / added**2,
         clip=getattr(config, "clip_qkv", None) or 0.0,
-        qk_norm=hasattr(attention, "q_norm"),
-        tied=bool(config.tie_word_embeddings),
-        layers=tuple(_layer(f"model.layers.{i}", layer, config) for i, layer in enumerate(body.layers)),
+        qk_norm=qk_norm,
+        norm_after_rotary=kind.norm_after_rotary,
+        interleaved=rotary_columns if kind.interleaved else 0,
+        embedding_scale=_factor(config, "embedding_multiplier") / added,
+        logit_scale=1 / _factor(config, "logits_scaling"),
+        tied=bool(config.tie_word_embeddings) and getattr(model.lm_head, "bias", None) is None,
+        layers=tuple(_layer(f"model.layers.{i}", layer, config, kind) for i, layer in enumerate(body.layers)),
         gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features if latent is None else False,
         centred=_is_centred(body.norm),
         latent=latent,
@@ -143,55 +177,72 @@ def _is_centred(norm: Any) -> bool:
         return bool(one(torch.ones(8)).abs().sum() > 0)
 
 
+def _factor(config: Any, name: str) -> float:
+    """Return a multiplier of Granite's configs, 1 for other models. Raises ValueError if it is not above 0."""
+    value = getattr(config, name, None)
+    factor = 1.0 if value is None else float(value)
+    if factor <= 0:
+        raise ValueError(f"{name} must be above 0, got {factor}")
+    return factor
+
+
 def _depends_on_length(rotary: Any) -> bool:
     """Return whether the angles change with the longest sequence of a batch.
 
-    Longrope has divisors for short and for long sequences. For a GGUF file (loading/gguf/rope.py) both are equal.
+    Longrope has divisors for short and for long sequences. For a GGUF file (loading/gguf/rope.py) both are equal. Type
+    `dynamic` changes them beyond max_position_embeddings, which no sequence exceeds.
     """
     if rotary.rope_type != "longrope":
-        return bool(rotary.rope_type == "dynamic")
+        return False
     lists = rotary.config.rope_parameters
     return bool(lists["short_factor"] != lists["long_factor"])
 
 
-def _layer(name: str, layer: Any, config: Any) -> LayerFacts:
-    mlp, linear = layer.mlp, getattr(layer, "linear_attn", None)
+def _layer(name: str, layer: Any, config: Any, kind: ModelClass) -> LayerFacts:
+    mlp_name = next(child for child in _MLPS if hasattr(layer, child))
+    mlp = getattr(layer, mlp_name)
+    linear = getattr(layer, "linear_attn", None)
     routed = hasattr(mlp, "experts")
-    shared = next((child for child in ("shared_expert", "shared_experts") if hasattr(mlp, child)), "") if routed else ""
+    shared = next((child for child in _SHARED if getattr(mlp, child, None) is not None), "") if routed else ""
     parts = [getattr(mlp, child) for child in ("experts", shared) if child] if routed else [mlp]
     gates = {gate_facts(part) for part in parts}
     if len(gates) != 1 or (gate := gates.pop()) is None:
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
+    window = window_of(layer.self_attn, config) if linear is None else 0
     return LayerFacts(
         name=name,
-        sliding_window=window_of(layer.self_attn, config) if linear is None else 0,
+        sliding_window=window,
+        rotary=bool(window) or not kind.windows_rotated or layer.self_attn.sliding_window is None,
         sinks=linear is None and hasattr(layer.self_attn, "sinks"),
-        router=_router(mlp) if routed else None,
+        mlp=mlp_name,
+        router=_router(mlp, mlp_name) if routed else None,
         gate=gate,
-        shared=f"mlp.{shared}" if shared else "",
+        shared=f"{mlp_name}.{shared}" if shared else "",
         shared_gate=hasattr(mlp, "shared_expert_gate"),
         linear=None if linear is None else linear_attention_shape(config),
     )
 
 
-def _router(mlp: Any) -> RouterFacts:
+def _router(mlp: Any, mlp_name: str) -> RouterFacts:
     name = "gate" if hasattr(mlp, "gate") else "router"
     router = getattr(mlp, name)
-    owner = next((f"mlp.{child}" for child, part in ((name, router), ("", mlp)) if hasattr(part, _CORRECTION)), None)
+    statics = getattr(router, "moe_statics", None)  # ERNIE's, whose scores are the softmax
+    owners = ((f"{name}.", router), (f"{name}.moe_statics.", statics), ("", mlp))
+    bias = next((f"{mlp_name}.{owner}{_CORRECTION}" for owner, part in owners if hasattr(part, _CORRECTION)), "")
     facts: dict[str, Any] = {}
     if hasattr(router, "num_group"):  # DeepSeek's routers and their kin
-        limited = owner is not None or router.topk_method == "group_limited_greedy"
+        limited = bool(bias) or router.topk_method == "group_limited_greedy"
         facts = {"scale": float(router.routed_scaling_factor)}
         facts |= {"groups": router.num_group, "groups_used": router.topk_group} if limited else {}
     elif hasattr(router, "router_scaling_factor"):
         facts = {"scale": float(router.router_scaling_factor)}
     return RouterFacts(
-        name=f"mlp.{name}",
+        name=f"{mlp_name}.{name}{'.wg' if hasattr(router, 'wg') else ''}",
         experts=router.num_experts,
         chosen=router.top_k,
         renormalise=_renormalises(router),
-        sigmoid=owner is not None,
-        bias="" if owner is None else f"{owner.removesuffix('.')}.{_CORRECTION}",
+        sigmoid=bool(bias) and statics is None,
+        bias=bias,
         **facts,
     )
 

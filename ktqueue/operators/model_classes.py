@@ -10,12 +10,17 @@ from dataclasses import dataclass
 class ModelClass:
     """A causal language model that the decoders compute.
 
-    partly_rotated: rotary embeddings may turn only the first columns of each head. latent: the name of the class of its
-    multi-head latent attention, which only the decoder of the GPU computes; empty: it has none.
+    partly_rotated: rotary embeddings may turn only the first columns of each head. interleaved: they turn pairs of
+    adjacent columns, not columns half a head apart. norm_after_rotary: query and key are normalised after their
+    rotation. windows_rotated: if the model has layers with sliding windows, only those rotate. latent: the name of the
+    class of its multi-head latent attention, which only the decoder of the GPU computes; empty: it has none.
     """
 
     name: str
     partly_rotated: bool = False
+    interleaved: bool = False
+    norm_after_rotary: bool = False
+    windows_rotated: bool = False
     latent: str = ""
 
 
@@ -23,10 +28,14 @@ MODEL_CLASSES = (
     ModelClass("DeepseekV2ForCausalLM", latent="DeepseekV2Attention"),
     ModelClass("DeepseekV3ForCausalLM", latent="DeepseekV3Attention"),
     ModelClass("Dots1ForCausalLM"),
+    ModelClass("Ernie4_5_MoeForCausalLM", interleaved=True),
+    ModelClass("ExaoneMoeForCausalLM", windows_rotated=True),
     ModelClass("Glm4MoeForCausalLM", partly_rotated=True),
     ModelClass("Glm4MoeLiteForCausalLM", latent="Glm4MoeLiteAttention"),
     ModelClass("GptOssForCausalLM"),
+    ModelClass("GraniteMoeForCausalLM"),
     ModelClass("HYV3ForCausalLM"),
+    ModelClass("HunYuanMoEV1ForCausalLM", norm_after_rotary=True),
     ModelClass("LlamaForCausalLM"),
     ModelClass("MiniMaxM2ForCausalLM", partly_rotated=True),
     ModelClass("MistralForCausalLM"),
@@ -42,6 +51,7 @@ MODEL_CLASSES = (
 )
 """Tests compare every one of them with transformers."""
 
+BY_NAME = {entry.name: entry for entry in MODEL_CLASSES}
 CLASSES = tuple(entry.name for entry in MODEL_CLASSES if not entry.latent)
 LATENT_CLASSES = tuple(entry.name for entry in MODEL_CLASSES if entry.latent)
 PARTLY_ROTATED = tuple(entry.name for entry in MODEL_CLASSES if entry.partly_rotated)

@@ -62,7 +62,8 @@ class ModuleWeights(Protocol):
         """Return a two-dimensional tensor in its stored format, with its rows in transformers' order."""
 
     def vector(self, name: str) -> Floats:
-        """Return a vector, or a tensor of three dimensions such as a convolution, as float32 in its own shape."""
+        """Return a vector, or a tensor of three dimensions such as a convolution, as float32 in its own shape. A matrix
+        of one row is a vector."""
 
     def experts(self, name: str) -> ExpertWeights:
         """Return the routed experts of the experts module `name` ("": of this module)."""

@@ -84,6 +84,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "partial_rotary_factor": 0.5}),
     "dots1": ("dots1", {**SIGMOID, "head_dim": 16, "sliding_window": 8, "max_window_layers": 1}),
     "gpt_oss": ("gpt_oss", {**MOE, "num_local_experts": 6, "head_dim": 16, "sliding_window": 8}),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {
+            "num_experts": 6,
+            "moe_topk": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 9.0, "factor": 1.0},
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "head_dim": 16,
+            "use_bias": True,
+        },
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 6.0,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            **MOE,
+            "head_dim": 16,
+            "n_group": 2,
+            "topk_group": 1,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_shared_experts": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "hy_v3": ("hy_v3", {**MOE, "head_dim": 16, "router_scaling_factor": 1.7, "pad_token_id": 0}),
     "solar_open": ("solar_open", {**SIGMOID, "head_dim": 16, "pad_token_id": 0}),
     "qwen3_next": ("qwen3_next", LINEAR),
@@ -100,6 +146,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR),
+    "qwen3 with dynamic": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
 }
 

@@ -27,7 +27,7 @@ class OwnWeights:
         return PackedMatrix(quant, weight.shape[0], weight.shape[1], quantise(weight, quant))
 
     def vector(self, name: str) -> Floats:
-        return self._take(name).numpy()
+        return self._take(name).reshape(-1).numpy()
 
     def experts(self, name: str) -> ExpertWeights:
         prefix = f"{name}." if name else ""

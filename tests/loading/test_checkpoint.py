@@ -136,7 +136,10 @@ def test_an_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path:
     raw = tiny_gguf.read_bytes().replace(b"qwen3moe", b"deepseek", 1)
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
-    known = "qwen3moe, qwen2moe, llama, olmoe, deepseek2, glm4moe, dots1, minimax-m2, gpt-oss, qwen3, qwen2"
+    known = (
+        "qwen3moe, qwen2moe, llama, olmoe, deepseek2, glm4moe, dots1, minimax-m2, gpt-oss, "
+        "hunyuan-moe, ernie4_5-moe, granitemoe, qwen3, qwen2"
+    )
     with pytest.raises(CheckpointError, match=rf"'deepseek' is not supported; known: {known}$"):
         open_checkpoint(str(path))
 

@@ -42,7 +42,10 @@ def rule_file(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss"],
+    [
+        *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss"),
+        *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe"),
+    ],
 )
 @pytest.mark.parametrize("source", ["folder", "gguf"])
 def test_logits_equal_transformers(
@@ -270,7 +273,7 @@ def test_tied_embeddings_may_be_replaced_by_any_rules(
 
 def test_an_operator_must_take_all_weights(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(module: torch.nn.Module) -> DecoderFacts:
-        return dataclasses.replace(facts_of(module), qk_norm=False)
+        return dataclasses.replace(facts_of(module), qk_norm=())
 
     monkeypatch.setattr("ktqueue.operators.decoder.facts_of", forgetful)
     words = r"not taken by CpuDecoder: model.layers.0.self_attn.k_norm.weight, model.*"
@@ -366,7 +369,7 @@ def test_tensors_that_do_not_fit_are_named(fault: str, tiny: Path, tmp_path: Pat
         ({"model_type": "no_such"}, "model_type 'no_such' is unknown"),
         ({"model_type": None}, "model_type None is unknown"),
         ({"model_type": "qwen2_vl"}, "a model of type qwen2_vl is not a causal language model"),
-        ({"model_type": "recurrent_gemma"}, "RecurrentGemma is not supported: it has layers that keep a state"),
+        ({"model_type": "recurrent_gemma"}, "a recurrent_gemma keeps more than keys and values"),
         ({"model_type": "qwen3_next"}, "a qwen3_next of which no layer has keys and values is not supported"),
         ({"model_type": "mamba"}, "Mamba is not supported: it has layers that keep a state"),
         ({"model_type": "llama4_text"}, "Llama 4 is not supported: it has chunked attention"),

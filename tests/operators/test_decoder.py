@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from ktqueue.operators import attention, native
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.decoder_facts import facts_of
 from ktqueue.operators.step import StepContext
 
 MakeDecoder = Callable[..., CpuDecoder]
@@ -39,6 +40,25 @@ def test_logits_equal_those_of_transformers(family: str, make_decoder: MakeDecod
     for name, logits in expected.items():
         assert logits.std() > 0.1  # otherwise equality would prove little
         assert (found[name] - logits).abs().max() < tolerance(family) * logits.abs().max()
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "hunyuan_v1_moe"])
+def test_a_model_may_have_its_routers_in_float32(family: str) -> None:
+    """transformers keeps them so when it loads the model in another type."""
+    model = make_model(family).bfloat16()
+    for name, parameter in model.named_parameters():
+        if ".mlp.gate." in name:
+            parameter.data = parameter.data.float()
+    assert facts_of(model, [torch.bfloat16]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quant", ["F16", "Q8_0"])
+def test_rows_in_another_rotary_order_are_moved_as_they_are_packed(quant: str, make_decoder: MakeDecoder) -> None:
+    """ERNIE rotates adjacent columns. A permutation of packed rows is exact, so the error is that of the format."""
+    model = make_model("ernie4_5_moe")
+    expected, found = answers(model), feed(make_decoder(model, quant, activations="float32"))
+    errors = torch.cat([found[name] - logits for name, logits in expected.items()])
+    assert errors.norm() / torch.cat([*expected.values()]).norm() < (0.1 if quant == "Q8_0" else 0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral", "gpt_oss"])
@@ -226,7 +246,14 @@ def test_models_that_the_decoder_does_not_compute_are_refused(make_decoder: Make
         make_model("qwen3", hidden_act="relu"), "the activation of model.layers.0 is not one of silu, gelu, gelu_tanh"
     )
     refused(make_model("qwen3").bfloat16(), "computes in float32, but the model computes in another type")
-    refused(make_model("qwen3", rope_parameters={**YARN, "rope_type": "dynamic"}), "of type 'dynamic' depend on the")
+    refused(make_model("granitemoe", logits_scaling=0.0), "logits_scaling must be above 0, got 0.0")
+    halved = {"rope_type": "default", "rope_theta": 10_000.0}
+    model = make_model("hunyuan_v1_moe", rope_parameters=halved)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
+    refused(model, "only 8 of 16 columns are rotated before the norm of a head")
+    model = make_model("qwen3")
+    model.config.residual_multiplier = 0.5
+    refused(model, "a residual multiplier and norms of query and key are not computed together")
     two_lists = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     refused(make_model("qwen3", rope_parameters={**YARN, **two_lists}), "of type 'longrope' depend on the longest")
     refused(make_model("qwen3"), "CpuDecoder knows no option 'speed'; it has: activations, isa", speed=1)

@@ -15,7 +15,7 @@ from ktqueue.loading.gguf.families import ModelFamily, family_of_metadata
 from ktqueue.loading.gguf.header import GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
-from ktqueue.loading.gguf.library import gguf_names, split_expert_name, type_name
+from ktqueue.loading.gguf.library import ROW_VECTORS, gguf_names, split_expert_name, type_name
 from ktqueue.loading.gguf.metadata import config_from_metadata, multi_token_layers
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, longrope_parameters
 from ktqueue.loading.single_experts import stack_experts
@@ -165,10 +165,10 @@ def _adapt_tensor(
 ) -> CheckpointTensor:
     """Adapt what GGUF stores differently from transformers.
 
-    That is the rotary order of q and k, and the shared expert's gate, which GGUF stores as a vector.
+    That is the rotary order of q and k, and matrices of one row, which GGUF stores as vectors.
     """
     shape, heads = tensor.shape, 0
-    if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+    if name.endswith(ROW_VECTORS) and len(shape) == 1:
         shape = (1, *shape)
     if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]

@@ -117,6 +117,33 @@ _LOCAL_EXPERTS = (
     MetadataField("intermediate_size", "expert_feed_forward_length"),
     _HEAD_DIM,
 )
+_ERNIE = (
+    *_DENSE,
+    MetadataField("moe_num_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    MetadataField("moe_k", "expert_used_count", aliases=("num_experts_per_tok",)),
+    _EXPERT_WIDTH,
+    _WIDTH,
+    _HEAD_DIM,
+    MetadataField("moe_num_shared_experts", "expert_shared_count", least=0, required=False, absent=0),
+    MetadataField("moe_layer_start_index", "leading_dense_block_count", least=0),
+    MetadataField("moe_layer_interval", "interleave_moe_layer_step", required=False, absent=1),
+)
+_GRANITE = (
+    *_COMMON,
+    MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+    _WIDTH,
+    MetadataField("attention_multiplier", "attention.scale", float),
+    MetadataField("embedding_multiplier", "embedding_scale", float),
+    MetadataField("residual_multiplier", "residual_scale", float),
+    MetadataField("logits_scaling", "logit_scale", float),
+)
+_HUNYUAN = (
+    *_DENSE,
+    MetadataField("num_experts", _EXPERT_KEY, aliases=("num_local_experts",)),
+    MetadataField("moe_topk", "expert_used_count", aliases=("num_experts_per_tok",)),
+    MetadataField("intermediate_size", "expert_feed_forward_length"),
+    _HEAD_DIM,
+)
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
 _LATENT_MODULES = (
@@ -244,6 +271,45 @@ FAMILIES = (
         rope={"truncate": False},
         alternating=True,
         softmax_of_chosen=True,
+    ),
+    ModelFamily(
+        architecture="hunyuan-moe",
+        model_type="hunyuan_v1_moe",
+        class_name="HunYuanMoEV1ForCausalLM",
+        fields=_HUNYUAN,
+        layer_modules=(
+            *_NORMS,
+            *_ATTENTION,
+            "self_attn.query_layernorm",
+            "self_attn.key_layernorm",
+            "mlp.gate.wg",
+            *_EXPERTS[1:],
+            *(f"mlp.shared_mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+        ),
+        implied={"hidden_act": "silu", "attention_bias": False},
+    ),
+    ModelFamily(
+        architecture="ernie4_5-moe",
+        model_type="ernie4_5_moe",
+        class_name="Ernie4_5_MoeForCausalLM",
+        fields=_ERNIE,
+        layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED_EXPERTS, *_MLP),
+        layer_tensors=("mlp.gate.moe_statics.e_score_correction_bias",),
+        implied={"hidden_act": "silu", "use_bias": False},
+    ),
+    ModelFamily(
+        architecture="granitemoe",
+        model_type="granitemoe",
+        class_name="GraniteMoeForCausalLM",
+        fields=_GRANITE,
+        layer_modules=(
+            *_NORMS,
+            *_ATTENTION,
+            "block_sparse_moe.router",
+            *(f"block_sparse_moe.experts.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+        ),
+        implied={"hidden_act": "silu", "attention_bias": False},
+        permuted=True,
     ),
     ModelFamily(
         architecture="qwen3",

@@ -8,6 +8,16 @@ from ktqueue.loading.weight_formats import Bytes, Floats
 
 WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # those of our formats that the library can quantise
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+_SPELLINGS = (
+    ("e_score_correction_bias", "e_score_correction.bias"),
+    ("gate.moe_statics.", "moe_statics."),
+    ("block_sparse_moe.router.", "mlp.gate."),
+    ("block_sparse_moe.", "mlp."),
+)
+"""What names of transformers have, and the library's tables instead."""
+ROW_VECTORS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
+"""Endings of the names of matrices of one row, which GGUF files have as vectors."""
+ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.gate.wg.weight", ".block_sparse_moe.router.weight")
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -19,7 +29,9 @@ class TensorNameMap:
 
     def find(self, name: str) -> str | None:
         """Translate `model.norm.weight` to `output_norm.weight`; None if the architecture has no such tensor."""
-        library_name = name.replace("e_score_correction_bias", "e_score_correction.bias")  # the spelling in its tables
+        library_name = name
+        for spelling, in_tables in _SPELLINGS:
+            library_name = library_name.replace(spelling, in_tables)
         found: str | None = self._map.get_name(library_name, try_suffixes=(".weight", ".bias"))
         return f"{found}.weight" if found and name.endswith(".sinks") else found
 

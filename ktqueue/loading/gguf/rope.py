@@ -29,15 +29,17 @@ _LOG_MULTIPLIER = "scaling.yarn_log_multiplier"  # for latent attention: 0.1 * m
 def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config's rotary parameters, also from the older spellings of the keys.
 
-    The result always has `rope_type` and `rope_theta`.
+    The result always has `rope_type` and `rope_theta`. Type `dynamic` is the default one up to max_position_embeddings,
+    with Hunyuan's `alpha` of a larger theta (transformers' modeling_hunyuan_v1_moe.py).
     """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    return {
-        **rope,
-        "rope_type": rope_type,
-        "rope_theta": float(rope.get("rope_theta", config.get("rope_theta", _ROPE_THETA))),
-    }
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or _ROPE_THETA)
+    if rope_type == "dynamic":
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        alpha = float(rope.get("alpha") or 1.0)
+        return {"rope_type": "default", "rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}
+    return {**rope, "rope_type": rope_type, "rope_theta": theta}
 
 
 def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: str, *, latent: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from ktqueue.loading.checkpoint import INTERLEAVED
 from ktqueue.loading.gguf.families import family_of_model_type
-from ktqueue.loading.gguf.library import TensorNameMap
+from ktqueue.loading.gguf.library import ROW_VECTORS, TensorNameMap
 from ktqueue.loading.skeleton import build_config, build_skeleton, tied_names
 from ktqueue.loading.weight_formats import BLOCKS
 
@@ -163,7 +163,7 @@ def _stored_parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterato
     """Yield name and shape of the tensors in which a file holds a tensor of transformers."""
     module, _, leaf = name.rpartition(".")
     if not module.endswith(".experts"):
-        yield name, shape[1:] if name.endswith("shared_expert_gate.weight") else shape
+        yield name, shape[1:] if name.endswith(ROW_VECTORS) else shape
         return
     kind = "bias" if leaf.endswith("_bias") else "weight"
     if model_type in INTERLEAVED and kind == "weight":

@@ -27,6 +27,7 @@ from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.model_classes import SUPPORTED
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
+from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import StepContext
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,6 +75,7 @@ class GpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Put dense weights on the device and pack experts for the CPU. Raises ValueError if their shapes are wrong."""
         facts = self.facts
+        weights = in_rotary_order(weights, facts.head_dim, facts.interleaved)
         dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
         self._embedding = dense.linear("model.embed_tokens")
         attentive, linear = itertools.count(), itertools.count()
@@ -81,7 +83,7 @@ class GpuDecoder(Operator):
             routed = None
             if layer.router is not None:
                 routed = len(self._routed)
-                experts = weights.experts(f"{layer.name}.mlp.experts")
+                experts = weights.experts(f"{layer.name}.{layer.mlp}.experts")
                 quants = experts.gate.quant, experts.up.quant, experts.down.quant
                 self._routed.append(
                     RoutedLayer(
@@ -163,13 +165,18 @@ class GpuDecoder(Operator):
         if self._experts is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
         residual, positions = self._embedding.embed(input_ids[0]), position_ids[0]
+        if self.facts.embedding_scale != 1:
+            residual.mul_(self.facts.embedding_scale)
         tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
         experts = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
         x = self._run_layers(residual, positions, step, logits_to_keep if scored < tokens else None, experts)
         if scored == 0:
             return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
-        return DecoderOutput(self._head(x, dtype=torch.float32)[None])
+        logits = self._head(x, dtype=torch.float32)
+        if self.facts.logit_scale != 1:
+            logits.mul_(self.facts.logit_scale)
+        return DecoderOutput(logits[None])
 
     def _run_layers(
         self,

@@ -42,8 +42,10 @@ class SelfAttention:
         self._o = weights.linear(f"{module}.o_proj")
         sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
         self._scores = ScoreOptions(facts.scaling, layer.sliding_window, sinks)
-        self._q_norm = weights.norm(f"{module}.q_norm", centred=centred) if facts.qk_norm else None
-        self._k_norm = weights.norm(f"{module}.k_norm", centred=centred) if facts.qk_norm else None
+        norms = facts.qk_norm
+        self._q_norm = weights.norm(f"{module}.{norms[0]}", centred=centred) if norms else None
+        self._k_norm = weights.norm(f"{module}.{norms[1]}", centred=centred) if norms else None
+        self._rotary_pairs = None if layer.rotary else 0
         self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim]
 
     def _with_gate(self, weights: DenseWeights, names: list[str]) -> DenseLinear:
@@ -77,8 +79,9 @@ class SelfAttention:
             q_norm=self._q_norm,
             k_norm=self._k_norm,
             epsilon=facts.epsilon,
-            cosine=rotary.cosine,
-            sine=rotary.sine,
+            cosine=rotary.cosine[:, : self._rotary_pairs],
+            sine=rotary.sine[:, : self._rotary_pairs],
+            norm_after_rotary=facts.norm_after_rotary,
             positions=positions,
             slot_mapping=step.slot_mapping,
             keys=kv.keys[self._index],
@@ -243,7 +246,7 @@ class DecoderLayer:
         self._epsilon = facts.epsilon
         self._norm = weights.norm(f"{layer.name}.post_attention_layernorm", centred=facts.centred)
         self._routed = routed
-        mlp = f"{layer.name}.mlp"
+        mlp = f"{layer.name}.{layer.mlp}"
         self._mlp: DenseMlp | None = None
         self._shared: tuple[DenseMlp, DenseLinear | None] | None = None
         if routed is None:

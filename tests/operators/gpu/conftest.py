@@ -129,6 +129,7 @@ def qkv_case(
     norm: str = "head",
     rotary: int | None = None,
     clip: float = 0.0,
+    norm_after_rotary: bool = False,
     dtype: torch.dtype = torch.float32,
     cache: torch.dtype | None = None,
 ) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def qkv_case(
         return (torch.randn(shape, generator=random) * scale).to(dtype)
 
     weights = {"head": (head_dim, head_dim), "whole": (heads * head_dim, kv_heads * head_dim)}.get(norm)
-    angles = torch.rand(positions, (rotary or head_dim) // 2, generator=random) * 6
+    angles = torch.rand(positions, (head_dim if rotary is None else rotary) // 2, generator=random) * 6
     shape = (pages, page_size, kv_heads, head_dim)
     return {
         "qkv": normal(tokens, (heads + 2 * kv_heads) * head_dim, scale=300.0),
@@ -157,6 +158,7 @@ def qkv_case(
         "keys": torch.zeros(shape).to(cache or dtype),
         "values": torch.zeros(shape).to(cache or dtype),
         "clip": clip,
+        "norm_after_rotary": norm_after_rotary,
     }
 
 

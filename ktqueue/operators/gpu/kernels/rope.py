@@ -60,20 +60,20 @@ def _normed(source, weight, element, place, mask, scale, clip, WHOLE: tl.constex
 def _rotate(
     source, weight, cosine, sine, position, target, head, column, mask, epsilon, clip,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-    CLIP: tl.constexpr,
+    CLIP: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """Normalise, clip and rotate heads of one projection of a token, and store them at `target`.
 
     source: its first element. head [GROUP, 1], column and mask [GROUP, HALF]: of this program. ROTARY: columns of a
     head that are rotated. WHOLE: the norm is over all HEADS heads (in a block of BLOCK), with a weight for each of
-    their elements.
+    their elements. AFTER: the norm follows the rotation; then ROTARY is HEAD_DIM, and WHOLE and CLIP are false.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     PAIRS: tl.constexpr = ROTARY // 2
     dtype: tl.constexpr = source.dtype.element_ty
     element = head * HEAD_DIM + column
     scale = 1.0
-    if weight is not None:
+    if weight is not None and not AFTER:
         if WHOLE:
             every = tl.arange(0, BLOCK)
             x = tl.load(source + every, mask=every < HEADS * HEAD_DIM, other=0.0).to(tl.float32)
@@ -83,12 +83,21 @@ def _rotate(
             high = tl.load(source + element + HALF, mask=mask, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1, keep_dims=True) / HEAD_DIM + epsilon)
     if ROTARY == HEAD_DIM:
-        low = _normed(source, weight, element, column, mask, scale, clip, WHOLE, CLIP)
-        high = _normed(source, weight, element + HALF, column + HALF, mask, scale, clip, WHOLE, CLIP)
+        before = None if AFTER else weight
+        low = _normed(source, before, element, column, mask, scale, clip, WHOLE, CLIP)
+        high = _normed(source, before, element + HALF, column + HALF, mask, scale, clip, WHOLE, CLIP)
         c = tl.load(cosine + position * HALF + column, mask=mask, other=0.0)
         s = tl.load(sine + position * HALF + column, mask=mask, other=0.0)
-        _store(target + element, low * c - high * s, mask, dtype)
-        _store(target + element + HALF, high * c + low * s, mask, dtype)
+        first, second = low * c - high * s, high * c + low * s
+        if AFTER:
+            first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1, keep_dims=True) / HEAD_DIM + epsilon)
+            low_weight = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+            high_weight = tl.load(weight + column + HALF, mask=mask, other=0.0).to(tl.float32)
+            first = (first * scale).to(dtype).to(tl.float32) * low_weight
+            second = (second * scale).to(dtype).to(tl.float32) * high_weight
+        _store(target + element, first, mask, dtype)
+        _store(target + element + HALF, second, mask, dtype)
     else:  # pairs are not HALF columns apart, so each element loads its partner
         for half in tl.static_range(2):
             place = column + half * HALF
@@ -108,7 +117,7 @@ def _qk_norm_rope_append(
     qkv, q_norm, k_norm, cosine, sine, positions, slot_mapping, query, keys, values, stride, epsilon, clip,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_BLOCK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    CLIP: tl.constexpr,
+    CLIP: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     """One program for GROUP heads of a token: first those of the query, then of the key, then of the value."""
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
@@ -128,12 +137,14 @@ def _qk_norm_rope_append(
         _rotate(
             q_source, q_norm, cosine, sine, position, query + token * (HEADS * HEAD_DIM), head, column,
             (head < HEADS) & narrow, epsilon, clip, HEADS, HEAD_DIM, ROTARY, WHOLE, Q_BLOCK, CLIP,
+            AFTER,
         )  # fmt: skip
     elif group < Q_GROUPS + K_GROUPS:
         head = (group - Q_GROUPS) * GROUP + member
         _rotate(
             k_source, k_norm, cosine, sine, position, keys + slot, head, column,
             (head < KV_HEADS) & narrow, epsilon, clip, KV_HEADS, HEAD_DIM, ROTARY, WHOLE, K_BLOCK, CLIP,
+            AFTER,
         )  # fmt: skip
     else:
         head = (group - Q_GROUPS - K_GROUPS) * GROUP + member
@@ -159,13 +170,15 @@ def qk_norm_rope_append(
     keys: torch.Tensor,
     values: torch.Tensor,
     clip: float = 0.0,
+    norm_after_rotary: bool = False,
 ) -> torch.Tensor:
     """Return the normed, rotated query of one layer [tokens, heads, head_dim]; write its keys and values to the cache.
 
     qkv [tokens, (heads + 2 * kv_heads) * head_dim]: query, key and value of a token one after the other; rows may be
     strided. q_norm, k_norm: RMSNorm weights: None, [head_dim] for each head alone (Qwen3), or [heads * head_dim] and
     [kv_heads * head_dim] over the whole projection (OLMoE). clip: query, key and value are clamped to +-clip after the
-    norms (OLMoE's clip_qkv); 0: they are not. cosine, sine [positions, rotary / 2] float32, indexed by `positions`
+    norms (OLMoE's clip_qkv); 0: they are not. norm_after_rotary: each head is rotated whole and then normalised
+    (Hunyuan). cosine, sine [positions, rotary / 2] float32, indexed by `positions`
     [tokens] int64: of the first `rotary` elements of a head, element i is rotated with element i + rotary / 2. keys,
     values [pages, page_size, kv_heads, head_dim]: one layer's cache, written at `slot_mapping` [tokens] int64 in its
     own dtype; float8_e4m3fn saturates at +-448. Norms are rounded as transformers rounds them; the rotation is float32
@@ -183,6 +196,7 @@ def qk_norm_rope_append(
     fits &= positions.shape == slot_mapping.shape == (tokens,)
     sizes = [None if norm is None else norm.numel() for norm in (q_norm, k_norm)]
     fits &= sizes in ([None, None], [head_dim, head_dim], parts[:2])
+    fits &= not norm_after_rotary or (sizes == [head_dim, head_dim] and rotary == head_dim and clip == 0)
     check_fits(
         fits, "qk_norm_rope_append", qkv=qkv, q_norm=q_norm, k_norm=k_norm, cosine=cosine, keys=keys, values=values
     )
@@ -206,6 +220,7 @@ def qk_norm_rope_append(
                 Q_BLOCK=triton.next_power_of_2(heads * head_dim),
                 K_BLOCK=triton.next_power_of_2(kv_heads * head_dim),
                 CLIP=clip > 0,
+                AFTER=norm_after_rotary,
                 num_warps=4 if whole else max(group * half_block // 256, 1),
             )  # fmt: skip
         return query
@@ -213,11 +228,12 @@ def qk_norm_rope_append(
     rotated = []
     query, key, value = torch.split(qkv, parts, dim=-1)
     for x, count, norm in ((query, heads, q_norm), (key, kv_heads, k_norm)):
-        if norm is not None:
+        if norm is not None and not norm_after_rotary:
             x = rms_norm(x.reshape(tokens, count * head_dim // norm.numel(), norm.numel()), norm, epsilon)
         x = _clamped(x.reshape(tokens, count, head_dim), clip)
         low, high, rest = torch.split(x.float(), [rotary // 2, rotary // 2, head_dim - rotary], dim=-1)
-        rotated.append(torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1).to(qkv.dtype))
+        x = torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1).to(qkv.dtype)
+        rotated.append(rms_norm(x, norm, epsilon) if norm is not None and norm_after_rotary else x)
     _append(keys, slot_mapping, rotated[1])
     _append(values, slot_mapping, _clamped(value.reshape(tokens, kv_heads, head_dim), clip))
     return rotated[0]

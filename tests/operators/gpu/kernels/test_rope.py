@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from transformers import (
     AttentionInterface,
+    HunYuanMoEV1Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Attention
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 from transformers.models.olmoe.modeling_olmoe import OlmoeAttention, OlmoeRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
@@ -36,8 +38,9 @@ def _seed() -> None:
         (OlmoeAttention, OlmoeConfig(**config_sizes(clip_qkv=1.0))),
         (OlmoeAttention, OlmoeConfig(**config_sizes())),
         (MixtralAttention, MixtralConfig(**config_sizes(head_dim=24))),
+        (HunYuanMoEV1Attention, HunYuanMoEV1Config(**config_sizes(head_dim=16))),
     ],
-    ids=["per head", "whole, clipped", "whole", "none"],
+    ids=["per head", "whole, clipped", "whole", "none", "after the rotation"],
 )
 def test_query_key_and_value_are_those_of_transformers(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> None:
     seen: list[torch.Tensor] = []
@@ -60,12 +63,15 @@ def test_query_key_and_value_are_those_of_transformers(kind: type[nn.Module], co
     cosine, sine = (table[0, :, :half].contiguous() for table in rotary(torch.ones(1), torch.arange(64)[None]))
     keys, values = torch.zeros(2, 3, 4, 2, 2 * half, dtype=dtype)
     slots = torch.tensor([0, 5, 4, 11, 7, 6, 2])
+    names = [("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")]
+    norms = [next((getattr(attention, n).weight.data for n in pair if hasattr(attention, n)), None) for pair in names]
     query = qk_norm_rope_append(
         torch.cat([project(hidden[0]) for project in (attention.q_proj, attention.k_proj, attention.v_proj)], -1).data,
         heads=4,
         kv_heads=2,
-        q_norm=attention.q_norm.weight.data if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight.data if hasattr(attention, "k_norm") else None,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        norm_after_rotary=hasattr(attention, "query_layernorm"),
         epsilon=config.rms_norm_eps,
         cosine=cosine,
         sine=sine,
@@ -98,6 +104,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "whole": {"norm": "whole", "clip": 0.5, "head_dim": 12, "heads": 3, "kv_heads": 3},
     "head, half rotated": {"norm": "head", "rotary": 8, "clip": 0.5},
     "whole, a part rotated": {"norm": "whole", "head_dim": 24, "rotary": 6},
+    "head, after the rotation": {"norm": "head", "norm_after_rotary": True},
+    "head, not rotated": {"norm": "head", "rotary": 0},
     "none": {"norm": "", "head_dim": 10, "heads": 5, "kv_heads": 3},
 }
 """Heads, by what their norm is over."""
