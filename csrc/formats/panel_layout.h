@@ -28,7 +28,8 @@
 //   IQ3_S   nibbles 2048                       u8 s per slab; d                        d * s * table[c]
 //   IQ2_S   pairs 1024, bits 512               u8 per slab (low: s of the first half,  d / 4 * (s + 1/2) * table[c]
 //                                              high: of the second); d
-//   IQ1_M   pairs 1024, deltas 64              as IQ2_S                                d / 4 * (s + 1/2) * table[c]
+//   IQ1_M   pairs 1024, deltas 64              as IQ2_S                                d / 4 * (s + 1/2) * (8 * pair +
+//                                                                                     2 * delta - 9)
 //   NVFP4   nibbles 2048                       half d per half slab                    d * table[c]
 //   Q2_K    pairs 1024                         u8 per half slab (low: s, high: n); d, dmin   d * s * c - dmin * n
 //   F32     [32][16] floats a slab             -                                        as stored
@@ -36,7 +37,7 @@
 //   BF16    [16][16][2] bf16 a slab: columns 2i and 2i + 1 of a row side by side        as stored
 //
 // IQ2_XXS and IQ2_XS are stored as IQ2_S is, and IQ1_S as IQ1_M is. Deltas: 2 bytes have a bit for each row, for lines 2j
-// and 2j + 1 of a slab; it is bit 2 of each of the row's codes.
+// and 2j + 1 of a slab.
 //
 // The last three have no superblocks: a panel is a run of slabs, columns beyond the matrix zero.
 #pragma once
@@ -54,11 +55,10 @@ constexpr size_t round_up(size_t value, size_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// The values of codes. Of IQ3_XXS they are halved; three of IQ2's and of IQ1's do not occur.
+// The values of codes. Of IQ3_XXS they are halved; the zeros of IQ2 do not occur.
 inline constexpr int8_t kIQ3XXSValues[16] = {-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31};
 inline constexpr int8_t kIQ3SValues[16] = {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15};
 inline constexpr int8_t kIQ2Values[16] = {8, 25, 43, 0, -8, -25, -43, 0};
-inline constexpr int8_t kIQ1Values[16] = {-9, -1, 7, 0, -7, 1, 9, 0};
 
 // The format that has the same panels, for formats whose panels differ in nothing.
 constexpr Quant panel_format(Quant quant) {

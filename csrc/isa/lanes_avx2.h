@@ -73,6 +73,11 @@ inline Bytes shift_right(Bytes codes) {
     return each(codes, [](__m256i x) { return _mm256_srli_epi16(x, Shift); });
 }
 
+template <int Mask>
+inline Bytes keep_bits(Bytes codes) {  // of each byte
+    return each(codes, [](__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(Mask)); });
+}
+
 // Bits 0 to 3 from `nibbles`, bits 4 and 5 from `pairs`.
 inline Bytes join_planes(Bytes nibbles, Bytes pairs) {
     const __m256i low = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(0x30);

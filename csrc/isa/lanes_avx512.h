@@ -53,6 +53,11 @@ inline Bytes shift_right(Bytes codes) {
     return _mm512_srli_epi16(codes, Shift);
 }
 
+template <int Mask>
+inline Bytes keep_bits(Bytes codes) {  // of each byte
+    return _mm512_and_si512(codes, _mm512_set1_epi8(Mask));
+}
+
 // Bits 0 to 3 from `nibbles`, bits 4 and 5 from `pairs`.
 inline Bytes join_planes(Bytes nibbles, Bytes pairs) {
     const Bytes upper = _mm512_and_si512(pairs, _mm512_set1_epi8(0x30));

@@ -64,6 +64,11 @@ inline Bytes shift_right(const Bytes& codes) {
     return make<Bytes>([&](size_t i) { return static_cast<uint8_t>(codes.lane[i] >> Shift); });
 }
 
+template <int Mask>
+inline Bytes keep_bits(const Bytes& codes) {  // of each byte
+    return make<Bytes>([&](size_t i) { return static_cast<uint8_t>(codes.lane[i] & Mask); });
+}
+
 // Bits 0 to 3 from `nibbles`, bits 4 and 5 from `pairs`.
 inline Bytes join_planes(const Bytes& nibbles, const Bytes& pairs) {
     return make<Bytes>([&](size_t i) { return static_cast<uint8_t>((nibbles.lane[i] & 15) | (pairs.lane[i] & 0x30)); });

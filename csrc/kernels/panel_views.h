@@ -19,7 +19,6 @@ constexpr CodeTable kMXFP4Codes(kMXFP4Values, activation_kind(Quant::MXFP4).offs
 constexpr CodeTable kIQ3XXSCodes(kIQ3XXSValues, activation_kind(Quant::IQ3_XXS).offset);
 constexpr CodeTable kIQ3SCodes(kIQ3SValues, activation_kind(Quant::IQ3_S).offset);
 constexpr CodeTable kIQ2Codes(kIQ2Values, activation_kind(Quant::IQ2_S).offset);
-constexpr CodeTable kIQ1Codes(kIQ1Values, activation_kind(Quant::IQ1_M).offset);
 
 // The plane of four bits that most formats have.
 struct Nibbles {
@@ -300,10 +299,13 @@ struct PanelIQ1 : Scaled<PanelIQ1> {
     PanelIQ1(const uint8_t* block, size_t slabs)
         : pairs(block), deltas(block + 128 * slabs), scales(block + 136 * slabs, slabs) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        pair_codes(pairs, slab, j, even, odd);
+        // Each pair comes to bits 3 and 4, which multiplies it by 8.
+        const Bytes four = load_bytes(pairs + slab * 128 + j / 2 * 64);
+        even = keep_bits<0x18>(j % 2 == 0 ? shift_left<3>(four) : shift_right<1>(four));
+        odd = keep_bits<0x18>(j % 2 == 0 ? shift_left<1>(four) : shift_right<3>(four));
         const uint8_t* bits = deltas + slab * 8 + j * 2;
-        even = lookup(kIQ1Codes.codes, add_row_bits<4>(even, bits));
-        odd = lookup(kIQ1Codes.codes, add_row_bits<4>(odd, bits));
+        even = add_row_bits<2>(even, bits);
+        odd = add_row_bits<2>(odd, bits);
     }
     Floats scale(size_t slab, size_t half) const { return scales.scale(slab, half); }
 };

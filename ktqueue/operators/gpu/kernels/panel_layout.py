@@ -22,7 +22,6 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IQ3_XXS_VALUES = (-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31)
 IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
-IQ1_VALUES = (-9, -1, 7, 0, -7, 1, 9, 0)
 
 _SAME_PANELS = {"IQ2_XXS": "IQ2_S", "IQ2_XS": "IQ2_S", "IQ1_S": "IQ1_M"}
 """The format that stands for all which have the same panels, by format."""
@@ -203,11 +202,14 @@ def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
         return shared() * scale * code
     if quant in ("IQ2_S", "IQ1_M"):
         code = codes(_pairs, 128)
-        code |= (codes(_bits, 64) if quant == "IQ2_S" else codes(_deltas, 8)) << 2
+        if quant == "IQ2_S":
+            code = _lookup(IQ2_VALUES, code | codes(_bits, 64) << 2)
+        else:
+            code = 8 * code + 2 * codes(_deltas, 8) - 9
         both = scales(1, torch.uint8)
         second = torch.arange(both.shape[2], device=both.device) % SLAB >= SLAB // 2
         scale = torch.where(second, both >> 4, both & 15) + 0.5
-        return shared() * 0.25 * scale * _lookup(IQ2_VALUES if quant == "IQ2_S" else IQ1_VALUES, code)
+        return shared() * 0.25 * scale * code
     if quant == "MXFP4":
         code = _lookup(MXFP4_VALUES, codes(_nibbles, 256))
         return torch.exp2(scales(1, torch.uint8).float() - 128) * code
