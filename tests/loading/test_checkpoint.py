@@ -305,6 +305,21 @@ def test_a_kimi_k2_is_a_deepseek_v3(
     assert_equals_transformers(load_model(str(copy)), folder)
 
 
+def test_numbers_may_be_stated_for_each_layer(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
+) -> None:
+    """As Hunyuan-A13B's config does. Layers that differ are refused."""
+    folder = make_model("hunyuan_v1_moe")
+    copy = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    changed = config | {"moe_topk": [2, 2], "num_experts": [8, 8], "num_shared_expert": [1, 1]}
+    (copy / "config.json").write_text(json.dumps(changed))
+    assert_equals_transformers(load_model(str(copy)), folder)
+    (copy / "config.json").write_text(json.dumps(config | {"moe_topk": [2, 1]}))
+    with pytest.raises(CheckpointError, match=r"num_experts_per_tok must be from 1 to 8, .* got \[2, 1\]"):
+        load_model(str(copy))
+
+
 @pytest.mark.parametrize("container", ["folder", "gguf"])
 def test_a_closed_checkpoint_takes_no_memory_but_its_views_are_valid(
     container: str, tmp_path: Path, make_model: Callable[..., Path], make_gguf: Callable[..., Path]

@@ -33,6 +33,7 @@ _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_pr
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; it is always computed
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
+_BY_LAYER = ("num_experts", "moe_topk")
 _SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know, and the type that their folders' own code implements."""
 
@@ -43,6 +44,7 @@ def open_folder(folder: Path) -> Checkpoint:
     model_type = config.get("model_type")
     if isinstance(model_type, str):
         config["model_type"] = _SAME_MODEL.get(model_type, model_type)
+    config |= _equal_in_all_layers(config)
     check_model_type(config, str(folder))
     quantisation = read_quantisation(config, str(folder))
     config.pop("quantization_config", None)  # of a kind that is read here
@@ -63,6 +65,12 @@ def open_folder(folder: Path) -> Checkpoint:
         tensors = join_quantised(str(folder), tensors, quantisation)
     dense, experts = _group(folder, tensors, interleaved=config.get("model_type") in INTERLEAVED)
     return Checkpoint(str(folder), config, dense, experts, maps)
+
+
+def _equal_in_all_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a config states once for each layer, if all layers have the same: Hunyuan-A13B's."""
+    lists = {name: stated for name in _BY_LAYER if isinstance(stated := config.get(name), list)}
+    return {name: stated[0] for name, stated in lists.items() if stated and stated.count(stated[0]) == len(stated)}
 
 
 def _multi_token_layers(config: dict[str, Any]) -> range:

@@ -87,11 +87,15 @@ def between_matrices() -> None:
     for heads, kv_heads, head_dim, norm, clip, tokens, dtype, cache in (
         (32, 4, 128, "head", 0.0, 2, bf16, bf16),
         (32, 4, 128, "head", 0.0, 200, bf16, fp8),
+        (32, 8, 128, "after", 0.0, 200, bf16, fp8),
+        (32, 8, 128, "not rotated", 0.0, 2, bf16, bf16),
         (16, 16, 80, "whole", 8.0, 2, torch.float32, torch.float32),
         (16, 16, 128, "whole", 8.0, 200, bf16, fp8),
         (8, 8, 96, "", 0.0, 2, torch.float16, torch.float16),
     ):
-        sizes = {"head": (head_dim, head_dim), "whole": (heads * head_dim, kv_heads * head_dim)}.get(norm)
+        whole, each = (heads * head_dim, kv_heads * head_dim), (head_dim, head_dim)
+        sizes = {"": None, "whole": whole}.get(norm, each)
+        pairs = 0 if norm == "not rotated" else head_dim // 2
         qk_norm_rope_append(
             torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
             heads=heads,
@@ -99,8 +103,9 @@ def between_matrices() -> None:
             q_norm=torch.zeros(sizes[0], dtype=dtype) if sizes else None,
             k_norm=torch.zeros(sizes[1], dtype=dtype) if sizes else None,
             epsilon=1e-6,
-            cosine=torch.zeros(4, head_dim // 2),
-            sine=torch.zeros(4, head_dim // 2),
+            cosine=torch.zeros(4, pairs),
+            sine=torch.zeros(4, pairs),
+            norm_after_rotary=norm == "after",
             positions=torch.zeros(tokens, dtype=torch.int64),
             slot_mapping=torch.zeros(tokens, dtype=torch.int64),
             keys=torch.zeros(1, 1, kv_heads, head_dim).to(cache),
