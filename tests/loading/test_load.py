@@ -44,7 +44,7 @@ def rule_file(tmp_path: Path) -> Callable[[str], str]:
     "model_type",
     [
         *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss"),
-        *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe"),
+        *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe", "exaone_moe"),
     ],
 )
 @pytest.mark.parametrize("source", ["folder", "gguf"])

@@ -48,8 +48,8 @@ class ModelFamily:
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
     frequencies. `latent`: the attention is multi-head latent attention. `sigmoid`: experts are scored by sigmoid.
     `by_tensor`: config values that are true if a file has that tensor. `rope`: rotary parameters that the architecture
-    fixes. `alternating`: every second layer, from the first on, has a sliding window. `softmax_of_chosen`: files may
-    say that experts are scored by the softmax over the chosen ones.
+    fixes. `alternating`: every second layer, from the first on, has a sliding window. `windows_listed`: files say which
+    layers have one. `softmax_of_chosen`: files may say that experts are scored by the softmax over the chosen ones.
     """
 
     architecture: str
@@ -66,6 +66,7 @@ class ModelFamily:
     by_tensor: Mapping[str, str] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
     alternating: bool = False
+    windows_listed: bool = False
     softmax_of_chosen: bool = False
 
     @property
@@ -110,6 +111,12 @@ _SIGMOID = (
     MetadataField("norm_topk_prob", "expert_weights_norm", bool, required=False, absent=False),
     MetadataField("n_group", "expert_group_count", required=False, absent=1),
     MetadataField("topk_group", "expert_group_used_count", required=False, absent=1),
+)
+_EXAONE = (
+    *(entry for entry in _SIGMOID if entry.config not in ("n_routed_experts", "n_shared_experts")),
+    _EXPERT_COUNT,
+    MetadataField("num_shared_experts", "expert_shared_count"),
+    MetadataField("sliding_window", "attention.sliding_window"),
 )
 _LOCAL_EXPERTS = (
     *_COMMON,
@@ -296,6 +303,17 @@ FAMILIES = (
         layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED_EXPERTS, *_MLP),
         layer_tensors=("mlp.gate.moe_statics.e_score_correction_bias",),
         implied={"hidden_act": "silu", "use_bias": False},
+    ),
+    ModelFamily(
+        architecture="exaone-moe",
+        model_type="exaone_moe",
+        class_name="ExaoneMoeForCausalLM",
+        fields=_EXAONE,
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS, *_SHARED_EXPERTS, *_MLP),
+        layer_tensors=("mlp.gate.e_score_correction_bias",),
+        implied={"hidden_act": "silu"},
+        sigmoid=True,
+        windows_listed=True,
     ),
     ModelFamily(
         architecture="granitemoe",

@@ -11,6 +11,8 @@ from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_t
 from ktqueue.operators.model_classes import PARTLY_ROTATED
 
 _MULTI_TOKEN_LAYERS = "nextn_predict_layers"
+_WINDOW_PATTERN = "attention.sliding_window_pattern"
+_SLIDING = "sliding_attention"
 
 
 def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -29,6 +31,8 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
             continue
         config[entry.config] = _field_value(entry, metadata, key, source)
     config["num_hidden_layers"] -= multi_token_layers(family, metadata, source)
+    if family.windows_listed:
+        config["layer_types"] = _listed_windows(family, metadata, config["num_hidden_layers"], source)
     if family.latent:
         config |= latent_config(family.architecture, metadata, config, source)
     rope = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
@@ -36,6 +40,14 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
         rope["partial_rotary_factor"] = part
     config["rope_parameters"] = {**rope, **family.rope}
     return config
+
+
+def _listed_windows(family: ModelFamily, metadata: Mapping[str, Any], layers: int, source: str) -> list[str]:
+    """Return the kind of each layer from the list of those that have a sliding window. Raises CheckpointError."""
+    listed = metadata.get(key := f"{family.architecture}.{_WINDOW_PATTERN}")
+    if not isinstance(listed, list) or len(listed) < layers or not all(isinstance(value, bool) for value in listed):
+        raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
+    return [_SLIDING if value else "full_attention" for value in listed[:layers]]
 
 
 def multi_token_layers(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> int:
@@ -101,6 +113,10 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
         return {**metadata, **latent_metadata(family.architecture, config, source, sigmoid=family.sigmoid), **rope}
     if (head_dim := config.get("head_dim")) is not None:
         metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
+    if family.windows_listed:
+        if len(kinds := config.get("layer_types") or ()) != config["num_hidden_layers"]:
+            raise CheckpointError(f"{source}: config key layer_types must name the kind of each layer")
+        metadata[f"{family.architecture}.{_WINDOW_PATTERN}"] = [kind == _SLIDING for kind in kinds]
     if family.sigmoid:
         metadata[f"{family.architecture}.expert_gating_func"] = SIGMOID
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]
@@ -113,6 +129,8 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
 def _check_windows(family: ModelFamily, config: Mapping[str, Any], source: str) -> None:
     """Check that the layers with a sliding window are those that GGUF implies. Raises CheckpointError."""
     kinds = config.get("layer_types") or ()
+    if family.windows_listed:
+        return
     wanted = [family.alternating and i % 2 == 0 for i in range(len(kinds))]
-    if [kind == "sliding_attention" for kind in kinds] != wanted:
+    if [kind == _SLIDING for kind in kinds] != wanted:
         raise CheckpointError(f"{source}: GGUF's {family.architecture} cannot express layer_types {[*kinds]}")

@@ -85,6 +85,19 @@ def test_wrong_metadata_is_refused(
         built(parts_of(model_type), **changes)
 
 
+def test_a_file_may_list_the_layers_with_windows(parts_of: Callable[[str], Parts]) -> None:
+    """Layers that predict further tokens may be in the list too."""
+    key = "exaone-moe.attention.sliding_window_pattern"
+    parts = parts_of("exaone_moe")
+    assert parts[0][key] == [False, True]
+    for listed in ([True, False], [True, False, True]):
+        config = built((parts[0], dict(parts[1])), **{key: listed}).config()
+        assert (config["layer_types"], config["sliding_window"]) == (["sliding_attention", "full_attention"], 7)
+    for wrong in ([True], [1, 0], 2, None):
+        with pytest.raises(CheckpointError, match="sliding_window_pattern must be true or false for each of 2 layers"):
+            built((parts[0], dict(parts[1])), **{key: wrong})
+
+
 def test_biases_of_experts_must_be_whole(parts_of: Callable[[str], Parts]) -> None:
     parts = parts_of("gpt_oss")
     bias = parts[1].pop("blk.0.ffn_up_exps.bias")
