@@ -13,12 +13,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which transformers does
 
-import gguf
 import numpy as np
 import pytest
 import redis
 from installed import installed_bin as install
 from redis_fleet import ClusterFleet, SentinelFleet
+from stored_blocks import block_size
 
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.private_server import PrivateServer
@@ -47,6 +47,7 @@ HALF_SCALES: dict[str, tuple[tuple[int, ...], float]] = {
     "IQ3_XXS": ((0,), 0.001),
     "IQ3_S": ((0,), 0.0007),
     "IQ1_S": ((0,), 0.015),
+    "UINT4": ((0,), 0.02),
     "TQ1_0": ((52,), 0.1),
     "TQ2_0": ((64,), 0.1),
 }
@@ -157,7 +158,7 @@ def random_weights() -> Callable[..., np.ndarray[Any, np.dtype[np.uint8]]]:
             if quant == "BF16":
                 return (values.view("<u4") >> 16).astype("<u2").view(np.uint8)
             return values.astype("<f2" if quant == "F16" else "<f4").view(np.uint8)
-        elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quant]]
+        elements, size = block_size(quant)
         blocks = random.integers(0, 256, (count // elements, size), dtype=np.uint8)
         if quant == "MXFP4":
             blocks[:, 0] = random.integers(120, 124, len(blocks))  # 2^-8 to 2^-5
@@ -165,6 +166,12 @@ def random_weights() -> Callable[..., np.ndarray[Any, np.dtype[np.uint8]]]:
         if quant == "NVFP4":
             blocks[:, :4] = random.integers(25, 39, (len(blocks), 4))  # 2^-5 to 2^-3
             return blocks.reshape(-1)
+        if quant == "FP8":
+            blocks[:, :4] = (random.uniform(0.5, 2.0, len(blocks)) * 0.001).astype("<f4").view(np.uint8).reshape(-1, 4)
+            np.copyto(blocks[:, 4:], 8, where=(blocks[:, 4:] & 127) == 127)
+            return blocks.reshape(-1)
+        if quant == "UINT4":
+            blocks[:, 2] %= 16
         if quant == "IQ1_M":  # a digit of the half in the upper four bits of each word of scales
             halfs = (random.uniform(0.5, 2.0, len(blocks)) * 0.015).astype("<f2").view("<u2")
             words = blocks[:, 48:].copy().view("<u2") & 0x0FFF

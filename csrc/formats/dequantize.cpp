@@ -217,6 +217,46 @@ struct DecodeNVFP4 {
     }
 };
 
+// Q4_1, and Q5_1 with the fifth bits after the minimum.
+template <size_t Bytes>
+struct DecodeWithMinimum {
+    static constexpr size_t kBlock = 32, kBytes = Bytes;
+    const uint8_t* block;
+    float d, m;
+    explicit DecodeWithMinimum(const uint8_t* data) : block(data), d(half_to_float(data)), m(half_to_float(data + 2)) {}
+    void decode(size_t, float* values) const {
+        const uint8_t* q = block + Bytes - 16;
+        for (size_t i = 0; i < 32; ++i) {
+            int code = i < 16 ? q[i] & 15 : q[i - 16] >> 4;
+            if (Bytes == 24) code |= (block[4 + i / 8] >> i % 8 & 1) << 4;
+            values[i] = d * static_cast<float>(code) + m;
+        }
+    }
+};
+
+struct DecodeUINT4 {
+    static constexpr size_t kBlock = 32, kBytes = 19;
+    const uint8_t* block;
+    float d;
+    explicit DecodeUINT4(const uint8_t* data) : block(data), d(half_to_float(data)) {}
+    void decode(size_t, float* values) const {
+        for (int i = 0; i < 16; ++i) {
+            values[i] = d * static_cast<float>((block[3 + i] & 15) - block[2]);
+            values[i + 16] = d * static_cast<float>((block[3 + i] >> 4) - block[2]);
+        }
+    }
+};
+
+struct DecodeFP8 {
+    static constexpr size_t kBlock = 128, kBytes = 132;
+    const uint8_t* block;
+    float d;
+    explicit DecodeFP8(const uint8_t* data) : block(data) { std::memcpy(&d, data, 4); }
+    void decode(size_t g, float* values) const {
+        for (size_t i = 0; i < 32; ++i) values[i] = d * e4m3_to_float(block[4 + 32 * g + i]);
+    }
+};
+
 template <Quant Format, size_t Bytes>
 struct DecodeGrid {
     static constexpr size_t kBlock = 256, kBytes = Bytes;
@@ -269,6 +309,10 @@ constexpr DequantizeKernel kKernels[kQuantCount] = {
     dequantize<DecodeGrid<Quant::IQ1_S, 50>>,
     dequantize<DecodeGrid<Quant::IQ1_M, 56>>,
     dequantize<DecodeNVFP4>,
+    dequantize<DecodeWithMinimum<20>>,
+    dequantize<DecodeWithMinimum<24>>,
+    dequantize<DecodeUINT4>,
+    dequantize<DecodeFP8>,
 };
 
 }  // namespace

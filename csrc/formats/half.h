@@ -27,6 +27,14 @@ inline float half_to_float(const uint8_t* bytes) {
     return result;
 }
 
+// An E4M3 number, with its bits as those of a float whose exponent is smaller by 120. NaN becomes 480.
+inline float e4m3_to_float(uint8_t number) {
+    const uint32_t bits = static_cast<uint32_t>(number & 0x80) << 24 | static_cast<uint32_t>(number & 0x7f) << 20;
+    float small;
+    std::memcpy(&small, &bits, 4);
+    return small * 0x1p120f;
+}
+
 // Bits of the half that is half of an E4M3 number without a sign, as the scales of NVFP4 are. 127, NaN in that format,
 // is 0 as in the `gguf` package.
 inline uint16_t half_of_e4m3(uint8_t number) {

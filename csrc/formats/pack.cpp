@@ -63,6 +63,15 @@ uint8_t* write_scales(const uint8_t* entries, size_t count, size_t bytes, size_t
     return target + count * kPanelRows * bytes;
 }
 
+void write_fp8(const RowBlock& row, size_t slabs, size_t r, uint8_t* out) {
+    for (size_t line = 0; line < slabs * 8; ++line) {
+        const size_t at = line / (8 * kFP8Slabs) * kFP8Bytes + line % (8 * kFP8Slabs) * 64;
+        put(out + at + 4 * r, word(row.codes + 4 * line));
+    }
+    for (size_t s = 0; s < slabs; s += kFP8Slabs)
+        std::memcpy(out + (s / kFP8Slabs + 1) * kFP8Bytes - 64 + 4 * r, row.scales + s, 4);
+}
+
 void write_planes(Quant quant, const RowBlock& row, size_t slabs, size_t r, uint8_t* out) {
     const auto nibbles = [&] {
         write_nibbles(row, slabs, r, out);
@@ -84,6 +93,22 @@ void write_planes(Quant quant, const RowBlock& row, size_t slabs, size_t r, uint
             break;
         case Quant::NVFP4:
             write_scales(row.scales, 2 * slabs, 2, r, nibbles());
+            break;
+        case Quant::Q4_1:
+        case Quant::Q5_1:
+            target = nibbles();
+            if (quant == Quant::Q5_1) {
+                write_bits<4>(row, slabs, r, target);
+                target += 64 * slabs;
+            }
+            target = write_scales(row.scales, slabs, 2, r, target);
+            write_scales(row.scales + 2 * kSlabs, slabs, 2, r, target);
+            break;
+        case Quant::UINT4:
+            write_scales(row.minimums, slabs, 1, r, write_scales(row.scales, slabs, 2, r, nibbles()));
+            break;
+        case Quant::FP8:
+            write_fp8(row, slabs, r, out);
             break;
         case Quant::IQ2_S:
             write_pairs<0>(row, slabs, r, out);

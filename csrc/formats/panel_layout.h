@@ -31,6 +31,10 @@
 //   IQ1_M   pairs 1024, deltas 64              as IQ2_S                                d / 4 * (s + 1/2) * (8 * pair +
 //                                                                                     2 * delta - 9)
 //   NVFP4   nibbles 2048                       half d per half slab                    d * table[c]
+//   Q4_1    nibbles 2048                       half d, half m per slab: first all d      d * c + m
+//   Q5_1    nibbles 2048, bits 512             as Q4_1                                  as Q4_1, c has five bits
+//   UINT4   nibbles 2048                       half d, u8 z per slab: first all d        d * (c - z)
+//   FP8     bytes 1024, float d; twice         float d per four slabs                   d * e4m3(c)
 //   Q2_K    pairs 1024                         u8 per half slab (low: s, high: n); d, dmin   d * s * c - dmin * n
 //   F32     [32][16] floats a slab             -                                        as stored
 //   F16     [32][16] halves a slab             -                                        as stored
@@ -39,7 +43,7 @@
 // IQ2_XXS and IQ2_XS are stored as IQ2_S is, and IQ1_S as IQ1_M is. Deltas: 2 bytes have a bit for each row, for lines 2j
 // and 2j + 1 of a slab.
 //
-// The last three have no superblocks: a panel is a run of slabs, columns beyond the matrix zero.
+// F32, F16 and BF16 have no superblocks: a panel is a run of slabs, columns beyond the matrix zero.
 #pragma once
 
 #include "formats/quant_format.h"
@@ -77,6 +81,14 @@ constexpr bool is_float(Quant quant) {
     return quant == Quant::F32 || quant == Quant::F16 || quant == Quant::BF16;
 }
 
+// Whether weights are multiplied by activations in floats only: their codes are not whole numbers.
+constexpr bool takes_floats(Quant quant) {
+    return is_float(quant) || quant == Quant::FP8;
+}
+
+// Of FP8: the slabs that share a scale, and their bytes with it.
+inline constexpr size_t kFP8Slabs = 4, kFP8Bytes = kFP8Slabs * 512 + 64;
+
 // Bytes of the planes and scales of one slab, without the part that a superblock stores once.
 constexpr size_t slab_bytes(Quant quant) {
     switch (panel_format(quant)) {
@@ -107,7 +119,14 @@ constexpr size_t slab_bytes(Quant quant) {
         case Quant::IQ1_M:
             return 128 + 8 + 16;
         case Quant::NVFP4:
+        case Quant::Q4_1:
             return 256 + 64;
+        case Quant::Q5_1:
+            return 256 + 64 + 64;
+        case Quant::UINT4:
+            return 256 + 48;
+        case Quant::FP8:
+            return kFP8Bytes / kFP8Slabs;
         case Quant::Q3_K:
             return 128 + 64 + 32;
         case Quant::Q2_K:

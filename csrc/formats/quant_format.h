@@ -19,6 +19,10 @@
 //   IQ4_XS   256     136    0: half d, 2: u16 t, 4: u8 s[4], 8: u8 q[128]           d * (scale[g] - 32) *
 //                                                                                     kIQ4Values[nibble]
 //   MXFP4     32      17    0: u8 e, 1: u8 q[16]                                    2^(e - 128) * kMXFP4Values[nibble]
+//   Q4_1      32      20    0: half d, 2: half m, 4: u8 q[16]                      d * nibble + m
+//   Q5_1      32      24    0: half d, 2: half m, 4: u32 h, 8: u8 q[16]            d * five + m
+//   UINT4     32      19    0: half d, 2: u8 z, 3: u8 q[16]                        d * (nibble - z)
+//   FP8      128     132    0: float d, 4: u8 q[128]                               d * e4m3(q[i])
 //   NVFP4     64      36    0: u8 e[4], 4: u8 q[32]                                 e4m3(e[i / 16]) / 2 *
 //                                                                                     kMXFP4Values[nibble]
 //   IQ2_XXS  256      66    0: half d, 2: {u8 index[4], u32 signs and scale}[8]     d / 8 * scale * sign * {8, 25, 43}
@@ -31,7 +35,10 @@
 //   IQ1_S    256      50    0: half d, 2: u8 index[32], 34: u16 h[8]                d / 8 * scale * (8 * three +- 1)
 //   IQ1_M    256      56    0: u8 index[32], 32: u8 h[16], 48: u16 s[4]             as IQ1_S
 //
-// Q4_0, IQ4_NL, MXFP4: weights 0..15 are the low nibbles of q, 16..31 the high ones.
+// UINT4 and FP8 are not GGUF's: they hold weights of quantised Hugging Face folders (ktqueue's loader makes them).
+//
+// Q4_0, Q4_1, Q5_1, UINT4, IQ4_NL, MXFP4: weights 0..15 are the low nibbles of q, 16..31 the high ones. Q5_1's fifth bit
+//   of weight i is bit i of h.
 // Q2_K: two, weight j of group g: bits 2(g % 4) and up of q[32(g / 4) + j]. low and high: nibbles of s[i / 16].
 // Q3_K: the low two bits of three as Q2_K's two; its third bit, of weight j of group g, is bit g of h[j].
 //   s packs sixteen 6-bit scales, one for 16 weights. Scale c has its low 4 bits in s[c % 8] (the low nibble for c < 8,
@@ -80,10 +87,14 @@ enum class Quant : uint8_t {
     IQ3_S,
     IQ1_S,
     IQ1_M,
-    NVFP4
+    NVFP4,
+    Q4_1,
+    Q5_1,
+    UINT4,
+    FP8
 };
 
-inline constexpr size_t kQuantCount = 21;
+inline constexpr size_t kQuantCount = 25;
 inline constexpr size_t kGroup = 32;  // weights
 
 // The values of nibbles: of IQ4_NL and IQ4_XS, and of MXFP4 (twice the E2M1 values; the second 0 is -0 there).

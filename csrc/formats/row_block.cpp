@@ -35,6 +35,33 @@ void read_q8_0(const uint8_t* source, size_t slabs, RowBlock& out) {
     }
 }
 
+// d of each slab in `scales`, followed by 16 bytes with m.
+void read_with_minimum(const uint8_t* source, size_t slabs, size_t bytes, RowBlock& out) {  // Q4_1, Q5_1
+    for (size_t s = 0; s < slabs; ++s, source += bytes) {
+        std::memcpy(out.scales + 2 * s, source, 2);
+        std::memcpy(out.scales + 2 * (kSlabs + s), source + 2, 2);
+        low_then_high(source + bytes - 16, 16, out.codes + s * kSlab);
+        if (bytes == 24)
+            for (size_t i = 0; i < kSlab; ++i)
+                out.codes[s * kSlab + i] |= static_cast<uint8_t>((source[4 + i / 8] >> i % 8 & 1) << 4);
+    }
+}
+
+void read_uint4(const uint8_t* source, size_t slabs, RowBlock& out) {
+    for (size_t s = 0; s < slabs; ++s, source += 19) {
+        std::memcpy(out.scales + 2 * s, source, 2);
+        out.minimums[s] = source[2];
+        low_then_high(source + 3, 16, out.codes + s * kSlab);
+    }
+}
+
+void read_fp8(const uint8_t* source, size_t slabs, RowBlock& out) {
+    for (size_t s = 0; s < slabs; s += kFP8Slabs, source += 132) {
+        std::memcpy(out.scales + s, source, 4);
+        std::memcpy(out.codes + s * kSlab, source + 4, 128);
+    }
+}
+
 // Eight 6-bit scales and minimums of Q4_K and Q5_K: see formats/quant_format.h.
 void read_six_bits(const uint8_t* s, RowBlock& out) {
     for (size_t g = 0; g < 4; ++g) {
@@ -178,6 +205,18 @@ void read_block(Quant quant, const uint8_t* source, size_t slabs, RowBlock& out)
         case Quant::NVFP4:
             read_nvfp4(source, slabs, out);
             break;
+        case Quant::Q4_1:
+            read_with_minimum(source, slabs, 20, out);
+            break;
+        case Quant::Q5_1:
+            read_with_minimum(source, slabs, 24, out);
+            break;
+        case Quant::UINT4:
+            read_uint4(source, slabs, out);
+            break;
+        case Quant::FP8:
+            read_fp8(source, slabs, out);
+            break;
         default:
             read_grid(quant, source, out);
     }
@@ -188,6 +227,7 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
         case Quant::Q4_0:
         case Quant::IQ4_NL:
         case Quant::Q8_0:
+        case Quant::UINT4:
             for (size_t s = 0; s < slabs; ++s)
                 if (!finite_half(block.scales + 2 * s)) return false;
             return true;
@@ -197,6 +237,16 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
             return true;
         case Quant::NVFP4:
             return true;
+        case Quant::Q4_1:
+        case Quant::Q5_1:
+            for (size_t s = 0; s < slabs; ++s)
+                if (!finite_half(block.scales + 2 * s) || !finite_half(block.scales + 2 * (kSlabs + s))) return false;
+            return true;
+        case Quant::FP8:  // 127 and 255 are NaN
+            for (size_t s = 0; s < slabs; s += kFP8Slabs)
+                if ((block.scales[s + 3] & 0x7f) == 0x7f && (block.scales[s + 2] & 0x80)) return false;
+            return std::none_of(block.codes, block.codes + slabs * kSlab,
+                                [](uint8_t code) { return (code & 0x7f) == 0x7f; });
         case Quant::Q4_K:
         case Quant::Q5_K:
         case Quant::Q2_K:
@@ -208,9 +258,9 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
 
 float block_bound(Quant quant, const RowBlock& block, size_t slabs) {
     const float d = std::fabs(half_to_float(block.d)), dmin = std::fabs(half_to_float(block.dmin));
-    const auto slab_bound = [&](float code, size_t halves = 1) {
+    const auto slab_bound = [&](float code, size_t halves = 1, size_t first = 0) {
         float most = 0;
-        for (size_t s = 0; s < halves * slabs; ++s)
+        for (size_t s = first; s < first + halves * slabs; ++s)
             most = std::max(most, std::fabs(half_to_float(block.scales + 2 * s)));
         return most * code;
     };
@@ -234,6 +284,14 @@ float block_bound(Quant quant, const RowBlock& block, size_t slabs) {
             return 15 * 3 * d + 15 * dmin;
         case Quant::NVFP4:
             return slab_bound(12, 2);
+        case Quant::Q4_1:
+            return slab_bound(15) + slab_bound(1, 1, kSlabs);
+        case Quant::Q5_1:
+            return slab_bound(31) + slab_bound(1, 1, kSlabs);
+        case Quant::UINT4:
+            return slab_bound(15 + static_cast<float>(*std::max_element(block.minimums, block.minimums + slabs)));
+        case Quant::FP8:  // no tiles read it
+            return 0;
         default:  // with a grid: the largest scale times the largest value
             return grid_unit(quant) *
                    (quant == Quant::IQ3_XXS ? 31 * 62

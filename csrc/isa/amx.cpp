@@ -16,8 +16,8 @@ namespace {
 // the float kernel (2 times with weights from memory); 16 tokens 6 times; 32 and more 7 to 8 times.
 constexpr size_t kTokens = 8;
 // The same for block formats, by Quant: from where whole layers gain (ADR 0012). 0: never.
-constexpr size_t kBlockFormatTokens[kQuantCount] = {0,  0,  0,  48, 96, 24, 24, 24, 24, 32, 32,
-                                                    32, 24, 24, 24, 24, 32, 32, 24, 24, 32};
+constexpr size_t kBlockFormatTokens[kQuantCount] = {0,  0,  0,  48, 96, 24, 24, 24, 24, 32, 32, 32, 24,
+                                                    24, 24, 24, 32, 32, 24, 24, 32, 48, 24, 48, 0};
 
 }  // namespace
 

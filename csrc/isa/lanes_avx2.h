@@ -187,6 +187,16 @@ inline Floats column(Bytes codes, int i) {  // column i of the line, as floats
     return {convert(codes.a), convert(codes.b)};
 }
 
+// Column i of a line of E4M3 numbers. Their bits are those of floats whose exponent is smaller by 120.
+inline Floats column_of_e4m3(Bytes codes, int i) {
+    const auto convert = [i](__m256i x) {
+        const __m256i shifted = _mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * i), 4);
+        const __m256i bits = _mm256_and_si256(shifted, _mm256_set1_epi32(static_cast<int>(0x87f00000u)));
+        return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+    };
+    return {convert(codes.a), convert(codes.b)};
+}
+
 inline Floats zero_floats() {
     return {_mm256_setzero_ps(), _mm256_setzero_ps()};
 }

@@ -132,6 +132,14 @@ inline Floats column(Bytes codes, int i) {  // column i of the line, as floats
         _mm512_and_si512(_mm512_srli_epi32(codes, static_cast<unsigned>(8 * i)), _mm512_set1_epi32(255)));
 }
 
+// Column i of a line of E4M3 numbers. Their bits are those of floats whose exponent is smaller by 120.
+inline Floats column_of_e4m3(Bytes codes, int i) {
+    const __m512i upper = _mm512_slli_epi32(codes, static_cast<unsigned>(24 - 8 * i));
+    const __m512i bits =
+        _mm512_and_si512(_mm512_srai_epi32(upper, 4), _mm512_set1_epi32(static_cast<int>(0x87f00000u)));
+    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
+}
+
 inline Floats zero_floats() {
     return _mm512_setzero_ps();
 }

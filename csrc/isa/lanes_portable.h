@@ -139,6 +139,10 @@ inline Floats column(const Bytes& codes, int i) {  // column i of the line, as f
     return make<Floats>([&](size_t r) { return static_cast<float>(codes.lane[4 * r + static_cast<size_t>(i)]); });
 }
 
+inline Floats column_of_e4m3(const Bytes& codes, int i) {  // column i of a line of E4M3 numbers
+    return make<Floats>([&](size_t r) { return e4m3_to_float(codes.lane[4 * r + static_cast<size_t>(i)]); });
+}
+
 inline Floats zero_floats() {
     return {};
 }

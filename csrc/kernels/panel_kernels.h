@@ -246,8 +246,8 @@ void dot_panels(const PanelTask& task) {
         part.y = task.y + p * kPanelRows;
         if constexpr (kMaxPairTokens > 0) {
             if (part.panels == 2) {
-                // Q5_K's third plane costs more operations per pass than superblocks save.
-                if constexpr (Format::kQuant != Quant::Q5_K) {
+                // A third plane costs more operations per pass than superblocks save (measured with Q5_K).
+                if constexpr (Format::kQuant != Quant::Q5_K && Format::kQuant != Quant::Q5_1) {
                     if (task.tokens >= kSuperblockTokens) {
                         dot_superblocks<Format>(part);
                         continue;

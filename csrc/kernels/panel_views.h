@@ -310,6 +310,48 @@ struct PanelIQ1 : Scaled<PanelIQ1> {
     Floats scale(size_t slab, size_t half) const { return scales.scale(slab, half); }
 };
 
+struct PanelQ4_1 : Scaled<PanelQ4_1> {
+    static constexpr Quant kQuant = Quant::Q4_1;
+    static constexpr bool kMinimums = true;
+    Nibbles nibbles;
+    const uint8_t *scales, *minimums;
+    PanelQ4_1(const uint8_t* block, size_t slabs)
+        : nibbles{block}, scales(block + 256 * slabs), minimums(scales + 32 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
+    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
+    Floats minimum(size_t slab, size_t) const { return minus(zero_floats(), load_halves(minimums + 32 * slab)); }
+};
+
+struct PanelQ5_1 : Scaled<PanelQ5_1> {
+    static constexpr Quant kQuant = Quant::Q5_1;
+    static constexpr bool kMinimums = true;
+    Nibbles nibbles;
+    const uint8_t *bits, *scales, *minimums;
+    PanelQ5_1(const uint8_t* block, size_t slabs)
+        : nibbles{block}, bits(block + 256 * slabs), scales(bits + 64 * slabs), minimums(scales + 32 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+        nibbles.codes(slab, j, even, odd);
+        even = add_bits<16>(even, bits + slab * 64 + j * 16);
+        odd = add_bits<16>(odd, bits + slab * 64 + j * 16 + 8);
+    }
+    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
+    Floats minimum(size_t slab, size_t) const { return minus(zero_floats(), load_halves(minimums + 32 * slab)); }
+};
+
+// Both d * c and d * z fit into a float, so their difference is d * (c - z).
+struct PanelUINT4 : Scaled<PanelUINT4> {
+    static constexpr Quant kQuant = Quant::UINT4;
+    static constexpr bool kMinimums = true;
+    Nibbles nibbles;
+    const uint8_t *scales, *zeros;
+    PanelUINT4(const uint8_t* block, size_t slabs)
+        : nibbles{block}, scales(block + 256 * slabs), zeros(scales + 32 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
+    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
+    Floats minimum(size_t slab, size_t) const { return times(scale(slab, 0), load_unsigned(row_zeros(slab))); }
+    const uint8_t* row_zeros(size_t slab) const { return zeros + 16 * slab; }
+};
+
 // Float formats are stored as they are: their superblocks are plain runs of slabs.
 struct PanelF32 {
     static constexpr Quant kQuant = Quant::F32;
@@ -337,6 +379,20 @@ struct PanelBF16 {
     void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
         for (size_t i = 0; i < 8; i += 2)
             load_bf16_pair(block + slab * 1024 + (8 * j + i) * 32, weights[i], weights[i + 1]);
+    }
+};
+
+// Multiplied by float activations, as floats are.
+struct PanelFP8 {
+    static constexpr Quant kQuant = Quant::FP8;
+    const uint8_t* block;
+    PanelFP8(const uint8_t* block, size_t) : block(block) {}
+    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
+        const uint8_t* part = block + slab / kFP8Slabs * kFP8Bytes;
+        const Floats scale = load_floats(reinterpret_cast<const float*>(part + kFP8Bytes - 64));
+        const uint8_t* codes = part + slab % kFP8Slabs * 512 + j * 128;
+        const Bytes lines[2] = {load_bytes(codes), load_bytes(codes + 64)};
+        for (int i = 0; i < 8; ++i) weights[i] = times(scale, column_of_e4m3(lines[i / 4], i % 4));
     }
 };
 

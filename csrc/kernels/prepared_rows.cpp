@@ -43,7 +43,7 @@ RowForm row_form(const KernelTable& kernels, Quant quant, Precision precision, s
         if (is_float(quant)) return {Kind::Bf16, {}, 0};
         if (unit > 0) return {Kind::Shuffled, {}, unit};
     }
-    if (precision == Precision::Exact || is_float(quant)) return {Kind::Floats, {}, 0};
+    if (precision == Precision::Exact || takes_floats(quant)) return {Kind::Floats, {}, 0};
     return {Kind::Slabs, activation_kind(quant), 0};
 }
 

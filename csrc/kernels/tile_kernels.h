@@ -308,7 +308,8 @@ void add_block_tiles(KernelTable& table, const size_t (&tokens)[kQuantCount]) {
         std::type_identity<PanelQ6_K>{}, std::type_identity<PanelIQ4_NL>{}, std::type_identity<PanelIQ4_XS>{},
         std::type_identity<PanelMXFP4>{}, std::type_identity<PanelIQ3<Quant::IQ3_XXS>>{},
         std::type_identity<PanelIQ3<Quant::IQ3_S>>{}, std::type_identity<PanelIQ2>{}, std::type_identity<PanelIQ1>{},
-        std::type_identity<PanelNVFP4>{});
+        std::type_identity<PanelNVFP4>{}, std::type_identity<PanelQ4_1>{}, std::type_identity<PanelQ5_1>{},
+        std::type_identity<PanelUINT4>{});
     table.shuffle = shuffle;
     table.activate_tiles[0] = activate_tile_rows<quick_silu>;
     table.activate_tiles[1] = activate_tile_rows<gate_gelu>;

@@ -88,6 +88,7 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
     constexpr ActivationKind kKind = activation_kind(Format::kQuant);
     constexpr size_t kHalves = kKind.halves ? 2 : 1;
     constexpr bool kNibbles = Format::kQuant == Quant::Q4_K;
+    constexpr bool kZeros = Format::kQuant == Quant::UINT4;  // subtracted from codes, which halves do exactly
     const Format format(block, slabs);
     const float weight_unit = 0x1p16f / unit * kCuttingCorrection;
     __m512i factors[kHalves], offsets[kHalves];
@@ -95,7 +96,7 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
     for (size_t h = 0; h < kHalves; ++h) {
         const __m256i factor = to_halves(times(format.scale(slab, h), splat_float(weight_unit)));
         factors[h] = for_rows(factor);
-        if constexpr (Format::kMinimums) {
+        if constexpr (Format::kMinimums && !kZeros) {
             // Nibbles are read as 16 + code.
             Floats offset = times(format.minimum(slab, h), splat_float(-weight_unit));
             if constexpr (kNibbles) offset = fused_negative(_mm512_cvtph_ps(factor), splat_float(16), offset);
@@ -129,11 +130,15 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
         } else {
             Bytes lines[2];
             format.lines(slab, j, lines[0], lines[1]);
-            const __m512i zero =
-                words(0x6400 + kKind.offset);  // 1024 plus the offset: the code is the low end of the mantissa
+            // 1024 plus the offset: the code is the low end of the mantissa.
+            __m512i zero = words(0x6400 + kKind.offset);
+            if constexpr (kZeros)
+                zero = for_rows(_mm256_or_si256(
+                    _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(format.row_zeros(slab)))),
+                    _mm256_set1_epi16(0x6400)));
             const auto row = [&](__m512i half) {
                 const __m512i code = Half::minus(half, zero);
-                if constexpr (Format::kMinimums) {
+                if constexpr (Format::kMinimums && !kZeros) {
                     return cut_to_bf16(Half::fused(code, factor, offsets[kKind.halves ? j / 2 : 0]));
                 } else {
                     return cut_to_bf16(Half::times(code, factor));

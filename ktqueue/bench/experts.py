@@ -35,7 +35,7 @@ BATCH_SECONDS = 0.02  # of calls between two readings of the clock
 PARTS = 3  # into which the time of a figure is divided, with probes between them
 DISTURBED = 0.8  # lowest share of a figure's worst probe in its best; below it something else was running
 REPORT_FORMAT = 1  # of the JSON; raised when a name changes its meaning
-FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F32", "F16", "BF16", "FP8")
 
 
 @dataclass(frozen=True, slots=True)

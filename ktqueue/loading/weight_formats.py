@@ -1,9 +1,8 @@
 """Storage formats of weights: names, block sizes, bytes per row. Knows no file format.
 
-No kernel reads Q4_1, Q5_0, Q5_1, TQ1_0 and TQ2_0. When they are loaded, they are stored in a format that holds them
-exactly: the five bits of Q5_0 with their offset of 16 in Q8_0, and products with a minimum, d * q + m, in F32.
-llama.cpp stores these three where a row is not a multiple of a K block, such as attn_k_b and the down experts of
-DeepSeek models. The others are ternary: d * (q - 1) is d * 1 * q - d * 1 in Q2_K, where -0 is 0.
+No kernel reads Q5_0, TQ1_0 and TQ2_0. When they are loaded, they are stored in a format that holds them exactly: the
+five bits of Q5_0 with their offset of 16 in Q8_0. llama.cpp stores Q5_0 where a row is not a multiple of a K block,
+such as attn_k_b of DeepSeek models. The others are ternary: d * (q - 1) is d * 1 * q - d * 1 in Q2_K, where -0 is 0.
 Layouts: ggml-common.h.
 """
 
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# Elements and bytes of one block, as ggml defines them (ggml-common.h).
+# Elements and bytes of one block, as ggml (ggml-common.h) or FOLDER_FORMATS define them.
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -36,16 +35,21 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "IQ1_S": (256, 50),
     "IQ1_M": (256, 56),
     "NVFP4": (64, 36),
+    "Q4_1": (32, 20),
+    "Q5_1": (32, 24),
+    "UINT4": (32, 19),
+    "FP8": (128, 132),
 }
-FILE_BLOCKS = {**BLOCKS, "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "TQ1_0": (256, 54), "TQ2_0": (256, 66)}
-"""All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED."""
-
-FOLDER_BLOCKS: dict[str, tuple[int, int]] = {"UINT4": (32, 19), "FP8": (128, 132)}
+FOLDER_FORMATS = ("UINT4", "FP8")
 """Formats of our own for weights of quantised Hugging Face folders that no format of GGUF holds exactly.
 
 UINT4: half d, u8 zero, 16 bytes with the codes in Q4_0's order; d * (code - zero). FP8: float d, 128 numbers in
 float8_e4m3fn; d * number.
 """
+
+FILE_BLOCKS = {quant: size for quant, size in BLOCKS.items() if quant not in FOLDER_FORMATS}
+FILE_BLOCKS |= {"Q5_0": (32, 22), "TQ1_0": (256, 54), "TQ2_0": (256, 66)}
+"""All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED."""
 
 RAW = {"U8": 1, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
 """Types of tensors that are parts of weights, such as codes and exponents, with the bytes of a number.
@@ -59,7 +63,7 @@ Floats = npt.NDArray[np.float32]
 
 def row_bytes(quant: str, columns: int) -> int:
     """Return the bytes of one row. Raises ValueError if `columns` is not a multiple of the block."""
-    elements, size = (1, RAW[quant]) if quant in RAW else (FILE_BLOCKS | FOLDER_BLOCKS)[quant]
+    elements, size = (1, RAW[quant]) if quant in RAW else (BLOCKS | FILE_BLOCKS)[quant]
     if columns % elements:
         raise ValueError(f"a row of {columns} is not a multiple of the {quant} block of {elements}")
     return columns // elements * size
@@ -70,37 +74,15 @@ def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])
 
 
-REQUANTISED = {
-    "Q4_1": "F32",
-    "Q5_0": "Q8_0",
-    "Q5_1": "F32",
-    "TQ1_0": "Q2_K",
-    "TQ2_0": "Q2_K",
-    "UINT4": "F32",
-    "FP8": "F32",
-}
+REQUANTISED = {"Q5_0": "Q8_0", "TQ1_0": "Q2_K", "TQ2_0": "Q2_K"}
 _LAYOUTS = {
-    "Q4_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("low", "u1", 16)]),
     "Q5_0": np.dtype([("d", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
-    "Q5_1": np.dtype([("d", "<f2"), ("m", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
     "TQ1_0": np.dtype([("five", "u1", 32), ("also_five", "u1", 16), ("four", "u1", 4), ("d", "<f2")]),
     "TQ2_0": np.dtype([("q", "u1", 64), ("d", "<f2")]),
-    "UINT4": np.dtype([("d", "<f2"), ("zero", "u1"), ("low", "u1", 16)]),
-    "FP8": np.dtype([("d", "<f4"), ("q", "u1", 128)]),
 }
 _Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
 _Q2_K = np.dtype([("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
 _POWERS_OF_3 = np.array([[1], [3], [9], [27], [81]], np.uint8)
-
-
-def float8_values(codes: Bytes) -> Floats:
-    """Return numbers of float8_e4m3fn as float32, in the shape of `codes`.
-
-    Their bits are those of halves whose exponent is smaller by 8, except for NaN.
-    """
-    bits = (codes & 0x80).astype(np.uint16) << 8 | (codes & 0x7F).astype(np.uint16) << 7
-    values: Floats = bits.view(np.float16).astype(np.float32) * np.float32(256)
-    return values
 
 
 def loaded_format(quant: str) -> str:
@@ -116,9 +98,6 @@ def requantise(quant: str, data: Bytes) -> Bytes:
     if quant not in REQUANTISED:
         return data
     blocks = data.view(_LAYOUTS[quant])
-    if quant == "FP8":
-        values: Floats = blocks["d"][:, None] * float8_values(blocks["q"])
-        return values.reshape(-1).view(np.uint8)
     if REQUANTISED[quant] == "Q2_K":
         ternary = np.empty(len(blocks), _Q2_K)
         ternary["scales"] = 0x11
@@ -126,21 +105,11 @@ def requantise(quant: str, data: Bytes) -> Bytes:
         ternary["d"] = ternary["dmin"] = blocks["d"]
         return ternary.view(np.uint8)
     numbers = np.concatenate([blocks["low"] & 15, blocks["low"] >> 4], axis=1)  # [blocks, 32]
-    if quant == "UINT4":
-        values = numbers.astype(np.float32) - blocks["zero"][:, None]
-        values *= blocks["d"][:, None].astype(np.float32)
-        return values.reshape(-1).view(np.uint8)
-    if quant != "Q4_1":
-        numbers |= ((blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
-    if quant == "Q5_0":
-        out = np.empty(len(blocks), _Q8_0)
-        out["d"] = blocks["d"]
-        out["q"] = numbers.astype(np.int8) - 16
-        return out.view(np.uint8)
-    values = numbers.astype(np.float32)
-    values *= blocks["d"][:, None].astype(np.float32)
-    values += blocks["m"][:, None].astype(np.float32)
-    return values.reshape(-1).view(np.uint8)
+    numbers |= ((blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
+    out = np.empty(len(blocks), _Q8_0)
+    out["d"] = blocks["d"]
+    out["q"] = numbers.astype(np.int8) - 16
+    return out.view(np.uint8)
 
 
 def _pairs_of_tq1(blocks: np.ndarray[Any, np.dtype[np.void]]) -> Bytes:

@@ -28,6 +28,7 @@ Integers = npt.NDArray[np.int64]
 QUANTS = (
     *("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
+    *("Q4_1", "Q5_1", "UINT4", "FP8"),
 )
 ISAS = ("scalar", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets that kernels are written for, slowest first. csrc/isa/ladder.cpp names the CPUs that have each."""

@@ -48,7 +48,7 @@ def assert_experts(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -
 @pytest.mark.parametrize("quant", native.QUANTS)
 def test_equals_the_twins(quant: str, dtype: torch.dtype, random_weights: Callable[..., Bytes]) -> None:
     cases = [small(quant)]
-    if quant not in ("F32", "F16", "BF16"):
+    if quant not in panel_layout.FLOAT_PRODUCTS:
         cases.append(((quant,) * 3, 512, 256))
     for quants, hidden, intermediate in cases:
         pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
@@ -105,7 +105,7 @@ def assert_rounded(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -
     assert got.cpu().flatten(0, 1)[~computed].eq(0).all()
 
 
-@pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS])
+@pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS])
 def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[..., Bytes]) -> None:
     cases = [small(quant), ((quant,) * 3, 2048, 768)]
     for quants, hidden, intermediate in cases:

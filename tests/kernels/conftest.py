@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from kernel_types import Exact, MakeWeights, RandomWeights, RunLayer
+from stored_blocks import values_of
 
 from ktqueue.operators import native
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
@@ -54,10 +54,10 @@ def make_weights(random_weights: RandomWeights) -> MakeWeights:
 
 @pytest.fixture
 def exact() -> Exact:
-    """The values of packed weights, decoded by gguf, in float64."""
+    """The values of packed weights, decoded by others, in float64."""
 
     def dequantize(quant: str, data: Bytes, count: int) -> torch.Tensor:
-        values = gguf.dequantize(data, gguf.GGMLQuantizationType[quant]).reshape(-1)
+        values = values_of(quant, data)
         assert len(values) == count
         return torch.from_numpy(values.astype(np.float64))
 

@@ -8,8 +8,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "isa/cpu_features.h"
 #include "driver/cases.h"
+#include "isa/cpu_features.h"
 #include "isa/ladder.h"
 
 namespace ktqueue {

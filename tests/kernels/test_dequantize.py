@@ -6,16 +6,18 @@ import gguf
 import numpy as np
 import pytest
 from kernel_types import RandomWeights
+from stored_blocks import block_size, values_of
 
 from ktqueue.operators import native
 from ktqueue.operators.packed import Bytes
 
-BLOCKS = {q: tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[q]]) for q in native.QUANTS}
+BLOCKS = {quant: block_size(quant) for quant in native.QUANTS}
 BLOCK_QUANTS = [quant for quant, (elements, _) in BLOCKS.items() if elements > 1]
 # Offsets of the halves in a block. MXFP4 has its scale in byte 0, and NVFP4 in bytes 0 to 3. The half of IQ1_M is in
 # the upper four bits of four words, from byte 48.
 HALFS = {"Q4_0": [0], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 HALFS |= {"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [], "NVFP4": [], "IQ1_M": []}
+HALFS |= {"Q4_1": [0, 2], "Q5_1": [0, 2], "UINT4": [0], "FP8": []}
 HALFS |= {quant: [0] for quant in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S")}
 
 
@@ -24,7 +26,7 @@ def assert_equals_gguf(quant: str, data: Bytes) -> None:
     elements, size = BLOCKS[quant]
     count = data.size // size * elements
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = gguf.dequantize(data, gguf.GGMLQuantizationType[quant]).reshape(-1)
+        expected = values_of(quant, data)
     got = native.dequantize(quant, data, count)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     number = ~np.isnan(expected)
@@ -48,6 +50,9 @@ def test_each_bit_of_a_block_is_decoded(quant: str, random_weights: RandomWeight
         blocks[:, 0] = 124
     if quant == "NVFP4":
         blocks[:, :4] = 64
+    if quant == "FP8":  # the scale is 1; NaN is refused before, and not a number here
+        blocks[:, :4] = np.frombuffer(np.float32(1).tobytes(), np.uint8)
+        np.copyto(blocks[:, 4:], 0, where=(blocks[:, 4:] & 127) == 127)
     if quant == "IQ1_M":  # 0x3c00, which is 1
         blocks[:, 49::2] &= 15
         blocks[:, 53] |= 0xC0
@@ -76,6 +81,15 @@ def test_every_scale_of_nvfp4_is_decoded(random_weights: RandomWeights) -> None:
     blocks = random_weights("NVFP4", 256 * 64).reshape(-1, 36)
     blocks[:, :4] = np.arange(256)[:, None] + np.arange(4)
     assert_equals_gguf("NVFP4", blocks.reshape(-1))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, 1e-39, -1.5, 1e30, np.inf, np.nan])
+def test_every_number_of_fp8_is_decoded(scale: float) -> None:
+    numbers = np.arange(256, dtype=np.uint8)
+    blocks = np.zeros((2, 132), np.uint8)
+    blocks[:, :4] = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
+    blocks[:, 4:] = np.where(numbers & 127 == 127, 0, numbers).reshape(2, 128)
+    assert_equals_gguf("FP8", blocks.reshape(-1))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, 6e-8, -1.5, 65504.0, np.inf, np.nan])
@@ -167,6 +181,10 @@ def test_a_row_has_the_bytes_of_its_blocks() -> None:
         100,
         112,
         288,
+        320,
+        384,
+        304,
+        528,
     ]
     with pytest.raises(ValueError, match="positive multiple of 1 weights for F32, got 0"):
         native.row_bytes("F32", 0)

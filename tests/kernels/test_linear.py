@@ -49,7 +49,7 @@ def test_products_equal_the_twin(
         for tokens in (1, 2, 3, 4, 7, 8, 16, 33, 128):
             x = normal(tokens, columns)
             seen = x.double()
-            if kept == "int8" and quant not in PLAIN:
+            if kept == "int8" and quant not in (*PLAIN, "FP8"):
                 seen = reference.quantize_activations(seen)
             expected = seen @ decoded.T
             got = multiply(linear, x, rows)

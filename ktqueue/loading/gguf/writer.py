@@ -34,6 +34,8 @@ _FILE_TYPES = {
     "IQ1_S": gguf.LlamaFileType.MOSTLY_IQ1_S,
     "IQ1_M": gguf.LlamaFileType.MOSTLY_IQ1_M,
     "NVFP4": gguf.LlamaFileType.MOSTLY_NVFP4,
+    "Q4_1": gguf.LlamaFileType.MOSTLY_Q4_1,
+    "Q5_1": gguf.LlamaFileType.MOSTLY_Q5_1,
 }
 
 

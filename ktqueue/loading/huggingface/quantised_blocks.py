@@ -6,7 +6,7 @@ Codes are unsigned here: a weight is scale * (code - zero). Formats: weight_form
 import numpy as np
 import numpy.typing as npt
 
-from ktqueue.loading.weight_formats import Bytes, Floats, float8_values
+from ktqueue.loading.weight_formats import Bytes, Floats
 
 Halves = npt.NDArray[np.float16]
 
@@ -80,6 +80,16 @@ def float8_blocks(numbers: Bytes, scales: Floats) -> Bytes:
     out["d"] = scales
     out["q"] = numbers.reshape(rows, -1, FP8_BLOCK)
     return out.reshape(-1).view(np.uint8)
+
+
+def float8_values(codes: Bytes) -> Floats:
+    """Return numbers of float8_e4m3fn as float32, in the shape of `codes`.
+
+    Their bits are those of halves whose exponent is smaller by 8, except for NaN.
+    """
+    bits = (codes & 0x80).astype(np.uint16) << 8 | (codes & 0x7F).astype(np.uint16) << 7
+    values: Floats = bits.view(np.float16).astype(np.float32) * np.float32(256)
+    return values
 
 
 def float8_floats(numbers: Bytes, scales: Floats) -> Bytes:

@@ -23,7 +23,7 @@ from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX
 from ktqueue.loading.synthetic.random_blocks import GROUP, random_blocks
 from ktqueue.loading.synthetic.shapes import MIX, SHAPES, SyntheticTensor, tensors_of
-from ktqueue.loading.weight_formats import BLOCKS, Bytes
+from ktqueue.loading.weight_formats import BLOCKS, FOLDER_FORMATS, Bytes
 
 # Blocks per pool; a larger tensor repeats them. Both sizes are prime, so that as many rows of a tensor as there are
 # blocks begin at different blocks.
@@ -79,6 +79,8 @@ def write_synthetic(
     bytes. Raises CheckpointError.
     """
     config, quant, metadata = _parse(name, layers, changes)
+    if quant in FOLDER_FORMATS:
+        raise CheckpointError(f"{name}: GGUF files have no format {quant.lower()}")
     tensors = list(tensors_of(config, quant))
     pools = _WeightPools()
     with GgufWriter(target, metadata["general.architecture"], quant) as writer:

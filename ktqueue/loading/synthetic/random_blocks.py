@@ -37,6 +37,10 @@ _LAYOUTS: dict[str, list[Any]] = {
     "IQ1_S": [("d", "<f2"), ("q", "u1", 48)],
     "IQ1_M": [("q", "u1", 48), ("words", "<u2", 4)],
     "NVFP4": [("e", "u1", 4), ("q", "u1", 32)],
+    "Q4_1": [("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)],
+    "Q5_1": [("d", "<f2"), ("m", "<f2"), ("high", "u1", 4), ("q", "u1", 16)],
+    "UINT4": [("d", "<f2"), ("zero", "u1"), ("q", "u1", 16)],
+    "FP8": [("d", "<f4"), ("q", "u1", 128)],
 }
 # The root mean square of weights of random bits for d = 1. It is sqrt(mean of the grid's squares) times that of scales.
 _GRID_UNITS = {
@@ -159,6 +163,31 @@ def _nvfp4(blocks: Blocks, deviation: float, random: Random) -> None:
     blocks["e"] = lower + (random.random(blocks["e"].shape) < (wanted**2 - below) / (above - below))
 
 
+def _with_minimum(levels: int) -> Callable[[Blocks, float, Random], None]:
+    """Q4_1 (16 levels) and Q5_1 (32): m = -middle level * d, which centres the weights."""
+    middle = (levels - 1) / 2
+
+    def fill(blocks: Blocks, deviation: float, random: Random) -> None:
+        _scale(blocks, _rms(level - middle for level in range(levels)), deviation, random)
+        blocks["m"] = -middle * blocks["d"]
+
+    return fill
+
+
+def _uint4(blocks: Blocks, deviation: float, random: Random) -> None:
+    """Zero points are 7 and 8, which centres the weights."""
+    blocks["zero"] = 7 + (blocks["zero"] & 1)
+    _scale(blocks, _rms((*range(-8, 8), *range(-7, 9))), deviation, random)
+
+
+def _fp8(blocks: Blocks, deviation: float, random: Random) -> None:
+    """All numbers but NaN, so most weights are small."""
+    numbers = np.arange(127)
+    values = np.where(numbers < 8, numbers / 8, (1 + numbers % 8 / 8) * 2.0 ** (numbers // 8 - 1)) * 2.0**-6
+    np.copyto(blocks["q"], 0, where=(blocks["q"] & 127) == 127)
+    _scale(blocks, _rms((*values, 0)), deviation, random)
+
+
 def _grid(quant: str) -> Callable[[Blocks, float, Random], None]:
     def fill(blocks: Blocks, deviation: float, random: Random) -> None:
         _scale(blocks, _GRID_UNITS[quant], deviation, random)
@@ -189,4 +218,8 @@ _SET: dict[str, Callable[[Blocks, float, Random], None]] = {
     **{quant: _grid(quant) for quant in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S")},
     "IQ1_M": _iq1_m,
     "NVFP4": _nvfp4,
+    "Q4_1": _with_minimum(16),
+    "Q5_1": _with_minimum(32),
+    "UINT4": _uint4,
+    "FP8": _fp8,
 }

@@ -49,7 +49,7 @@ WEIGHTS_PER_THREAD = 1 << 22  # that a thread holds as float32 while loading: 16
 
 def stays_quantised(quant: str) -> bool:
     """Whether a matrix of this format can be kept as it is. Float formats are decoded: keeping them gains nothing."""
-    return quant not in panel_layout.FLOATS
+    return quant not in panel_layout.FLOAT_PRODUCTS
 
 
 class DenseLinear(Protocol):

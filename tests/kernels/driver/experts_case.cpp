@@ -9,8 +9,8 @@
 #include "cases.h"
 #include "experts/expert_layer.h"
 #include "handoff/handoff.h"
-#include "matrices.h"
 #include "kernels/prepared_rows.h"
+#include "matrices.h"
 #include "threads/thread_pool.h"
 
 namespace ktqueue {
@@ -18,7 +18,7 @@ namespace ktqueue {
 namespace {
 
 constexpr size_t kMostWork = 3'000'000;  // multiplications of a reference
-constexpr double kRounding = 1e-4;  // of float32 sums, relative to their magnitude
+constexpr double kRounding = 1e-4;       // of float32 sums, relative to their magnitude
 constexpr double kTileRounding = 0.03;   // of weights and activations to bf16: many standard deviations
 
 // One matrix of all experts.
@@ -122,7 +122,7 @@ struct Layer {
             errors[i] = 1.2 * g.error * (std::fabs(factor) + u.error) + std::fabs(activated) * u.error +
                         1e-5 * std::fabs(g.value) * (std::fabs(factor) + 1);
         }
-        if (!is_float(quants[2]) && options.precision == Precision::Fast && !tiles[2])
+        if (!takes_floats(quants[2]) && options.precision == Precision::Fast && !tiles[2])
             for (size_t begin = 0; begin < intermediate;
                  begin += kSlab) {  // a number near an edge may be rounded to the other step
                 double largest = 0, error = 0;
@@ -261,8 +261,7 @@ void run_through_handoff(Random& random, const ExpertLayer& layer, const Call& c
     const size_t pairs = call.tokens * call.slots;
     std::vector<Line> input(shape.input_bytes(call.tokens) / 64 + 1), words(4), result(4 * out.size() / 64 + 1);
     auto* answer = reinterpret_cast<float*>(result.data());
-    Handoff handoff(shape, {input[0].bytes, answer, &words[0], &words[2]}, true,
-                    {random.chance(2) ? 0.0 : 1.0, 600.0});
+    Handoff handoff(shape, {input[0].bytes, answer, &words[0], &words[2]}, true, {random.chance(2) ? 0.0 : 1.0, 600.0});
     auto* request = reinterpret_cast<std::atomic<uint32_t>*>(&words[0]);
     auto* done = reinterpret_cast<std::atomic<uint32_t>*>(&words[2]);
     auto* predicted = reinterpret_cast<int64_t*>(input[0].bytes + shape.predicted_offset(call.tokens));

@@ -5,8 +5,8 @@
 #include <thread>
 
 #include "cases.h"
-#include "model/linear.h"
 #include "matrices.h"
+#include "model/linear.h"
 #include "threads/thread_pool.h"
 
 namespace ktqueue {
@@ -80,7 +80,7 @@ void LinearCase::check(const Rows& x, const Rows& y) const {
                 continue;
             }
             const Matrix::Product product = matrix.times(r, exact);
-            if (tiles && largest < 1e-30) continue;  // tiles treat subnormal numbers as zero
+            if (tiles && largest < 1e-30) continue;                  // tiles treat subnormal numbers as zero
             if (largest > 1e30 || !(product.size < 1e35)) continue;  // sums may overflow
             const double error = std::fabs(got - product.value - added);
             const double bound =

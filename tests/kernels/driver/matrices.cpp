@@ -16,7 +16,7 @@ void half_offsets(Quant quant, int (&offsets)[2]) {
     offsets[1] = -1;
     if (quant == Quant::Q2_K) offsets[0] = 80, offsets[1] = 82;
     if (quant == Quant::Q3_K) offsets[0] = 108;
-    if (quant == Quant::Q4_K || quant == Quant::Q5_K) offsets[1] = 2;
+    if (quant == Quant::Q4_K || quant == Quant::Q5_K || quant == Quant::Q4_1 || quant == Quant::Q5_1) offsets[1] = 2;
     if (quant == Quant::Q6_K) offsets[0] = 208;
 }
 
@@ -54,10 +54,13 @@ void set_block(Random& random, Quant quant, Scales scales, uint8_t* block) {
         for (int k = 0; k < 4 && scales != Scales::any; ++k) block[k] &= 63;
         return;
     }
-    if (quant == Quant::F32) {
+    if (quant == Quant::FP8 && scales != Scales::any)
+        for (size_t i = 4; i < 132; ++i)
+            if ((block[i] & 0x7f) == 0x7f) block[i] = 0x7e;
+    if (quant == Quant::F32 || quant == Quant::FP8) {
         uint32_t bits;
         std::memcpy(&bits, block, 4);
-        const float value = 0.1f * random.normal();
+        const float value = (quant == Quant::FP8 ? 0.001f : 0.1f) * random.normal();
         if (scales == Scales::small || scales == Scales::one_bad) std::memcpy(&bits, &value, 4);
         if (scales == Scales::any_finite) bits &= ~0x00800000u;  // not all ones in the exponent
         std::memcpy(block, &bits, 4);
@@ -84,10 +87,10 @@ void set_block(Random& random, Quant quant, Scales scales, uint8_t* block) {
 void make_bad(Random& random, Quant quant, uint8_t* block) {
     if (quant == Quant::MXFP4) {
         block[0] = 255;
-    } else if (quant == Quant::F32 || quant == Quant::BF16) {
+    } else if (quant == Quant::F32 || quant == Quant::BF16 || quant == Quant::FP8) {
         const float values[] = {INFINITY, -INFINITY, NAN};
         const float value = random.element(values);
-        const size_t bytes = quant == Quant::F32 ? 4 : 2;
+        const size_t bytes = quant == Quant::BF16 ? 2 : 4;
         std::memcpy(block, reinterpret_cast<const uint8_t*>(&value) + 4 - bytes, bytes);
     } else if (quant != Quant::NVFP4) {  // which has no scale that is not finite
         int offsets[2];
@@ -101,9 +104,12 @@ void make_bad(Random& random, Quant quant, uint8_t* block) {
 bool is_bad(Quant quant, const uint8_t* block) {
     if (quant == Quant::MXFP4) return block[0] == 255;
     if (quant == Quant::NVFP4) return false;
-    if (quant == Quant::F32 || quant == Quant::BF16) {
+    if (quant == Quant::FP8)
+        for (size_t i = 4; i < 132; ++i)
+            if ((block[i] & 0x7f) == 0x7f) return true;
+    if (quant == Quant::F32 || quant == Quant::BF16 || quant == Quant::FP8) {
         uint32_t bits = 0;
-        const size_t bytes = quant == Quant::F32 ? 4 : 2;
+        const size_t bytes = quant == Quant::BF16 ? 2 : 4;
         std::memcpy(reinterpret_cast<uint8_t*>(&bits) + 4 - bytes, block, bytes);
         return (bits & 0x7f800000u) == 0x7f800000u;
     }
@@ -176,7 +182,7 @@ size_t random_columns(Random& random, const std::vector<Quant>& quants, size_t m
 
 std::vector<double> seen(const float* x, size_t columns, Quant quant, Precision precision) {
     std::vector<double> result(x, x + columns);
-    if (is_float(quant) || precision == Precision::Exact) return result;
+    if (takes_floats(quant) || precision == Precision::Exact) return result;
     for (size_t begin = 0; begin < columns; begin += kSlab) {
         const size_t end = std::min(columns, begin + kSlab);
         float largest = 0;

@@ -8,9 +8,9 @@
 #include <set>
 #include <thread>
 
-#include "formats/aligned_buffer.h"
 #include "cases.h"
 #include "experts/expert_layer.h"
+#include "formats/aligned_buffer.h"
 #include "matrices.h"
 #include "threads/thread_pool.h"
 

@@ -71,6 +71,8 @@ def test_a_folder_has_the_weights_and_the_tokens_of_its_float32(
     for fused, matrices in (("gate_up_proj", gates), ("down_proj", downs)):
         assert checkpoint.quant(f"{EXPERTS}.{fused}") == scheme.quant
         assert torch.equal(checkpoint.decode(f"{EXPERTS}.{fused}", torch.float32), torch.stack(matrices))
+    kept = checkpoint.experts(EXPERTS)
+    assert (kept.gate.quant, kept.up.quant, kept.down.quant) == (scheme.quant,) * 3
     for dense in ("self_attn.k_proj.weight", "mlp.gate.weight"):
         stored = f"model.layers.1.{dense}"
         assert torch.equal(checkpoint.decode(stored, torch.float32), plain[stored])

@@ -17,7 +17,7 @@ from ktqueue.loading.synthetic.checkpoint import build_vocabulary, write_synthet
 from ktqueue.loading.synthetic.random_blocks import random_blocks
 from ktqueue.loading.synthetic.shapes import SHAPES, tensors_of
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
-from ktqueue.loading.weight_formats import BLOCKS
+from ktqueue.loading.weight_formats import BLOCKS, FOLDER_FORMATS
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
@@ -40,6 +40,10 @@ def test_activations_keep_their_size(
     shape: str, quant: str, tmp_path: Path, run_logits: Callable[..., torch.Tensor]
 ) -> None:
     path = tmp_path / "model.gguf"
+    if quant.upper() in FOLDER_FORMATS:
+        with pytest.raises(CheckpointError, match=f"GGUF files have no format {quant}"):
+            write_synthetic(f"synthetic:{shape}:{quant}", path)
+        return
     write_synthetic(f"synthetic:{shape}:{quant}", path, layers=4)
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer.encode("The fox and the crow went into the forest.")

@@ -20,7 +20,7 @@ def halves(quant):
 @triton.constexpr_function
 def minimums(quant):
     """Whether a minimum is subtracted from scale times code."""
-    return quant in ("Q4_K", "Q5_K", "Q2_K")
+    return quant in ("Q4_K", "Q5_K", "Q2_K", "Q4_1", "Q5_1", "UINT4")
 
 
 @triton.constexpr_function
@@ -128,7 +128,7 @@ def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
     even, odd = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
     if FORMAT == "IQ3_S":
         even, odd = even << 1, odd << 1
-    elif FORMAT == "Q5_K":
+    elif (FORMAT == "Q5_K") or (FORMAT == "Q5_1"):
         byte = panel + 256 * slabs + slab * 64 + J * 16
         even, odd = even | (_bits(base, byte, row) << 4), odd | (_bits(base, byte + 8, row) << 4)
     elif FORMAT == "Q6_K":

@@ -32,11 +32,11 @@ def experts(
 
     Arguments as in `gate_up` and `down`. `down` uses `down_offsets` in place of the offsets in `pairs`; both are
     negative for the same experts. x and the rows between the two products are quantised (see expert_int8.py) where that
-    is faster: with few tokens per expert, unless x is float32, a matrix is stored as floats, or `exact`. Raises
+    is faster: with few tokens per expert, unless x is float32, a matrix has one of FLOAT_PRODUCTS, or `exact`. Raises
     ValueError as `gate_up` does.
     """
     record, down_pairs = pairs.record, pairs._replace(offsets=down_offsets)
-    floats = any(quant in panel_layout.FLOATS for quant in (record.gate, record.up, record.down))
+    floats = any(quant in panel_layout.FLOAT_PRODUCTS for quant in (record.gate, record.up, record.down))
     few = pairs.ids.numel() <= min(MAX_FEW_PAIRS, FEW_PAIRS_PER_EXPERT * pairs.offsets.numel())
     if exact or floats or x.dtype == torch.float32 or not few:
         return down(down_pairs, gate_up(pairs, x, gate), weights)

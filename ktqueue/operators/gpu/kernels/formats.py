@@ -99,7 +99,10 @@ def planes(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
     if FORMAT == "Q8_0":
         index = panel // 4 + (slab * 8 + word % 4 * 2) * 16 + row
         first, second = words(base, index), words(base, index + 16)
-    elif FORMAT == "Q5_K":
+    elif FORMAT == "FP8":
+        index = panel // 4 + slab // 4 * 528 + (slab % 4 * 8 + word % 4 * 2) * 16 + row
+        first, second = words(base, index), words(base, index + 16)
+    elif (FORMAT == "Q5_K") or (FORMAT == "Q5_1"):
         first, second = words(base, index), _bit_bytes(base, panel, slab, word, row, 256 * slabs)
     elif FORMAT == "Q6_K":
         first, second = words(base, index), _pair_words(base, panel, slab, word, row, 256 * slabs)
@@ -155,6 +158,18 @@ def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
         scale = number(both >> (4 * half), 0, 4, 0) + 0.5
         scale *= _halves(base, (start + 16 * slabs) // 2 + row) * 0.25
         minimum = tl.zeros_like(scale)
+    elif (FORMAT == "Q4_1") or (FORMAT == "Q5_1"):
+        start = (panel + (256 + 64 * (FORMAT == "Q5_1")) * slabs) // 2
+        scale = _halves(base, start + slab * 16 + row)
+        minimum = -_halves(base, start + (slabs + slab) * 16 + row)
+    elif FORMAT == "UINT4":
+        start = panel + 256 * slabs
+        scale = _halves(base, start // 2 + slab * 16 + row)
+        minimum = scale * _unsigned(tl.load(base + start + 32 * slabs + slab * 16 + row))
+    elif FORMAT == "FP8":
+        index = panel // 4 + slab // 4 * 528 + 512 + row
+        scale = tl.load(base.to(tl.pointer_type(tl.float32)) + index)
+        minimum = tl.zeros_like(scale)
     elif FORMAT == "NVFP4":
         scale = _halves(base, (panel + 256 * slabs) // 2 + slab * 32 + half * 16 + row)
         minimum = tl.zeros_like(scale)
@@ -188,11 +203,14 @@ def part(first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr
         return scale * number(first if odd == 0 else second, byte, 8, 128)
     if FORMAT == "Q4_0":
         return scale * number(first, nibble, 4, 8)
-    if FORMAT == "Q4_K":
+    if FORMAT == "FP8":  # E4M3: its bits are those of a float32 whose exponent is smaller by 120
+        bits = (((first if odd == 0 else second) << (24 - byte)) >> 4) & -0x78100000
+        return scale * (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36)
+    if (FORMAT == "Q4_K") or (FORMAT == "Q4_1") or (FORMAT == "UINT4"):
         return scale * number(first, nibble, 4, 0) - minimum
     if FORMAT == "Q2_K":
         return scale * number(first, byte + 2 * odd, 2, 0) - minimum
-    if FORMAT == "Q5_K":
+    if (FORMAT == "Q5_K") or (FORMAT == "Q5_1"):
         codes = ((first >> (4 * odd)) & 0x0F0F0F0F) | (spread(second >> (4 * odd)) << 4)
         return scale * number(codes, byte, 5, 0) - minimum
     if FORMAT == "Q6_K":

@@ -17,6 +17,8 @@ SLABS = 8
 """Slabs of a whole superblock."""
 FLOATS = ("F32", "F16", "BF16")
 """Formats without codes: a panel is a plain run of slabs, with zeros in columns after the last of the matrix."""
+FLOAT_PRODUCTS = (*FLOATS, "FP8")
+"""Formats that are only multiplied by floats, since their codes are not whole numbers."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -46,6 +48,10 @@ _BYTES: dict[str, tuple[int, int]] = {
     "IQ2_S": (128 + 64 + 16, 32),
     "IQ1_M": (128 + 8 + 16, 32),
     "NVFP4": (256 + 64, 0),
+    "Q4_1": (256 + 64, 0),
+    "Q5_1": (256 + 64 + 64, 0),
+    "UINT4": (256 + 32 + 16, 0),
+    "FP8": (512 + 16, 0),
 }
 
 
@@ -189,6 +195,19 @@ def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
         code = codes(_nibbles, 256)
         code = code - 8 if quant == "Q4_0" else _lookup(IQ4_VALUES, code)
         return scales(1, torch.float16).float() * code
+    if quant in ("Q4_1", "Q5_1", "UINT4"):
+        code = codes(_nibbles, 256)
+        if quant == "Q5_1":
+            code |= codes(_bits, 64) << 4
+        scale = scales(1, torch.float16).float()
+        if quant == "UINT4":
+            return scale * (code - scales(1, torch.uint8).int())
+        return scale * code + scales(1, torch.float16).float()
+    if quant == "FP8":
+        fours = blocks.view(len(blocks), slabs // 4, 4 * 512 + 64)  # codes of four slabs, then their scale
+        numbers = _bytes(fours[:, :, :-64].reshape(len(blocks), -1), slabs).contiguous().view(torch.float8_e4m3fn)
+        scale = fours[:, :, -64:].contiguous().view(torch.float32).transpose(1, 2)
+        return numbers.float() * scale.repeat_interleave(4 * SLAB, dim=2)
     if quant == "NVFP4":
         code = _lookup(MXFP4_VALUES, codes(_nibbles, 256))
         return scales(2, torch.float16).float() * code

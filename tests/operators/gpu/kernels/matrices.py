@@ -10,7 +10,7 @@ from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix
 from ktqueue.operators.packed import Bytes, PackedMatrix
 
-BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
+BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS]
 
 
 def columns_of(quant: str) -> int:

@@ -18,7 +18,7 @@ from ..interpreted import by_kernel, compiled_for_h200
 from .matrices import columns_of
 from .panel_pools import GATES, Pool, make_pool, route
 
-BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOATS]
+BLOCKS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS]
 BOUND = 3e-6
 """Relative error of float32 sums in another order."""
 
