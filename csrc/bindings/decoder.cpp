@@ -23,13 +23,13 @@ std::vector<float> vector_of(const ReadOnly& array, const char* name) {
 struct BoundLinearAttention {
     LinearAttention layer;
 
-    BoundLinearAttention(size_t key_heads, size_t value_heads, size_t key_dim, size_t value_dim, const BoundLinear& qkv,
-                         const BoundLinear& gate, const BoundLinear& decay, const BoundLinear& rate,
-                         const ReadOnly& convolution, const ReadOnly& decay_rates, const ReadOnly& decay_biases,
-                         const ReadOnly& norm) {
+    BoundLinearAttention(size_t key_heads, size_t value_heads, size_t key_dim, size_t value_dim, bool tiled,
+                         const BoundLinear& qkv, const BoundLinear& gate, const BoundLinear& decay,
+                         const BoundLinear& rate, const ReadOnly& convolution, const ReadOnly& decay_rates,
+                         const ReadOnly& decay_biases, const ReadOnly& norm) {
         require<float>(convolution, "convolution", {kAny, kAny});
         layer = {
-            .shape = {key_heads, value_heads, key_dim, value_dim, convolution.shape(0)},
+            .shape = {key_heads, value_heads, key_dim, value_dim, convolution.shape(0), tiled},
             .qkv = &qkv.linear(),
             .gate = &gate.linear(),
             .decay = &decay.linear(),
@@ -211,12 +211,12 @@ class BoundDecoder {
 
 void bind_decoder(nb::module_& module) {
     nb::class_<BoundLinearAttention>(module, "LinearAttention")
-        .def(nb::init<size_t, size_t, size_t, size_t, const BoundLinear&, const BoundLinear&, const BoundLinear&,
+        .def(nb::init<size_t, size_t, size_t, size_t, bool, const BoundLinear&, const BoundLinear&, const BoundLinear&,
                       const BoundLinear&, const ReadOnly&, const ReadOnly&, const ReadOnly&, const ReadOnly&>(),
              nb::kw_only(), nb::arg("key_heads"), nb::arg("value_heads"), nb::arg("key_dim"), nb::arg("value_dim"),
-             nb::arg("qkv"), nb::arg("gate"), nb::arg("decay"), nb::arg("rate"), nb::arg("convolution"),
-             nb::arg("decay_rates"), nb::arg("decay_biases"), nb::arg("norm"), nb::keep_alive<1, 6>(),
-             nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+             nb::arg("tiled"), nb::arg("qkv"), nb::arg("gate"), nb::arg("decay"), nb::arg("rate"),
+             nb::arg("convolution"), nb::arg("decay_rates"), nb::arg("decay_biases"), nb::arg("norm"),
+             nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
     nb::class_<BoundDecoder>(module, "Decoder")
         .def(nb::init<size_t, size_t, size_t, size_t, float, float, float, bool, const std::string&, const ReadOnly&,
                       const ReadOnly&, const BoundLinear&, float, const std::string&>(),

@@ -105,6 +105,7 @@ class LinearAttention:
         value_heads: int,
         key_dim: int,
         value_dim: int,
+        tiled: bool,
         qkv: Linear,
         gate: Linear,
         decay: Linear,

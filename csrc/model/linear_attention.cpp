@@ -105,7 +105,7 @@ void attend(const PagedStep& step, const StateStep& slots, const LinearAttention
     });
     pool->for_each(step.rows * heads, [&](size_t task) {
         const Row row(step, task / heads);
-        const size_t head = task % heads, key_head = head / (heads / shape.key_heads);
+        const size_t head = task % heads, key_head = shape.key_head(head);
         const size_t source = static_cast<size_t>(slots.sources[task / heads]) * heads + head;
         const size_t target = static_cast<size_t>(slots.targets[task / heads]) * heads + head;
         const size_t place = row.first * values + head * shape.value_dim;

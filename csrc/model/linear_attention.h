@@ -14,9 +14,11 @@ namespace ktqueue {
 
 struct LinearAttentionShape {
     size_t key_heads, value_heads, key_dim, value_dim, taps;
+    bool tiled;  // value heads of a key head are key_heads apart; otherwise they are neighbours
 
     size_t keys() const { return key_heads * key_dim; }
     size_t values() const { return value_heads * value_dim; }
+    size_t key_head(size_t head) const { return tiled ? head % key_heads : head / (value_heads / key_heads); }
     size_t channels() const { return 2 * keys() + values(); }  // of the convolution: query, key, value
 };
 

@@ -14,7 +14,8 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
-from ktqueue.loading.gguf.families import ModelFamily, family_of_model_type
+from ktqueue.loading.gguf.families import family_of_model_type
+from ktqueue.loading.gguf.family import ModelFamily
 from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, WRITABLE, TensorNameMap, quantize
 from ktqueue.loading.gguf.metadata import metadata_from_config
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
@@ -65,6 +66,8 @@ def convert(
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
+    if family.linear:
+        raise CheckpointError(f"{source}: GGUF files with linear attention are read, but not written", param="source")
     build_checked_skeleton(checkpoint, torch.float32)  # a model that cannot be loaded is not written
     load_tokenizer(str(source))
     metadata: dict[str, Any] = {"general.name": name or source.name}

@@ -192,6 +192,8 @@ def _held(
     parameter: torch.Tensor = getattr(module, tensor.rpartition(".")[2])
     if not packed or (panels and len(shape) < 2):
         return math.prod(shape) * parameter.dtype.itemsize
+    if isinstance(module, torch.nn.Conv1d):  # of linear attention; it is never packed
+        return math.prod(shape) * torch.float32.itemsize
     if isinstance(module, torch.nn.Embedding) and not panels:
         return tensor_bytes(loaded_format(checkpoint.quant(source)), shape)
     if len(shape) < 2:

@@ -210,6 +210,7 @@ class CpuDecoder(Operator):
                 value_heads=shape.value_heads,
                 key_dim=shape.key_dim,
                 value_dim=shape.value_dim,
+                tiled=shape.tiled,
                 qkv=matrix(parts.qkv),
                 gate=matrix(parts.gate),
                 decay=matrix(parts.decay),

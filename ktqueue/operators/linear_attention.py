@@ -14,17 +14,21 @@ import numpy.typing as npt
 
 from ktqueue.operators.packed import Floats, ModuleWeights, PackedMatrix
 
+TILED = "linear_value_heads_tiled"
+"""A config key of ours. Weights of GGUF files may have value heads in turns, one of each key head after another."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearAttentionShape:
-    """The sizes of one layer. Each key head serves `value_heads / key_heads` value heads. taps: tokens of the
-    convolution, the last of which is the token itself."""
+    """The sizes of one layer. Each key head serves `value_heads / key_heads` value heads: neighbours, or with `tiled`
+    every `key_heads`-th one. taps: tokens of the convolution, the last of which is the token itself."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    tiled: bool = False
 
     @property
     def keys(self) -> int:
@@ -55,6 +59,7 @@ def linear_attention_shape(config: Any) -> LinearAttentionShape:
         config.linear_key_head_dim,
         config.linear_value_head_dim,
         config.linear_conv_kernel_dim,
+        bool(getattr(config, TILED, False)),
     )
 
 
@@ -111,8 +116,8 @@ def _from_two(weights: ModuleWeights, name: str, shape: LinearAttentionShape) ->
     """Split [query, key, values, gates] and [rates, decays] of each key head."""
     shared = shape.value_heads // shape.key_heads
     parts = (shape.key_dim, shape.key_dim, shared * shape.value_dim, shared * shape.value_dim)
-    query, key, value, gate = _rows_of_parts(shape.key_heads, parts)
-    rate, decay = _rows_of_parts(shape.key_heads, (shared, shared))
+    query, key, value, gate = rows_of_parts(shape.key_heads, parts)
+    rate, decay = rows_of_parts(shape.key_heads, (shared, shared))
     both, scalars = weights.matrix(f"{name}.in_proj_qkvz.weight"), weights.matrix(f"{name}.in_proj_ba.weight")
     return (
         take_rows(both, np.concatenate([query, key, value])),
@@ -122,7 +127,7 @@ def _from_two(weights: ModuleWeights, name: str, shape: LinearAttentionShape) ->
     )
 
 
-def _rows_of_parts(groups: int, parts: tuple[int, ...]) -> list[npt.NDArray[np.int64]]:
+def rows_of_parts(groups: int, parts: tuple[int, ...]) -> list[npt.NDArray[np.int64]]:
     """Return for each part of a group its rows in all groups, in order."""
     rows = np.arange(groups * sum(parts)).reshape(groups, -1)
     return [part.reshape(-1) for part in np.split(rows, np.cumsum(parts)[:-1], axis=1)]
@@ -130,7 +135,7 @@ def _rows_of_parts(groups: int, parts: tuple[int, ...]) -> list[npt.NDArray[np.i
 
 def split_query_and_gate(matrix: PackedMatrix, heads: int) -> tuple[PackedMatrix, PackedMatrix]:
     """Split a projection whose rows are the query, then the output's gate, of one head after another."""
-    query, gate = _rows_of_parts(heads, (matrix.rows // heads // 2,) * 2)
+    query, gate = rows_of_parts(heads, (matrix.rows // heads // 2,) * 2)
     return take_rows(matrix, query), take_rows(matrix, gate)
 
 

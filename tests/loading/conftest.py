@@ -260,12 +260,15 @@ def run_logits() -> Callable[..., torch.Tensor]:
     def run(module: Callable[..., Any], layout: KVLayout, ids: list[int]) -> torch.Tensor:
         count = len(ids)
         pages = -(-count // layout.page_size)
+        slot = torch.zeros(1 if layout.linear else 0, dtype=torch.int32)
         step = StepContext(
             torch.tensor([0, count], dtype=torch.int32),
             torch.tensor([count], dtype=torch.int32),
             torch.arange(pages, dtype=torch.int32)[None],
             torch.arange(count),
-            KVCache(layout, pages),
+            KVCache(layout, pages, slots=len(slot)),
+            state_sources=slot,
+            state_targets=slot,
         )
         with torch.inference_mode():
             logits: torch.Tensor = module(

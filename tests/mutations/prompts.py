@@ -9,10 +9,24 @@ GAPS = "tests/loading/tokenizer/test_fill_in_middle.py"
 PROMPTS: dict[str, Mutation] = {
     "logits of cached tokens are missed": Mutation(
         "every token of a prompt has its log probability, whatever is cached",
-        "ktqueue/engine/scheduler.py",
+        "ktqueue/engine/prefix_cache.py",
         "            full = min(full, max(0, sequence.request.prompt_entries - 1) // self._page_size)\n",
         "            pass\n",
         (f"{ENGINE}::test_each_token_of_the_prompt_has_its_log_probability",),
+    ),
+    "a retry reads states of the failed step": Mutation(
+        "a step that fails leaves no trace in the states of its rows",
+        "ktqueue/engine/scheduler.py",
+        "ranked[0 if self._states and len(ranked) > 1 else half :]",
+        "ranked[half:]",
+        ("tests/engine/test_states.py::test_no_state_of_a_failed_step_is_used",),
+    ),
+    "a snapshot of a state is overwritten": Mutation(
+        "a prefix that is reused has the state that was computed for it",
+        "ktqueue/engine/states.py",
+        "keeps = sequence.state == NO_SLOT or self._slots.is_kept(sequence.state)",
+        "keeps = sequence.state == NO_SLOT",
+        ("tests/engine/test_states.py::test_choices_share_the_state_of_their_prompt",),
     ),
     "a preempted prompt is scored again": Mutation(
         "no position of a prompt is reported twice",

@@ -11,11 +11,13 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
-from ktqueue.loading.gguf.families import ModelFamily, family_of_metadata
+from ktqueue.loading.gguf.families import family_of_metadata
+from ktqueue.loading.gguf.family import ModelFamily
 from ktqueue.loading.gguf.header import GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
 from ktqueue.loading.gguf.library import ROW_VECTORS, gguf_names, split_expert_name, type_name
+from ktqueue.loading.gguf.linear import adapt_linear_tensors
 from ktqueue.loading.gguf.metadata import config_from_metadata, multi_token_layers
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, longrope_parameters
 from ktqueue.loading.single_experts import stack_experts
@@ -88,7 +90,9 @@ def build_checkpoint(
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if family.latent:
         join_latent_tensors(path, tensors)
-    split_fused_tensors(path, tensors, config)
+    if family.linear:  # whose attn_qkv is another matrix
+        adapt_linear_tensors(path, tensors, config)
+    split_fused_tensors(path, tensors, config, attention=not family.linear)
     _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(family, metadata, path))
     layers = _check_layers(path, config["num_hidden_layers"], tensors)
     single = take_single_experts(path, tensors)

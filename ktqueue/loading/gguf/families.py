@@ -4,10 +4,10 @@ Knows nothing of tensor contents or tokenizers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.family import EXPERT_KEY, MetadataField, ModelFamily
 from ktqueue.loading.gguf.header import metadata_count
 from ktqueue.loading.gguf.latent import SIGMOID
 from ktqueue.loading.unsupported import check_architecture
@@ -19,63 +19,6 @@ _EXPERTS = ("mlp.gate", "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.exp
 _SHARED = tuple(f"mlp.shared_expert{part}" for part in (".gate_proj", ".up_proj", ".down_proj", "_gate"))
 
 
-@dataclass(frozen=True, slots=True)
-class MetadataField:
-    """A config key, and the GGUF key after `{architecture}.` that holds its value.
-
-    `kind`: int, float or bool. `least`: of an int. `aliases` are other spellings in config files. If a file lacks a
-    field that is not `required`, it has the value `absent`; None means transformers' default.
-    """
-
-    config: str
-    key: str
-    kind: type = int
-    least: int = 1
-    aliases: tuple[str, ...] = ()
-    required: bool = True
-    absent: float | bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFamily:
-    """One model family.
-
-    Families may share an architecture: one with experts and one without, or one that scores experts by softmax and one
-    by sigmoid.
-
-    `implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of a layer that hold weights,
-    with transformers' names. `layer_tensors`: tensors of a layer whose names end neither in weight nor in bias.
-    `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
-    frequencies. `latent`: the attention is multi-head latent attention. `sigmoid`: experts are scored by sigmoid.
-    `by_tensor`: config values that are true if a file has that tensor. `rope`: rotary parameters that the architecture
-    fixes. `alternating`: every second layer, from the first on, has a sliding window. `windows_listed`: files say which
-    layers have one. `softmax_of_chosen`: files may say that experts are scored by the softmax over the chosen ones.
-    """
-
-    architecture: str
-    model_type: str
-    class_name: str
-    fields: tuple[MetadataField, ...]
-    layer_modules: tuple[str, ...]
-    implied: Mapping[str, Any] = field(default_factory=dict)
-    permuted: bool = False
-    rope_factors: bool = False
-    latent: bool = False
-    sigmoid: bool = False
-    layer_tensors: tuple[str, ...] = ()
-    by_tensor: Mapping[str, str] = field(default_factory=dict)
-    rope: Mapping[str, Any] = field(default_factory=dict)
-    alternating: bool = False
-    windows_listed: bool = False
-    softmax_of_chosen: bool = False
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether its layers route tokens to experts."""
-        return any(entry.key == _EXPERT_KEY for entry in self.fields)
-
-
-_EXPERT_KEY = "expert_count"
 _SOFTMAX_OF_CHOSEN = 3  # value of `expert_gating_func` (llama.cpp)
 _DENSE = (
     MetadataField("max_position_embeddings", "context_length"),
@@ -86,13 +29,15 @@ _DENSE = (
     MetadataField("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
 )
 _COMMON = (*_DENSE, MetadataField("num_experts_per_tok", "expert_used_count"))
-_EXPERT_COUNT = MetadataField("num_experts", _EXPERT_KEY, aliases=("num_local_experts",))
+_EXPERT_COUNT = MetadataField("num_experts", EXPERT_KEY, aliases=("num_local_experts",))
 _EXPERT_WIDTH = MetadataField("moe_intermediate_size", "expert_feed_forward_length")
 _WIDTH = MetadataField("intermediate_size", "feed_forward_length")
+_ANY_WIDTH = MetadataField("intermediate_size", "feed_forward_length", required=False)
+_SHARED_WIDTH = MetadataField("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
 _HEAD_DIM = MetadataField("head_dim", "attention.key_length", required=False)
 _LATENT = (
     *(entry for entry in _COMMON if entry.config != "num_key_value_heads"),
-    MetadataField("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    MetadataField("n_routed_experts", EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
     _EXPERT_WIDTH,
     _WIDTH,
     MetadataField("n_shared_experts", "expert_shared_count"),
@@ -101,7 +46,7 @@ _LATENT = (
 )
 _SIGMOID = (
     *_COMMON,
-    MetadataField("n_routed_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    MetadataField("n_routed_experts", EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
     _EXPERT_WIDTH,
     _WIDTH,
     _HEAD_DIM,
@@ -120,13 +65,13 @@ _EXAONE = (
 )
 _LOCAL_EXPERTS = (
     *_COMMON,
-    MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+    MetadataField("num_local_experts", EXPERT_KEY, aliases=("num_experts",)),
     MetadataField("intermediate_size", "expert_feed_forward_length"),
     _HEAD_DIM,
 )
 _ERNIE = (
     *_DENSE,
-    MetadataField("moe_num_experts", _EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
+    MetadataField("moe_num_experts", EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
     MetadataField("moe_k", "expert_used_count", aliases=("num_experts_per_tok",)),
     _EXPERT_WIDTH,
     _WIDTH,
@@ -137,7 +82,7 @@ _ERNIE = (
 )
 _GRANITE = (
     *_COMMON,
-    MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+    MetadataField("num_local_experts", EXPERT_KEY, aliases=("num_experts",)),
     _WIDTH,
     MetadataField("attention_multiplier", "attention.scale", float),
     MetadataField("embedding_multiplier", "embedding_scale", float),
@@ -146,7 +91,7 @@ _GRANITE = (
 )
 _HUNYUAN = (
     *_DENSE,
-    MetadataField("num_experts", _EXPERT_KEY, aliases=("num_local_experts",)),
+    MetadataField("num_experts", EXPERT_KEY, aliases=("num_local_experts",)),
     MetadataField("moe_topk", "expert_used_count", aliases=("num_experts_per_tok",)),
     MetadataField("intermediate_size", "expert_feed_forward_length"),
     _HEAD_DIM,
@@ -162,32 +107,46 @@ _LATENT_MODULES = (
     *_MLP,
 )
 
+_LINEAR = (
+    _SHARED_WIDTH,
+    MetadataField("linear_conv_kernel_dim", "ssm.conv_kernel"),
+    MetadataField("linear_key_head_dim", "ssm.state_size"),
+    MetadataField("linear_num_key_heads", "ssm.group_count"),
+    MetadataField("linear_num_value_heads", "ssm.time_step_rank"),
+)
+_LINEAR_NAMES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj")
+_LINEAR_MODULES = tuple(f"linear_attn.{name}" for name in _LINEAR_NAMES)
+
+
+def _linear_family(architecture: str) -> ModelFamily:
+    """Qwen3-Next and Qwen3.5-MoE, whose arithmetic is the same. In files, both have the projections of Qwen3.5."""
+    return ModelFamily(
+        architecture=architecture,
+        model_type="qwen3_5_moe_text",
+        class_name="Qwen3_5MoeForCausalLM",
+        fields=(*_COMMON, _EXPERT_COUNT, _EXPERT_WIDTH, _HEAD_DIM, *_LINEAR),
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS, *_SHARED, *_LINEAR_MODULES),
+        layer_tensors=("linear_attn.A_log", "linear_attn.dt_bias"),
+        implied={"hidden_act": "silu", "attention_bias": False},
+        linear=True,
+        names="qwen35moe",
+    )
+
+
 FAMILIES = (
     ModelFamily(
         architecture="qwen3moe",
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
-        fields=(
-            *_COMMON,
-            _EXPERT_COUNT,
-            _EXPERT_WIDTH,
-            _HEAD_DIM,
-            MetadataField("intermediate_size", "feed_forward_length", required=False),
-        ),
-        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS, *_MLP),
+        fields=(*_COMMON, _EXPERT_COUNT, _EXPERT_WIDTH, _HEAD_DIM, _ANY_WIDTH),
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS, *_MLP),
         implied={"norm_topk_prob": True, "hidden_act": "silu", "attention_bias": False},
     ),
     ModelFamily(
         architecture="qwen2moe",
         model_type="qwen2_moe",
         class_name="Qwen2MoeForCausalLM",
-        fields=(
-            *_COMMON,
-            _EXPERT_COUNT,
-            _EXPERT_WIDTH,
-            MetadataField("intermediate_size", "feed_forward_length", required=False),
-            MetadataField("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
-        ),
+        fields=(*_COMMON, _EXPERT_COUNT, _EXPERT_WIDTH, _ANY_WIDTH, _SHARED_WIDTH),
         layer_modules=(*_NORMS, *_ATTENTION, *_EXPERTS, *_SHARED, *_MLP),
         implied={"norm_topk_prob": False, "hidden_act": "silu", "qkv_bias": True},
     ),
@@ -197,7 +156,7 @@ FAMILIES = (
         class_name="MixtralForCausalLM",
         fields=(
             *_COMMON,
-            MetadataField("num_local_experts", _EXPERT_KEY, aliases=("num_experts",)),
+            MetadataField("num_local_experts", EXPERT_KEY, aliases=("num_experts",)),
             _WIDTH,
             _HEAD_DIM,
         ),
@@ -210,7 +169,7 @@ FAMILIES = (
         model_type="olmoe",
         class_name="OlmoeForCausalLM",
         fields=(*_COMMON, _EXPERT_COUNT, _WIDTH),
-        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_EXPERTS),
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_EXPERTS),
         implied={"norm_topk_prob": False, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
     ),
     ModelFamily(
@@ -279,6 +238,8 @@ FAMILIES = (
         alternating=True,
         softmax_of_chosen=True,
     ),
+    _linear_family("qwen35moe"),
+    _linear_family("qwen3next"),
     ModelFamily(
         architecture="hunyuan-moe",
         model_type="hunyuan_v1_moe",
@@ -334,7 +295,7 @@ FAMILIES = (
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
         fields=(*_DENSE, _WIDTH, _HEAD_DIM),
-        layer_modules=(*_NORMS, *_ATTENTION, "self_attn.q_norm", "self_attn.k_norm", *_MLP),
+        layer_modules=(*_NORMS, *_ATTENTION, *_QK_NORMS, *_MLP),
         implied={"hidden_act": "silu", "attention_bias": False},
     ),
     ModelFamily(
@@ -372,7 +333,7 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
         check_architecture(architecture, source)
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
-    routed = bool(metadata.get(f"{architecture}.{_EXPERT_KEY}"))
+    routed = bool(metadata.get(f"{architecture}.{EXPERT_KEY}"))
     gating = metadata_count(metadata, key := f"{architecture}.expert_gating_func", source)
     sigmoid = gating == SIGMOID
     over_chosen = gating == _SOFTMAX_OF_CHOSEN and any(family.softmax_of_chosen for family in candidates)

@@ -20,13 +20,18 @@ SingleExperts = dict[str, dict[str, dict[int, CheckpointTensor]]]
 """The matrices of experts by module, part (`gate`, `up` or `down`) and index."""
 
 
-def split_fused_tensors(path: str, tensors: dict[str, CheckpointTensor], config: Mapping[str, Any]) -> None:
-    """Replace each fused tensor in `tensors`, by GGUF name, by views of its parts. Raises CheckpointError."""
+def split_fused_tensors(
+    path: str, tensors: dict[str, CheckpointTensor], config: Mapping[str, Any], *, attention: bool = True
+) -> None:
+    """Replace each fused tensor in `tensors`, by GGUF name, by views of its parts.
+
+    `attention`: also those of attention. Raises CheckpointError.
+    """
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_rows = config.get("num_key_value_heads", heads) * head_dim
     for name in [name for name in tensors if "attn_qkv" in name or "gate_up_exps" in name]:
-        if match := _FUSED_ATTENTION.fullmatch(name):
+        if attention and (match := _FUSED_ATTENTION.fullmatch(name)):
             layer, ending = match.groups()
             rows = {"q": heads * head_dim, "k": kv_rows, "v": kv_rows}
             parts = _split_rows(path, tensors[name], list(rows.values()), axis=0)

@@ -3,7 +3,8 @@
 import gguf
 import numpy as np
 
-from ktqueue.loading.gguf.families import MODEL_MODULES, ModelFamily
+from ktqueue.loading.gguf.families import MODEL_MODULES
+from ktqueue.loading.gguf.family import ModelFamily
 from ktqueue.loading.weight_formats import Bytes, Floats
 
 WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # those of our formats that the library can quantise
@@ -11,6 +12,7 @@ _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_N
 _SPELLINGS = (
     ("e_score_correction_bias", "e_score_correction.bias"),
     ("gate.moe_statics.", "moe_statics."),
+    ("linear_attn.dt_bias", "linear_attn.dt_proj.bias"),
     ("block_sparse_moe.router.", "mlp.gate."),
     ("block_sparse_moe.", "mlp."),
 )
@@ -41,7 +43,7 @@ def gguf_names(family: ModelFamily, layers: int) -> dict[str, str]:
 
     The three expert tensors of a layer appear as `...experts.gate_proj.weight`, `up_proj` and `down_proj`.
     """
-    names = TensorNameMap(family.architecture, layers)
+    names = TensorNameMap(family.names or family.architecture, layers)
     modules = [*MODEL_MODULES, *(f"model.layers.{i}.{m}" for i in range(layers) for m in family.layer_modules)]
     transformers_names: dict[str, str] = {}
     for module in modules:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.families import MetadataField, ModelFamily
+from ktqueue.loading.gguf.family import MetadataField, ModelFamily
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
+from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
 from ktqueue.operators.model_classes import PARTLY_ROTATED
 
@@ -35,6 +36,8 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
         config["layer_types"] = _listed_windows(family, metadata, config["num_hidden_layers"], source)
     if family.latent:
         config |= latent_config(family.architecture, metadata, config, source)
+    if family.linear:
+        config |= linear_config(family.architecture, metadata, config, source)
     rope = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
     if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
         rope["partial_rotary_factor"] = part
@@ -117,6 +120,8 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
         if len(kinds := config.get("layer_types") or ()) != config["num_hidden_layers"]:
             raise CheckpointError(f"{source}: config key layer_types must name the kind of each layer")
         metadata[f"{family.architecture}.{_WINDOW_PATTERN}"] = [kind == _SLIDING for kind in kinds]
+    if family.linear:
+        metadata |= linear_metadata(family.architecture, config)
     if family.sigmoid:
         metadata[f"{family.architecture}.expert_gating_func"] = SIGMOID
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]

@@ -118,13 +118,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 200064,
         "max_position_embeddings": 196608,
     },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_5_moe_text", "rms_norm_eps": 1e-6, "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+    },
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
 }  # fmt: skip
 MIX = "Q4_K_M"  # llama.cpp's mix of Q4_K and Q6_K; any other quantisation is one format for all matrices
 _GAINS = {"output": 3.0, "ffn_gate_inp": 2.0}  # of the logits of tokens and of routers
 # Of matrices that add to the residual. All layers together add about the residual's own size.
-_RESIDUAL_GAINS = {"attn_output": 2.0, "ffn_down": 4.0, "ffn_down_exps": 4.0, "ffn_down_shexp": 4.0}
+_RESIDUAL_GAINS = {"attn_output": 2.0, "ffn_down": 4.0, "ffn_down_exps": 4.0, "ffn_down_shexp": 4.0, "ssm_out": 2.0}
 _VECTOR_DEVIATIONS = {"exp_probs_b": 0.02, "attn_sinks": 1.0}  # of any other bias 0.05
 _EXPERT_ROWS = ("gate", "up")
 
@@ -148,7 +156,7 @@ def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
     """
     family = family_of_model_type(config["model_type"], "a synthetic model")
     layers = config["num_hidden_layers"]
-    names = TensorNameMap(family.architecture, layers)
+    names = TensorNameMap(family.names or family.architecture, layers)
     skeleton = build_skeleton(build_config(config, "a synthetic model"), torch.float32, "a synthetic model")
     tied = tied_names(skeleton)
     for name, tensor in skeleton.state_dict().items():
@@ -163,6 +171,8 @@ def _stored_parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterato
     """Yield name and shape of the tensors in which a file holds a tensor of transformers."""
     module, _, leaf = name.rpartition(".")
     if not module.endswith(".experts"):
+        if name.endswith("conv1d.weight"):
+            shape = (shape[0], shape[2])
         yield name, shape[1:] if name.endswith(ROW_VECTORS) else shape
         return
     kind = "bias" if leaf.endswith("_bias") else "weight"
@@ -179,6 +189,8 @@ def _tensor(name: str, shape: tuple[int, ...], quant: str, layers: int) -> Synth
     """Describe a tensor by its name in the file, such as `blk.0.attn_q.weight`."""
     path, _, kind = name.rpartition(".")
     role = path.rpartition(".")[2]
+    if kind == "ssm_a":  # minus exp(A_log)
+        return SyntheticTensor(name, "F32", shape, 0.1, -1.0)
     if role.endswith("_norm"):
         return SyntheticTensor(name, "F32", shape, 0.1, 1.0)
     if kind == "bias" or len(shape) == 1:
@@ -189,7 +201,7 @@ def _tensor(name: str, shape: tuple[int, ...], quant: str, layers: int) -> Synth
     elif role == "token_embd":
         gain = shape[-1] ** 0.5
     layer = int(path.split(".")[1]) if path.startswith("blk.") else 0
-    wanted = "F32" if role == "ffn_gate_inp" else _choose(quant, role, layer, layers)
+    wanted = "F32" if role in ("ffn_gate_inp", "ssm_conv1d") else _choose(quant, role, layer, layers)
     fitting = (known for known in (wanted, "Q8_0") if shape[-1] % BLOCKS[known][0] == 0)
     return SyntheticTensor(name, next(fitting, "F16"), shape, gain / shape[-1] ** 0.5)
 

@@ -116,7 +116,8 @@ def test_each_shape_loads_and_computes(shape: str, tmp_path: Path, run_logits: C
     if config.get("rotary_dim"):
         small = {**small, "rotary_dim": 32}
     changes = {name: value for name, value in small.items() if name in config}
-    write_synthetic(f"synthetic:{shape}:q4_k_m", tmp_path / "m", layers=2, changes=changes)
+    layers = 4 if "linear_key_head_dim" in config else 2  # of which at least one has keys and values
+    write_synthetic(f"synthetic:{shape}:q4_k_m", tmp_path / "m", layers=layers, changes=changes)
     model = load_model(str(tmp_path / "m"))
     assert model.config.model_type == config["model_type"]
     logits = run_logits(model.module, model.kv_layout(16), [1, 2, 3, 300, 17])
@@ -126,7 +127,13 @@ def test_each_shape_loads_and_computes(shape: str, tmp_path: Path, run_logits: C
 
 def test_the_sizes_of_real_models_are_theirs() -> None:
     """Weights in billions, as their publishers say."""
-    for shape, billions in (("deepseek-v3", 671), ("kimi-k2", 1026), ("glm-4.6", 353), ("minimax-m2", 229)):
+    for shape, billions in (
+        ("deepseek-v3", 671),
+        ("kimi-k2", 1026),
+        ("glm-4.6", 353),
+        ("minimax-m2", 229),
+        ("qwen3-next-80b-a3b", 80),
+    ):
         weights = sum(math.prod(tensor.shape) for tensor in tensors_of(SHAPES[shape], "Q8_0"))
         assert weights / 1e9 == pytest.approx(billions, rel=0.02)
 

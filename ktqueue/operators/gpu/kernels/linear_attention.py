@@ -78,7 +78,7 @@ def _convolve(
 def _delta_rule(
     mixed, scalars, decay_rates, decay_biases, states, out, starts, contexts, sources, targets, stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK columns of the state of one head of a row, token after token."""
     row = tl.program_id(0)
@@ -98,7 +98,8 @@ def _delta_rule(
     state = tl.load(states + source + place, mask=both & continues, other=0.0)
     rate = tl.load(decay_rates + head)
     bias = tl.load(decay_biases + head)
-    shared = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
+    shared = key_head * KEY_DIM + key
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     for t in range(tokens):
         token = start + t
@@ -186,7 +187,7 @@ def linear_attention(
     _delta_rule[(count, heads, triton.cdiv(shape.value_dim, block))](
         mixed, scalars, decay_rates, decay_biases, states, read, *where, stride,
         KEY_HEADS=shape.key_heads, VALUE_HEADS=heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
-        KEYS=triton.next_power_of_2(shape.key_dim), BLOCK=block, num_warps=4,
+        KEYS=triton.next_power_of_2(shape.key_dim), BLOCK=block, TILED=shape.tiled, num_warps=4,
     )  # fmt: skip
     _gated_norm[(tokens * heads,)](
         read, gate, norm, out, stride, epsilon,
@@ -219,11 +220,12 @@ def _delta_twin(
     """The twin of _delta_rule: mixed [tokens, channels] -> [tokens, value_heads, value_dim] float32."""
     tokens = len(mixed)
     query, key, value = torch.split(mixed, [shape.keys, shape.keys, shape.values], -1)
-    shared = shape.value_heads // shape.key_heads
+    heads = torch.arange(shape.value_heads)
+    key_heads = heads % shape.key_heads if shape.tiled else heads // (shape.value_heads // shape.key_heads)
     unit = []
     for x in (query, key):
         x = x.reshape(tokens, shape.key_heads, shape.key_dim)
-        unit.append((x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(shared, 1))
+        unit.append((x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6))[:, key_heads])
     query, key, value = unit[0] * shape.key_dim**-0.5, unit[1], value.reshape(tokens, shape.value_heads, -1)
     decay, rate = scalars.chunk(2, dim=-1)
     kept = torch.exp(decay_rates * torch.nn.functional.softplus(decay + decay_biases))
