@@ -28,6 +28,8 @@ struct Stack {
 
     Stack(Random& random, size_t experts, Quant quant, size_t rows, size_t columns) {
         for (size_t e = 0; e < experts; ++e) matrices.emplace_back(random, quant, rows, columns);
+        for (Matrix& matrix : matrices)
+            for (const Matrix& other : matrices) matrix.share_tiles_with(other);
         if (random.chance(2))
             for (size_t i = 0; i < experts * rows; ++i) bias.push_back(random.normal());
     }

@@ -1,6 +1,7 @@
 // Random weights in GGUF blocks, and their products in float64, computed by the plain decoder and a loop.
 #pragma once
 
+#include <algorithm>
 #include <set>
 
 #include "formats/packed_matrix.h"
@@ -26,8 +27,10 @@ class Matrix {
 
     double weight(size_t row, size_t column) const { return weights_[row * columns_ + column]; }
 
+    void share_tiles_with(const Matrix& other) { largest_ = std::max(largest_, other.largest_); }
+
     // A row times x: the product, and a bound of the magnitude of all partial sums. The bound includes a small share of
-    // the matrix's largest weight, for weights of 0 in tiles (see kernels/tile_operands.h).
+    // the largest weight of all matrices with the same unit, for small weights in tiles (see kernels/tile_operands.h).
     struct Product {
         double value, size;
         double
