@@ -117,6 +117,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
         },
     ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0},
+    ),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
     "exaone_moe": (
         "exaone_moe",
         {

@@ -12,7 +12,38 @@ PULL = "tests/cli/test_pull.py"
 THEIRS = "tests/loading/injection/test_ktransformers.py"
 CUSTOM = "tests/loading/injection/test_custom_operators.py"
 
+DECODER = "tests/operators/test_decoder.py::test_logits_equal_those_of_transformers"
+REFUSED = "tests/loading/test_unsupported.py"
+
 MODELS: dict[str, Mutation] = {
+    "an unsupported family is found after its weights": Mutation(
+        "a family that cannot be served is refused before a weight is read",
+        "ktqueue/loading/huggingface/checkpoint.py",
+        "    check_model_type(config, str(folder))\n",
+        "",
+        (f"{REFUSED}::test_a_folder_is_refused_by_its_config",),
+    ),
+    "adjacent rotary columns are not moved": Mutation(
+        "a model that rotates adjacent columns computes what transformers does",
+        "ktqueue/operators/rotary_rows.py",
+        "    return HalvedRotaryRows(weights, head_dim, interleaved) if interleaved else weights",
+        "    return weights",
+        (f"{DECODER}[ernie4_5_moe]",),
+    ),
+    "the residual's factor leaves the epsilon as it is": Mutation(
+        "a model with multipliers computes what transformers does",
+        "ktqueue/operators/decoder_facts.py",
+        "epsilons.pop() / added**2",
+        "epsilons.pop()",
+        (f"{DECODER}[granitemoe]",),
+    ),
+    "layers without a window rotate": Mutation(
+        "a model whose layers rotate only with a window computes what transformers does",
+        "ktqueue/operators/decoder_facts.py",
+        "bool(window) or not kind.windows_rotated or ",
+        "True or ",
+        (f"{DECODER}[exaone_moe]",),
+    ),
     "rules are found only by path": Mutation(
         "a shipped rule file is found by its name in any folder",
         "ktqueue/loading/rules.py",
