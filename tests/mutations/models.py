@@ -9,6 +9,7 @@ INSPECT, FIT, STARTUP = (
     "tests/workers/startup/test_build.py",
 )
 PULL = "tests/cli/test_pull.py"
+FOLDERS = "tests/loading/huggingface/test_quantised_folders.py"
 THEIRS = "tests/loading/injection/test_ktransformers.py"
 CUSTOM = "tests/loading/injection/test_custom_operators.py"
 
@@ -228,5 +229,33 @@ MODELS: dict[str, Mutation] = {
         "    if sum(host.values()) > limit:\n",
         "    if False:\n",
         (f"{FIT}::test_the_host_must_hold_the_weights",),
+    ),
+    "zero points of GPTQ are as stored": Mutation(
+        "weights of a quantised folder are those that its method gives them",
+        "ktqueue/loading/huggingface/quantisation.py",
+        "zero_offset=1 if layout",
+        "zero_offset=0 if layout",
+        (f"{FOLDERS}::test_a_folder_has_the_weights_and_the_tokens_of_its_float32[gptq zeros]",),
+    ),
+    "codes of AWQ are in the order of their bits": Mutation(
+        "weights of a quantised folder are those that its method gives them",
+        "ktqueue/loading/huggingface/quantised_blocks.py",
+        "    out[..., _AWQ_ORDER] = words\n",
+        "    out[...] = words\n",
+        (f"{FOLDERS}::test_a_folder_has_the_weights_and_the_tokens_of_its_float32[awq]",),
+    ),
+    "columns of GPTQ may be sorted": Mutation(
+        "columns that desc_act sorted are refused",
+        "ktqueue/loading/huggingface/quantised_tensors.py",
+        'not np.array_equal(order.data.view("<i4"), wanted)',
+        'len(order.data.view("<i4")) != len(wanted)',
+        (f"{FOLDERS}::test_values_that_cannot_be_held_are_refused_when_they_are_read[sorted]",),
+    ),
+    "scales may be rounded": Mutation(
+        "a scale that float16 does not hold is refused",
+        "ktqueue/loading/huggingface/quantised_blocks.py",
+        "    if wrong.any():\n",
+        "    if False:\n",
+        (f"{FOLDERS}::test_values_that_cannot_be_held_are_refused_when_they_are_read[large scale]",),
     ),
 }

@@ -172,6 +172,7 @@ def test_damaged_parts_are_refused_by_name(
         ("compressed int4", {"weight_g_idx": torch.zeros(128).int()}, "weight_g_idx.*desc_act"),
         ("fp8 blocks", {"weight": torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)}, "weight' has NaN"),
     ],
+    ids=["sorted", "other zeros", "large scale", "odd scale", "also sorted", "nan"],
 )
 def test_values_that_cannot_be_held_are_refused_when_they_are_read(
     name: str, changes: dict[str, torch.Tensor | None], message: str, source: Path, tmp_path: Path
