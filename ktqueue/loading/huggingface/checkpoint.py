@@ -21,6 +21,7 @@ from ktqueue.loading.checkpoint import DOWN, GATE_UP, INTERLEAVED, Checkpoint, C
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
+from ktqueue.loading.huggingface.text_part import text_part
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.single_experts import stack_experts
@@ -31,7 +32,8 @@ from ktqueue.operators.packed import ExpertWeights, PackedExperts
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
 _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old files; it is always computed
+_UNUSED = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
+"""Frequencies in old files, which are always computed, and what predicts further tokens (Qwen3-Next)."""
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
 _BY_LAYER = ("num_experts", "moe_topk")
 _SAME_MODEL = {"kimi_k2": "deepseek_v3"}
@@ -40,7 +42,7 @@ _SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 
 def open_folder(folder: Path) -> Checkpoint:
     """Open a Hugging Face folder. Raises CheckpointError that names the file or tensor at fault."""
-    config = read_json(folder / "config.json")
+    config, text_name = text_part(read_json(folder / "config.json"))
     model_type = config.get("model_type")
     if isinstance(model_type, str):
         config["model_type"] = _SAME_MODEL.get(model_type, model_type)
@@ -55,11 +57,13 @@ def open_folder(folder: Path) -> Checkpoint:
     for file in weight_files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1], raw=quantisation is not None):
-            name = module_name(tensor.name)
+            if (found := text_name(tensor.name)) is None:
+                continue
+            name = module_name(found)
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
             layer = _LAYER.match(name)
-            if not _DERIVED.search(name) and not (layer and int(layer[1]) in multi_token_layers):
+            if not _UNUSED.search(name) and not (layer and int(layer[1]) in multi_token_layers):
                 tensors[name] = tensor
     if quantisation is not None:
         tensors = join_quantised(str(folder), tensors, quantisation)

@@ -1,0 +1,74 @@
+"""A folder with an encoder of images: its text model is served, and computes what the whole computes for text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from decoder_families import COMMON, LINEAR, answers, feed
+from safetensors.torch import load_file, save_file
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.huggingface.text_part import text_part
+from ktqueue.loading.load import load_model
+
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Any:
+    """A tiny Qwen3.5-MoE with its encoder of images, saved in `tmp_path`."""
+    make_config: Any = transformers.Qwen3_5MoeConfig
+    torch.manual_seed(3)
+    make: Any = transformers.Qwen3_5MoeForConditionalGeneration
+    model = make(make_config(text_config={**COMMON, **LINEAR}, vision_config=VISION)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "A_log", "dt_bias")):
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def assert_equal(folder: Path, model: Any) -> None:
+    loaded = load_model(str(folder))
+    assert (loaded.config.model_type, type(loaded.module).__name__) == ("qwen3_5_moe_text", "CpuDecoder")
+    found = feed(loaded.module)
+    for name, logits in answers(model).items():
+        assert logits.std() > 0.1
+        assert (found[name] - logits).abs().max() < 3e-4 * logits.abs().max()
+
+
+def test_the_text_model_of_a_folder_is_served(whole: Any, tmp_path: Path) -> None:
+    assert_equal(tmp_path, whole)
+
+
+def test_other_spellings_of_the_prefix_are_read(whole: Any, tmp_path: Path) -> None:
+    """Kimi-K2.5 and older folders. Tensors that predict further tokens are left out."""
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("model.language_model.", "language_model.model.").replace("lm_head.", "language_model.lm_head."): x
+        for name, x in load_file(file).items()
+    }
+    tensors["mtp.layers.0.mlp.experts.1.up_proj.weight"] = torch.zeros(2, 2)
+    tensors["mtp.norm.weight"] = torch.zeros(2)
+    save_file(tensors, file)
+    assert_equal(tmp_path, whole)
+
+
+def test_values_outside_the_text_config_count(whole: Any, tmp_path: Path) -> None:
+    config = json.loads((tmp_path / "config.json").read_text())
+    found, rename = text_part({**config, "tie_word_embeddings": True, "quantization_config": {"quant_method": "fp8"}})
+    assert found["quantization_config"] == {"quant_method": "fp8"} and "vision_config" not in found
+    assert rename("model.visual.blocks.0.attn.qkv.weight") is None
+    assert rename("vision_tower.patch.weight") is None
+
+
+def test_a_text_model_with_more_than_positions_is_refused(whole: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "text_config": {**config["text_config"], "model_type": "no_such"}}))
+    with pytest.raises(CheckpointError):
+        load_model(str(tmp_path))
