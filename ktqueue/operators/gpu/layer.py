@@ -92,7 +92,10 @@ class SelfAttention:
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
         attended = _attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
-        return attended * self._gate.sigmoid() if self._facts.gated else attended
+        if not self._facts.gated:
+            return attended
+        gate, self._gate = self._gate, torch.empty(0)  # it would take memory until the next step
+        return attended * gate.sigmoid()
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual."""

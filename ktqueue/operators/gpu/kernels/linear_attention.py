@@ -29,10 +29,10 @@ class StateRows:
 
 @triton.jit
 def _convolve(
-    x, weights, recent, out, starts, contexts, sources, targets, stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weights, recent, out, starts, contexts, sources, targets, stride, chunks,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK channels and every CHUNKS-th token of a row.
+    """One program for BLOCK channels and every `chunks`-th token of a row.
 
     The first program of a row also computes the tokens that read the row's state, and then writes the new state, which
     may take the place of the old one.
@@ -48,8 +48,6 @@ def _convolve(
     old = recent + tl.load(sources + row).to(tl.int64) * (BEFORE * CHANNELS) + channel
     new = recent + tl.load(targets + row).to(tl.int64) * (BEFORE * CHANNELS) + channel
     source = x + start * stride + channel
-    first = chunk
-    step = CHUNKS
     if chunk == 0:
         for t in range(tl.minimum(BEFORE, tokens)):
             total = tl.zeros([BLOCK], tl.float32)
@@ -65,7 +63,7 @@ def _convolve(
             known = tl.load(source + place * stride, mask=inside & (place >= 0), other=0.0).to(tl.float32)
             kept = tl.load(old + (place + BEFORE) * CHANNELS, mask=continues & (place < 0), other=0.0)
             tl.store(new + i * CHANNELS, known + kept, mask=inside)
-    for t in range(BEFORE + first, tokens, step):
+    for t in range(BEFORE + chunk, tokens, chunks):
         total = tl.zeros([BLOCK], tl.float32)
         for tap in tl.static_range(TAPS):
             known = tl.load(source + (t + tap - BEFORE) * stride, mask=inside, other=0.0).to(tl.float32)
@@ -179,8 +177,8 @@ def linear_attention(
     mixed = projected.new_empty(tokens, channels)
     chunks = min(_MOST_CHUNKS, max(1, tokens // max(count, 1)))
     _convolve[(count, chunks, triton.cdiv(channels, _CHANNELS))](
-        projected, convolution, recent, mixed, *where, stride,
-        CHANNELS=channels, TAPS=shape.taps, CHUNKS=chunks, BLOCK=_CHANNELS, num_warps=4,
+        projected, convolution, recent, mixed, *where, stride, chunks,
+        CHANNELS=channels, TAPS=shape.taps, BLOCK=_CHANNELS, num_warps=4,
     )  # fmt: skip
     read = torch.empty(tokens, values, dtype=torch.float32, device=projected.device)
     block = min(_COLUMNS, triton.next_power_of_2(shape.value_dim))
