@@ -6,7 +6,7 @@ It needs only Redis: no gateway and no torch. Every call raises Unavailable if R
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -133,7 +133,7 @@ class SyncClient:
         self._thread.start()
         self._client = Client(url, config=config)
         try:
-            self._wait(self._client.__aenter__())
+            self._wait(lambda: self._client.__aenter__())
         except BaseException:
             self.close()
             raise
@@ -155,47 +155,51 @@ class SyncClient:
 
     def submit(self, request: GenerationRequest | None = None, **settings: Any) -> JobRecord:
         """See Client.submit."""
-        return self._wait(self._client.submit(request, **settings))
+        return self._wait(lambda: self._client.submit(request, **settings))
 
     def stream(self, job_id: str, after: int = 0) -> Generator[TokenEvent, None, None]:
         """See Client.stream. Close the generator to stop before the end."""
         events = self._client.stream(job_id, after)
         try:
             while True:
-                event = self._wait(_next(events))
+                event = self._wait(lambda: _next(events))
                 if event is None:
                     return
                 yield event
         finally:
             if not self._closed:
-                self._wait(events.aclose())
+                self._wait(lambda: events.aclose())
 
     def result(self, job_id: str) -> Completion:
         """See Client.result."""
-        return self._wait(self._client.result(job_id))
+        return self._wait(lambda: self._client.result(job_id))
 
     def generate(self, request: GenerationRequest | None = None, **settings: Any) -> Completion:
         """See Client.generate."""
-        return self._wait(self._client.generate(request, **settings))
+        return self._wait(lambda: self._client.generate(request, **settings))
 
     def status(self, job_id: str) -> JobRecord:
         """See Client.status."""
-        return self._wait(self._client.status(job_id))
+        return self._wait(lambda: self._client.status(job_id))
 
     def cancel(self, job_id: str) -> JobRecord:
         """See Client.cancel."""
-        return self._wait(self._client.cancel(job_id))
+        return self._wait(lambda: self._client.cancel(job_id))
 
     def retry(self, job_id: str) -> JobRecord:
         """See Client.retry."""
-        return self._wait(self._client.retry(job_id))
+        return self._wait(lambda: self._client.retry(job_id))
 
-    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Run `work` in the event loop and return its result.
+
+        The loop's thread makes the coroutine, so that no Ctrl-C comes between making it and waiting for it.
+        """
         tasks: list[asyncio.Task[Result]] = []
         ended = threading.Event()
 
         def begin() -> None:
-            tasks.append(self._loop.create_task(work))
+            tasks.append(self._loop.create_task(work()))
             self._calls.add(tasks[0])
             tasks[0].add_done_callback(finish)
 
@@ -207,7 +211,6 @@ class SyncClient:
             if tasks:
                 tasks[0].cancel()
             else:  # interrupted before `begin` was scheduled
-                work.close()
                 ended.set()
 
         try:
@@ -222,7 +225,6 @@ class SyncClient:
             ended.wait()
             raise
         if not tasks:
-            work.close()
             raise Unavailable("the client is closed")
         if tasks[0].cancelled():
             raise Unavailable("the client was closed during the call")
