@@ -16,18 +16,19 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import ChatBody, parse_chat
-from ktqueue.openai.client_names import Names, client_name, client_names
+from ktqueue.openai.client_names import CHAT_NAMES, Names, client_name
 from ktqueue.openai.common_fields import MAX_ID, FreeObject
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.prompt_endpoints import PromptCall
 from ktqueue.openai.validation import parse
 
 PATH = "/v1/messages"
-_NAMES: Names = (
+NAMES: Names = (
     (r"response_format(\.json_schema)?", "output_config.format"),
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
     (r"(tools\[\d+\])\.function", r"\1"),
     (r"reasoning_effort", "output_config.effort"),
+    *CHAT_NAMES,
 )
 Json = dict[str, Any]
 _STRICT = ConfigDict(strict=True, extra="ignore")
@@ -148,14 +149,13 @@ class ParsedMessages:
 
     def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
         """One request. Its text has the stop string, since the answer names it. Raises InvalidRequest."""
-        with client_names(_NAMES):
-            request = self.chat.request(card)
+        request = self.chat.request(card)
         stops = list(request.sampling.stop)
         return (
             replace(
                 request,
                 endpoint=PATH,
-                grammar_field=client_name(request.grammar_field, _NAMES),
+                grammar_field=client_name(request.grammar_field, NAMES),
                 sampling=replace(request.sampling, logprobs=None, include_stop_str_in_output=bool(stops)),
                 reply_options={**request.reply_options, **({"stops": stops} if stops else {})},
             ),
@@ -173,8 +173,7 @@ def parse_messages(body: Mapping[str, Any]) -> ParsedMessages:
 
 def parse_count(body: Mapping[str, Any], card: ModelCard | None) -> PromptCall:
     """Messages to the number of tokens of their prompt. Raises InvalidRequest."""
-    with client_names(_NAMES):
-        request = _chat(body, parse(CountBody, body)).request(card)
+    request = _chat(body, parse(CountBody, body)).request(card)
     return PromptCall(request, lambda prompt: {"input_tokens": len(prompt.token_ids)})
 
 
@@ -193,8 +192,7 @@ def _chat(body: Mapping[str, Any], read: CountBody) -> ChatBody:
             )
     if others.get("n") not in (None, 1):
         raise InvalidRequest("n must be 1: a message is one choice", param="n", limit=1, value=short_repr(others["n"]))
-    with client_names(_NAMES):
-        return parse_chat({**others, **read.chat()})
+    return parse_chat({**others, **read.chat()})
 
 
 def _function(tool: ClientTool) -> Json:

@@ -17,6 +17,7 @@ from ktqueue.core.events import TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import JobClass
 from ktqueue.openai.choices import Choices
+from ktqueue.openai.client_names import rename
 from ktqueue.openai.endpoints import ENDPOINTS
 from ktqueue.openai.errors import error_body, failure, status_of
 
@@ -53,6 +54,14 @@ class LineJobs:
         whole = choices.whole(events)
         return response_record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))
 
+    def failure(self, place: int, event: TokenEvent) -> ErrorInfo | None:
+        """The error of the last event of a prompt's job that failed, else None. `place`: of the prompt."""
+        fault = failure(event)
+        if fault is None:
+            return None
+        rename(fault, self._endpoint.names_in(self.requests[place]))
+        return fault.info()
+
 
 def request_id(line: BatchLine, run: str, model: str | None) -> str:
     """The id of a line's request in its run. It depends on the custom_id, the URL, the body and the model."""
@@ -76,9 +85,3 @@ def failure_record(record_id: str, custom_id: str, info: ErrorInfo) -> dict[str,
         error = {"code": "batch_expired", "message": EXPIRED_MESSAGE}
         return {"id": f"batch_req_{record_id}", "custom_id": custom_id, "response": None, "error": error}
     return response_record(record_id, custom_id, status_of(info), error_body(info))
-
-
-def failure_info(event: TokenEvent) -> ErrorInfo | None:
-    """The error of the last event of a job that failed, else None."""
-    fault = failure(event)
-    return fault.info() if fault is not None else None

@@ -15,7 +15,7 @@ from typing import Any
 
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.input import BatchLine, LineFault, Survey, line_id
-from ktqueue.batches.line_jobs import LineJobs, failure_info, failure_record, request_id
+from ktqueue.batches.line_jobs import LineJobs, failure_record, request_id
 from ktqueue.batches.output import BatchOutput
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
@@ -170,8 +170,8 @@ class BatchRun:
         # Wait for all: if one is refused, the others are still in the queue and in the window.
         outcomes = await asyncio.gather(*jobs, return_exceptions=True)
         histories = [_raise_if_error(outcome) for outcome in outcomes]
-        for _, journal in histories:
-            fault = failure_info(journal[-1])
+        for place, (_, journal) in enumerate(histories):
+            fault = line_jobs.failure(place, journal[-1])
             if fault is not None:
                 self._output.fail(failure_record(line_jobs.id, line_jobs.custom_id, fault))
                 return

@@ -9,9 +9,11 @@ from starlette.requests import Request
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.errors import JournalRegressed, KtqueueError
 from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.gateway.endpoints import endpoint_of
 from ktqueue.gateway.feed import Batch
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.metrics import Metrics
+from ktqueue.openai.client_names import Names, rename
 from ktqueue.openai.errors import failure
 
 
@@ -19,16 +21,26 @@ class JobFollower:
     """The jobs of one response, from their submission to their last events.
 
     `keep`: jobs that are still running when it is closed go on. `counted`: the request is counted in the metrics; a
-    resumed stream is not, since its request was.
+    resumed stream is not, since its request was. `names`: the client's names of fields, for errors; None: those of the
+    endpoint that the jobs came from.
     """
 
     def __init__(
-        self, gateway: Gateway, request: Request, records: Sequence[JobRecord], *, keep: bool, counted: bool = True
+        self,
+        gateway: Gateway,
+        request: Request,
+        records: Sequence[JobRecord],
+        *,
+        keep: bool,
+        counted: bool = True,
+        names: Names | None = None,
     ) -> None:
         self.job_ids = [record.id for record in records]
         self.heartbeat_seconds = gateway.config.gateway.heartbeat_seconds
         self._gateway = gateway
         self._keep = keep
+        self._records = records
+        self._names = names
         self._stopwatch = Stopwatch(gateway.metrics if counted else None, records[0].model)
         self._running = set(range(len(records)))
         self._resources = ExitStack()
@@ -61,11 +73,18 @@ class JobFollower:
 
     def raise_failure(self, batch: Batch) -> None:
         """Raise the error of the first job in the batch that ended in another state than done."""
-        for _, event in batch:
+        for place, event in batch:
             error = failure(event)
             if error is not None:
+                rename(error, self._names_of(self._records[place]))
                 self._stopwatch.failed(error)
                 raise error
+
+    def _names_of(self, record: JobRecord) -> Names:
+        if self._names is not None:
+            return self._names
+        request = record.readable_request()
+        return endpoint_of(request).names_in(request)
 
     def close(self) -> None:
         """Stop following. Jobs that are still running are cancelled unless they are kept."""

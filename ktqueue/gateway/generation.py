@@ -17,6 +17,7 @@ from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.headers import STREAM_START
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.submission import submit_call
+from ktqueue.openai.client_names import client_names
 from ktqueue.openai.endpoint import Endpoint
 
 
@@ -35,10 +36,11 @@ def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
 async def generate(request: Request, endpoint: Endpoint) -> Response:
     """The response to one request. Raises KtqueueError for an error that has its own status."""
     gateway: Gateway = request.app.state.gateway
-    call = await gateway.read_body(request, endpoint.parse_call)
-    if call.at_once is not None:
-        return json_response(call.at_once)
-    submission = await submit_call(gateway, request, call)
+    with client_names(endpoint.names):
+        call = await gateway.read_body(request, endpoint.parse_call)
+        if call.at_once is not None:
+            return json_response(call.at_once)
+        submission = await submit_call(gateway, request, call)
     writer = AnswerWriter(submission.records, call.digest)
     follower = JobFollower(gateway, request, submission.records, keep=submission.keep)
     if not call.stream:

@@ -44,7 +44,7 @@ async def read_prompt(gateway: Gateway, request: Request, generation: Generation
         webhook=None,
     )
     record = await gateway.submit(tenant_of(request), made, idempotency_key=None)
-    follower = JobFollower(gateway, request, [record], keep=False, counted=False)
+    follower = JobFollower(gateway, request, [record], keep=False, counted=False, names=())
     prompt = JoinedPrompt()
     try:
         while follower.running:
@@ -61,8 +61,8 @@ async def read_prompt(gateway: Gateway, request: Request, generation: Generation
 def _handler(endpoint: PromptEndpoint) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         gateway: Gateway = request.app.state.gateway
-        call = await gateway.read_body(request, endpoint.parse)
         with client_names(endpoint.names):
+            call = await gateway.read_body(request, endpoint.parse)
             prompt = PromptPart() if call.generation is None else await read_prompt(gateway, request, call.generation)
         return json_response(call.answer(prompt))
 

@@ -27,9 +27,10 @@ from ktqueue.gateway.http.headers import idempotency_key, rate_headers
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.http.sse import EventStream
 from ktqueue.openai.choices import Choices
+from ktqueue.openai.client_names import client_names, rename
 from ktqueue.openai.endpoint import ReplyHead
-from ktqueue.openai.errors import error_body
-from ktqueue.openai.responses.body import PREFIX, ResponseCall, parse_response
+from ktqueue.openai.errors import JobEnded
+from ktqueue.openai.responses.body import NAMES, PREFIX, ResponseCall, parse_response
 from ktqueue.openai.responses.reply import ResponseReply, assistant_message
 from ktqueue.openai.stream_format import EVENTS, named_event
 
@@ -74,8 +75,9 @@ class ResponseWriter:
         """The response object of a job that runs, or that ended without an answer."""
         error = None
         if record.error is not None:
-            inner = error_body(record.error)["error"]
-            error = {"code": "server_error", "message": inner["message"]}
+            fault = JobEnded(record.error)
+            rename(fault, NAMES)
+            error = {"code": "server_error", "message": fault.message}
         return self._reply.response(_STATUS.get(record.state, "failed"), error=error)
 
 
@@ -93,9 +95,10 @@ async def create_response(request: Request) -> Response:
     call = await gateway.parse_body(body, parse)
     # Nobody may ask for an answer in the background before it has been there for long.
     keep_for = gateway.config.broker.response_ttl if call.background and call.store else 0.0
-    record = await gateway.submit(
-        tenant_of(request), call.generation, idempotency_key=idempotency_key(request.headers), keep=keep_for
-    )
+    with client_names(NAMES):
+        record = await gateway.submit(
+            tenant_of(request), call.generation, idempotency_key=idempotency_key(request.headers), keep=keep_for
+        )
     response_id = PREFIX + record.id
     if call.store:
         await gateway.broker.responses.store(tenant, response_id, StoredResponse(call.messages, call.echo))
@@ -104,7 +107,7 @@ async def create_response(request: Request) -> Response:
     keep = call.background or idempotency_key(request.headers) is not None
     if call.background and not call.stream:
         return json_response(writer.unfinished(record), headers=headers)
-    follower = JobFollower(gateway, request, [record], keep=keep)
+    follower = JobFollower(gateway, request, [record], keep=keep, names=NAMES)
     if call.stream:
         return await _stream(gateway, follower, writer, headers, call, tenant, after=-1)
     try:
@@ -139,7 +142,7 @@ class ResponseEndpoint(HTTPEndpoint):
             )
         record = await _record(request, response_id)
         writer = ResponseWriter(record, dict(stored.echo))
-        follower = JobFollower(gateway, request, [record], keep=True, counted=False)
+        follower = JobFollower(gateway, request, [record], keep=True, counted=False, names=NAMES)
         return await _stream(gateway, follower, writer, {"x-job-id": record.id}, None, "", after=int(after))
 
     async def delete(self, request: Request) -> Response:

@@ -11,17 +11,17 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import ChatBody, parse_chat
-from ktqueue.openai.client_names import Names, client_name, client_names
+from ktqueue.openai.client_names import CHAT_NAMES, Names, client_name
 from ktqueue.openai.common_fields import FreeObject, shallow
 from ktqueue.openai.completions import CompletionBody, parse_completion
 from ktqueue.openai.errors import UnsupportedParameter
+from ktqueue.openai.foreign_fields import ALIASES, refused_fields
 from ktqueue.openai.messages import MAX_MESSAGES, MAX_TOOL_CALLS, NotSupported
 from ktqueue.openai.validation import must_be, parse
 
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
 Json = dict[str, Any]
 _STRICT = ConfigDict(strict=True, extra="ignore")
-_NAMES: Names = ((r"response_format(\.json_schema)?(\.schema)?", "format"), (r"reasoning_effort", "think"))
 # Options of Ollama's own runner, which say how a model is loaded and change no answer.
 LOADING = frozenset((
     "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
@@ -178,6 +178,17 @@ class OllamaGenerateBody(OllamaFields):
         return bool(self.raw or self.suffix)
 
 
+_OWN = {*OllamaChatBody.model_fields, *OllamaGenerateBody.model_fields}
+_OPTIONS = {*ChatBody.model_fields, *CompletionBody.model_fields, *ALIASES, *refused_fields()} - _OWN
+_NAMES: Names = (
+    (r"response_format(\.json_schema)?(\.schema)?", "format"),
+    (r"reasoning_effort|chat_template_kwargs\.\w+", "think"),
+    (rf"({'|'.join(_OPTIONS)})(?!\w)", r"options.\1"),
+)
+OLLAMA_CHAT_NAMES: Names = (*CHAT_NAMES, *_NAMES)
+GENERATE_NAMES: Names = ((r"messages.*", "prompt"), *_NAMES)
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedOllama:
     """A validated body: `read` is Ollama's, and `inner` means the same; it is None if nothing is generated."""
@@ -199,8 +210,7 @@ class ParsedOllama:
                 name = self.read.model
                 raise ModelNotFound(f"no worker serves the model {name!r}", param="model", value=name)
             return ()
-        with client_names(_NAMES):
-            requests = self.inner.requests(card)
+        requests = self.inner.requests(card)
         return tuple(
             replace(request, endpoint=self.path, grammar_field=client_name(request.grammar_field, _NAMES))
             for request in requests

@@ -7,7 +7,14 @@ from typing import Any
 
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.model_card import ModelCard
-from ktqueue.ollama.bodies import CHAT_PATH, GENERATE_PATH, parse_ollama_chat, parse_ollama_generate
+from ktqueue.ollama.bodies import (
+    CHAT_PATH,
+    GENERATE_NAMES,
+    GENERATE_PATH,
+    OLLAMA_CHAT_NAMES,
+    parse_ollama_chat,
+    parse_ollama_generate,
+)
 from ktqueue.ollama.reply import OllamaChatReply, OllamaGenerateReply, timestamp
 from ktqueue.openai.endpoint import Call, Endpoint, Json
 from ktqueue.openai.stream_format import StreamFormat, json_line
@@ -36,5 +43,5 @@ class OllamaEndpoint(Endpoint):
 
 # A space before a line means nothing to a reader of JSON. An empty line would be an error for Ollama's package.
 FORMAT = StreamFormat("application/x-ndjson", json_line, b" ", b"", error_body)
-CHAT = OllamaEndpoint(CHAT_PATH, parse_ollama_chat, OllamaChatReply, "ollama", FORMAT)
-GENERATE = OllamaEndpoint(GENERATE_PATH, parse_ollama_generate, OllamaGenerateReply, "ollama", FORMAT)
+CHAT = OllamaEndpoint(CHAT_PATH, parse_ollama_chat, OllamaChatReply, "ollama", FORMAT, OLLAMA_CHAT_NAMES)
+GENERATE = OllamaEndpoint(GENERATE_PATH, parse_ollama_generate, OllamaGenerateReply, "ollama", FORMAT, GENERATE_NAMES)

@@ -9,6 +9,9 @@ from ktqueue.core.errors import KtqueueError
 Names = Sequence[tuple[str, str]]
 """Regular expressions that match the beginning of our name, and what takes its place. The first match counts."""
 
+CHAT_NAMES: Names = ((r"prompt(?!\w)", "messages"),)
+"""Those of a chat: what a worker calls the prompt."""
+
 
 def client_name(param: str, names: Names) -> str:
     """The client's name of the field `param` of an OpenAI body."""
@@ -24,9 +27,14 @@ def client_names(names: Names) -> Iterator[None]:
     try:
         yield
     except KtqueueError as error:
-        if error.param is not None:
-            theirs = client_name(error.param, names)
-            error.message = error.message.replace(error.param, theirs)
-            error.args = (error.message,)
-            error.param = theirs
+        rename(error, names)
         raise
+
+
+def rename(error: KtqueueError, names: Names) -> None:
+    """Rename the field of an error, also in its message."""
+    if error.param is None or (theirs := client_name(error.param, names)) == error.param:
+        return
+    error.message = re.sub(rf"(?<![\w.]){re.escape(error.param)}(?!\w)", lambda _: theirs, error.message)
+    error.args = (error.message,)
+    error.param = theirs

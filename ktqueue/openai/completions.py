@@ -119,6 +119,7 @@ class CompletionBody(CommonFields):
         if choices != sampling.n:
             sampling = replace(sampling, n=choices)
         grammar = self.answer_grammar()
+        options, in_list = self.reply_options(), prompts is self.prompt
         return tuple(
             GenerationRequest(
                 model=self.model,
@@ -136,9 +137,9 @@ class CompletionBody(CommonFields):
                 return_prompt=bool(self.echo or self.return_token_ids),
                 grammar=grammar,
                 grammar_field=self.grammar_field,
-                reply_options=self.reply_options(),
+                reply_options={**options, "prompt_field": f"prompt[{place}]"} if in_list else options,
             )
-            for prompt in prompts
+            for place, prompt in enumerate(prompts)
         )
 
 

@@ -8,6 +8,7 @@ from ktqueue.core.events import TokenLogprob, Usage
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.choices import Delta, token_text
+from ktqueue.openai.client_names import Names
 from ktqueue.openai.stream_format import EVENTS, StreamFormat
 
 Json = dict[str, Any]
@@ -116,7 +117,8 @@ class ReplyFactory(Protocol):
 class Endpoint:
     """One endpoint that generates text.
 
-    `parse` raises InvalidRequest. The id of an answer is `id_prefix`, a hyphen and the id of its first job.
+    `parse` raises InvalidRequest. The id of an answer is `id_prefix`, a hyphen and the id of its first job. `names` are
+    the client's names of fields that a request has under another name.
     """
 
     path: str
@@ -124,11 +126,17 @@ class Endpoint:
     reply: ReplyFactory
     id_prefix: str
     stream_format: StreamFormat = EVENTS
+    names: Names = ()
 
     def parse_call(self, body: Mapping[str, Any], card: ModelCard | None) -> Call:
         """What a body asks for. `card`: of the model, if it is known. Raises InvalidRequest."""
         parsed = self.parse(body)
         return Call(parsed.requests(card), bool(parsed.stream), parsed.wants_usage(), card.digest if card else "")
+
+    def names_in(self, request: GenerationRequest) -> Names:
+        """The client's names of the fields of one request. Each prompt of a list has a place there."""
+        field = request.reply_options.get("prompt_field")
+        return ((r"prompt(_token_ids)?(?!\w)", field), *self.names) if isinstance(field, str) else self.names
 
     def reply_to(self, request: GenerationRequest, job_id: str, created: int, digest: str) -> Reply:
         """The writer of the answer to `request`.

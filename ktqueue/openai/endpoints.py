@@ -4,11 +4,14 @@ from collections.abc import Mapping
 
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.chat import ChatReply, parse_chat
+from ktqueue.openai.client_names import CHAT_NAMES
 from ktqueue.openai.completions import CompletionReply, parse_completion
 from ktqueue.openai.endpoint import Endpoint
 
-CHAT = Endpoint("/v1/chat/completions", parse_chat, ChatReply, "chatcmpl")
-COMPLETIONS = Endpoint("/v1/completions", parse_completion, CompletionReply, "cmpl")
+CHAT = Endpoint("/v1/chat/completions", parse_chat, ChatReply, "chatcmpl", names=CHAT_NAMES)
+COMPLETIONS = Endpoint(
+    "/v1/completions", parse_completion, CompletionReply, "cmpl", names=((r"prompt_token_ids", "prompt"),)
+)
 ENDPOINTS: Mapping[str, Endpoint] = {endpoint.path: endpoint for endpoint in (CHAT, COMPLETIONS)}
 
 

@@ -144,12 +144,18 @@ async def test_the_best_choices_are_returned(stack: Any) -> None:
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt": [5, 10**6]}, "prompt[1]"),
+        ({"prompt": [[5], [6, 10**6]]}, "prompt[1][1]"),
+        ({"prompt": [[5], [6, 10**6]], "stream": True}, "prompt[1][1]"),
+        ({"prompt": ["a", "a " * 9000]}, "prompt[1]"),
     ],
 )
 async def test_a_refusal_names_the_field(stack: Any, changes: dict[str, Any], param: str) -> None:
     answer = await stack.http.post("/v1/completions", json={**BODY, **changes})
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "prompt_token_ids" not in error["message"]
 
 
 async def test_limits_of_the_answer(stack: Any) -> None:

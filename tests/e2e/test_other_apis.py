@@ -113,6 +113,35 @@ async def test_a_prompt_of_ollama_is_the_same_raw_and_as_a_completion(stack: Any
     assert (await stack.http.post("/api/generate", json=raw)).json()["response"] == text
 
 
+LONG = "a " * 9000
+WRONG_BIAS = {"logit_bias": {"1000000": 1}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"input": LONG}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 3}, "messages"),
+        ("/api/generate", {"prompt": LONG}, "prompt"),
+        (
+            "/api/generate",
+            {"prompt": "a", "raw": True, "options": WRONG_BIAS},
+            "options.logit_bias",
+        ),
+        ("/api/chat", {"messages": MESSAGES, "options": WRONG_BIAS}, "options.logit_bias"),
+        ("/api/chat", {"messages": MESSAGES, "options": {"temperature": 9}}, "options.temperature"),
+    ],
+)
+async def test_an_error_names_the_field_of_its_api(stack: Any, path: str, body: Any, param: str) -> None:
+    answer = await stack.http.post(path, json={"model": "demo", **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    if path.startswith("/api"):  # an error of Ollama is its message alone
+        assert error.startswith(f"{param} ") or "maximum context length" in error
+    else:
+        assert error["param"] == param
+
+
 async def followed(stack: Any, response_id: str, after: int, kill_at: int | None = None) -> list[dict[str, Any]]:
     """The events of a response after one of them. The worker is killed after `kill_at` events."""
     events: list[dict[str, Any]] = []

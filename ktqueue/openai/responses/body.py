@@ -30,11 +30,12 @@ _OWN = frozenset({
     "include", "truncation", "conversation", "prompt", "max_tool_calls", "stream_options",
     "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
 })  # fmt: skip
-_NAMES: Names = (
+NAMES: Names = (
     (r"response_format(\.json_schema)?", "text.format"),
     (r"(tools\[\d+\])\.function", r"\1"),
-    (r"max_tokens", "max_output_tokens"),
+    (r"max_(completion_)?tokens", "max_output_tokens"),
     (r"reasoning_effort", "reasoning.effort"),
+    (r"messages.*|prompt(?!\w)", "input"),  # of which instructions and stored items are a part too
 )
 _TOOL = {"parameters": None, "strict": None}
 _REFUSED = {
@@ -152,11 +153,11 @@ def parse_response(body: Mapping[str, Any], card: ModelCard | None, history: Seq
         chat["response_format"] = _response_format(own.text.format)
     if own.reasoning is not None and own.reasoning.effort is not None:
         chat["reasoning_effort"] = own.reasoning.effort
-    with client_names(_NAMES):
+    with client_names(NAMES):
         generation = parse_chat(chat).request(card)
     return ResponseCall(
         generation=replace(
-            generation, endpoint="responses", grammar_field=client_name(generation.grammar_field, _NAMES)
+            generation, endpoint="responses", grammar_field=client_name(generation.grammar_field, NAMES)
         ),
         messages=tuple(messages),
         echo=_echo(own, body),
