@@ -165,8 +165,8 @@ def attention() -> None:
         query = torch.zeros(3, heads, head_dim, dtype=dtype)
         keys = torch.zeros(4, page_size, kv_heads, head_dim).to(cache)
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, head_dim, 8), dtype=torch.uint8)
-        for tables, rows in ((decode, None), (chunks, indices)):
-            triton_decode.decode(query, keys, keys, tables, DecodeRows(3, rows, 8, workspace), query, options)
+        tables, rows = (chunks, indices) if head_dim == 128 else (decode, None)
+        triton_decode.decode(query, keys, keys, tables, DecodeRows(3, rows, 8, workspace), query, options)
         triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, options)
 
 
@@ -174,21 +174,19 @@ def latent_attention() -> None:
     """DeepSeek's latents, with one split of the keys and with many, and expanded."""
     indices = torch.zeros(16, dtype=torch.int32)
     decode = Tables(indices, indices, indices)
-    for heads, dtype, cache in (
-        (16, torch.bfloat16, torch.bfloat16),
-        (128, torch.bfloat16, torch.float8_e4m3fn),
-        (16, torch.float32, torch.float32),
+    for heads, dtype, cache, splits, row_of in (
+        (16, torch.bfloat16, torch.bfloat16, 1, indices),
+        (128, torch.bfloat16, torch.float8_e4m3fn, 8, None),
+        (16, torch.float32, torch.float32, 1, None),
     ):
         query, out = torch.zeros(3, heads, 576, dtype=dtype), torch.zeros(3, heads, 512, dtype=dtype)
         keys = torch.zeros(4, 16, 1, 576).to(cache)
-        for splits, row_of in ((1, indices), (8, None)):
-            workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
-            latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
-    rows = ExpandedRows(indices.view(-1, 2), indices, indices, indices)
-    for heads, dtype in ((16, torch.bfloat16), (3, torch.float32)):
-        query, out = torch.zeros(3, 16, 192, dtype=dtype), torch.zeros(3, 16, 128, dtype=dtype)
-        latents, states = torch.zeros(3, 576, dtype=dtype), torch.zeros(3, heads, 256, dtype=dtype)
-        attend_expanded(query, states, latents, out, rows, scaling=0.1)
+        workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
+        latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
+    rows, dtype = ExpandedRows(indices.view(-1, 2), indices, indices, indices), torch.bfloat16
+    query, out = torch.zeros(3, 16, 192, dtype=dtype), torch.zeros(3, 16, 128, dtype=dtype)
+    latents, states = torch.zeros(3, 576, dtype=dtype), torch.zeros(3, 16, 256, dtype=dtype)
+    attend_expanded(query, states, latents, out, rows, scaling=0.1)
 
 
 EXPERTS, SLOTS, RECORD = 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)

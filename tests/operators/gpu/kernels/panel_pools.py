@@ -74,4 +74,4 @@ def small(quant: str) -> tuple[tuple[str, str, str], int, int]:
     """Formats, hidden and intermediate of small experts. Gate and up are `quant`; sizes are as odd as it allows."""
     if quant in ("F32", "F16", "BF16"):
         return (quant,) * 3, 45, 33
-    return (quant, quant, "MXFP4"), 256 + max(32, BLOCKS[quant][0]), 32
+    return (quant, quant, "Q4_0"), 256 + max(32, BLOCKS[quant][0]), 32

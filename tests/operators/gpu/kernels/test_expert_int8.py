@@ -72,7 +72,7 @@ def assert_experts(
 @pytest.mark.parametrize("quant", BLOCKS)
 def test_kernels_equal_products_of_rounded_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
     """A tile has more slabs than the matrix, and a superblock is not whole."""
-    pool = make_pool(random_weights, (quant, quant, "MXFP4"), 2, columns_of(quant), 32)
+    pool = make_pool(random_weights, (quant, quant, "Q4_0"), 2, columns_of(quant), 32)
     hidden = pool.record.hidden
     x, (ids, weights) = activations(1, hidden), route(1, 2, 1)
     assert_experts(pool, pool.offsets, ids, x, weights)
@@ -100,7 +100,7 @@ def test_each_way_to_find_pairs_equals_plain_torch(
 
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.activation)
 def test_each_activation_equals_plain_torch(gate: GateFacts, random_weights: Callable[..., Bytes]) -> None:
-    pool = make_pool(random_weights, "MXFP4", 2, 32, 32, biased=True)
+    pool = make_pool(random_weights, ("MXFP4", "MXFP4", "Q4_0"), 2, 32, 32, biased=True)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)
     assert_experts(pool, pool.offsets, ids, x, weights, gate)
 
