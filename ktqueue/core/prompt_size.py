@@ -1,6 +1,8 @@
-"""Checks that a prompt fits a model's context: by its tokens, or by its bytes before it is tokenised."""
+"""Checks that a prompt fits a model: its tokens the vocabulary, their number or the text's bytes the context."""
 
-from ktqueue.core.errors import ContextLengthExceeded
+from collections.abc import Sequence
+
+from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
 
 
 def check_tokens(count: int, max_model_len: int, param: str = "prompt", *, at_least: bool = False) -> None:
@@ -27,3 +29,16 @@ def check_text(text: str, max_model_len: int, longest_token: int | None, param: 
         return
     size = len(text.encode(errors="surrogatepass"))
     check_tokens(-(-size // longest_token), max_model_len, param, at_least=True)
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt_token_ids") -> None:
+    """Check that the token ids of a prompt, which are not negative, are in the vocabulary. Raises InvalidRequest."""
+    if not ids or max(ids) < vocab_size:
+        return
+    position = next(position for position, token_id in enumerate(ids) if token_id >= vocab_size)
+    raise InvalidRequest(
+        f"{param}[{position}] must be below {vocab_size}, got {ids[position]}",
+        param=f"{param}[{position}]",
+        limit=vocab_size - 1,
+        value=ids[position],
+    )

@@ -22,7 +22,7 @@ from ktqueue.core.errors import (
 )
 from ktqueue.core.events import TokenEvent
 from ktqueue.core.model_card import ModelCard
-from ktqueue.core.prompt_size import check_text, check_tokens
+from ktqueue.core.prompt_size import check_text, check_token_ids, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.gateway.errors import ShuttingDown, UnknownEvent
 from ktqueue.gateway.feed import Feed
@@ -109,8 +109,9 @@ class Gateway:
         """Submit a tenant's job within its limits. `keep` as in `Jobs.submit`.
 
         Raises what `Jobs.submit` raises, ContextLengthExceeded if the prompt cannot fit the model's context, and
-        InvalidRequest for a grammar that takes too long to compile.
+        InvalidRequest for a token id that the model does not have or a grammar that takes too long to compile.
         """
+        await self._check_ids(generation)
         await self._check_size(generation)
         await self.grammars.check(generation.grammar, generation.grammar_field)
         try:
@@ -125,6 +126,11 @@ class Gateway:
         if record.tenant_usage is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
+
+    async def _check_ids(self, generation: GenerationRequest) -> None:
+        """A worker checks them too, but then another prompt of the same call may have an answer that has begun."""
+        if generation.prompt_token_ids and (card := await self.broker.models.card(generation.model)) is not None:
+            check_token_ids(generation.prompt_token_ids, card.vocab_size)
 
     async def _check_size(self, generation: GenerationRequest) -> None:
         """Refuse a large prompt here that a worker would refuse after much work."""

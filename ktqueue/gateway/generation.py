@@ -40,7 +40,7 @@ async def generate(request: Request, endpoint: Endpoint) -> Response:
         call = await gateway.read_body(request, endpoint.parse_call)
         if call.at_once is not None:
             return json_response(call.at_once)
-        submission = await submit_call(gateway, request, call)
+    submission = await submit_call(gateway, request, call)
     writer = AnswerWriter(submission.records, call.digest)
     follower = JobFollower(gateway, request, submission.records, keep=submission.keep)
     if not call.stream:

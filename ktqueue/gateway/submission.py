@@ -9,9 +9,11 @@ from ktqueue.broker.conversations import LatestAnswer
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.errors import InvalidRequest, KtqueueError
 from ktqueue.core.request import GenerationRequest
+from ktqueue.gateway.endpoints import endpoint_of
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import Tenant, tenant_of
 from ktqueue.gateway.http.headers import conversation_id, idempotency_key
+from ktqueue.openai.client_names import client_names
 from ktqueue.openai.endpoint import Call
 
 
@@ -58,7 +60,8 @@ async def _submit_all(
     try:
         for place, generation in enumerate(generations):
             job_key = key if key is None or len(generations) == 1 else f"{key}#{place}"
-            records.append(await gateway.submit(tenant, generation, idempotency_key=job_key))
+            with client_names(endpoint_of(generation).names_in(generation)):
+                records.append(await gateway.submit(tenant, generation, idempotency_key=job_key))
     except BaseException as error:
         if key is None:
             gateway.abandon(record.id for record in records)

@@ -154,3 +154,15 @@ async def test_a_refused_request_cancels_no_job_of_its_idempotency_key(
         assert not any(job.cancel_requested for job in await broker.jobs.list())
         first_may_end.set()
         assert (await first).status_code == 200
+
+
+async def test_a_token_id_of_a_later_prompt_is_refused_before_an_earlier_one_streams(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
+    body = {"model": "tale", "prompt": [[5], [6, 256]], "stream": True}
+    worker.script = echo
+    answer = await http.post(PATH, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt[1][1]"
+    job = await http.post("/v1/jobs", json={"model": "tale", "prompt_token_ids": [6, 256]})
+    assert (job.status_code, job.json()["error"]["param"]) == (400, "prompt_token_ids[1]")

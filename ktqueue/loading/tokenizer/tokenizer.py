@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
-from ktqueue.core.prompt_size import check_text, check_tokens
+from ktqueue.core.prompt_size import check_text, check_token_ids, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.gguf.checkpoint import read_parts
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, from_metadata
@@ -122,7 +122,8 @@ class Tokenizer:
         """
         text = ""
         if request.prompt_token_ids is not None:
-            token_ids = self._checked_ids(request.prompt_token_ids)
+            check_token_ids(request.prompt_token_ids, self._size)
+            token_ids = list(request.prompt_token_ids)
         else:
             field = "messages" if request.prompt is None else "prompt"
             text = request.prompt if request.prompt is not None else (render or self.render)(request)
@@ -168,17 +169,6 @@ class Tokenizer:
         if self.longest_token is not None and len(text) > 2 * len(beginning):
             _check_characters(text)
             check_tokens(library.min_tokens(self._model, beginning), max_model_len, field, at_least=True)
-
-    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
-        if ids and max(ids) >= self._size:
-            position = next(position for position, token_id in enumerate(ids) if token_id >= self._size)
-            raise InvalidRequest(
-                f"prompt_token_ids[{position}] must be below {self._size}, got {ids[position]}",
-                param=f"prompt_token_ids[{position}]",
-                limit=self._size - 1,
-                value=ids[position],
-            )
-        return list(ids)
 
     def render(self, request: GenerationRequest) -> str:
         """Return the prompt text of a request with messages. Raises InvalidRequest."""
