@@ -4,6 +4,7 @@ rounds as a GPU does."""
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -118,9 +119,7 @@ def _interpreter() -> Iterator[None]:
     def device_function() -> None:
         """Its globals name both modules of the language, as the interpreter looks them up."""
 
-    replaced = interpreter._patch_lang(
-        type(device_function)(device_function.__code__, {"tl": language, "core": language.core})
-    )
+    replaced = interpreter._patch_lang(FunctionType(device_function.__code__, {"tl": language, "core": language.core}))
     replaced.set_attr(language.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(interpreter, "_convert_float", _rounded)
