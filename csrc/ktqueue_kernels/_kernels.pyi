@@ -171,6 +171,7 @@ class Decoder:
         groups: int,
         groups_used: int,
         bias: Any,
+        jitter: float,
     ) -> None:
         """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm,
         k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not clamped;

@@ -24,6 +24,10 @@ bool fits(const Linear* linear, size_t rows, size_t columns) {
     return linear && linear->rows() == rows && linear->columns() == columns;
 }
 
+bool is_norm(const std::vector<float>& norm, size_t hidden) {
+    return norm.size() == hidden || norm.size() == 2 * hidden;
+}
+
 template <class T>
 T* grown(std::vector<T>& buffer, size_t count) {
     if (buffer.size() < count) buffer.resize(count);
@@ -58,14 +62,14 @@ Decoder::Decoder(const DecoderShape& shape, const StoredMatrix& embedding, std::
     : shape_(shape), embedding_(embedding), norm_(std::move(norm)), head_(head), kernels_(kernels) {
     ktqueue::check(shape.attention);
     require(embedding.columns == shape.hidden, "the embedding");
-    require(norm_.size() == shape.hidden, "the last norm");
+    require(is_norm(norm_, shape.hidden), "the last norm");
     require(head.columns() == shape.hidden && head.rows() == embedding.rows, "the head");
 }
 
 void Decoder::add_layer(DecoderLayer layer) {
     const auto [heads, kv_heads, head_dim] = shape_.attention;
     const size_t hidden = shape_.hidden;
-    require(layer.attention_norm.size() == hidden && layer.mlp_norm.size() == hidden, "a norm");
+    require(is_norm(layer.attention_norm, hidden) && is_norm(layer.mlp_norm, hidden), "a norm");
     if (layer.linear_attention) {
         ktqueue::check(*layer.linear_attention, hidden);
         require(fits(layer.o, hidden, layer.linear_attention->shape.values()), "o");
@@ -160,8 +164,13 @@ void Decoder::normalise(const std::vector<float>& weight, size_t first, size_t c
     const size_t hidden = shape_.hidden;
     float* normed = grown(work_.normed, count * hidden);
     const float* x = work_.x.data() + first * hidden;
-    for_tokens(count, hidden,
-               [&](size_t t) { rms_norm(x + t * hidden, weight.data(), hidden, shape_.epsilon, normed + t * hidden); });
+    for_tokens(count, hidden, [&](size_t t) {
+        const float* row = x + t * hidden;
+        if (weight.size() == hidden)
+            rms_norm(row, weight.data(), hidden, shape_.epsilon, normed + t * hidden);
+        else
+            layer_norm(row, weight.data(), weight.data() + hidden, hidden, shape_.epsilon, normed + t * hidden);
+    });
 }
 
 // Moves the rows of the scored tokens to the front.

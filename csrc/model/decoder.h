@@ -2,8 +2,8 @@
 // Knows no model family (a layer is described by its parts) and no Python.
 //
 // A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). Linear
-// attention may take the place of attention. All norms are RMSNorm. Rows are independent: a token with non-finite numbers spoils only its own sequence. Results do not
-// depend on the batch, except as the matrices say (model/linear.h, experts/expert_layer.h).
+// attention may take the place of attention. Rows are independent: a token with non-finite numbers spoils only its own
+// sequence. Results do not depend on the batch, except as the matrices say (model/linear.h, experts/expert_layer.h).
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ namespace ktqueue {
 
 // Matrices belong to the caller and must outlive the decoder.
 struct DecoderLayer {
-    std::vector<float> attention_norm;  // [hidden], for the input of attention
+    std::vector<float> attention_norm;  // of the input of attention: see Decoder
     const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
     const Linear* gate = nullptr;                     // as q: the output of attention is multiplied by its sigmoid
     std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
@@ -32,7 +32,7 @@ struct DecoderLayer {
     bool rotated = true;          // q and k have rotary embeddings
     size_t sliding_window = 0;    // as in AttentionLayer
     std::vector<float> sinks;     // [heads] as in AttentionLayer, or empty
-    std::vector<float> mlp_norm;  // [hidden], for the input of the feed-forward part
+    std::vector<float> mlp_norm;  // of the input of the feed-forward part: see Decoder
     // The dense MLP, or the shared expert of a layer with routed experts: a layer of one expert. Null if there is none.
     const ExpertLayer* mlp = nullptr;
     const Linear* shared_gate = nullptr;  // one row; the shared expert's weight is sigmoid(shared_gate(x)); null: 1
@@ -69,6 +69,7 @@ struct DecoderStep {
 class Decoder {
   public:
     // `embedding`: [vocabulary, hidden], used in place. `head`: [vocabulary, hidden]. Both must outlive the decoder.
+    // `norm`, as those of the layers: [hidden], an RMSNorm; or [2, hidden], weights and biases of a LayerNorm.
     // Throws std::invalid_argument if shapes disagree.
     Decoder(const DecoderShape& shape, const StoredMatrix& embedding, std::vector<float> norm, const Linear& head,
             const KernelTable& kernels);

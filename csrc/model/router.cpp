@@ -53,6 +53,20 @@ void drop_groups(float* scores, size_t experts, const Routing& routing) {
             std::fill_n(scores + group * size, size, -kInfinity);
 }
 
+// The weights of the two chosen experts of a router with `jitter`. A comparison with NaN, of 0 / 0, keeps the expert.
+void weigh_two(const float* logits, size_t experts, float jitter, const int64_t* ids, float* weights) {
+    for (size_t slot = 0; slot < 2; ++slot) {
+        const float best = logits[ids[slot]];
+        float total = 0;
+        for (size_t expert = 0; expert < experts; ++expert) {
+            const float logit = logits[expert];
+            const bool far = (best - logit) / std::max(std::fabs(logit), best) > 2 * jitter;
+            if (!far && (slot == 0 || static_cast<int64_t>(expert) != ids[0])) total += std::exp(logit - best);
+        }
+        weights[slot] = 1 / total;
+    }
+}
+
 }  // namespace
 
 void check(const Routing& routing, size_t experts) {
@@ -62,6 +76,7 @@ void check(const Routing& routing, size_t experts) {
     if (groups < 1 || experts % groups || used < 1 || used > groups) refuse("the number of groups");
     if (chosen > experts / groups * used) refuse("the number of groups used");
     if (!routing.bias.empty() && routing.bias.size() != experts) refuse("the bias");
+    if (routing.jitter != 0 && (chosen != 2 || used < groups || !routing.bias.empty())) refuse("the jitter");
 }
 
 void route(const float* logits, size_t experts, const Routing& routing, float* scratch, int64_t* ids, float* weights) {
@@ -94,6 +109,7 @@ void route(const float* logits, size_t experts, const Routing& routing, float* s
         std::sort(ids, ids + chosen,
                   [&](int64_t a, int64_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); });
     }
+    if (routing.jitter != 0) return weigh_two(logits, experts, routing.jitter, ids, weights);
     float total = routing.renormalise ? 0 : all;
     for (size_t i = 0; i < chosen; ++i) {
         const float logit = logits[ids[i]];

@@ -18,6 +18,9 @@ struct Routing {
     // expert, with sigmoids the sum of its best two.
     size_t groups = 1, groups_used = 1;
     std::vector<float> bias;  // [experts], added to the scores only to choose; or empty
+    // Not 0: two experts are chosen one after the other. The weight of each is its softmax over those experts not chosen
+    // before whose logits are within 2 * jitter of it, relative to the larger magnitude (transformers' sparsemixer).
+    float jitter = 0;
 };
 
 // Throws std::invalid_argument if the router cannot choose among so many experts.

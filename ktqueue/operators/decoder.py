@@ -243,6 +243,7 @@ class CpuDecoder(Operator):
             groups=router.groups if router else 1,
             groups_used=router.groups_used if router else 1,
             bias=vector(router.bias) if router and router.bias else _NONE,
+            jitter=router.jitter if router else 0.0,
         )
 
 
@@ -263,8 +264,11 @@ def rotary_tables(rotary: Any, positions: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> native.Floats:
-    """Return the factors of the norm with that name, [columns] float32."""
+    """Return the factors of the norm with that name, [columns] float32; of a LayerNorm, whose biases follow, twice as
+    many."""
     stored = weights.vector(f"{name}.weight")
+    if weights.has(f"{name}.bias"):
+        return np.concatenate([stored, weights.vector(f"{name}.bias")])
     return stored + np.float32(1) if facts.centred else stored
 
 

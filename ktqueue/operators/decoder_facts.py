@@ -32,7 +32,7 @@ class RouterFacts:
     name: of the router's module below the layer; chosen: experts of a token; renormalise: the weights of the chosen
     experts add up to 1; sigmoid: an expert's score is the sigmoid of its logit, otherwise the softmax over all; bias:
     name below the layer of the vector that is added to the scores only to choose, or empty; scale: factor of the final
-    weights; groups, groups_used: only experts of the best groups are chosen.
+    weights; groups, groups_used: only experts of the best groups are chosen; jitter: see csrc/model/router.h.
     """
 
     name: str
@@ -44,6 +44,7 @@ class RouterFacts:
     scale: float = 1.0
     groups: int = 1
     groups_used: int = 1
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +237,10 @@ def _router(mlp: Any, mlp_name: str) -> RouterFacts:
         facts |= {"groups": router.num_group, "groups_used": router.topk_group} if limited else {}
     elif hasattr(router, "router_scaling_factor"):
         facts = {"scale": float(router.router_scaling_factor)}
+    elif type(router).__name__ == "PhimoeTopKRouter":
+        if router.top_k != 2 or router.router_jitter_noise <= 0:
+            raise ValueError("its routers choose two experts within a positive router_jitter_noise, these do not")
+        facts = {"jitter": float(router.router_jitter_noise)}
     return RouterFacts(
         name=f"{mlp_name}.{name}{'.wg' if hasattr(router, 'wg') else ''}",
         experts=router.num_experts,

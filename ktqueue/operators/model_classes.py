@@ -44,6 +44,7 @@ MODEL_CLASSES = (
     ModelClass("MistralForCausalLM"),
     ModelClass("MixtralForCausalLM"),
     ModelClass("OlmoeForCausalLM"),
+    ModelClass("PhimoeForCausalLM"),
     ModelClass("Qwen2ForCausalLM"),
     ModelClass("Qwen2MoeForCausalLM"),
     ModelClass("Qwen3ForCausalLM"),

@@ -124,6 +124,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
     "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.3,
+        },
+    ),
     "exaone_moe": (
         "exaone_moe",
         {

@@ -45,6 +45,20 @@ MODELS: dict[str, Mutation] = {
         "True or ",
         (f"{DECODER}[exaone_moe]",),
     ),
+    "all experts share in the weights of Phi-3.5-MoE": Mutation(
+        "a router of Phi-3.5-MoE computes what transformers does",
+        "ktqueue/operators/decoder_facts.py",
+        '        facts = {"jitter": float(router.router_jitter_noise)}\n',
+        "        facts = {}\n",
+        (f"{DECODER}[phimoe]",),
+    ),
+    "biases of norms are left out": Mutation(
+        "a model with LayerNorms computes what transformers does",
+        "ktqueue/operators/decoder.py",
+        '    if weights.has(f"{name}.bias"):',
+        "    if False:",
+        (f"{DECODER}[phimoe]",),
+    ),
     "rules are found only by path": Mutation(
         "a shipped rule file is found by its name in any folder",
         "ktqueue/loading/rules.py",

@@ -234,4 +234,4 @@ def _scoring(layer: str, router: RouterFacts, weights: ModuleWeights, device: st
     if router.bias:
         correction = weights.vector(f"{layer}.{router.bias}")
         bias = torch.from_numpy(correction).to(device, torch.float32, copy=True)
-    return Scoring(router.sigmoid, router.scale, router.groups, router.groups_used, bias)
+    return Scoring(router.sigmoid, router.scale, router.groups, router.groups_used, bias, router.jitter)

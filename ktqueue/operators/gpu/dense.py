@@ -163,7 +163,10 @@ class DenseWeights:
         return self._count(torch.from_numpy(self._weights.vector(name)).to(self._device, self._dtype, copy=True))
 
     def norm(self, module: str, *, centred: bool) -> torch.Tensor:
-        """The factors of the norm of that name, [size]; if it is `centred`, 1 + weight in float32."""
+        """The factors of the norm of that name, [size]; if it is `centred`, 1 + weight in float32; of a LayerNorm
+        [2, size], weights and biases."""
+        if self._weights.has(f"{module}.bias"):
+            return torch.stack([self.vector(f"{module}.{part}") for part in ("weight", "bias")])
         if not centred:
             return self.vector(f"{module}.weight")
         stored = torch.from_numpy(self._weights.vector(f"{module}.weight"))

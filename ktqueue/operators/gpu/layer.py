@@ -259,7 +259,7 @@ class DecoderLayer:
         router = f"{layer.name}.{layer.router.name}"
         self._router = weights.matrix(f"{router}.weight")
         self._router_bias = weights.optional_vector(f"{router}.bias")
-        self._next: tuple[torch.Tensor, DecoderLayer] | None = None  # see predict_next_experts
+        self._next: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # see predict_next_experts
         if layer.shared:
             shared = f"{layer.name}.{layer.shared}"
             gate = weights.linear(f"{shared}_gate") if layer.shared_gate else None
@@ -295,16 +295,22 @@ class DecoderLayer:
 
     def predict_next_experts(self, next_layer: "DecoderLayer") -> None:
         """Guess the experts of `next_layer` in each step. Both layers have routed experts."""
-        norm = self._norm.float()
-        scale = torch.where(norm == 0, 0, next_layer._norm.float() / norm)
-        self._next = scale.to(self._router.dtype), next_layer
+        (norm, *shift), (next_norm, *next_shift) = (
+            layer._norm.float().view(-1, layer._router.shape[1]) for layer in (self, next_layer)
+        )
+        scale = torch.where(norm == 0, 0, next_norm / norm)
+        bias = next_layer._router_bias
+        if shift:  # of a LayerNorm: what remains of both biases is the same for every token
+            offset = next_layer._router.float() @ (next_shift[0] - shift[0] * scale)
+            bias = offset.to(self._router.dtype) if bias is None else bias + offset.to(bias.dtype)
+        self._next = scale.to(self._router.dtype), next_layer._router, bias
 
     def _next_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], the input of this layer's router -> the next router's logits [tokens, experts] float32,
         as they would be if this layer's experts added nothing to the residual."""
         assert self._next is not None
-        scale, layer = self._next
-        return few_rows_linear(x * scale, layer._router, layer._router_bias, dtype=torch.float32)
+        scale, router, bias = self._next
+        return few_rows_linear(x * scale, router, bias, dtype=torch.float32)
 
     def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._shared is not None

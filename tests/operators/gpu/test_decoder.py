@@ -38,6 +38,7 @@ HALF_PRECISION = (
     "minimax_m2",
     "dots1",
     "gpt_oss",
+    "phimoe",
     "qwen3_next",
     "llama",
     "deepseek_v2 with groups",

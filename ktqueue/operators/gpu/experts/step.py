@@ -195,6 +195,7 @@ class StepExperts:
             choice=layer.scoring.choice(logits),
             sigmoid=layer.scoring.sigmoid,
             scale=layer.scoring.scale,
+            jitter=layer.scoring.jitter,
         )
         if for_cpu is not None and not locations.fixed:
             self._residency.choose(index, routing.ids, for_cpu[0])

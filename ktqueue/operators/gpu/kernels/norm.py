@@ -1,4 +1,4 @@
-"""Residual sum and RMSNorm between two matrix products, in one launch.
+"""Residual sum and norm between two matrix products, in one launch.
 
 It rounds where the modules of transformers round; a sum of several terms is rounded only once. No host sync: it can be
 captured in a CUDA graph.
@@ -25,9 +25,10 @@ def _add_rms_norm(
     SLOTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    LAYER: tl.constexpr,
 ):
-    """One program per token. FROM_HOST: `added` is in host memory and is read past the caches. The CPU has just
-    written it, and L2 may still hold the old contents."""
+    """One program per token. LAYER: the norm is a LayerNorm. FROM_HOST: `added` is in host memory and is read past the
+    caches. The CPU has just written it, and L2 may still hold the old contents."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -52,8 +53,14 @@ def _add_rms_norm(
     rounded = x.to(residual.dtype.element_ty)
     tl.store(residual + element, rounded, mask=inside)
     x = rounded.to(tl.float32)  # the norm sees the sum as the next layer will
+    if LAYER:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / HIDDEN, 0.0)
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + epsilon)
-    result = (x.to(normed.dtype.element_ty).to(tl.float32) * scales).to(normed.dtype.element_ty)
+    if LAYER:
+        shifts = tl.load(weight + HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        result = (x * scales + shifts).to(normed.dtype.element_ty)
+    else:
+        result = (x.to(normed.dtype.element_ty).to(tl.float32) * scales).to(normed.dtype.element_ty)
     tl.store(normed + element, result, mask=inside)
     if copy is not None:
         tl.store(copy + element, result.to(tl.float32).to(copy.dtype.element_ty), mask=inside)
@@ -70,17 +77,20 @@ def add_rms_norm(
     shared_gate: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add `added` + sum(`partials`) + sigmoid(`shared_gate`) * `shared` to the residual IN PLACE; return its RMSNorm.
+    """Add `added` + sum(`partials`) + sigmoid(`shared_gate`) * `shared` to the residual IN PLACE; return its norm.
 
-    residual [tokens, hidden]; weight [hidden]; added, shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a
-    gate, only with `shared` (without it, all of `shared` is added): any float dtype. partials [tokens, slots, hidden]
-    float32. Returns [tokens, hidden] in the dtype of `residual`, and also writes it to `copy` [tokens, hidden] of any
-    float dtype. The sum is float32 and rounded once. The norm is that of the rounded sum: rounded, then multiplied by
-    the weight (transformers' LlamaRMSNorm and its copies). `added` and `copy` may be in pinned host memory. All must be
-    contiguous. Raises ValueError for shapes that do not fit.
+    residual [tokens, hidden]; weight [hidden] of an RMSNorm, or [2, hidden], weights and biases of a LayerNorm; added,
+    shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a gate, only with `shared` (without it, all of
+    `shared` is added): any float dtype. partials [tokens, slots, hidden] float32. Returns [tokens, hidden] in the dtype
+    of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype. The sum is float32 and rounded
+    once. The norm is that of the rounded sum: rounded, then multiplied by the weight (transformers' LlamaRMSNorm and
+    its copies). A LayerNorm is rounded once. `added` and `copy` may be in pinned host memory. All must be contiguous.
+    Raises ValueError for shapes that do not fit.
     """
     shape = residual.shape
-    fits = weight.shape == shape[1:] and all(x is None or x.shape == shape for x in (added, shared, copy))
+    fits = weight.shape in (shape[1:], (2, *shape[1:])) and all(
+        x is None or x.shape == shape for x in (added, shared, copy)
+    )
     fits &= partials is None or (partials.shape[::2] == shape and partials.dtype == torch.float32)
     fits &= shared_gate is None or (shared is not None and shared_gate.numel() == shape[0])
     check_fits(fits, "add_rms_norm", residual=residual, weight=weight, added=added, partials=partials, copy=copy)
@@ -95,6 +105,7 @@ def add_rms_norm(
                 SLOTS=0 if partials is None else partials.shape[1],
                 HIDDEN=hidden,
                 BLOCK=block,
+                LAYER=weight.dim() == 2,
                 num_warps=min(max(block // 256, 1), 16),  # 8 columns per thread: loads of 16 bytes in bf16
             )  # fmt: skip
         return normed
@@ -107,7 +118,11 @@ def add_rms_norm(
         gate = 1.0 if shared_gate is None else shared_gate.float().sigmoid().view(-1, 1)
         total = total + gate * shared.float()
     residual.copy_(total)
-    normed = rms_norm(residual, weight, epsilon)
+    normed = (
+        rms_norm(residual, weight, epsilon)
+        if weight.dim() == 1
+        else layer_norm(residual, weight[0], weight[1], epsilon)
+    )
     if copy is not None:
         copy.copy_(normed)
     return normed
@@ -117,3 +132,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     """The torch twin of the norm over the last dimension: float32 inside, rounded, then times weight, as dtype of x."""
     scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
     return (weight * (x.float() * scale).to(x.dtype)).to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The torch twin of a LayerNorm over the last dimension: float32, rounded once to the dtype of x."""
+    return torch.nn.functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), epsilon).to(x.dtype)

@@ -31,7 +31,7 @@ class Scoring:
     `sigmoid`: an expert's score is the sigmoid of its logit; otherwise it is the softmax over all. `bias` [experts]
     float32 is added to the scores only to choose. `scale` multiplies the final weights. Only experts of the best
     `groups_used` of `groups` groups are chosen. The score of a group is that of its best expert, or with sigmoids the
-    sum of its best two.
+    sum of its best two. `jitter`: see csrc/model/router.h; with it, two experts are chosen by their logits.
     """
 
     sigmoid: bool = False
@@ -39,6 +39,7 @@ class Scoring:
     groups: int = 1
     groups_used: int = 1
     bias: torch.Tensor | None = None
+    jitter: float = 0.0
 
     def choice(self, logits: torch.Tensor) -> torch.Tensor | None:
         """logits [tokens, experts] -> the scores by which experts are chosen, same shape. None: the logits themselves.
@@ -75,11 +76,19 @@ def _sortable(bits):
 
 
 @triton.jit
+def _share(x, best, jitter, inside):
+    """The softmax of the logit `best` over those `inside` that are within 2 * jitter of it: see csrc/model/router.h."""
+    far = (best - x) / tl.maximum(tl.abs(x), best) > 2 * jitter
+    return 1.0 / tl.sum(tl.where(inside & (far == 0), tl.exp(x - best), 0.0), axis=0)
+
+
+@triton.jit
 def _route(
     logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice,
-    scale, stride,
+    scale, stride, jitter,
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
+    JITTER: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
     token = tl.program_id(0)
@@ -112,7 +121,13 @@ def _route(
         equal_first = (chosen[None, :] == chosen[:, None]) & (ids[None, :] < ids[:, None])
         before = ((chosen[None, :] > chosen[:, None]) | equal_first) & (slot < CHOSEN)[None, :]
         place = tl.where(unsound, slot, tl.sum(before.to(tl.int32), axis=1))
-    if SIGMOID:
+    if JITTER:
+        second = tl.sum(tl.where(slot == 1, chosen, 0.0), axis=0)
+        first_id = tl.sum(tl.where(slot == 0, ids, 0), axis=0)
+        of_first = _share(x, largest, jitter, expert < EXPERTS)
+        of_second = _share(x, second, jitter, (expert < EXPERTS) & (expert != first_id))
+        weights = tl.where(slot == 0, of_first, of_second)
+    elif SIGMOID:
         weights = tl.where(slot < CHOSEN, tl.sigmoid(chosen), 0.0)
         if RENORMALISE:
             weights = weights / (tl.sum(weights, axis=0) + SUM_FLOOR)
@@ -154,14 +169,16 @@ def route(
     choice: torch.Tensor | None = None,
     sigmoid: bool = False,
     scale: float = 1.0,
+    jitter: float = 0.0,
 ) -> Routing:
     """Choose the experts of each token: softmax over all experts, of which the highest stay, highest first.
 
     logits [tokens, experts], any float dtype, rows may be strided; the softmax is float32. Among equal logits the
     lowest id comes first. choice [tokens, experts] float32: experts are chosen by it instead of the logits, and still
     ordered by their weights, highest first. sigmoid: weights are sigmoids of the logits, not the softmax. scale: all
-    weights are multiplied by it at the end. renormalise: weights add up to 1 (Mixtral, norm_topk_prob), or stay 0 if
-    all sigmoids are 0; otherwise weights are those of the softmax.
+    weights are multiplied by it at the end. jitter: see Scoring; the other ways to weigh are then unused. renormalise:
+    weights add up to 1 (Mixtral, norm_topk_prob), or stay 0 if all sigmoids are 0; otherwise weights are those of the
+    softmax.
     live_tokens [1] int32: tokens from there on are padding and get ids -1 and weights 0. counts [experts] int32: the
     uses by all other tokens are added. for_cpu: where the CPU reads the ids, -1 where the GPU has the expert, and the
     weights; of the shapes and dtypes of a Routing, may be pinned host memory. on_gpu [experts] int64: >= 0 where the
@@ -175,6 +192,7 @@ def route(
     fits &= on_gpu is None or (on_gpu.shape == (experts,) and on_gpu.dtype == torch.int64)
     fits &= live_tokens is None or (live_tokens.numel() == 1 and live_tokens.dtype == torch.int32)
     fits &= counts is None or (counts.shape == (experts,) and counts.dtype == torch.int32)
+    fits &= jitter == 0 or (experts_per_token == 2 and choice is None)
     fits &= choice is None or (choice.shape == logits.shape and choice.dtype == torch.float32)
     fits &= for_cpu is None or [(x.shape, x.dtype) for x in for_cpu] == [(shape, torch.int64), (shape, torch.float32)]
     check_fits(
@@ -187,7 +205,7 @@ def route(
         if tokens:
             _route[(tokens,)](
                 logits, on_gpu, live_tokens, counts, ids, weights, *(for_cpu or (None, None)), choice,
-                scale, logits.stride(0),
+                scale, logits.stride(0), jitter,
                 EXPERTS=experts,
                 EXPERT_BLOCK=block,
                 CHOSEN=experts_per_token,
@@ -195,6 +213,7 @@ def route(
                 RENORMALISE=renormalise,
                 SIGMOID=sigmoid,
                 SUM_FLOOR=SIGMOID_SUM_FLOOR,
+                JITTER=jitter != 0,
                 num_warps=1 if block <= 256 else 4,
             )  # fmt: skip
         return Routing(ids, weights)
@@ -207,7 +226,7 @@ def route(
     weights = scores.gather(1, ids)
     if renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + (SIGMOID_SUM_FLOOR if sigmoid else 0.0))
-    weights = weights * scale
+    weights = weights * scale if jitter == 0 else _shares(logits.float(), ids, jitter)
     unsound = logits.amax(-1, keepdim=True).isfinite().logical_not()  # amax passes NaN on
     ids = torch.where(unsound, torch.arange(experts_per_token, device=ids.device), ids)
     weights = weights.masked_fill(unsound, float("nan"))
@@ -220,3 +239,13 @@ def route(
         for_cpu[0].copy_(ids if on_gpu is None else torch.where(on_gpu[ids] >= 0, -1, ids))
         for_cpu[1].copy_(weights)
     return Routing(ids, weights)
+
+
+def _shares(logits: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
+    """The weights of the two chosen experts of a router with jitter: see csrc/model/router.h."""
+    shares = []
+    for best in logits.gather(1, ids).split(1, dim=1):
+        far = (best - logits) / logits.abs().maximum(best) > 2 * jitter
+        shares.append((logits - best).exp().masked_fill(far, 0.0).sum(-1).reciprocal())
+        logits = logits.scatter(1, ids[:, :1], -torch.inf)
+    return torch.stack(shares, dim=-1)

@@ -1,5 +1,6 @@
 """Residual sum and RMSNorm: the twin computes what the modules of transformers do, the kernel what the twin does."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -33,6 +34,15 @@ def test_residual_and_norm(dtype: torch.dtype) -> None:
     assert torch.equal(updated, hidden)
 
 
+def test_a_layer_norm() -> None:
+    norm = torch.nn.LayerNorm(48, eps=1e-5)
+    norm.weight.data.normal_()
+    norm.bias.data.normal_()
+    residual = torch.randn(5, 48) + 3
+    stacked = torch.stack([norm.weight.data, norm.bias.data])
+    torch.testing.assert_close(add_rms_norm(residual, stacked, 1e-5), norm(residual).data)
+
+
 def test_the_sum_is_rounded_once() -> None:
     residual, shared = torch.randn(2, 3, 48).bfloat16()
     added, partials, gate = torch.randn(3, 48), torch.randn(3, 4, 48), torch.randn(3, 1).bfloat16()
@@ -55,7 +65,7 @@ def test_a_shared_expert_without_a_gate_is_added_whole() -> None:
 def test_the_kernel_equals_its_twin(tokens: int, hidden: int, slots: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     residual, shared = torch.randn(2, tokens, hidden).to(dtype)
-    weight = torch.randn(hidden).to(dtype)
+    pair = torch.randn(2, hidden).to(dtype)  # of a LayerNorm
     nothing: dict[str, Any] = dict.fromkeys(("added", "partials", "shared", "shared_gate", "copy"))
     everything = {
         "added": torch.randn(tokens, hidden),
@@ -64,7 +74,7 @@ def test_the_kernel_equals_its_twin(tokens: int, hidden: int, slots: int, dtype:
         "shared_gate": torch.randn(tokens, 1).to(dtype),
         "copy": torch.zeros(tokens, hidden),
     }
-    for options in (nothing, everything):
+    for options, weight in itertools.product((nothing, everything), (pair[0], pair)):
         ours, twin = clones({"residual": residual, **options}), clones({"residual": residual, **options})
         normed = by_kernel(add_rms_norm, weight=weight, epsilon=1e-6, **ours)
         assert_same(normed, add_rms_norm(weight=weight, epsilon=1e-6, **twin))

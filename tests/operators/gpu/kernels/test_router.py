@@ -19,6 +19,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -110,6 +111,15 @@ def test_deepseek_routers_are_those_of_transformers(kind: type[nn.Module], confi
     assert (routing.weights.diff(dim=-1) <= 0).all()  # however they were chosen
 
 
+def test_routers_with_jitter_are_those_of_transformers() -> None:
+    logits = torch.randn(50, 12)
+    weights, ids = sparsemixer(logits, 0.3, training=False)  # type: ignore[no-untyped-call]
+    routing = route(logits, 2, renormalise=False, jitter=0.3)
+    assert torch.equal(routing.ids, ids)
+    torch.testing.assert_close(routing.weights, weights)
+    assert ((weights < 0.9) & (weights > 0.1)).any(0).all()  # else any rule would do
+
+
 def test_chosen_experts_are_ordered_by_their_weights() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 0.0]])
     choice = torch.tensor([[5.0, 1.0, 4.0, 2.0, 0.0]])
@@ -194,6 +204,7 @@ def test_the_kernel_equals_its_twin(experts: int, chosen: int, dtype: torch.dtyp
     choice = torch.randn(logits.shape)
     scorings: list[dict[str, Any]] = [{}, {"choice": choice, "scale": 2.5}, {"sigmoid": True}]
     scorings.append({"choice": choice, "sigmoid": True, "scale": 0.5})
+    scorings += [{"jitter": 0.2}] if chosen == 2 else []
     for number, (scoring, renormalise) in enumerate(itertools.product(scorings, (True, False))):
         extras = options if number % 4 in (0, 3) else dict.fromkeys(options)
         ours, twin = clones(extras), clones(extras)
