@@ -23,6 +23,7 @@ class UnsupportedFamily:
 
 _STATE = "layers that keep a state instead of keys and values"
 _SPARSE = "sparse attention, where an indexer chooses the keys"
+_SPARSE_FILE = f"{_SPARSE}; a folder is served up to index_topk tokens"
 _OWN_CODE = "an architecture that transformers does not have"
 
 UNSUPPORTED = (
@@ -31,7 +32,7 @@ UNSUPPORTED = (
     UnsupportedFamily("A.X K2", _SPARSE, ("axk2",)),
     UnsupportedFamily("Bamba", f"{_STATE} (Mamba 2)", ("bamba",)),
     UnsupportedFamily("DBRX", "one matrix for query, key and value that is clamped", (), ("dbrx",)),
-    UnsupportedFamily("DeepSeek-V3.2", _SPARSE, ("deepseek_v32",), ("deepseek32",)),
+    UnsupportedFamily("DeepSeek-V3.2", _SPARSE_FILE, (), ("deepseek32",)),
     UnsupportedFamily(
         "DeepSeek-V4",
         "attention to compressed keys, and experts that are chosen by token id",
@@ -43,7 +44,7 @@ UNSUPPORTED = (
     UnsupportedFamily("Gemma 2", "a soft cap of attention scores and logits", (), ("gemma2",)),
     UnsupportedFamily("Gemma 3n", "embeddings for each layer", (), ("gemma3n",)),
     UnsupportedFamily("Gemma 4", "heads whose size differs between layers", (), ("gemma4",)),
-    UnsupportedFamily("GLM-5", _SPARSE, ("glm_moe_dsa",), ("glm-dsa",)),
+    UnsupportedFamily("GLM-5", _SPARSE_FILE, (), ("glm-dsa",)),
     UnsupportedFamily("GLM-5-Next", f"{_SPARSE}, and {_STATE}", ("glm5_next", "glm5_next_text")),
     UnsupportedFamily("Granite 4 hybrid", f"{_STATE} (Mamba 2)", (), ("granitehybrid",)),
     UnsupportedFamily("Grok", "a soft cap of attention scores and logits", (), ("grok",)),

@@ -70,7 +70,7 @@ class LayerFacts:
 class DecoderFacts:
     """The sizes of a model and its layers.
 
-    dtype: of the computation; positions: that the model was trained for; clip 0: q, k and v are not clamped; qk_norm:
+    dtype: of the computation; positions: that a sequence may have; clip 0: q, k and v are not clamped; qk_norm:
     names below the attention of the norms of q and k, or empty; norm_after_rotary: they follow the rotation;
     interleaved: number of the first columns of each head of q and k whose rotary pairs are adjacent rows of their
     matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
@@ -130,7 +130,7 @@ def facts_of(
     if head_dim % 8 != 0:
         raise ValueError(f"its heads have {head_dim} dimensions, which is no multiple of 8")
     norms = [(name, epsilon) for name, module in model.named_modules() if (epsilon := _epsilon(module)) is not None]
-    epsilons = {epsilon for name, epsilon in norms if not name.endswith("_a_layernorm")}
+    epsilons = {epsilon for name, epsilon in norms if not name.endswith(("_a_layernorm", ".indexer.k_norm"))}
     if len(epsilons) != 1:
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
     qk_norm = next((names for names in _QK_NORMS if hasattr(attention, names[0])), ())
@@ -144,7 +144,7 @@ def facts_of(
         dtype=found.pop(),
         hidden=config.hidden_size,
         vocabulary=model.lm_head.out_features,  # type: ignore[union-attr, arg-type]
-        positions=config.max_position_embeddings,
+        positions=min(config.max_position_embeddings, getattr(config, "index_topk", config.max_position_embeddings)),
         heads=config.num_attention_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,

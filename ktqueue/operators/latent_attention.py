@@ -48,6 +48,8 @@ class LatentAttention(Operator):
         linears: dict[str, tuple[int, int]],
         dtype: torch.dtype,
         options: KernelOptions,
+        *,
+        passes_choice: bool = False,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -55,6 +57,7 @@ class LatentAttention(Operator):
         self._sizes = linears
         self._dtype = dtype
         self._options = options
+        self._passes_choice = passes_choice
         self._linears: dict[str, Linear] = {}
         self._bytes = 0
 
@@ -73,7 +76,10 @@ class LatentAttention(Operator):
             if isinstance(child, nn.Linear) and name != "kv_b_proj"
         }
         attention: Any = module
-        return cls(attention.layer_idx, shape, linears, attention.o_proj.weight.dtype, chosen)
+        # GLM-5's attention also returns the keys that it chose, for the next layer.
+        passes_choice = hasattr(attention, "skip_topk")
+        dtype = attention.o_proj.weight.dtype
+        return cls(attention.layer_idx, shape, linears, dtype, chosen, passes_choice=passes_choice)
 
     def load(self, weights: ModuleWeights) -> None:
         """Load all matrices and norms of the module. Raises ValueError if they do not fit."""
@@ -98,7 +104,7 @@ class LatentAttention(Operator):
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Angles, *, step: StepContext, **_: Any
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """hidden_states [1, tokens, hidden] -> (the same shape, None). Writes the step's latents into the cache.
 
         Raises RuntimeError before `load`.
@@ -110,7 +116,8 @@ class LatentAttention(Operator):
         query = absorb_query(self._query(x), self._key_up, cosine, sine, shape)
         key = make_key(self._linears["kv_a_proj_with_mqa"](x), self._latent_norm, cosine, sine, shape)
         attended = attend(self.layer, query.transpose(0, 1), key[None], None, step, ScoreOptions(shape.scaling))
-        return self._linears["o_proj"](expand_values(attended, self._value_up))[None], None
+        output = self._linears["o_proj"](expand_values(attended, self._value_up))[None]
+        return (output, None, None) if self._passes_choice else (output, None)
 
     def _query(self, x: torch.Tensor) -> torch.Tensor:
         if self._query_norm is None:

@@ -170,6 +170,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 LATENT = {**LATENT_SIZES, "routed_scaling_factor": 1.5}
+INDEXER = {"index_topk": 40, "index_n_heads": 4, "index_head_dim": 16}
 SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),
@@ -182,6 +183,11 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "pad_token_id": 0},
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**LATENT, **INDEXER, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **INDEXER, "q_lora_rank": 64, "n_shared_experts": 1}),
     "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 

@@ -46,6 +46,7 @@ SIGMOID = {
     "intermediate_size": 96,
 }
 LATENT = {**LATENT_SIZES, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+INDEXER = {"n_shared_experts": 1, "index_topk": 48, "index_n_heads": 4, "index_head_dim": 16}
 MIXED = ["full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**ROUTED, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
@@ -55,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
     "glm4_moe_lite": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {**LATENT, **INDEXER, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     "dots1": {**SIGMOID, "head_dim": 16, "sliding_window": None},

@@ -32,9 +32,9 @@ from ktqueue.loading.unsupported import UNSUPPORTED
             "'mistral4')",
         ),
         (
-            {"model_type": "glm_moe_dsa", "quantization_config": {"quant_method": "fp8"}},
-            "GLM-5 is not supported: it has sparse attention, where an indexer chooses the keys (model_type "
-            "'glm_moe_dsa')",
+            {"model_type": "hy_v4", "quantization_config": {"quant_method": "fp8"}},
+            "Hunyuan 4 is not supported: it has sparse attention, where an indexer chooses the keys, and "
+            "hyper-connections (model_type 'hy_v4')",
         ),
         (
             {"model_type": "bailing_moe_v2"},  # transformers does not know the type

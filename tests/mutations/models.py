@@ -59,6 +59,13 @@ MODELS: dict[str, Mutation] = {
         "    if False:",
         (f"{DECODER}[phimoe]",),
     ),
+    "sparse attention is served as dense at any length": Mutation(
+        "a model with an indexer is served only where it computes what transformers does",
+        "ktqueue/loading/huggingface/config_check.py",
+        "        most = min(most, int(config.index_topk))\n",
+        "        pass\n",
+        ("tests/loading/huggingface/test_config_check.py::test_sparse_attention_is_served_where_it_is_dense",),
+    ),
     "rules are found only by path": Mutation(
         "a shipped rule file is found by its name in any folder",
         "ktqueue/loading/rules.py",

@@ -10,7 +10,10 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 
-LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+"""Model types with an indexer, which lets each token attend to `index_topk` others. Up to so many tokens, attention is
+that of DeepSeek-V3: see docs/adr/0046."""
+LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE_MODEL_TYPES)
 """Model types whose attention LatentAttention computes."""
 
 LINEAR_ATTENTION = "linear_attention"
@@ -38,6 +41,7 @@ _COUNTS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_value_head_dim",
+    "index_topk",
 )
 _ANY_COUNTS = (  # may be 0
     "num_experts",
@@ -125,12 +129,15 @@ def check_config(config: Any, source: str) -> None:
 
 def longest_context(config: Any) -> int:
     """Return the number of tokens that a sequence may have, so that its results do not depend on other rows of its
-    step.
+    step, and that we compute all of it.
 
-    With longrope, rotary embeddings have other factors or scales for long sequences. transformers uses them for all
-    rows of a step that has a long sequence, so only short sequences are served if the two differ.
+    Of models with an indexer, tokens beyond `index_topk` are not computed. With longrope, rotary embeddings have other
+    factors or scales for long sequences. transformers uses them for all rows of a step that has a long sequence, so
+    only short sequences are served if the two differ.
     """
     most = int(config.max_position_embeddings)
+    if config.model_type in SPARSE_MODEL_TYPES:
+        most = min(most, int(config.index_topk))
     for rope in _rope_parameters({"rope_parameters": getattr(config, "rope_parameters", None)}):
         differ = any(rope.get(f"short_{kind}") != rope.get(f"long_{kind}") for kind in ("factor", "mscale"))
         if differ and rope.get("rope_type") not in (None, "default"):
@@ -144,7 +151,11 @@ def _check_window(config: Any, source: str) -> None:
     These are the layers that layer_types names, or all layers if there is no layer_types.
     """
     window, kinds = vars(config).get("sliding_window"), getattr(config, "layer_types", None)
-    known = (*_KINDS, LINEAR_ATTENTION) if config.model_type in LINEAR_MODEL_TYPES else _KINDS
+    known: tuple[str, ...] = _KINDS
+    if config.model_type in LINEAR_MODEL_TYPES:
+        known = (*_KINDS, LINEAR_ATTENTION)
+    elif config.model_type in SPARSE_MODEL_TYPES:
+        known = ("deepseek_sparse_attention",)
     if unknown := [kind for kind in kinds or () if kind not in known]:
         raise _refusal(source, "layer_types", " or ".join(known), unknown[0])
     used = "sliding_attention" in kinds if kinds else window is not None

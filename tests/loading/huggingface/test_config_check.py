@@ -253,6 +253,17 @@ def test_models_with_bidirectional_attention_are_refused(
         load_model(str(changed(model_type, **{name: value})))
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_served_where_it_is_dense(
+    model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    """The indexer lets a token attend to 48 others, so 48 tokens attend to all."""
+    folder = make_model(model_type)
+    model = load_model(str(folder), rules=MODULES.replace("modules", "exact"))
+    assert model.card_facts.max_position_embeddings == 48
+    assert_equals_transformers(model, folder, range(3, 51))
+
+
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 
 
