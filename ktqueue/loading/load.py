@@ -13,7 +13,7 @@ from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
-from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, longest_context
+from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, SPARSE_MODEL_TYPES, longest_context
 from ktqueue.loading.inject import inject
 from ktqueue.loading.materialize import check_tensors, materialize
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve_model
@@ -115,6 +115,7 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
             page_size=page_size,
             dtype=dtype,
             latent=latent,
+            index=config.index_head_dim if config.model_type in SPARSE_MODEL_TYPES else 0,
         )
     return KVLayout(
         layers=config.num_hidden_layers - linear,

@@ -16,7 +16,6 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.huggingface.config_check import (
     DERIVED_KEY,
     LATENT_MODEL_TYPES,
-    SPARSE_MODEL_TYPES,
     check_config,
     check_values,
     ignored_keys,
@@ -27,7 +26,6 @@ from ktqueue.operators import attention
 from ktqueue.operators.model_classes import CLASSES, PARTLY_ROTATED
 
 Config = transformers.PretrainedConfig
-_INDEXER = ".self_attn.indexer"
 
 
 def build_config(values: Mapping[str, Any], source: str) -> Config:
@@ -82,19 +80,10 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
         raise _unknown_value(config, error, source) from error
     except Exception as error:  # each model fails in its own way on a wrong config
         raise CheckpointError(f"{source}: no model can be built from the config: {error}") from error
-    if config.model_type in SPARSE_MODEL_TYPES:
-        _drop_indexers(model)
     _check_kind(model, config, source)
     _check_heads(model, config, source)
     _keep_in_float32(model, dtype)
     return model.eval().requires_grad_(False)
-
-
-def _drop_indexers(model: nn.Module) -> None:
-    """Remove what chooses keys among more than we compute: see longest_context."""
-    for name in [name for name, _ in model.named_modules() if name.endswith(_INDEXER)]:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, None)
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
@@ -182,11 +171,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def ignorable_names(model: Any, names: Iterable[str]) -> list[str]:
     """Return the names in a file that have no place in the model and that transformers ignores on purpose.
 
-    These are tensors of layers that predict further tokens, which transformers does not build, and indexers.
+    These are tensors of layers that predict further tokens, which transformers does not build.
     """
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ())]
-    if model.config.model_type in SPARSE_MODEL_TYPES:
-        patterns.append(rf"{re.escape(_INDEXER)}\.")
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
     model_names = model.state_dict().keys()
     return [name for name in names if name not in model_names and any(re.search(pattern, name) for pattern in patterns)]
 

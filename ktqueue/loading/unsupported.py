@@ -23,7 +23,7 @@ class UnsupportedFamily:
 
 _STATE = "layers that keep a state instead of keys and values"
 _SPARSE = "sparse attention, where an indexer chooses the keys"
-_SPARSE_FILE = f"{_SPARSE}; a folder is served up to index_topk tokens"
+_SPARSE_FILE = f"{_SPARSE}; only its folder is served"
 _OWN_CODE = "an architecture that transformers does not have"
 
 UNSUPPORTED = (

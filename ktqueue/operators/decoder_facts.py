@@ -13,13 +13,13 @@ from torch import nn
 
 from ktqueue.operators.attention import window_of
 from ktqueue.operators.experts import gate_facts, known_activations
-from ktqueue.operators.latent_shape import LatentShape, latent_shape
+from ktqueue.operators.latent_shape import LatentShape, has_indexer, latent_shape
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
 from ktqueue.operators.model_classes import BY_NAME, CLASSES, ModelClass
 from ktqueue.operators.native import GateFacts
 
 _CORRECTION = "e_score_correction_bias"
-_ROUTER = re.compile(r"\.(?:gate|router)\.")
+_FLOAT32 = re.compile(r"\.(?:gate|router)\.|\.indexer\.weights_proj\.")
 _QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 _MLPS = ("mlp", "block_sparse_moe")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
@@ -52,7 +52,7 @@ class LayerFacts:
     """One layer. name: of its module; sliding_window 0: no limit; rotary: query and key are rotated; sinks: the softmax
     of each head has a further score without a value; mlp: name below the layer of the MLP or of the module that has
     the experts; router None: the MLP is dense; gate: of the experts or of the dense MLP; shared: name below the layer
-    of an expert that sees every token, or empty; shared_gate: that expert has a gate."""
+    of an expert that sees every token, or empty; shared_gate: that expert has a gate; chooses: it has an indexer."""
 
     name: str
     sliding_window: int
@@ -64,13 +64,14 @@ class LayerFacts:
     linear: LinearAttentionShape | None = None
     rotary: bool = True
     mlp: str = "mlp"
+    chooses: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFacts:
     """The sizes of a model and its layers.
 
-    dtype: of the computation; positions: that a sequence may have; clip 0: q, k and v are not clamped; qk_norm:
+    dtype: of the computation; positions: that the model was trained for; clip 0: q, k and v are not clamped; qk_norm:
     names below the attention of the norms of q and k, or empty; norm_after_rotary: they follow the rotation;
     interleaved: number of the first columns of each head of q and k whose rotary pairs are adjacent rows of their
     matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
@@ -113,8 +114,8 @@ def facts_of(
         raise ValueError(f"it knows {', '.join(classes)}")
     config: Any = model.config
     body: Any = model.model
-    # Some models compute their routers in float32, whatever their type.
-    found = {parameter.dtype for name, parameter in model.named_parameters() if not _ROUTER.search(name)}
+    # Some models compute their routers, or the weights of an indexer's heads, in float32, whatever their type.
+    found = {parameter.dtype for name, parameter in model.named_parameters() if not _FLOAT32.search(name)}
     if len(found) != 1 or not found <= {*dtypes}:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"it computes in {names}, but the model computes in another type")
@@ -144,7 +145,7 @@ def facts_of(
         dtype=found.pop(),
         hidden=config.hidden_size,
         vocabulary=model.lm_head.out_features,  # type: ignore[union-attr, arg-type]
-        positions=min(config.max_position_embeddings, getattr(config, "index_topk", config.max_position_embeddings)),
+        positions=config.max_position_embeddings,
         heads=config.num_attention_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -221,6 +222,7 @@ def _layer(name: str, layer: Any, config: Any, kind: ModelClass) -> LayerFacts:
         shared=f"{mlp_name}.{shared}" if shared else "",
         shared_gate=hasattr(mlp, "shared_expert_gate"),
         linear=None if linear is None else linear_attention_shape(config),
+        chooses=linear is None and has_indexer(layer.self_attn),
     )
 
 

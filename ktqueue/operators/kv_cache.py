@@ -20,6 +20,7 @@ class KVLayout:
 
     latent: None with grouped queries, whose keys and values have a tensor each, of `head_dim` columns. With multi-head
     latent attention there is one key head and no tensor of values: its values are the first `latent` columns of a key.
+    index: columns of the key that an indexer has beside them; 0: there is none.
     """
 
     layers: int
@@ -28,6 +29,7 @@ class KVLayout:
     page_size: int  # tokens
     dtype: torch.dtype
     latent: int | None = None
+    index: int = 0
     linear: tuple[LinearAttentionShape, ...] = ()
 
     @property
@@ -44,12 +46,15 @@ class KVLayout:
     def page_bytes(self) -> int:
         """Bytes of one page: keys and values of all layers."""
         tensors = 2 if self.latent is None else 1
-        return tensors * self.layers * self.page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+        numbers = tensors * self.kv_heads * self.head_dim + self.index
+        return self.layers * self.page_size * numbers * self.dtype.itemsize
 
 
 class KVCache:
     """The tensors of a cache. keys: per layer [pages, page_size, kv_heads, head_dim]; values: the same with value_dim
     columns; in a latent cache, views of the keys.
+
+    index_keys: per layer [pages, page_size, index]; empty without an indexer.
 
     recent: per layer with linear attention the last inputs of its convolution, [slots, taps - 1, channels] float32;
     states: [slots, value_heads, key_dim, value_dim] float32.
@@ -72,6 +77,8 @@ class KVCache:
             self.values = [_zeros(shape, layout.dtype, device) for _ in range(layout.layers)]
         else:
             self.values = [keys[..., : layout.latent] for keys in self.keys]
+        index_layers = layout.layers if layout.index else 0
+        self.index_keys = [_zeros((*shape[:2], layout.index), layout.dtype, device) for _ in range(index_layers)]
         slots += scratch
         self.recent = [
             _zeros((slots, linear.taps - 1, linear.channels), torch.float32, device) for linear in layout.linear
@@ -96,17 +103,26 @@ class KVCache:
             cache = tensors[layer].flatten(0, 1)
             if states.shape[1:] != cache.shape[1:]:
                 raise ValueError(f"[kv_heads, head_dim] must be {[*cache.shape[1:]]}, got {[*states.shape[1:]]}")
-            if cache.dtype.itemsize == 1:
-                limit = torch.finfo(cache.dtype).max  # the cast would turn larger numbers into NaN
-                states = states.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
-                cache = cache.view(torch.uint8)  # which index_copy_ supports on every device
-            cache.index_copy_(0, slot_mapping, states.to(cache.dtype))
+            _store(cache, slot_mapping, states)
+
+    def write_index_keys(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor) -> None:
+        """Store the indexer's keys [tokens, index] at `slot_mapping`, like `write`."""
+        _store(self.index_keys[layer].flatten(0, 1), slot_mapping, keys)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer (copy-on-write of a shared, partly filled page)."""
-        for tensors in (self.keys, self.values) if self.layout.latent is None else (self.keys,):
+        for tensors in (self.keys, self.values) if self.layout.latent is None else (self.keys, self.index_keys):
             for tensor in tensors:
                 tensor[target].copy_(tensor[source])
+
+
+def _store(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
+    """Write states [tokens, ...] to cache [slots, ...], in its dtype."""
+    if cache.dtype.itemsize == 1:
+        limit = torch.finfo(cache.dtype).max  # the cast would turn larger numbers into NaN
+        states = states.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
+        cache = cache.view(torch.uint8)  # which index_copy_ supports on every device
+    cache.index_copy_(0, slot_mapping, states.to(cache.dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

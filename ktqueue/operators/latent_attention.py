@@ -16,12 +16,14 @@ from torch import nn
 from ktqueue.operators.attention import attend
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.gpu.dense import DenseWeights
+from ktqueue.operators.indexer import Indexer, attend_to_choice
 from ktqueue.operators.latent_shape import (
     Angles,
     LatentShape,
     absorb_query,
     cosines_and_sines,
     expand_values,
+    has_indexer,
     latent_shape,
     make_key,
     rms_norm,
@@ -49,6 +51,7 @@ class LatentAttention(Operator):
         dtype: torch.dtype,
         options: KernelOptions,
         *,
+        chooses: bool = False,
         passes_choice: bool = False,
     ) -> None:
         super().__init__()
@@ -57,7 +60,9 @@ class LatentAttention(Operator):
         self._sizes = linears
         self._dtype = dtype
         self._options = options
+        self._chooses = chooses
         self._passes_choice = passes_choice
+        self._indexer: Indexer | None = None
         self._linears: dict[str, Linear] = {}
         self._bytes = 0
 
@@ -76,24 +81,36 @@ class LatentAttention(Operator):
             if isinstance(child, nn.Linear) and name != "kv_b_proj"
         }
         attention: Any = module
-        # GLM-5's attention also returns the keys that it chose, for the next layer.
-        passes_choice = hasattr(attention, "skip_topk")
-        dtype = attention.o_proj.weight.dtype
-        return cls(attention.layer_idx, shape, linears, dtype, chosen, passes_choice=passes_choice)
+        return cls(
+            attention.layer_idx,
+            shape,
+            linears,
+            attention.o_proj.weight.dtype,
+            chosen,
+            chooses=has_indexer(attention),
+            passes_choice=hasattr(attention, "skip_topk"),  # GLM-5's attention also returns the keys that it chose
+        )
 
     def load(self, weights: ModuleWeights) -> None:
         """Load all matrices and norms of the module. Raises ValueError if they do not fit."""
         dense = DenseWeights(weights, self._dtype, self.device)
         self._key_up, self._value_up = split_up_matrix(dense.matrix("kv_b_proj.weight"), self.shape)
         packed_bytes = 0
-        for name, (rows, columns) in self._sizes.items():
-            if self.device == "cpu" and self._dtype == torch.float32:
-                packed = CpuLinear(rows, columns, **self._options)
-                packed.load(weights, name)
-                packed_bytes += sum(packed.device_bytes().values())
-                self._linears[name] = packed
-            else:
-                self._linears[name] = dense.linear(name)
+
+        def linear(name: str) -> Linear:
+            nonlocal packed_bytes
+            if self.device != "cpu" or self._dtype != torch.float32:
+                return dense.linear(name)
+            matrix = weights.matrix(f"{name}.weight")
+            rows, columns = self._sizes.get(name, (matrix.rows, matrix.columns))
+            packed = CpuLinear(rows, columns, **self._options)
+            packed.load(weights, name)
+            packed_bytes += sum(packed.device_bytes().values())
+            return packed
+
+        self._linears = {name: linear(name) for name in self._sizes}
+        if self.shape.indexer and self._chooses:
+            self._indexer = Indexer.load(self.shape.indexer, dense, "indexer", linear)
         self._latent_norm = dense.vector("kv_a_layernorm.weight")
         self._query_norm = dense.vector("q_a_layernorm.weight") if self.shape.low_rank else None
         self._bytes = packed_bytes + dense.bytes
@@ -103,24 +120,54 @@ class LatentAttention(Operator):
         return {self.device: self._bytes}
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Angles, *, step: StepContext, **_: Any
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Angles,
+        *,
+        step: StepContext,
+        prev_topk_indices: torch.Tensor | None = None,
+        **_: Any,
     ) -> tuple[torch.Tensor | None, ...]:
         """hidden_states [1, tokens, hidden] -> (the same shape, None). Writes the step's latents into the cache.
 
-        Raises RuntimeError before `load`.
+        prev_topk_indices: the keys that the layer before chose, for a layer without an indexer of its own. Such
+        models get the choice of this layer as a third result. Raises RuntimeError before `load`.
         """
         if not self._linears:
             raise RuntimeError("LatentAttention has no weights yet")
         shape, x = self.shape, hidden_states[0]
         cosine, sine = cosines_and_sines(position_embeddings)
-        query = absorb_query(self._query(x), self._key_up, cosine, sine, shape)
+        low_rank = self._low_rank(x)
+        query = absorb_query(self._query(low_rank), self._key_up, cosine, sine, shape)
         key = make_key(self._linears["kv_a_proj_with_mqa"](x), self._latent_norm, cosine, sine, shape)
-        attended = attend(self.layer, query.transpose(0, 1), key[None], None, step, ScoreOptions(shape.scaling))
+        choice = prev_topk_indices
+        if self._indexer is not None:
+            choice = self._indexer.choose(self.layer, x, low_rank, cosine, sine, step)
+        attended = self._attend(query, key, choice, step)
         output = self._linears["o_proj"](expand_values(attended, self._value_up))[None]
-        return (output, None, None) if self._passes_choice else (output, None)
+        return (output, None, choice) if self._passes_choice else (output, None)
 
-    def _query(self, x: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, choice: torch.Tensor | None, step: StepContext
+    ) -> torch.Tensor:
+        """query [tokens, heads, key], key [tokens, key], choice: see Indexer.choose -> [tokens, heads, latent]."""
+        scaling = self.shape.scaling
+        if choice is not None and step.attention is not None:
+            step.kv.write(self.layer, step.slot_mapping, key[:, None])
+            attended = query.new_empty(*query.shape[:2], self.shape.latent)
+        else:  # tokens that see more keys than are chosen are computed again, so here a window saves time
+            window = 0 if choice is None else choice.shape[1]
+            options = ScoreOptions(scaling, window)
+            attended = attend(self.layer, query.transpose(0, 1), key[None], None, step, options)
+        if choice is not None:
+            attend_to_choice(self.layer, query, choice, attended, step, scaling)
+        return attended
+
+    def _low_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """The normalised low-rank query, [tokens, rank]; x itself if queries are computed by one matrix."""
         if self._query_norm is None:
-            return self._linears["q_proj"](x)
-        first = self._linears["q_a_proj"](x)
-        return self._linears["q_b_proj"](rms_norm(first, self._query_norm, self.shape.epsilon))
+            return x
+        return rms_norm(self._linears["q_a_proj"](x), self._query_norm, self.shape.epsilon)
+
+    def _query(self, low_rank: torch.Tensor) -> torch.Tensor:
+        return self._linears["q_proj" if self._query_norm is None else "q_b_proj"](low_rank)

@@ -13,11 +13,22 @@ tokens, rotary] each, in which both halves are equal."""
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerShape:
+    """The indexer of sparse attention. key: columns of a query or key; chosen: keys that a token attends to;
+    interleaved: like LatentShape's, for the indexer's own queries and keys."""
+
+    heads: int
+    key: int
+    chosen: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LatentShape:
     """The sizes of one layer's attention. plain, rotary: columns of a head's query or key without and with a position;
     value: columns of a head's value; latent: columns of a token's latent; interleaved: rotary pairs are adjacent, not
     half the columns apart; low_rank: the inner size if queries are computed by two matrices with a norm between, else
-    0; epsilon: of the norms of latents and queries."""
+    0; epsilon: of the norms of latents and queries; indexer: what chooses the keys of a token; None: it sees all."""
 
     heads: int
     plain: int
@@ -28,6 +39,7 @@ class LatentShape:
     interleaved: bool
     low_rank: int
     epsilon: float
+    indexer: IndexerShape | None = None
 
     @property
     def key(self) -> int:
@@ -51,6 +63,22 @@ def latent_shape(module: nn.Module) -> LatentShape:
         interleaved=getattr(attention.config, "rope_interleave", True),
         low_rank=attention.q_lora_rank or 0,
         epsilon=float(attention.kv_a_layernorm.variance_epsilon),
+        indexer=_indexer_shape(attention.config) if hasattr(attention, "indexer") else None,
+    )
+
+
+def has_indexer(attention: Any) -> bool:
+    """Whether an attention of transformers chooses keys itself. One with an indexer that is None takes the choice of
+    the layer before."""
+    return getattr(attention, "indexer", None) is not None
+
+
+def _indexer_shape(config: Any) -> IndexerShape:
+    return IndexerShape(
+        heads=config.index_n_heads,
+        key=config.index_head_dim,
+        chosen=config.index_topk,
+        interleaved=config.model_type == "glm_moe_dsa",
     )
 
 

@@ -170,7 +170,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 LATENT = {**LATENT_SIZES, "routed_scaling_factor": 1.5}
-INDEXER = {"index_topk": 40, "index_n_heads": 4, "index_head_dim": 16}
+INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}  # of few heads, scores would tie at 0
+SHARED_CHOICE = {"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
 SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),
@@ -187,7 +188,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v32",
         {**LATENT, **INDEXER, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
     ),
-    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **INDEXER, "q_lora_rank": 64, "n_shared_experts": 1}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **INDEXER, **SHARED_CHOICE, "q_lora_rank": 64, "n_shared_experts": 1}),
     "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 
@@ -236,6 +237,7 @@ class Cache:
             page_size=PAGE,
             dtype=facts.dtype,
             latent=facts.latent.latent if facts.latent else None,
+            index=facts.latent.indexer.key if facts.latent and facts.latent.indexer else 0,
         )
         self.kv = KVCache(layout, pages, device, slots=2 * len(SEQUENCES) if linear else 0)
         self._slots: dict[str, tuple[int, int]] = {}  # a sequence's state moves to its other slot in each step

@@ -46,7 +46,7 @@ SIGMOID = {
     "intermediate_size": 96,
 }
 LATENT = {**LATENT_SIZES, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
-INDEXER = {"n_shared_experts": 1, "index_topk": 48, "index_n_heads": 4, "index_head_dim": 16}
+INDEXER = {"n_shared_experts": 1, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}
 MIXED = ["full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**ROUTED, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
@@ -258,30 +258,34 @@ def reference_logits() -> Callable[[Path, list[int]], torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def run_logits() -> Callable[..., torch.Tensor]:
-    """(module, layout, ids) -> [tokens, vocab] logits of one prefill row with paged attention."""
+    """(module, layout, ids, chunk) -> [tokens, vocab] logits of one row that is prefilled by `chunk` tokens, by default
+    at once."""
 
-    def run(module: Callable[..., Any], layout: KVLayout, ids: list[int]) -> torch.Tensor:
-        count = len(ids)
-        pages = -(-count // layout.page_size)
+    def run(module: Callable[..., Any], layout: KVLayout, ids: list[int], chunk: int | None = None) -> torch.Tensor:
+        pages = -(-len(ids) // layout.page_size)
         slot = torch.zeros(1 if layout.linear else 0, dtype=torch.int32)
-        step = StepContext(
-            torch.tensor([0, count], dtype=torch.int32),
-            torch.tensor([count], dtype=torch.int32),
-            torch.arange(pages, dtype=torch.int32)[None],
-            torch.arange(count),
-            KVCache(layout, pages, slots=len(slot)),
-            state_sources=slot,
-            state_targets=slot,
-        )
-        with torch.inference_mode():
-            logits: torch.Tensor = module(
-                input_ids=torch.tensor([ids]),
-                position_ids=torch.arange(count)[None],
-                use_cache=False,
-                logits_to_keep=torch.arange(count),
-                step=step,
-            ).logits[0]
-        return logits
+        cache = KVCache(layout, pages, slots=len(slot))
+        found = []
+        for positions in torch.split(torch.arange(len(ids)), chunk or len(ids)):
+            step = StepContext(
+                torch.tensor([0, len(positions)], dtype=torch.int32),
+                positions[-1:].to(torch.int32) + 1,
+                torch.arange(pages, dtype=torch.int32)[None],
+                positions,
+                cache,
+                state_sources=slot,
+                state_targets=slot,
+            )
+            with torch.inference_mode():
+                logits: torch.Tensor = module(
+                    input_ids=torch.tensor([[ids[position] for position in positions]]),
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=torch.arange(len(positions)),
+                    step=step,
+                ).logits[0]
+            found.append(logits)
+        return torch.cat(found)
 
     return run
 

@@ -59,12 +59,15 @@ MODELS: dict[str, Mutation] = {
         "    if False:",
         (f"{DECODER}[phimoe]",),
     ),
-    "sparse attention is served as dense at any length": Mutation(
-        "a model with an indexer is served only where it computes what transformers does",
-        "ktqueue/loading/huggingface/config_check.py",
-        "        most = min(most, int(config.index_topk))\n",
-        "        pass\n",
-        ("tests/loading/huggingface/test_config_check.py::test_sparse_attention_is_served_where_it_is_dense",),
+    "the indexer's choice is not used": Mutation(
+        "a token attends to the keys that the indexer chooses",
+        "ktqueue/operators/indexer.py",
+        "        if not has_choice(step, shape.chosen):",
+        "        if True:",
+        (
+            "tests/loading/huggingface/test_config_check.py::test_an_indexer_chooses_the_keys_of_long_sequences",
+            "tests/operators/gpu/test_decoder.py::test_logits_equal_those_of_transformers[cpu-glm_moe_dsa]",
+        ),
     ),
     "rules are found only by path": Mutation(
         "a shipped rule file is found by its name in any folder",

@@ -11,8 +11,7 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
-"""Model types with an indexer, which lets each token attend to `index_topk` others. Up to so many tokens, attention is
-that of DeepSeek-V3: see docs/adr/0046."""
+"""Model types with an indexer, which chooses the keys that each token attends to: see docs/adr/0046."""
 LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE_MODEL_TYPES)
 """Model types whose attention LatentAttention computes."""
 
@@ -42,6 +41,8 @@ _COUNTS = (
     "linear_num_value_heads",
     "linear_value_head_dim",
     "index_topk",
+    "index_head_dim",
+    "index_n_heads",
 )
 _ANY_COUNTS = (  # may be 0
     "num_experts",
@@ -125,19 +126,18 @@ def check_config(config: Any, source: str) -> None:
         _check_linear(config, source)
     if config.model_type in LATENT_MODEL_TYPES:
         _check_groups(config, source)
+    if config.model_type in SPARSE_MODEL_TYPES:
+        _check_indexer(config, source)
 
 
 def longest_context(config: Any) -> int:
     """Return the number of tokens that a sequence may have, so that its results do not depend on other rows of its
-    step, and that we compute all of it.
+    step.
 
-    Of models with an indexer, tokens beyond `index_topk` are not computed. With longrope, rotary embeddings have other
-    factors or scales for long sequences. transformers uses them for all rows of a step that has a long sequence, so
-    only short sequences are served if the two differ.
+    With longrope, rotary embeddings have other factors or scales for long sequences. transformers uses them for all
+    rows of a step that has a long sequence, so only short sequences are served if the two differ.
     """
     most = int(config.max_position_embeddings)
-    if config.model_type in SPARSE_MODEL_TYPES:
-        most = min(most, int(config.index_topk))
     for rope in _rope_parameters({"rope_parameters": getattr(config, "rope_parameters", None)}):
         differ = any(rope.get(f"short_{kind}") != rope.get(f"long_{kind}") for kind in ("factor", "mscale"))
         if differ and rope.get("rope_type") not in (None, "default"):
@@ -175,6 +175,14 @@ def _check_linear(config: Any, source: str) -> None:
         raise _refusal(source, "linear_num_value_heads", f"a multiple of linear_num_key_heads, {keys}", values)
     if config.hidden_act != "silu":
         raise _refusal(source, "hidden_act", "silu, which the convolution uses too", config.hidden_act)
+
+
+def _check_indexer(config: Any, source: str) -> None:
+    """Check the indexer of sparse attention."""
+    if config.index_head_dim < (rotary := config.qk_rope_head_dim):
+        raise _refusal(source, "index_head_dim", f"at least qk_rope_head_dim, {rotary}", config.index_head_dim)
+    if (kinds := getattr(config, "indexer_types", None)) and kinds[0] != "full":  # nothing could be shared
+        raise _refusal(source, "indexer_types", "full in the first layer", kinds[0])
 
 
 def _check_groups(config: Any, source: str) -> None:

@@ -23,6 +23,7 @@ from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.model_classes import SUPPORTED
 from ktqueue.operators.native_handoff import HandoffStatistics
@@ -78,6 +79,7 @@ class GpuDecoder(Operator):
         weights = in_rotary_order(weights, facts.head_dim, facts.interleaved)
         dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
         self._embedding = dense.linear("model.embed_tokens")
+        choice = KeyChoice()
         attentive, linear = itertools.count(), itertools.count()
         for layer in facts.layers:
             routed = None
@@ -99,7 +101,7 @@ class GpuDecoder(Operator):
                     )
                 )
             index = next(attentive if layer.linear is None else linear)
-            self._layers.append(DecoderLayer(index, layer, facts, dense, routed))
+            self._layers.append(DecoderLayer(index, layer, facts, dense, routed, choice))
         for earlier, later in itertools.pairwise(self._layers):
             if earlier.routes and later.routes:
                 earlier.predict_next_experts(later)

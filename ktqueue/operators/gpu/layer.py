@@ -13,6 +13,7 @@ from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
+from ktqueue.operators.indexer import Indexer, KeyChoice, attend_to_choice
 from ktqueue.operators.latent_shape import (
     LatentShape,
     absorb_query,
@@ -155,10 +156,17 @@ class LatentSelfAttention:
     """Norm, one product for queries and latents, absorbed attention over cached latents, o. See latent_shape.py."""
 
     def __init__(
-        self, index: int, layer: LayerFacts, facts: DecoderFacts, shape: LatentShape, weights: DenseWeights
+        self,
+        index: int,
+        layer: LayerFacts,
+        facts: DecoderFacts,
+        shape: LatentShape,
+        weights: DenseWeights,
+        choice: KeyChoice,
     ) -> None:
         self._index = index
         self._shape = shape
+        self._choice = choice
         self._scores = ScoreOptions(shape.scaling)
         self._epsilon = facts.epsilon
         self._norm = weights.vector(f"{layer.name}.input_layernorm.weight")
@@ -172,6 +180,9 @@ class LatentSelfAttention:
         self._key_up, self._value_up = split_up_matrix(up, shape)
         self._up = up.view(shape.heads, shape.plain + shape.value, shape.latent)
         self._o = weights.linear(f"{module}.o_proj")
+        self._indexer: Indexer | None = None
+        if shape.indexer and layer.chooses:
+            self._indexer = Indexer.load(shape.indexer, weights, f"{module}.indexer", weights.linear)
 
     def query(
         self,
@@ -188,18 +199,26 @@ class LatentSelfAttention:
         """
         shape = self._shape
         cosine, sine = rotary.cosine[positions], rotary.sine[positions]
-        down = self._down(pending.add_to(residual, self._norm, self._epsilon))
+        x = pending.add_to(residual, self._norm, self._epsilon)
+        down = self._down(x)
         query, key = torch.split(down, [down.shape[-1] - shape.key, shape.key], -1)
         step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
         if self._query_up is not None and self._query_norm is not None:
-            query = self._query_up(rms_norm(query, self._query_norm, shape.epsilon))
-        if expansion_of(_attention_plan(step)) is not None:
+            low_rank = rms_norm(query, self._query_norm, shape.epsilon)
+            query = self._query_up(low_rank)
+            if self._indexer is not None:
+                self._choice.positions = self._indexer.choose(self._index, x, low_rank, cosine, sine, step)
+        if self._choice.positions is None and expansion_of(_attention_plan(step)) is not None:
             return rotate_query(query, cosine, sine, shape)
         return absorb_query(query, self._key_up, cosine, sine, shape)
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * value]."""
         plan = _attention_plan(step)
+        if self._choice.positions is not None:
+            chosen = query.new_empty(*query.shape[:2], self._shape.latent)
+            attend_to_choice(self._index, query, self._choice.positions, chosen, step, self._shape.scaling)
+            return expand_values(chosen, self._value_up)
         expansion = expansion_of(plan)
         if expansion is None:
             return expand_values(plan.attend(self._index, query, step.kv, self._scores), self._value_up)
@@ -233,17 +252,23 @@ class DecoderLayer:
     """Attention and MLP of one layer.
 
     index: of this layer among those with the same kind of attention. routed: the index of this layer among those with
-    routed experts; None: the MLP is dense.
+    routed experts; None: the MLP is dense. choice: shared by all layers.
     """
 
     def __init__(
-        self, index: int, layer: LayerFacts, facts: DecoderFacts, weights: DenseWeights, routed: int | None
+        self,
+        index: int,
+        layer: LayerFacts,
+        facts: DecoderFacts,
+        weights: DenseWeights,
+        routed: int | None,
+        choice: KeyChoice,
     ) -> None:
         self.attention: SelfAttention | LatentSelfAttention | LinearSelfAttention
         if layer.linear is not None:
             self.attention = LinearSelfAttention(index, layer, facts, layer.linear, weights)
         elif facts.latent:
-            self.attention = LatentSelfAttention(index, layer, facts, facts.latent, weights)
+            self.attention = LatentSelfAttention(index, layer, facts, facts.latent, weights, choice)
         else:
             self.attention = SelfAttention(index, layer, facts, weights)
         self._epsilon = facts.epsilon

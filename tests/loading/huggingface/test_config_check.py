@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from ktqueue.core.errors import CheckpointError
@@ -254,14 +255,32 @@ def test_models_with_bidirectional_attention_are_refused(
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_is_served_where_it_is_dense(
-    model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+def test_an_indexer_chooses_the_keys_of_long_sequences(
+    model_type: str,
+    make_model: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+    run_logits: Callable[..., torch.Tensor],
 ) -> None:
-    """The indexer lets a token attend to 48 others, so 48 tokens attend to all."""
+    """Each of 40 tokens attends to 12 others. In a batch of several sequences it is computed alike."""
     folder = make_model(model_type)
-    model = load_model(str(folder), rules=MODULES.replace("modules", "exact"))
-    assert model.card_facts.max_position_embeddings == 48
-    assert_equals_transformers(model, folder, range(3, 51))
+    model = load_model(str(folder), rules="exact")
+    assert_equals_transformers(model, folder)
+    layout, ids = model.kv_layout(16), [*range(3, 43)]
+    assert torch.equal(run_logits(model.module, layout, ids, chunk=7), run_logits(model.module, layout, ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("index_head_dim", 4, "index_head_dim must be at least qk_rope_head_dim, 8, got 4"),
+        ("indexer_types", ["shared", "full"], "indexer_types must be full in the first layer, got 'shared'"),
+    ],
+)
+def test_indexers_that_do_not_fit_are_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        build_config(
+            {"model_type": "glm_moe_dsa", "qk_rope_head_dim": 8, "num_hidden_layers": 2, name: value}, "a model"
+        )
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}

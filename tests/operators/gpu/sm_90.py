@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefill
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded
+from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.kernels import expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
@@ -171,7 +172,7 @@ def attention() -> None:
 
 
 def latent_attention() -> None:
-    """DeepSeek's latents, with one split of the keys and with many, and expanded."""
+    """DeepSeek's latents, with one split of the keys and with many, and expanded; scores of the indexer."""
     indices = torch.zeros(16, dtype=torch.int32)
     decode = Tables(indices, indices, indices)
     for heads, dtype, cache, splits, row_of in (
@@ -183,6 +184,8 @@ def latent_attention() -> None:
         keys = torch.zeros(4, 16, 1, 576).to(cache)
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
         latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
+    query, weights = torch.zeros(3, 64, 128, dtype=torch.bfloat16), torch.zeros(3, 64)
+    index_scores(query, weights, torch.zeros(4, 16, 128, dtype=torch.bfloat16), indices[:6].view(3, 2), indices)
     rows, dtype = ExpandedRows(indices.view(-1, 2), indices, indices, indices), torch.bfloat16
     query, out = torch.zeros(3, 16, 192, dtype=dtype), torch.zeros(3, 16, 128, dtype=dtype)
     latents, states = torch.zeros(3, 576, dtype=dtype), torch.zeros(3, 16, 256, dtype=dtype)
