@@ -13,6 +13,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.config_check import (
     DERIVED_KEY,
     LATENT_MODEL_TYPES,
@@ -39,7 +40,7 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig does
         model_type = "ministral"
     config_class = transformers.CONFIG_MAPPING[model_type]
-    if config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model_type not in CAUSAL_MODELS:
         raise CheckpointError(f"{source}: a model of type {model_type} is not a causal language model")
     if values.get("kv_lora_rank") and model_type not in LATENT_MODEL_TYPES:
         known = ", ".join(LATENT_MODEL_TYPES)

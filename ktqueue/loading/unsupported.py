@@ -79,7 +79,7 @@ UNSUPPORTED = (
         ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
     ),
     UnsupportedFamily(
-        "Mistral 4", "latent attention whose queries are scaled by position", ("mistral4",), ("mistral4",)
+        "Mistral 4", "queries that grow with their position; only its folder is served", (), ("mistral4",)
     ),
     UnsupportedFamily(
         "Nemotron-H",
@@ -95,7 +95,6 @@ UNSUPPORTED = (
     UnsupportedFamily(
         "Step-3.5", "a gate for each attention head, and limited gates", ("step3p5", "step3p7"), ("step35",)
     ),
-    UnsupportedFamily("Youtu", "latent attention of a dense model", ("youtu",)),
     UnsupportedFamily("Zamba", f"{_STATE} (Mamba)", ("zamba", "zamba2")),
     UnsupportedFamily("Zaya", "convolutions in attention", ("zaya",)),
 )

@@ -234,7 +234,7 @@ def _router(mlp: Any, mlp_name: str) -> RouterFacts:
     bias = next((f"{mlp_name}.{owner}{_CORRECTION}" for owner, part in owners if hasattr(part, _CORRECTION)), "")
     facts: dict[str, Any] = {}
     if hasattr(router, "num_group"):  # DeepSeek's routers and their kin
-        limited = bool(bias) or router.topk_method == "group_limited_greedy"
+        limited = bool(bias) or getattr(router, "topk_method", "") == "group_limited_greedy"
         facts = {"scale": float(router.routed_scaling_factor)}
         facts |= {"groups": router.num_group, "groups_used": router.topk_group} if limited else {}
     elif hasattr(router, "router_scaling_factor"):

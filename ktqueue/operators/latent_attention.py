@@ -23,6 +23,7 @@ from ktqueue.operators.latent_shape import (
     absorb_query,
     cosines_and_sines,
     expand_values,
+    grown,
     has_indexer,
     latent_shape,
     make_key,
@@ -125,6 +126,7 @@ class LatentAttention(Operator):
         position_embeddings: Angles,
         *,
         step: StepContext,
+        position_ids: torch.Tensor | None = None,
         prev_topk_indices: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -138,7 +140,10 @@ class LatentAttention(Operator):
         shape, x = self.shape, hidden_states[0]
         cosine, sine = cosines_and_sines(position_embeddings)
         low_rank = self._low_rank(x)
-        query = absorb_query(self._query(low_rank), self._key_up, cosine, sine, shape)
+        query = self._query(low_rank)
+        if position_ids is not None:
+            query = grown(query, position_ids[0], shape)
+        query = absorb_query(query, self._key_up, cosine, sine, shape)
         key = make_key(self._linears["kv_a_proj_with_mqa"](x), self._latent_norm, cosine, sine, shape)
         choice = prev_topk_indices
         if self._indexer is not None:

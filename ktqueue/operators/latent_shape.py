@@ -12,6 +12,10 @@ Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 tokens, rotary] each, in which both halves are equal."""
 
 
+GROWTH = "llama_4_scaling_beta"
+"""The rotary parameter of models whose queries grow with their position."""
+
+
 @dataclass(frozen=True, slots=True)
 class IndexerShape:
     """The indexer of sparse attention. key: columns of a query or key; chosen: keys that a token attends to;
@@ -28,7 +32,8 @@ class LatentShape:
     """The sizes of one layer's attention. plain, rotary: columns of a head's query or key without and with a position;
     value: columns of a head's value; latent: columns of a token's latent; interleaved: rotary pairs are adjacent, not
     half the columns apart; low_rank: the inner size if queries are computed by two matrices with a norm between, else
-    0; epsilon: of the norms of latents and queries; indexer: what chooses the keys of a token; None: it sees all."""
+    0; epsilon: of the norms of latents and queries; indexer: what chooses the keys of a token; None: it sees all.
+    growth, period: a query at position p is multiplied by 1 + growth * log(1 + floor(p / period)) (Mistral 4)."""
 
     heads: int
     plain: int
@@ -40,6 +45,8 @@ class LatentShape:
     low_rank: int
     epsilon: float
     indexer: IndexerShape | None = None
+    growth: float = 0.0
+    period: int = 1
 
     @property
     def key(self) -> int:
@@ -53,6 +60,7 @@ def latent_shape(module: nn.Module) -> LatentShape:
     attention: Any = module
     if not hasattr(module, "kv_a_proj_with_mqa"):
         raise ValueError("it makes no latents")
+    rope = attention.config.rope_parameters
     return LatentShape(
         heads=attention.num_heads,
         plain=attention.qk_nope_head_dim,
@@ -64,6 +72,8 @@ def latent_shape(module: nn.Module) -> LatentShape:
         low_rank=attention.q_lora_rank or 0,
         epsilon=float(attention.kv_a_layernorm.variance_epsilon),
         indexer=_indexer_shape(attention.config) if hasattr(attention, "indexer") else None,
+        growth=rope.get(GROWTH) or 0.0,
+        period=rope.get("original_max_position_embeddings") or 1,
     )
 
 
@@ -89,6 +99,14 @@ def split_up_matrix(up: torch.Tensor, shape: LatentShape) -> tuple[torch.Tensor,
         raise ValueError(f"kv_b_proj.weight must be {list(wanted)}, got {list(up.shape)}")
     keys, values = torch.split(up.view(shape.heads, -1, shape.latent), [shape.plain, shape.value], 1)
     return keys, values.transpose(1, 2)
+
+
+def grown(query: torch.Tensor, positions: torch.Tensor, shape: LatentShape) -> torch.Tensor:
+    """Scale queries [tokens, any] by their positions [tokens]: see LatentShape."""
+    if not shape.growth:
+        return query
+    scale = 1 + shape.growth * torch.log(1 + torch.floor(positions / shape.period))
+    return query * scale[:, None].to(query.dtype)
 
 
 def cosines_and_sines(angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,6 +43,7 @@ MODEL_CLASSES = (
     ModelClass("HunYuanMoEV1ForCausalLM", norm_after_rotary=True),
     ModelClass("LlamaForCausalLM"),
     ModelClass("MiniMaxM2ForCausalLM", partly_rotated=True),
+    ModelClass("Mistral4ForCausalLM", latent="Mistral4Attention"),
     ModelClass("MistralForCausalLM"),
     ModelClass("MixtralForCausalLM"),
     ModelClass("OlmoeForCausalLM"),
@@ -55,6 +56,7 @@ MODEL_CLASSES = (
     ModelClass("Qwen3_5MoeForCausalLM", partly_rotated=True),
     ModelClass("SeedOssForCausalLM"),
     ModelClass("SolarOpenForCausalLM", partly_rotated=True),
+    ModelClass("YoutuForCausalLM", latent="YoutuAttention"),
 )
 """Tests compare every one of them with transformers."""
 

@@ -7,6 +7,7 @@ import transformers
 from latent_sizes import LATENT_SIZES
 from transformers import PreTrainedModel
 
+from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
@@ -189,6 +190,16 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, **INDEXER, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
     ),
     "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **INDEXER, **SHARED_CHOICE, "q_lora_rank": 64, "n_shared_experts": 1}),
+    "mistral4": (
+        "mistral4",
+        {
+            **LATENT,
+            "q_lora_rank": 64,
+            "n_shared_experts": 1,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+        },
+    ),
+    "youtu": ("youtu", {**LATENT, "q_lora_rank": 64}),
     "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 
@@ -201,6 +212,7 @@ def make_model(family: str, **changes: Any) -> Any:
 
 def random_model(kind: str, sizes: dict[str, Any], device: str = "cpu") -> Any:
     """Make a random float32 model of a transformers model type on `device`. Norms, biases and sinks are not trivial."""
+    assert kind in CAUSAL_MODELS
     config = transformers.CONFIG_MAPPING[kind](**sizes)
     torch.manual_seed(3)
     factory: Any = transformers.AutoModelForCausalLM

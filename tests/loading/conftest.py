@@ -46,6 +46,13 @@ SIGMOID = {
     "intermediate_size": 96,
 }
 LATENT = {**LATENT_SIZES, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+}
 INDEXER = {"n_shared_experts": 1, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}
 MIXED = ["full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -58,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
     "deepseek_v32": {**LATENT, **INDEXER, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
     "glm_moe_dsa": {**LATENT, **INDEXER, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
+    "mistral4": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "rope_parameters": GROWING},
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     "dots1": {**SIGMOID, "head_dim": 16, "sliding_window": None},

@@ -27,9 +27,9 @@ from ktqueue.loading.unsupported import UNSUPPORTED
             "experts without a gate (model_type 'nemotron_h')",
         ),
         (
-            {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
-            "Mistral 4 is not supported: it has latent attention whose queries are scaled by position (model_type "
-            "'mistral4')",
+            {"model_type": "some_vl", "text_config": {"model_type": "kimi_linear"}},
+            "Kimi-Linear is not supported: it has layers that keep a state instead of keys and values (Kimi delta "
+            "attention) (model_type 'kimi_linear')",
         ),
         (
             {"model_type": "hy_v4", "quantization_config": {"quant_method": "fp8"}},

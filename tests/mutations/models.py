@@ -59,6 +59,13 @@ MODELS: dict[str, Mutation] = {
         "    if False:",
         (f"{DECODER}[phimoe]",),
     ),
+    "queries do not grow with their position": Mutation(
+        "Mistral 4's queries are scaled by their positions",
+        "ktqueue/operators/latent_shape.py",
+        "    if not shape.growth:",
+        "    if True:",
+        ("tests/operators/gpu/test_decoder.py::test_logits_equal_those_of_transformers[cpu-mistral4]",),
+    ),
     "the indexer's choice is not used": Mutation(
         "a token attends to the keys that the indexer chooses",
         "ktqueue/operators/indexer.py",

@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, INTERLEAVED, Checkpoint, CheckpointTensor
+from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
@@ -192,7 +192,7 @@ def module_name_function(config: Mapping[str, Any]) -> Callable[[str], str]:
     several are ignored: experts are put together as they are read, and a tensor without a place is refused later.
     """
     model_type = config.get("model_type")
-    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    class_name = CAUSAL_MODELS.get(model_type) if isinstance(model_type, str) else None
     conversions: list[Any] | None = None
     for key in (class_name, model_type):  # transformers' order
         if isinstance(key, str) and conversions is None:

@@ -12,7 +12,7 @@ from ktqueue.core.errors import CheckpointError
 
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 """Model types with an indexer, which chooses the keys that each token attends to: see docs/adr/0046."""
-LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE_MODEL_TYPES)
+LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu", *SPARSE_MODEL_TYPES)
 """Model types whose attention LatentAttention computes."""
 
 LINEAR_ATTENTION = "linear_attention"
@@ -124,8 +124,10 @@ def check_config(config: Any, source: str) -> None:
     _check_window(config, source)
     if config.model_type in LINEAR_MODEL_TYPES:
         _check_linear(config, source)
-    if config.model_type in LATENT_MODEL_TYPES:
+    if config.model_type in LATENT_MODEL_TYPES and config.model_type != "youtu":  # which has no experts
         _check_groups(config, source)
+    if config.model_type == "mistral4":
+        _check_growth(config, source)
     if config.model_type in SPARSE_MODEL_TYPES:
         _check_indexer(config, source)
 
@@ -175,6 +177,15 @@ def _check_linear(config: Any, source: str) -> None:
         raise _refusal(source, "linear_num_value_heads", f"a multiple of linear_num_key_heads, {keys}", values)
     if config.hidden_act != "silu":
         raise _refusal(source, "hidden_act", "silu, which the convolution uses too", config.hidden_act)
+
+
+def _check_growth(config: Any, source: str) -> None:
+    """Check what Mistral 4's queries and routers need."""
+    for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        if not isinstance(stated := config.rope_parameters.get(name), int | float) or stated <= 0:
+            raise _refusal(source, name, "a number above 0", stated)
+    if config.n_group != 1:  # its scores are those of a softmax, but its groups are not DeepSeek-V2's
+        raise _refusal(source, "n_group", "1", config.n_group)
 
 
 def _check_indexer(config: Any, source: str) -> None:

@@ -6,7 +6,7 @@ Requests have text only, so the other parts are never read. Knows no tensors.
 from collections.abc import Callable
 from typing import Any
 
-TEXT_TYPES = ("deepseek_v3", "kimi_k2", "llama", "mistral", "qwen3_5_moe_text")
+TEXT_TYPES = ("deepseek_v3", "kimi_k2", "llama", "mistral", "mistral4", "qwen3_5_moe_text")
 """Model types of text models that compute the same alone. Others may need more than a position for each token."""
 _STATED_OUTSIDE = ("quantization_config", "tie_word_embeddings")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head."))
@@ -24,7 +24,7 @@ def text_part(config: dict[str, Any]) -> tuple[dict[str, Any], Rename]:
     if not isinstance(text, dict) or text.get("model_type") not in TEXT_TYPES or "num_hidden_layers" in config:
         return config, lambda name: name
     outside = {name: config[name] for name in _STATED_OUTSIDE if name in config}
-    return {**outside, **text}, _name_in_text_model
+    return {**text, **outside}, _name_in_text_model  # what the whole states counts, as in transformers
 
 
 def _name_in_text_model(name: str) -> str | None:

@@ -19,6 +19,7 @@ from ktqueue.operators.latent_shape import (
     absorb_query,
     absorb_rotated,
     expand_values,
+    grown,
     make_key,
     rms_norm,
     rotate_query,
@@ -208,6 +209,7 @@ class LatentSelfAttention:
             query = self._query_up(low_rank)
             if self._indexer is not None:
                 self._choice.positions = self._indexer.choose(self._index, x, low_rank, cosine, sine, step)
+        query = grown(query, positions, shape)
         if self._choice.positions is None and expansion_of(_attention_plan(step)) is not None:
             return rotate_query(query, cosine, sine, shape)
         return absorb_query(query, self._key_up, cosine, sine, shape)

@@ -18,6 +18,7 @@ from ktqueue.loading.skeleton import build_config
 
 MODULES = str(DEFAULT_RULES.with_name("modules.yaml"))
 MOST = (1 << 31) - 1
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -270,17 +271,21 @@ def test_an_indexer_chooses_the_keys_of_long_sequences(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("model_type", "values", "message"),
     [
-        ("index_head_dim", 4, "index_head_dim must be at least qk_rope_head_dim, 8, got 4"),
-        ("indexer_types", ["shared", "full"], "indexer_types must be full in the first layer, got 'shared'"),
+        ("glm_moe_dsa", {"index_head_dim": 4}, "index_head_dim must be at least qk_rope_head_dim, 64, got 4"),
+        (
+            "glm_moe_dsa",
+            {"index_topk_pattern": "S" * 78},
+            "indexer_types must be full in the first layer, got 'shared'",
+        ),
+        ("mistral4", {"n_group": 2}, "n_group must be 1, got 2"),
+        ("mistral4", {"rope_parameters": PLAIN}, "llama_4_scaling_beta must be a number above 0, got None"),
     ],
 )
-def test_indexers_that_do_not_fit_are_refused(name: str, value: Any, message: str) -> None:
+def test_latent_attention_that_does_not_fit_is_refused(model_type: str, values: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        build_config(
-            {"model_type": "glm_moe_dsa", "qk_rope_head_dim": 8, "num_hidden_layers": 2, name: value}, "a model"
-        )
+        build_config({"model_type": model_type, **values}, "a model")
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}

@@ -62,6 +62,7 @@ def test_values_outside_the_text_config_count(whole: Any, tmp_path: Path) -> Non
     config = json.loads((tmp_path / "config.json").read_text())
     found, rename = text_part({**config, "tie_word_embeddings": True, "quantization_config": {"quant_method": "fp8"}})
     assert found["quantization_config"] == {"quant_method": "fp8"} and "vision_config" not in found
+    assert found["tie_word_embeddings"] and not config["text_config"].get("tie_word_embeddings", True)
     assert rename("model.visual.blocks.0.attn.qkv.weight") is None
     assert rename("vision_tower.patch.weight") is None
 
