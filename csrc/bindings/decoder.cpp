@@ -60,7 +60,8 @@ class BoundDecoder {
                    const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
                    const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
                    size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
-                   size_t groups_used, const ReadOnly& bias, float jitter) {
+                   size_t groups_used, const ReadOnly& bias, float jitter, const ReadOnly& attention_out_norm,
+                   const ReadOnly& mlp_out_norm) {
         const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
         decoder_.add_layer({
             .attention_norm = vector_of(attention_norm, "attention_norm"),
@@ -77,6 +78,8 @@ class BoundDecoder {
             .sliding_window = sliding_window,
             .sinks = vector_of(sinks, "sinks"),
             .mlp_norm = vector_of(mlp_norm, "mlp_norm"),
+            .attention_out_norm = vector_of(attention_out_norm, "attention_out_norm"),
+            .mlp_out_norm = vector_of(mlp_out_norm, "mlp_out_norm"),
             .mlp = mlp ? &mlp->layer() : nullptr,
             .shared_gate = linear(shared_gate),
             .router = linear(router),
@@ -231,10 +234,10 @@ void bind_decoder(nb::module_& module) {
              nb::arg("rotated"), nb::arg("sliding_window"), nb::arg("sinks"), nb::arg("mlp_norm"),
              nb::arg("mlp").none(), nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
              nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
-             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"), nb::keep_alive<1, 3>(),
-             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
-             nb::keep_alive<1, 8>(), nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(),
-             nb::keep_alive<1, 19>())
+             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"),
+             nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+             nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))

@@ -172,12 +172,15 @@ class Decoder:
         groups_used: int,
         bias: Any,
         jitter: float,
+        attention_out_norm: Any,
+        mlp_out_norm: Any,
     ) -> None:
         """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm,
         k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not clamped;
         rotated: q and k have rotary embeddings; sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP
         or the shared expert, as a layer of one expert; router, experts: of the routed experts; the rest: how the router
-        chooses among them, with a bias that is empty or [experts]."""
+        chooses among them, with a bias that is empty or [experts]; attention_out_norm, mlp_out_norm: of what either
+        part adds to the residual, or empty."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary table, [positions, half] each."""

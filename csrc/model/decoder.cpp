@@ -70,6 +70,8 @@ void Decoder::add_layer(DecoderLayer layer) {
     const auto [heads, kv_heads, head_dim] = shape_.attention;
     const size_t hidden = shape_.hidden;
     require(is_norm(layer.attention_norm, hidden) && is_norm(layer.mlp_norm, hidden), "a norm");
+    for (const auto* norm : {&layer.attention_out_norm, &layer.mlp_out_norm})
+        require(norm->empty() || is_norm(*norm, hidden), "a norm of what is added");
     if (layer.linear_attention) {
         ktqueue::check(*layer.linear_attention, hidden);
         require(fits(layer.o, hidden, layer.linear_attention->shape.values()), "o");
@@ -164,13 +166,16 @@ void Decoder::normalise(const std::vector<float>& weight, size_t first, size_t c
     const size_t hidden = shape_.hidden;
     float* normed = grown(work_.normed, count * hidden);
     const float* x = work_.x.data() + first * hidden;
-    for_tokens(count, hidden, [&](size_t t) {
-        const float* row = x + t * hidden;
-        if (weight.size() == hidden)
-            rms_norm(row, weight.data(), hidden, shape_.epsilon, normed + t * hidden);
-        else
-            layer_norm(row, weight.data(), weight.data() + hidden, hidden, shape_.epsilon, normed + t * hidden);
-    });
+    for_tokens(count, hidden, [&](size_t t) { normalise_row(weight, x + t * hidden, normed + t * hidden); });
+}
+
+// Without weights, nothing is done.
+void Decoder::normalise_row(const std::vector<float>& weight, const float* row, float* out) const {
+    const size_t hidden = shape_.hidden;
+    if (weight.size() == hidden)
+        rms_norm(row, weight.data(), hidden, shape_.epsilon, out);
+    else if (!weight.empty())
+        layer_norm(row, weight.data(), weight.data() + hidden, hidden, shape_.epsilon, out);
 }
 
 // Moves the rows of the scored tokens to the front.
@@ -274,7 +279,10 @@ void Decoder::add_attended(const DecoderLayer& layer, size_t width, size_t count
     float* out = grown(work_.out, count * hidden);
     layer.o->forward(work_.attended.data(), width, count, out, hidden);
     float* x = work_.x.data();
-    for_tokens(count, hidden, [&](size_t t) { add(x + t * hidden, out + t * hidden, hidden); });
+    for_tokens(count, hidden, [&](size_t t) {
+        normalise_row(layer.attention_out_norm, out + t * hidden, out + t * hidden);
+        add(x + t * hidden, out + t * hidden, hidden);
+    });
 }
 
 // x += feed_forward(norm(x)) for tokens first .. first + count - 1.
@@ -298,6 +306,7 @@ void Decoder::feed_forward(const DecoderLayer& layer, size_t first, size_t count
     float* x = work_.x.data() + first * hidden;
     for_tokens(count, hidden, [&](size_t t) {
         if (both) add(out + t * hidden, shared + t * hidden, hidden);
+        normalise_row(layer.mlp_out_norm, out + t * hidden, out + t * hidden);
         add(x + t * hidden, out + t * hidden, hidden);
     });
 }

@@ -1,8 +1,8 @@
 // A decoder-only transformer as one call: token ids to logits, through embedding, decoder layers, final norm and head.
 // Knows no model family (a layer is described by its parts) and no Python.
 //
-// A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). Linear
-// attention may take the place of attention. Rows are independent: a token with non-finite numbers spoils only its own
+// A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). What
+// is added may have a norm of its own. Linear attention may take the place of attention. Rows are independent: a token with non-finite numbers spoils only its own
 // sequence. Results do not depend on the batch, except as the matrices say (model/linear.h, experts/expert_layer.h).
 #pragma once
 
@@ -33,6 +33,7 @@ struct DecoderLayer {
     size_t sliding_window = 0;    // as in AttentionLayer
     std::vector<float> sinks;     // [heads] as in AttentionLayer, or empty
     std::vector<float> mlp_norm;  // of the input of the feed-forward part: see Decoder
+    std::vector<float> attention_out_norm, mlp_out_norm;  // of what either part adds to x, or empty
     // The dense MLP, or the shared expert of a layer with routed experts: a layer of one expert. Null if there is none.
     const ExpertLayer* mlp = nullptr;
     const Linear* shared_gate = nullptr;  // one row; the shared expert's weight is sigmoid(shared_gate(x)); null: 1
@@ -111,6 +112,7 @@ class Decoder {
     void run_experts(const DecoderLayer& layer, size_t count, float* out);
     void run_mlp(const DecoderLayer& layer, size_t count, float* out);
     void normalise(const std::vector<float>& weight, size_t first, size_t count);
+    void normalise_row(const std::vector<float>& weight, const float* row, float* out) const;
 
     const DecoderShape shape_;
     const StoredMatrix embedding_;

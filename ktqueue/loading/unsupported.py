@@ -28,7 +28,6 @@ _OWN_CODE = "an architecture that transformers does not have"
 
 UNSUPPORTED = (
     UnsupportedFamily("Arctic", "dense layers beside the routed ones", ("arctic",), ("arctic",)),
-    UnsupportedFamily("A.X K1", "latent attention with a norm after the experts", ("axk1",)),
     UnsupportedFamily("A.X K2", _SPARSE, ("axk2",)),
     UnsupportedFamily("Bamba", f"{_STATE} (Mamba 2)", ("bamba",)),
     UnsupportedFamily("DBRX", "one matrix for query, key and value that is clamped", (), ("dbrx",)),

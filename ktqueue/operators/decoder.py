@@ -184,6 +184,8 @@ class CpuDecoder(Operator):
 
         def attention() -> dict[str, Any]:
             queries = {"q": linear("self_attn.q_proj"), "gate": None} if not self.facts.gated else gated_queries()
+            if self.facts.gate:
+                queries["gate"] = linear(f"self_attn.{self.facts.gate}")
             norms = self.facts.qk_norm
             return {
                 **queries,
@@ -230,7 +232,9 @@ class CpuDecoder(Operator):
             rotated=layer.rotary,
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
-            mlp_norm=norm("post_attention_layernorm"),
+            mlp_norm=norm(layer.mlp_norm),
+            attention_out_norm=norm(layer.attention_out_norm) if layer.attention_out_norm else _NONE,
+            mlp_out_norm=norm(layer.mlp_out_norm) if layer.mlp_out_norm else _NONE,
             mlp=dense_mlp(mlp) if mlp else None,
             shared_gate=linear(f"{layer.shared}_gate") if layer.shared_gate else None,
             # The router is never quantised, because nearly equal scores decide between experts.

@@ -18,9 +18,11 @@ from ktqueue.operators.linear_attention import LinearAttentionShape, linear_atte
 from ktqueue.operators.model_classes import BY_NAME, CLASSES, ModelClass
 from ktqueue.operators.native import GateFacts
 
-_CORRECTION = "e_score_correction_bias"
-_FLOAT32 = re.compile(r"\.(?:gate|router)\.|\.indexer\.weights_proj\.")
+_CORRECTION, _EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
+_FLOAT32 = re.compile(r"\.(?:gate|router)\.|\.indexer\.weights_proj\.|norm\.weight$|\.expert_bias$")
 _QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
+_GATE = "gate_proj"
+_EMBEDDING, _POST = "embedding_multiplier", "post_mlp_layernorm"
 _MLPS = ("mlp", "block_sparse_moe")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
@@ -52,7 +54,9 @@ class LayerFacts:
     """One layer. name: of its module; sliding_window 0: no limit; rotary: query and key are rotated; sinks: the softmax
     of each head has a further score without a value; mlp: name below the layer of the MLP or of the module that has
     the experts; router None: the MLP is dense; gate: of the experts or of the dense MLP; shared: name below the layer
-    of an expert that sees every token, or empty; shared_gate: that expert has a gate; chooses: it has an indexer."""
+    of an expert that sees every token, or empty; shared_gate: that expert has a gate; chooses: it has an indexer;
+    mlp_norm, attention_out_norm, mlp_out_norm: names below the layer of the norms of the MLP's input and of what
+    attention and MLP add to the residual; empty: none."""
 
     name: str
     sliding_window: int
@@ -65,6 +69,9 @@ class LayerFacts:
     rotary: bool = True
     mlp: str = "mlp"
     chooses: bool = False
+    mlp_norm: str = "post_attention_layernorm"
+    attention_out_norm: str = ""
+    mlp_out_norm: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,8 @@ class DecoderFacts:
     names below the attention of the norms of q and k, or empty; norm_after_rotary: they follow the rotation;
     interleaved: number of the first columns of each head of q and k whose rotary pairs are adjacent rows of their
     matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
-    whose rows alternate with those of the query; centred: norms multiply by 1 + weight; latent: the shape of latent
+    whose rows alternate with those of the query; gate: name below the attention of a matrix of its own for that gate,
+    or empty; centred: norms multiply by 1 + weight; latent: the shape of latent
     attention, equal in all layers. With latent attention, kv_heads and head_dim describe its cache.
 
     embedding_scale, logit_scale: factors of the embedding and of the logits. A factor r of what each sublayer adds to
@@ -97,6 +105,7 @@ class DecoderFacts:
     tied: bool
     layers: tuple[LayerFacts, ...]
     gated: bool = False
+    gate: str = ""
     centred: bool = False
     latent: LatentShape | None = None
     norm_after_rotary: bool = False
@@ -114,7 +123,7 @@ def facts_of(
         raise ValueError(f"it knows {', '.join(classes)}")
     config: Any = model.config
     body: Any = model.model
-    # Some models compute their routers, or the weights of an indexer's heads, in float32, whatever their type.
+    # Some models compute routers, norms, or the weights of an indexer's heads in float32, whatever their type.
     found = {parameter.dtype for name, parameter in model.named_parameters() if not _FLOAT32.search(name)}
     if len(found) != 1 or not found <= {*dtypes}:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -155,11 +164,12 @@ def facts_of(
         qk_norm=qk_norm,
         norm_after_rotary=kind.norm_after_rotary,
         interleaved=rotary_columns if kind.interleaved else 0,
-        embedding_scale=_factor(config, "embedding_multiplier") / added,
+        embedding_scale=_embedding_scale(config) / added,
         logit_scale=1 / _factor(config, "logits_scaling"),
         tied=bool(config.tie_word_embeddings) and getattr(model.lm_head, "bias", None) is None,
         layers=tuple(_layer(f"model.layers.{i}", layer, config, kind) for i, layer in enumerate(body.layers)),
         gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features if latent is None else False,
+        gate=_GATE if hasattr(attention, _GATE) else "",
         centred=_is_centred(body.norm),
         latent=latent,
     )
@@ -177,6 +187,10 @@ def _is_centred(norm: Any) -> bool:
         one = type(norm)(8)
         one.weight.zero_()
         return bool(one(torch.ones(8)).abs().sum() > 0)
+
+
+def _embedding_scale(config: Any) -> float:
+    return float(config.hidden_size**0.5) if getattr(config, "mup_enabled", False) else _factor(config, _EMBEDDING)
 
 
 def _factor(config: Any, name: str) -> float:
@@ -211,10 +225,21 @@ def _layer(name: str, layer: Any, config: Any, kind: ModelClass) -> LayerFacts:
     if len(gates) != 1 or (gate := gates.pop()) is None:
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
     window = window_of(layer.self_attn, config) if linear is None else 0
+    rotary = bool(window) or not kind.windows_rotated or layer.self_attn.sliding_window is None
+    norms = {}
+    if hasattr(mlp, _POST):  # A.X-K1
+        norms = {"mlp_out_norm": f"{mlp_name}.{_POST}"}
+    elif hasattr(layer, "pre_mlp_layernorm"):  # AFMoE: norms before and after each part
+        rotary = layer.self_attn.is_local_attention
+        norms = {
+            "mlp_norm": "pre_mlp_layernorm",
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_out_norm": _POST,
+        }
     return LayerFacts(
         name=name,
         sliding_window=window,
-        rotary=bool(window) or not kind.windows_rotated or layer.self_attn.sliding_window is None,
+        rotary=rotary,
         sinks=linear is None and hasattr(layer.self_attn, "sinks"),
         mlp=mlp_name,
         router=_router(mlp, mlp_name) if routed else None,
@@ -223,6 +248,7 @@ def _layer(name: str, layer: Any, config: Any, kind: ModelClass) -> LayerFacts:
         shared_gate=hasattr(mlp, "shared_expert_gate"),
         linear=None if linear is None else linear_attention_shape(config),
         chooses=linear is None and has_indexer(layer.self_attn),
+        **norms,
     )
 
 
@@ -232,19 +258,21 @@ def _router(mlp: Any, mlp_name: str) -> RouterFacts:
     statics = getattr(router, "moe_statics", None)  # ERNIE's, whose scores are the softmax
     owners = ((f"{name}.", router), (f"{name}.moe_statics.", statics), ("", mlp))
     bias = next((f"{mlp_name}.{owner}{_CORRECTION}" for owner, part in owners if hasattr(part, _CORRECTION)), "")
+    if hasattr(mlp, _EXPERT_BIAS):
+        bias = f"{mlp_name}.{_EXPERT_BIAS}"
     facts: dict[str, Any] = {}
     if hasattr(router, "num_group"):  # DeepSeek's routers and their kin
         limited = bool(bias) or getattr(router, "topk_method", "") == "group_limited_greedy"
         facts = {"scale": float(router.routed_scaling_factor)}
         facts |= {"groups": router.num_group, "groups_used": router.topk_group} if limited else {}
-    elif hasattr(router, "router_scaling_factor"):
-        facts = {"scale": float(router.router_scaling_factor)}
+    elif scale := getattr(router, "router_scaling_factor", getattr(router, "route_scale", None)):
+        facts = {"scale": float(scale)}
     elif type(router).__name__ == "PhimoeTopKRouter":
         if router.top_k != 2 or router.router_jitter_noise <= 0:
             raise ValueError("its routers choose two experts within a positive router_jitter_noise, these do not")
         facts = {"jitter": float(router.router_jitter_noise)}
     return RouterFacts(
-        name=f"{mlp_name}.{name}{'.wg' if hasattr(router, 'wg') else ''}",
+        name=".".join([mlp_name, name, *(child for child in ("wg", "gate") if hasattr(router, child))]),
         experts=router.num_experts,
         chosen=router.top_k,
         renormalise=_renormalises(router),

@@ -25,6 +25,8 @@ class ModelClass:
 
 
 MODEL_CLASSES = (
+    ModelClass("AXK1ForCausalLM", latent="AXK1Attention"),
+    ModelClass("AfmoeForCausalLM"),
     ModelClass("DeepseekV2ForCausalLM", latent="DeepseekV2Attention"),
     ModelClass("DeepseekV3ForCausalLM", latent="DeepseekV3Attention"),
     ModelClass("DeepseekV32ForCausalLM", latent="DeepseekV32Attention"),

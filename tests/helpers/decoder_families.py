@@ -28,6 +28,7 @@ COMMON = {
     "initializer_range": 0.15,
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 SIGMOID = {
     **MOE,
     "n_routed_experts": 8,
@@ -136,6 +137,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "router_jitter_noise": 0.3,
         },
     ),
+    "afmoe": (
+        "afmoe",
+        {
+            **MOE,
+            "head_dim": 16,
+            "num_shared_experts": 1,
+            "route_scale": 1.5,
+            "mup_enabled": True,
+            **WINDOWS,
+        },
+    ),
     "exaone_moe": (
         "exaone_moe",
         {
@@ -143,8 +155,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "n_group": 2,
             "topk_group": 1,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **WINDOWS,
             "num_shared_experts": 1,
             "routed_scaling_factor": 1.5,
         },
@@ -199,6 +210,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
         },
     ),
+    "axk1": ("axk1", {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}),
     "youtu": ("youtu", {**LATENT, "q_lora_rank": 64}),
     "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }

@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
     "deepseek_v32": {**LATENT, **INDEXER, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
     "glm_moe_dsa": {**LATENT, **INDEXER, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
+    "axk1": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
     "mistral4": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "rope_parameters": GROWING},
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},

@@ -157,7 +157,7 @@ def test_a_mistral_with_layers_of_several_kinds_is_a_ministral(
 RENAMED = ("granitemoe", "phimoe", "ernie4_5_moe", "exaone_moe", "hy_v3", "gpt_neox", "glm4_moe_lite", "solar_open")
 
 
-@pytest.mark.parametrize("model_type", [*RENAMED, "mistral4"])
+@pytest.mark.parametrize("model_type", [*RENAMED, "mistral4", "axk1"])
 def test_files_whose_names_are_not_those_of_modules(
     model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:

@@ -66,6 +66,13 @@ MODELS: dict[str, Mutation] = {
         "    if True:",
         ("tests/operators/gpu/test_decoder.py::test_logits_equal_those_of_transformers[cpu-mistral4]",),
     ),
+    "what a layer adds has no norm": Mutation(
+        "AFMoE normalises what attention and MLP add to the residual",
+        "ktqueue/operators/decoder_facts.py",
+        '            "attention_out_norm": "post_attention_layernorm",\n',
+        '            "attention_out_norm": "",\n',
+        ("tests/operators/test_decoder.py::test_logits_equal_those_of_transformers[afmoe]",),
+    ),
     "the indexer's choice is not used": Mutation(
         "a token attends to the keys that the indexer chooses",
         "ktqueue/operators/indexer.py",

@@ -241,7 +241,7 @@ def test_models_that_the_decoder_does_not_compute_are_refused(make_decoder: Make
         with pytest.raises(ValueError, match=message):
             CpuDecoder.from_module(model, **options)
 
-    refused(torch.nn.Linear(2, 2), "Linear cannot be replaced by CpuDecoder: it knows Dots1ForCausalLM, ")
+    refused(torch.nn.Linear(2, 2), "Linear cannot be replaced by CpuDecoder: it knows AfmoeForCausalLM, ")
     refused(
         make_model("qwen3", hidden_act="relu"), "the activation of model.layers.0 is not one of silu, gelu, gelu_tanh"
     )

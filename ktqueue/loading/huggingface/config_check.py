@@ -12,7 +12,7 @@ from ktqueue.core.errors import CheckpointError
 
 SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 """Model types with an indexer, which chooses the keys that each token attends to: see docs/adr/0046."""
-LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu", *SPARSE_MODEL_TYPES)
+LATENT_MODEL_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu", *SPARSE_MODEL_TYPES)
 """Model types whose attention LatentAttention computes."""
 
 LINEAR_ATTENTION = "linear_attention"

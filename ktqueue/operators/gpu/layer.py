@@ -40,6 +40,8 @@ class SelfAttention:
         self._norm = weights.norm(f"{layer.name}.input_layernorm", centred=centred)
         module = f"{layer.name}.self_attn"
         names = [f"{module}.{part}_proj" for part in ("q", "k", "v")]
+        if facts.gate:
+            names.append(f"{module}.{facts.gate}")
         self._qkv = self._with_gate(weights, names) if facts.gated else weights.linear(*names)
         self._o = weights.linear(f"{module}.o_proj")
         sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
@@ -71,7 +73,7 @@ class SelfAttention:
         """
         facts, kv = self._facts, step.kv
         qkv = self._qkv(pending.add_to(residual, self._norm, facts.epsilon))
-        if facts.gated:
+        if facts.gated or facts.gate:
             width = facts.heads * facts.head_dim
             qkv, self._gate = qkv[:, :-width], qkv[:, -width:]
         return qk_norm_rope_append(
@@ -94,7 +96,7 @@ class SelfAttention:
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
         attended = _attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
-        if not self._facts.gated:
+        if not (self._facts.gated or self._facts.gate):
             return attended
         gate, self._gate = self._gate, torch.empty(0)  # it would take memory until the next step
         return attended * gate.sigmoid()
@@ -274,7 +276,11 @@ class DecoderLayer:
         else:
             self.attention = SelfAttention(index, layer, facts, weights)
         self._epsilon = facts.epsilon
-        self._norm = weights.norm(f"{layer.name}.post_attention_layernorm", centred=facts.centred)
+        self._norm = weights.norm(f"{layer.name}.{layer.mlp_norm}", centred=facts.centred)
+        self._attended_norm, self._out_norm = (
+            weights.norm(f"{layer.name}.{name}", centred=facts.centred) if name else None
+            for name in (layer.attention_out_norm, layer.mlp_out_norm)
+        )
         self._routed = routed
         mlp = f"{layer.name}.{layer.mlp}"
         self._mlp: DenseMlp | None = None
@@ -304,13 +310,14 @@ class DecoderLayer:
 
         `live`: StepContext.live_tokens.
         """
-        projected = PendingResidual(self.attention.project(attended))
+        projected = PendingResidual(self.attention.project(attended), norm=self._attended_norm)
         if self._mlp is not None:
-            return PendingResidual(added=self._mlp(projected.add_to(residual, self._norm, self._epsilon)))
+            x = projected.add_to(residual, self._norm, self._epsilon)
+            return PendingResidual(added=self._mlp(x), norm=self._out_norm)
         assert self._routed is not None
         buffers = experts.cpu_buffers(self._routed, len(residual))
         x = projected.add_to(residual, self._norm, self._epsilon, copy=None if buffers is None else buffers.x)
-        return experts.run(
+        pending = experts.run(
             self._routed,
             x,
             few_rows_linear(x, self._router, self._router_bias, dtype=torch.float32),
@@ -319,6 +326,7 @@ class DecoderLayer:
             shared=self._shared_expert if self._shared else None,
             next_logits=self._next_logits if self._next else None,
         )
+        return pending._replace(norm=self._out_norm)
 
     def predict_next_experts(self, next_layer: "DecoderLayer") -> None:
         """Guess the experts of `next_layer` in each step. Both layers have routed experts."""

@@ -22,19 +22,23 @@ class PendingResidual(NamedTuple):
     """Results of a sublayer that are not added to the residual yet. The next norm adds them (see add_rms_norm).
 
     added, shared: [tokens, hidden] and shared_gate: [tokens, 1], of any float type; partials: [tokens, slots, hidden]
-    float32.
+    float32. norm: of their sum, which then is what is added; None: there is none.
     """
 
     added: torch.Tensor | None = None
     partials: torch.Tensor | None = None
     shared: torch.Tensor | None = None
     shared_gate: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
 
     def add_to(
         self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float, *, copy: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add the results to the residual [tokens, hidden] in place. Returns the RMSNorm of the sum, also in `copy`."""
-        return add_rms_norm(residual, norm, epsilon, **self._asdict(), copy=copy)
+        parts = self._asdict()
+        if (own := parts.pop("norm")) is not None:
+            parts = {"added": add_rms_norm(torch.zeros_like(residual), own, epsilon, **parts)}
+        return add_rms_norm(residual, norm, epsilon, **parts, copy=copy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
