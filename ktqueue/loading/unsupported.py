@@ -42,7 +42,12 @@ UNSUPPORTED = (
     UnsupportedFamily("Falcon-Mamba", f"{_STATE} (Mamba)", ("falcon_mamba",)),
     UnsupportedFamily("Gemma 2", "a soft cap of attention scores and logits", (), ("gemma2",)),
     UnsupportedFamily("Gemma 3n", "embeddings for each layer", (), ("gemma3n",)),
-    UnsupportedFamily("Gemma 4", "heads whose size differs between layers", (), ("gemma4",)),
+    UnsupportedFamily(
+        "Gemma 4",
+        "heads whose size differs between layers",
+        ("gemma4", "gemma4_unified"),
+        ("gemma4",),
+    ),
     UnsupportedFamily("GLM-5", _SPARSE_FILE, (), ("glm-dsa",)),
     UnsupportedFamily("GLM-5-Next", f"{_SPARSE}, and {_STATE}", ("glm5_next", "glm5_next_text")),
     UnsupportedFamily("Granite 4 hybrid", f"{_STATE} (Mamba 2)", (), ("granitehybrid",)),
@@ -57,7 +62,12 @@ UNSUPPORTED = (
     UnsupportedFamily(
         "Ling", _OWN_CODE, ("bailing_moe", "bailing_moe_v2", "bailing_hybrid"), ("bailingmoe", "bailingmoe2")
     ),
-    UnsupportedFamily("Llama 4", "chunked attention", ("llama4", "llama4_text"), ("llama4",)),
+    UnsupportedFamily(
+        "Llama 4",
+        "chunked attention, and routers that scale the input of experts",
+        ("llama4", "llama4_text"),
+        ("llama4",),
+    ),
     UnsupportedFamily(
         "LongCat",
         "two attention layers in each layer, and experts that copy their input",
@@ -70,7 +80,9 @@ UNSUPPORTED = (
         ("mimo_v2_flash",),
         ("mimo2",),
     ),
-    UnsupportedFamily("MiniCPM3", "latent attention of a dense model", ("minicpm3",), ("minicpm3",)),
+    UnsupportedFamily(
+        "MiniCPM3", "latent attention between scaled embeddings and residuals", ("minicpm3",), ("minicpm3",)
+    ),
     UnsupportedFamily("MiniMax-M1", f"{_STATE} (lightning attention)", ("minimax",)),
     UnsupportedFamily(
         "MiniMax-M3",
