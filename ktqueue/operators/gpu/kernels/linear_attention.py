@@ -11,9 +11,9 @@ import torch
 from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
 from ktqueue.operators.linear_attention import LinearAttentionShape
 
-_CHANNELS = 128  # that a program convolves
 _MOST_CHUNKS = 64  # programs that share the tokens of a row
-_COLUMNS = 32  # of a head's state that a program holds in registers
+_COLUMNS = 32  # of a head's state that a program, a single warp, holds in registers
+_STAGES = 3  # tokens that are read ahead of the rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,56 +29,104 @@ class StateRows:
 
 @triton.jit
 def _convolve(
-    x, weights, recent, out, starts, contexts, sources, targets, stride, chunks,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weights, old, t, channel, inside, continues, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr
 ):  # fmt: skip
-    """One program for BLOCK channels and every `chunks`-th token of a row.
+    """The convolution's output of some channels at token t of a row, float32 numbers of x's type."""
+    total = channel * 0.0
+    for tap in tl.static_range(TAPS):
+        place = t + tap - (TAPS - 1)
+        known = tl.load(x + place * stride + channel, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+        kept = tl.load(old + (place + TAPS - 1) * CHANNELS + channel, mask=continues & (place < 0), other=0.0)
+        total += tl.load(weights + tap * CHANNELS + channel, mask=inside, other=0.0) * (known + kept)
+    return (total * tl.sigmoid(total)).to(x.dtype.element_ty).to(tl.float32)
 
-    The first program of a row also computes the tokens that read the row's state, and then writes the new state, which
-    may take the place of the old one.
+
+@triton.jit
+def _keep(
+    x, old, new, tokens, channel, inside, continues, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr
+):  # fmt: skip
+    """Write the inputs of the convolution that the row's next step needs. They may take the place of the old ones."""
+    for i in tl.static_range(TAPS - 1):
+        place = tokens + i - (TAPS - 1)
+        known = tl.load(x + place * stride + channel, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+        kept = tl.load(old + (place + TAPS - 1) * CHANNELS + channel, mask=continues & (place < 0), other=0.0)
+        tl.store(new + i * CHANNELS + channel, known + kept, mask=inside)
+
+
+@triton.jit
+def _prepare(
+    x, scalars, weights, decay_rates, decay_biases, recent, mixed, factors, products,
+    starts, contexts, sources, targets, stride, chunks,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """All that a token gives the rule before the state is known, which many programs compute at once.
+
+    One program for a key head with its query, or for a value head, and one of `chunks` parts of a row. The first part
+    has all tokens that read the row's old inputs.
     """
-    BEFORE: tl.constexpr = TAPS - 1
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
+    part = tl.program_id(2)
     start = tl.load(starts + row).to(tl.int64)
     tokens = tl.load(starts + row + 1) - tl.load(starts + row)
-    continues = inside & (tl.load(contexts + row) > tokens)
-    old = recent + tl.load(sources + row).to(tl.int64) * (BEFORE * CHANNELS) + channel
-    new = recent + tl.load(targets + row).to(tl.int64) * (BEFORE * CHANNELS) + channel
-    source = x + start * stride + channel
-    if chunk == 0:
-        for t in range(tl.minimum(BEFORE, tokens)):
-            total = tl.zeros([BLOCK], tl.float32)
-            for tap in tl.static_range(TAPS):
-                place = t + tap - BEFORE
-                known = tl.load(source + place * stride, mask=inside & (place >= 0), other=0.0).to(tl.float32)
-                kept = tl.load(old + (place + BEFORE) * CHANNELS, mask=continues & (place < 0), other=0.0)
-                total += tl.load(weights + tap * CHANNELS + channel, mask=inside, other=0.0) * (known + kept)
-            total *= tl.sigmoid(total)
-            tl.store(out + (start + t) * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
-        for i in tl.static_range(BEFORE):
-            place = tokens + i - BEFORE
-            known = tl.load(source + place * stride, mask=inside & (place >= 0), other=0.0).to(tl.float32)
-            kept = tl.load(old + (place + BEFORE) * CHANNELS, mask=continues & (place < 0), other=0.0)
-            tl.store(new + i * CHANNELS, known + kept, mask=inside)
-    for t in range(BEFORE + chunk, tokens, chunks):
-        total = tl.zeros([BLOCK], tl.float32)
-        for tap in tl.static_range(TAPS):
-            known = tl.load(source + (t + tap - BEFORE) * stride, mask=inside, other=0.0).to(tl.float32)
-            total += tl.load(weights + tap * CHANNELS + channel, mask=inside, other=0.0) * known
-        total *= tl.sigmoid(total)
-        tl.store(out + (start + t) * CHANNELS + channel, total.to(out.dtype.element_ty), mask=inside)
+    continues = tl.load(contexts + row) > tokens
+    old = recent + tl.load(sources + row).to(tl.int64) * ((TAPS - 1) * CHANNELS)
+    new = recent + tl.load(targets + row).to(tl.int64) * ((TAPS - 1) * CHANNELS)
+    length = tl.maximum(tl.cdiv(tokens, chunks), TAPS - 1)
+    first = chunk * length
+    last = tl.minimum(first + length, tokens)
+    source = x + start * stride
+    if part < KEY_HEADS:
+        element = tl.arange(0, KEYS)
+        inside = element < KEY_DIM
+        both = inside & continues
+        query = part * KEY_DIM + element
+        key = query + KEY_HEADS * KEY_DIM
+        for t in range(first, last):
+            q = _convolve(source, weights, old, t, query, inside, both, stride, CHANNELS, TAPS)
+            k = _convolve(source, weights, old, t, key, inside, both, stride, CHANNELS, TAPS)
+            q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * tl.rsqrt(KEY_DIM * 1.0)
+            k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+            line = mixed + (start + t) * CHANNELS
+            tl.store(line + query, q, mask=inside)
+            tl.store(line + key, k, mask=inside)
+            tl.store(products + (start + t) * KEY_HEADS + part, tl.sum(q * k, axis=0))
+        if chunk == 0:
+            _keep(source, old, new, tokens, query, inside, both, stride, CHANNELS, TAPS)
+            _keep(source, old, new, tokens, key, inside, both, stride, CHANNELS, TAPS)
+    else:
+        head = part - KEY_HEADS
+        column = tl.arange(0, VALUES)  # names of their own: a kernel's variable has one type in both branches
+        wide = column < VALUE_DIM
+        known = wide & continues
+        value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+        rate = tl.load(decay_rates + head)
+        bias = tl.load(decay_biases + head)
+        for t in range(first, last):
+            v = _convolve(source, weights, old, t, value, wide, known, stride, CHANNELS, TAPS)
+            tl.store(mixed + (start + t) * CHANNELS + value, v, mask=wide)
+            a = tl.load(scalars + (start + t) * stride + head).to(tl.float32) + bias
+            b = tl.load(scalars + (start + t) * stride + VALUE_HEADS + head).to(tl.float32)
+            a = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+            line = factors + (start + t) * (2 * VALUE_HEADS) + head
+            tl.store(line, tl.exp(rate * a))
+            tl.store(line + VALUE_HEADS, tl.sigmoid(b))
+        if chunk == 0:
+            _keep(source, old, new, tokens, value, wide, known, stride, CHANNELS, TAPS)
 
 
 @triton.jit
 def _delta_rule(
-    mixed, scalars, decay_rates, decay_biases, states, out, starts, contexts, sources, targets, stride,
+    mixed, factors, products, states, out, starts, contexts, sources, targets,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK columns of the state of one head of a row, token after token."""
+    """One program for BLOCK columns of the state of one head of a row, token after token.
+
+    Both sums over keys are of the state before the token, so that they need not wait for one another.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -94,27 +142,24 @@ def _delta_rule(
     source = (tl.load(sources + row).to(tl.int64) * VALUE_HEADS + head) * size
     target = (tl.load(targets + row).to(tl.int64) * VALUE_HEADS + head) * size
     state = tl.load(states + source + place, mask=both & continues, other=0.0)
-    rate = tl.load(decay_rates + head)
-    bias = tl.load(decay_biases + head)
     key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
-    shared = key_head * KEY_DIM + key
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    for t in range(tokens):
-        token = start + t
-        line = mixed + token * width
-        q = tl.load(line + shared, mask=tall, other=0.0).to(tl.float32)
-        k = tl.load(line + KEY_HEADS * KEY_DIM + shared, mask=tall, other=0.0).to(tl.float32)
-        v = tl.load(line + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column, mask=wide, other=0.0).to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * tl.rsqrt(KEY_DIM * 1.0)
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        a = tl.load(scalars + token * stride + head).to(tl.float32) + bias
-        b = tl.load(scalars + token * stride + VALUE_HEADS + head).to(tl.float32)
-        a = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        state *= tl.exp(rate * a)
-        change = (v - tl.sum(state * k[:, None], axis=0)) * tl.sigmoid(b)
+    queries = mixed + start * width + key_head * KEY_DIM + key
+    values = mixed + start * width + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    factors += start * (2 * VALUE_HEADS) + head
+    products += start * KEY_HEADS + key_head
+    out += (start * VALUE_HEADS + head) * VALUE_DIM + column
+    for t in tl.range(0, tokens, num_stages=STAGES):
+        q = tl.load(queries + t * width, mask=tall, other=0.0)
+        k = tl.load(queries + t * width + KEY_HEADS * KEY_DIM, mask=tall, other=0.0)
+        v = tl.load(values + t * width, mask=wide, other=0.0)
+        factor = tl.load(factors + t * (2 * VALUE_HEADS))
+        rate = tl.load(factors + t * (2 * VALUE_HEADS) + VALUE_HEADS)
+        state *= factor
+        change = (v - tl.sum(state * k[:, None], axis=0)) * rate
+        result = tl.sum(state * q[:, None], axis=0) + tl.load(products + t * KEY_HEADS) * change
         state += k[:, None] * change[None, :]
-        result = tl.sum(state * q[:, None], axis=0)
-        tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + column, result, mask=wide)
+        tl.store(out + t * (VALUE_HEADS * VALUE_DIM), result, mask=wide)
     tl.store(states + target + place, state, mask=both)
 
 
@@ -165,7 +210,7 @@ def linear_attention(
     gate, scalars = projected[:, channels : channels + values], projected[:, channels + values :]
     out = projected.new_empty(tokens, values)
     if not runs_kernel(projected):
-        mixed = _convolved(projected[:, :channels], convolution, recent, rows).to(projected.dtype).float()
+        mixed = _convolution_twin(projected[:, :channels], convolution, recent, rows).to(projected.dtype).float()
         read = _delta_twin(mixed, scalars.float(), decay_rates, decay_biases, states, shape, rows)
         read = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + epsilon) * norm
         z = gate.float().view(tokens, heads, -1)
@@ -174,18 +219,24 @@ def linear_attention(
         return out
     stride = projected.stride(0)
     where = (rows.starts, rows.contexts, rows.sources, rows.targets)
-    mixed = projected.new_empty(tokens, channels)
+    numbers = {"dtype": torch.float32, "device": projected.device}
+    mixed = torch.empty(tokens, channels, **numbers)
+    factors, products = torch.empty(tokens, 2 * heads, **numbers), torch.empty(tokens, shape.key_heads, **numbers)
+    sizes = {
+        "KEY_HEADS": shape.key_heads, "VALUE_HEADS": heads, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim,
+        "KEYS": triton.next_power_of_2(shape.key_dim),
+    }  # fmt: skip
+    width = triton.next_power_of_2(shape.value_dim)
     chunks = min(_MOST_CHUNKS, max(1, tokens // max(count, 1)))
-    _convolve[(count, chunks, triton.cdiv(channels, _CHANNELS))](
-        projected, convolution, recent, mixed, *where, stride, chunks,
-        CHANNELS=channels, TAPS=shape.taps, BLOCK=_CHANNELS, num_warps=4,
+    _prepare[(count, chunks, shape.key_heads + heads)](
+        projected, scalars, convolution, decay_rates, decay_biases, recent, mixed, factors, products, *where, stride,
+        chunks, **sizes, TAPS=shape.taps, VALUES=width, num_warps=1,
     )  # fmt: skip
-    read = torch.empty(tokens, values, dtype=torch.float32, device=projected.device)
-    block = min(_COLUMNS, triton.next_power_of_2(shape.value_dim))
+    read = torch.empty(tokens, values, **numbers)
+    block = min(_COLUMNS, width)
     _delta_rule[(count, heads, triton.cdiv(shape.value_dim, block))](
-        mixed, scalars, decay_rates, decay_biases, states, read, *where, stride,
-        KEY_HEADS=shape.key_heads, VALUE_HEADS=heads, KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim,
-        KEYS=triton.next_power_of_2(shape.key_dim), BLOCK=block, TILED=shape.tiled, num_warps=4,
+        mixed, factors, products, states, read, *where,
+        **sizes, BLOCK=block, TILED=shape.tiled, STAGES=_STAGES, num_warps=1,
     )  # fmt: skip
     _gated_norm[(tokens * heads,)](
         read, gate, norm, out, stride, epsilon,
@@ -194,8 +245,8 @@ def linear_attention(
     return out
 
 
-def _convolved(x: torch.Tensor, weights: torch.Tensor, recent: torch.Tensor, rows: StateRows) -> torch.Tensor:
-    """The twin of _convolve: x [tokens, channels] -> float32."""
+def _convolution_twin(x: torch.Tensor, weights: torch.Tensor, recent: torch.Tensor, rows: StateRows) -> torch.Tensor:
+    """The twin of the convolution in _prepare: x [tokens, channels] -> float32."""
     parts = []
     for row, (first, last) in enumerate(zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True)):
         before = recent[int(rows.sources[row])] * bool(rows.contexts[row] > last - first)

@@ -42,7 +42,7 @@ def test_shapes_that_do_not_fit_are_refused(qkv: Callable[..., dict[str, Any]]) 
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """What the CPU has just written is read past the caches. (Triton drops a cache_modifier of ".cv" silently.)"""
     names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
-    linear = {"_convolve", "_delta_rule", "_gated_norm"}
+    linear = {"_prepare", "_delta_rule", "_gated_norm"}
     assert set(compiled_for_h200("between matrices", tmp_path)) == names | linear | {"_add_rms_norm+volatile"}
 
 
