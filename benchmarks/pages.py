@@ -33,6 +33,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "profile*": gpu.profile,
             "models-*": own_section,
             "latent-*": own_section,
+            "linear-*": own_section,
             "attention*": gpu.attention,
             "dense-*": own_section,
             "served-*": gpu.served,
