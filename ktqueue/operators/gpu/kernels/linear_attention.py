@@ -5,6 +5,7 @@ a token's numbers do not depend on the chunks of its prompt. No host sync: it ca
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -219,7 +220,7 @@ def linear_attention(
         return out
     stride = projected.stride(0)
     where = (rows.starts, rows.contexts, rows.sources, rows.targets)
-    numbers = {"dtype": torch.float32, "device": projected.device}
+    numbers: dict[str, Any] = {"dtype": torch.float32, "device": projected.device}
     mixed = torch.empty(tokens, channels, **numbers)
     factors, products = torch.empty(tokens, 2 * heads, **numbers), torch.empty(tokens, shape.key_heads, **numbers)
     sizes = {
