@@ -15,7 +15,10 @@ from ktqueue.operators.step import StepContext
 
 
 def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Batch:
-    """A batch with the largest number of tokens, rows and rows of logits, all of token 0, and its own cache."""
+    """A batch with the largest number of tokens, rows and rows of logits, all of token 0, and its own cache.
+
+    With an indexer the page table is as wide as for the longest sequence, because the memory of its scores is, too.
+    """
     rows = min(config.max_num_seqs, config.step_tokens)
     tokens = min(config.step_tokens // rows, model.card_facts.max_position_embeddings)
     pages = -(-tokens // layout.page_size)
@@ -24,6 +27,9 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
     table = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
     starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32)
     slots = (table.long()[:, :, None] * layout.page_size + torch.arange(layout.page_size)).view(rows, -1)[:, :tokens]
+    if layout.index:
+        widest = -(-(config.max_model_len or model.card_facts.max_position_embeddings) // layout.page_size)
+        table = torch.nn.functional.pad(table, (0, max(0, widest - pages)))
     return Batch(
         input_ids=torch.zeros(1, rows * tokens, dtype=torch.int64),
         position_ids=torch.arange(tokens).repeat(rows)[None],
