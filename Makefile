@@ -110,10 +110,13 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test mutations soak fleet parity clients sanitize fuzz
+.PHONY: test installed mutations soak fleet parity clients sanitize fuzz
 # Two processes, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+installed: $(VENV)/dev.stamp ## Wheels, and every block of README and docs as printed, with ktqueue installed from its wheels
+	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m installed $(ARGS)
 
 mutations: $(VENV)/dev.stamp ## Break one promise after another: its tests must fail, 10 minutes (ARGS="'no fence'" for some)
 	@$(BIN)/python tests/mutations/run.py $(ARGS)

@@ -11,6 +11,8 @@ from pages import PYTHON, ROOT, SHELL, blocks, pages
 
 from ktqueue.broker.redis.private_server import PrivateServer
 
+pytestmark = pytest.mark.installed
+
 STARTS = re.compile(r"^ktqueue up\b", re.MULTILINE)  # other pages assume that `ktqueue up` runs
 GATEWAY, SECOND = "127.0.0.1:8000", "8001"  # each page gets its own ports here
 EVERYWHERE = "0.0.0.0"  # tests listen only on the loopback interface

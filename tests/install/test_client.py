@@ -10,6 +10,8 @@ import pytest
 from ktqueue import __version__
 from ktqueue.broker.redis.private_server import running_url
 
+pytestmark = pytest.mark.installed
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PYTHON_API = """
 import sys

@@ -5,6 +5,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.installed
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 

@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 
 from ktqueue import __version__
 
+pytestmark = pytest.mark.installed
+
 SDIST = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
 
 

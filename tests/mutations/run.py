@@ -42,7 +42,19 @@ def copy_to(folder: Path) -> None:
 def run(folder: Path, tests: Sequence[str]) -> tuple[int, set[str], str]:
     """Run the tests in the copy. Returns pytest's exit code, the tests that passed, and the output."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "--quiet", "--no-header", "--timeout=60", "--tb=short", "-rp", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--quiet",
+        "--no-header",
+        "--timeout=60",
+        "--tb=short",
+        "-rp",
+        "-m",
+        "",
+        *tests,
+    ]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     return done.returncode, {line[7:] for line in output.splitlines() if line.startswith("PASSED ")}, output
