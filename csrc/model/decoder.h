@@ -2,8 +2,9 @@
 // Knows no model family (a layer is described by its parts) and no Python.
 //
 // A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). What
-// is added may have a norm of its own. Linear attention may take the place of attention. Rows are independent: a token with non-finite numbers spoils only its own
-// sequence. Results do not depend on the batch, except as the matrices say (model/linear.h, experts/expert_layer.h).
+// is added may have a norm of its own. Linear attention may take the place of attention. Rows are independent: a token
+// with non-finite numbers spoils only its own sequence. Results do not depend on the batch, except as the matrices say
+// (model/linear.h, experts/expert_layer.h).
 #pragma once
 
 #include <atomic>
