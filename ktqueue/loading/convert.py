@@ -14,8 +14,8 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
+from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_model_type
-from ktqueue.loading.gguf.family import ModelFamily
 from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, WRITABLE, TensorNameMap, quantize
 from ktqueue.loading.gguf.metadata import metadata_from_config
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config

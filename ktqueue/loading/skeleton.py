@@ -24,7 +24,7 @@ from ktqueue.loading.huggingface.config_check import (
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
-from ktqueue.operators.model_classes import CLASSES, PARTLY_ROTATED
+from ktqueue.operators.model_classes import BY_NAME, is_partly_rotated
 
 Config = transformers.PretrainedConfig
 
@@ -133,14 +133,14 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
     Otherwise every step would fail. Raises CheckpointError.
     """
     latent = config.model_type in LATENT_MODEL_TYPES
-    if not latent and type(model).__name__ not in CLASSES:
+    if not latent and type(model).__name__ not in BY_NAME:
         return
     layers: Any = model.get_submodule("model.layers")
     attention: Any = next((layer.self_attn for layer in layers if hasattr(layer, "self_attn")), None)
     if attention is None:
         raise CheckpointError(f"{source}: a {config.model_type} of which no layer has keys and values is not supported")
     name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", attention.head_dim)
-    if type(model).__name__ in PARTLY_ROTATED:
+    if is_partly_rotated(type(model).__name__):
         width = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
     widths = {"rotary embeddings": 2 * model.get_buffer("model.rotary_emb.inv_freq").numel()}
     if type(model).__name__ == "OlmoeForCausalLM":  # one norm over all heads, with its own width

@@ -15,7 +15,7 @@ from ktqueue.operators.attention import window_of
 from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, has_indexer, latent_shape
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
-from ktqueue.operators.model_classes import BY_NAME, CLASSES, ModelClass
+from ktqueue.operators.model_classes import BY_NAME, SUPPORTED, ModelClass
 from ktqueue.operators.native import GateFacts
 
 _CORRECTION, _EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
@@ -115,11 +115,11 @@ class DecoderFacts:
 
 
 def facts_of(
-    model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,), classes: Collection[str] = CLASSES
+    model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,), decoder: str = "CpuDecoder"
 ) -> DecoderFacts:
-    """Return the facts of a model of one of `classes` that computes in one of `dtypes`. Raises ValueError if the
-    decoder does not compute a part of the model."""
-    if type(model).__name__ not in classes:
+    """Return the facts of a model that computes in one of `dtypes`, for CpuDecoder or GpuDecoder. Raises ValueError if
+    the decoder does not compute the model's class or a part of it."""
+    if type(model).__name__ not in (classes := SUPPORTED[decoder]):
         raise ValueError(f"it knows {', '.join(classes)}")
     config: Any = model.config
     body: Any = model.model

@@ -1,6 +1,7 @@
 """Classes of transformers that our operators replace, and what cannot be read from their modules.
 
-This is the only list of them: rules with `class: supported` and decoder_facts read it. Knows no torch.
+This is the only list of them: rules with `class: supported` and decoder_facts read it. Families of packages add theirs
+when they are loaded. Knows no torch.
 """
 
 from dataclasses import dataclass
@@ -65,10 +66,27 @@ MODEL_CLASSES = (
 BY_NAME = {entry.name: entry for entry in MODEL_CLASSES}
 CLASSES = tuple(entry.name for entry in MODEL_CLASSES if not entry.latent)
 LATENT_CLASSES = tuple(entry.name for entry in MODEL_CLASSES if entry.latent)
-PARTLY_ROTATED = tuple(entry.name for entry in MODEL_CLASSES if entry.partly_rotated)
 SUPPORTED = {
     "CpuDecoder": CLASSES,
     "GpuDecoder": (*CLASSES, *LATENT_CLASSES),
     "LatentAttention": tuple(entry.latent for entry in MODEL_CLASSES if entry.latent),
 }
 """The classes that an operator replaces, by the operator's name."""
+
+
+def register(entry: ModelClass) -> None:
+    """Add the class of a package's family, without latent attention, for the rest of the process. Adding it again has
+    no effect.
+
+    Raises ValueError if there is another class with its name, whose modules rules could not tell apart.
+    """
+    if BY_NAME.setdefault(entry.name, entry) is not entry:
+        raise ValueError(f"there is another model class {entry.name}")
+    for operator in ("CpuDecoder", "GpuDecoder"):
+        if entry.name not in SUPPORTED[operator]:
+            SUPPORTED[operator] = (*SUPPORTED[operator], entry.name)
+
+
+def is_partly_rotated(name: str) -> bool:
+    """Whether rotary embeddings of the model class `name` may turn only the first columns of each head."""
+    return name in BY_NAME and BY_NAME[name].partly_rotated

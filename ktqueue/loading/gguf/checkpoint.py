@@ -11,8 +11,8 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
+from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_metadata
-from ktqueue.loading.gguf.family import ModelFamily
 from ktqueue.loading.gguf.header import GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts

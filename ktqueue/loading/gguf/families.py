@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.family import EXPERT_KEY, MetadataField, ModelFamily
+from ktqueue.loading.family import EXPERT_KEY, MetadataField, ModelFamily
 from ktqueue.loading.gguf.header import metadata_count
 from ktqueue.loading.gguf.latent import SIGMOID
 from ktqueue.loading.unsupported import check_architecture

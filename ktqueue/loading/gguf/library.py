@@ -3,8 +3,8 @@
 import gguf
 import numpy as np
 
+from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import MODEL_MODULES
-from ktqueue.loading.gguf.family import ModelFamily
 from ktqueue.loading.weight_formats import Bytes, Floats
 
 WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # those of our formats that the library can quantise

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.family import MetadataField, ModelFamily
+from ktqueue.loading.family import MetadataField, ModelFamily
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
-from ktqueue.operators.model_classes import PARTLY_ROTATED
+from ktqueue.operators.model_classes import is_partly_rotated
 
 _MULTI_TOKEN_LAYERS = "nextn_predict_layers"
 _WINDOW_PATTERN = "attention.sliding_window_pattern"
@@ -81,7 +81,7 @@ def _rotary_part(family: ModelFamily, metadata: Mapping[str, Any], config: Mappi
     key = f"{family.architecture}.rope.dimension_count"
     head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotary_width = metadata_count(metadata, key, source) or head_width
-    partial = family.class_name in PARTLY_ROTATED and rotary_width < head_width and rotary_width % 2 == 0
+    partial = is_partly_rotated(family.class_name) and rotary_width < head_width and rotary_width % 2 == 0
     if rotary_width != head_width and not partial:
         raise CheckpointError(
             f"{source}: metadata key {key} must be the width of a head, {head_width}, got {rotary_width}",

@@ -25,7 +25,6 @@ from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.model_classes import SUPPORTED
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary_rows import in_rotary_order
@@ -65,7 +64,7 @@ class GpuDecoder(Operator):
             raise ValueError(f"GpuDecoder: dense must be {' or '.join(get_args(DenseType))}, got {dense!r}")
         chosen = kernel_options("GpuDecoder", options, "dense")
         try:
-            facts = facts_of(module, DTYPES, SUPPORTED["GpuDecoder"])
+            facts = facts_of(module, DTYPES, "GpuDecoder")
         except ValueError as error:
             name = type(module).__name__
             raise ValueError(
