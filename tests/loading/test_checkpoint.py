@@ -324,12 +324,16 @@ def test_numbers_may_be_stated_for_each_layer(
 def test_a_closed_checkpoint_takes_no_memory_but_its_views_are_valid(
     container: str, tmp_path: Path, make_model: Callable[..., Path], make_gguf: Callable[..., Path]
 ) -> None:
-    folder = shutil.copytree(make_model("qwen3_moe"), tmp_path / "model")  # no other test has mapped it
-    path = make_gguf(model_type="qwen3_moe") if container == "gguf" else folder / "model.safetensors"
-    checkpoint = open_checkpoint(str(path if container == "gguf" else folder))
+    folder = tmp_path / "model"  # copies, which no other test has mapped
+    if container == "gguf":
+        model = path = Path(shutil.copy(make_gguf(model_type="qwen3_moe"), tmp_path / "model.gguf"))
+    else:
+        model, path = Path(shutil.copytree(make_model("qwen3_moe"), folder)), folder / "model.safetensors"
+    checkpoint = open_checkpoint(str(model))
     embedding = checkpoint.matrix("model.embed_tokens.weight").data
     before = embedding.copy()
-    assert _resident(path) >= embedding.nbytes
+    # A busy system may take pages back between the two calls.
+    assert any(embedding.copy().nbytes <= _resident(path) for _ in range(10))
     checkpoint.close()
     assert _resident(path) == 0
     np.testing.assert_array_equal(embedding, before)
