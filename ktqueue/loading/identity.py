@@ -17,9 +17,9 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.errors import CheckpointError, Unavailable
 from ktqueue.loading.gguf.checkpoint import part_paths
 from ktqueue.loading.huggingface.checkpoint import weight_files
+from ktqueue.loading.huggingface.hub_files import TOKENIZER_FILES
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.plan import LoadPlan
-from ktqueue.loading.tokenizer.files import TOKENIZER_FILES
 
 COMPUTATION = 1  # a release that computes other tokens from the same weights and settings increases it
 DIGEST_CHARACTERS = 32  # of hexadecimal: 128 bits

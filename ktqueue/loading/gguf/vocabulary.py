@@ -33,8 +33,15 @@ class TokenKind(IntEnum):
 class VocabularyData:
     """The data of one tokenizer.
 
-    `model` is `gpt2` (byte-level BPE with merges) or `llama` (SentencePiece BPE with scores). `pre` is a name in
-    pre_tokenizers.PRE_TOKENIZERS. `kinds` has a TokenKind per token. `ids` maps the role of a special token to its id.
+    `model` is `gpt2` (byte-level BPE with merges), `llama` (SentencePiece BPE with scores) or `t5` (SentencePiece
+    unigram with scores; not from files). `pre` is a name in pre_tokenizers.PRE_TOKENIZERS. `kinds` has a TokenKind per
+    token. `ids` maps the role of a special token to its id.
+
+    The others are of SentencePiece. `byte_fallback`: unknown characters become tokens of their bytes. `charsmap`: its
+    compiled map of characters, or empty. `symbols`: texts of tokens that are found after normalisation, so that the
+    text behind them gets no space as prefix; other added tokens divide a text into texts of their own.
+    `collapse_spaces`: only one of several spaces stays, and none at the ends. `prefix_once`: no space is put behind
+    special tokens.
     """
 
     model: str
@@ -47,6 +54,11 @@ class VocabularyData:
     add_bos: bool = False
     add_eos: bool = False
     add_space_prefix: bool = True
+    byte_fallback: bool = True
+    charsmap: bytes = b""
+    symbols: frozenset[str] = frozenset()
+    collapse_spaces: bool = False
+    prefix_once: bool = False
     chat_template: str | None = None
 
 
@@ -112,6 +124,11 @@ def to_metadata(data: VocabularyData) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": data.add_bos,
         "tokenizer.ggml.add_eos_token": data.add_eos,
     }
+    if data.model == "llama":
+        metadata |= {
+            "tokenizer.ggml.scores": [float(score) for score in data.scores],
+            "tokenizer.ggml.add_space_prefix": data.add_space_prefix,
+        }
     for key, role in _IDS.items():
         if role in data.ids:
             metadata[f"tokenizer.ggml.{key}_token_id"] = data.ids[role]

@@ -16,9 +16,12 @@ _QUANTISATION = re.compile(
     r"[-._](?P<quant>(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|(?:MX|NV)FP4(?:_\w+)?|BF16|F16|F32))$", re.I | re.A
 )
 _NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.I)
-_FOLDER_FILES = frozenset(
-    ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-)
+VOCABULARIES = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
+"""The files that may hold a folder's vocabulary. The first one that exists counts."""
+TOKENIZER_FILES = (
+    *VOCABULARIES, "added_tokens.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+_FOLDER_FILES = frozenset(("config.json", *TOKENIZER_FILES))
 _WHOLE, _INDEX, _SHARD = "model.safetensors", "model.safetensors.index.json", re.compile(r"model-\d{5}-of-\d{5}")
 
 
@@ -132,9 +135,10 @@ def _check_complete(model: HubModel, selection: HubSelection) -> HubSelection:
             raise ConfigError(
                 f"{model}: parts {sorted(missing)[:8]} of {count} are missing", param="engine.model", value=str(model)
             )
-    if not selection.entry and "tokenizer.json" not in {file.path for file in selection.files}:
+    if not selection.entry and not {*VOCABULARIES} & {file.path for file in selection.files}:
         raise ConfigError(
-            f"{model}: the repository has no tokenizer.json, which a model in safetensors needs; look for a GGUF of it",
+            f"{model}: the repository has no {' or '.join(VOCABULARIES)}, which a model in safetensors needs; "
+            "look for a GGUF of it",
             param="engine.model",
             value=str(model),
         )

@@ -10,14 +10,15 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
+from ktqueue.loading.huggingface.hub_files import VOCABULARIES
 from ktqueue.loading.json_file import read_json
+from ktqueue.loading.tokenizer.added_tokens import read_added_tokens
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.tokenizer.sentencepiece_file import FILE as SENTENCEPIECE
+from ktqueue.loading.tokenizer.sentencepiece_file import read_sentencepiece
 from ktqueue.loading.tokenizer.tiktoken_file import FILE as TIKTOKEN
 from ktqueue.loading.tokenizer.tiktoken_file import read_tiktoken
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", TIKTOKEN,
-)  # fmt: skip
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
@@ -40,7 +41,8 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(
-            f"{path}: No such file; a model in safetensors needs one; --tokenizer can name another folder that has it"
+            f"{path}: No such file, and no {' or '.join(VOCABULARIES[1:])}; a model in safetensors needs one; "
+            "--tokenizer can name another folder that has it"
         )
     document = read_json(path)
     try:
@@ -110,25 +112,26 @@ def optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def has_only_tiktoken(folder: Path) -> bool:
-    """Whether the folder's tokenizer is a tiktoken.model."""
-    return not (folder / "tokenizer.json").exists() and (folder / TIKTOKEN).exists()
+def plain_vocabulary(folder: Path, vocab_size: int) -> VocabularyData | None:
+    """Return the vocabulary of a folder without a tokenizer.json, from its tiktoken.model or tokenizer.model.
 
-
-def tiktoken_vocabulary(folder: Path, vocab_size: int) -> VocabularyData:
-    """Return the vocabulary of a folder with a tiktoken.model, with unused ids up to `vocab_size`.
-
-    Raises CheckpointError.
+    Unused ids fill it up to `vocab_size`. Returns None if the folder has a tokenizer.json or no vocabulary. Raises
+    CheckpointError.
     """
+    name = next((name for name in VOCABULARIES if (folder / name).exists()), VOCABULARIES[0])
+    if name == VOCABULARIES[0]:
+        return None
     settings = optional_json(folder / "tokenizer_config.json")
-    data = read_tiktoken(folder, settings)
+    added = read_added_tokens(folder, settings)
+    data = (read_tiktoken if name == TIKTOKEN else read_sentencepiece)(folder, settings, added)
     unused = range(len(data.tokens), vocab_size)
     tokens = [*data.tokens, *(f"[UNUSED{i}]" for i in unused)]
     return replace(
         data,
         tokens=tokens,
         kinds=[*data.kinds, *[TokenKind.UNUSED] * len(unused)],
-        ids=_roles(folder, settings, tokens, vocab_size),
+        scores=[*data.scores, *[0.0] * len(unused)] if data.scores else [],
+        ids=data.ids | _roles(folder, settings, tokens, max(vocab_size, len(tokens))),
         chat_template=chat_template(folder, settings),
     )
 
@@ -143,12 +146,13 @@ def _roles(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str], siz
 
 
 def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
-    """Return the byte-level BPE vocabulary of a folder, filled up to `vocab_size` tokens, to be written as GGUF.
+    """Return the BPE vocabulary of a folder, filled up to `vocab_size` tokens, to be written as GGUF.
 
     Raises CheckpointError for other tokenizers and for an unknown pre-tokenizer.
     """
-    if has_only_tiktoken(folder):
-        return tiktoken_vocabulary(folder, vocab_size)
+    if (plain := plain_vocabulary(folder, vocab_size)) is not None:
+        _check_writable(plain, folder)
+        return plain
     file = read_tokenizer(folder)
     settings = optional_json(folder / "tokenizer_config.json")
     model = file.document["model"]
@@ -174,6 +178,19 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
         add_bos=_begins_with(file, special_tokens(settings).get("bos_token")),
         chat_template=chat_template(folder, settings),
     )
+
+
+def _check_writable(data: VocabularyData, folder: Path) -> None:
+    """Check that GGUF can express a vocabulary. Raises CheckpointError."""
+    if data.model == "gpt2":
+        return
+    problems = {
+        "is of the type UNIGRAM": data.model != "llama",
+        "has no tokens of bytes": not data.byte_fallback,
+        "normalises text": bool(data.charsmap) or data.collapse_spaces,
+    }
+    if problem := next((text for text, is_true in problems.items() if is_true), None):
+        raise CheckpointError(f"{folder / SENTENCEPIECE}: the vocabulary {problem}, which cannot be written to GGUF")
 
 
 def _steps(part: Any) -> list[Mapping[str, Any]]:

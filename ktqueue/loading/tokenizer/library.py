@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def _keeps_text(part: dict[str, Any]) -> bool:
         case "Split" | "Punctuation":
             return bool(part["behavior"] != "Removed")
         case "Replace":
+            if part["pattern"].get("Regex", "").startswith(r"\A(?!"):  # the prefix of a space
+                return True
             replaced = part["pattern"].get("String")
             return replaced is not None and len(part["content"].encode()) >= len(replaced.encode())
     return False
@@ -107,9 +110,8 @@ def build(data: VocabularyData, source: str) -> Model:
         tokenizer.add_special_tokens(
             [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == TokenKind.CONTROL]
         )
-        tokenizer.add_tokens(
-            [AddedToken(token, normalized=False) for token, kind in kinds if kind == TokenKind.USER_DEFINED]
-        )
+        user_defined = [token for token, kind in kinds if kind == TokenKind.USER_DEFINED]
+        tokenizer.add_tokens([AddedToken(token, normalized=token in data.symbols) for token in user_defined])
         _add_ends(tokenizer, data)
     except CheckpointError:
         raise
@@ -160,12 +162,50 @@ def split_as(tokenizer: Model, pre: PreTokenizer) -> None:
 
 
 def _sentence_piece(data: VocabularyData) -> Model:
-    """Build a SentencePiece BPE from scores.
+    unknown = data.ids.get("unk")
+    if data.model == "t5":
+        pieces = list(zip(data.tokens, data.scores, strict=True))
+        tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=data.byte_fallback))
+    else:
+        tokenizer = tokenizers.Tokenizer(
+            models.BPE(
+                vocabulary := _vocabulary(data),
+                _merges_of_scores(data, vocabulary),
+                unk_token=None if unknown is None else data.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=data.byte_fallback,
+            )
+        )
+    steps: list[normalizers.Normalizer] = []
+    if data.charsmap:
+        steps.append(normalizers.Precompiled(data.charsmap))
+    if data.collapse_spaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if data.prefix_once:
+        scheme = "first" if data.add_space_prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+    else:
+        steps.append(normalizers.Replace(" ", SPACE))
+        steps += [_space_prefix(data.symbols)] if data.add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _space_prefix(symbols: Iterable[str]) -> normalizers.Normalizer:
+    """Return what puts a space in front of a text. The library also normalises `symbols`, which must not get one."""
+    if not symbols:
+        return normalizers.Prepend(SPACE)
+    alone = "|".join(re.escape(symbol) for symbol in sorted(symbols))
+    return normalizers.Replace(Regex(rf"\A(?!(?:{alone})\z)(?=[\s\S])"), SPACE)
+
+
+def _merges_of_scores(data: VocabularyData, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of a SentencePiece BPE.
 
     SentencePiece joins the neighbours whose joint piece has the best score. As merges, that is every way to make a
     piece of two pieces, the best piece first.
     """
-    vocabulary = _vocabulary(data)
     ranked: list[tuple[float, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():
         halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))] if len(piece) <= MAX_PIECE else []
@@ -173,14 +213,7 @@ def _sentence_piece(data: VocabularyData) -> Model:
         pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         ranked.extend((-data.scores[token_id], token_id, join) for join in pairs)
     ranked.sort(key=lambda entry: entry[:2])
-    unknown = data.tokens[data.ids["unk"]] if "unk" in data.ids else None
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocabulary, [join for *_, join in ranked], unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
-    steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if data.add_space_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
+    return [join for *_, join in ranked]
 
 
 def _vocabulary(data: VocabularyData) -> dict[str, int]:

@@ -13,15 +13,18 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet
+from ktqueue.loading.tokenizer.added_tokens import AddedToken
 
 FILE = "tiktoken.model"
 # The file does not say how text is split into words before tokens are joined; the class of the tokenizer does.
 _SPLITS: Mapping[str, str] = {"TikTokenTokenizer": "kimi-k2"}
-_MAX_TOKENS = 1 << 24
 
 
-def read_tiktoken(folder: Path, settings: Mapping[str, Any]) -> VocabularyData:
-    """The vocabulary of `folder`/tiktoken.model, with `settings` from tokenizer_config.json. Raises CheckpointError."""
+def read_tiktoken(folder: Path, settings: Mapping[str, Any], added: Sequence[AddedToken]) -> VocabularyData:
+    """The vocabulary of `folder`/tiktoken.model, with `settings` from tokenizer_config.json. Raises CheckpointError.
+
+    added: tokens that the file lacks.
+    """
     path = folder / FILE
     kind = str(settings.get("tokenizer_class"))
     if kind not in _SPLITS:
@@ -33,7 +36,7 @@ def read_tiktoken(folder: Path, settings: Mapping[str, Any]) -> VocabularyData:
     by_id = {rank: "".join(spelling[byte] for byte in token) for token, rank in _ranks(path)}
     merges = merges_of_ranks([by_id[rank] for rank in range(len(by_id))])
     kinds = dict.fromkeys(by_id, TokenKind.NORMAL)
-    for token_id, text, special in _added(settings, path):
+    for token_id, text, special in added:
         by_id[token_id] = text
         kinds[token_id] = TokenKind.CONTROL if special else TokenKind.USER_DEFINED
     size = max(by_id) + 1
@@ -82,15 +85,3 @@ def _ranks(path: Path) -> list[tuple[bytes, int]]:
     if not {bytes([byte]) for byte in range(256)} <= set(found.values()):
         raise CheckpointError(f"{path}: each byte must be a token")
     return [(token, rank) for rank, token in sorted(found.items())]
-
-
-def _added(settings: Mapping[str, Any], path: Path) -> list[tuple[int, str, bool]]:
-    """Id, text and whether it is special, of each token in `added_tokens_decoder`."""
-    added = settings.get("added_tokens_decoder") or {}
-    try:
-        entries = [(int(key), str(entry["content"]), bool(entry.get("special", True))) for key, entry in added.items()]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: added_tokens_decoder of tokenizer_config.json is damaged: {error!r}") from error
-    if wrong := [token_id for token_id, _, _ in entries if not 0 <= token_id < _MAX_TOKENS]:
-        raise CheckpointError(f"{path}: a token id must be between 0 and {_MAX_TOKENS - 1}, got {wrong[0]}")
-    return entries

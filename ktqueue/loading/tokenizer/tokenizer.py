@@ -196,7 +196,7 @@ class Tokenizer:
             return b""
         token, kind = self._tokens[token_id], self._kinds[token_id]
         if kind == TokenKind.USER_DEFINED:
-            return token.encode()
+            return (token if self._alphabet else token.replace(library.SPACE, " ")).encode()
         if kind == TokenKind.BYTE:
             match = _BYTE_TOKEN.fullmatch(token)
             return bytes([int(match[1], 16)]) if match else b""
@@ -226,7 +226,7 @@ def _check_characters(text: str) -> None:
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder, a .gguf file, `demo` or a synthetic model.
 
-    A folder has a tokenizer.json or a tiktoken.model. Raises CheckpointError.
+    A folder has a tokenizer.json, a tiktoken.model or a tokenizer.model. Raises CheckpointError.
     """
     if path.startswith(SYNTHETIC_PREFIX):
         return from_data(synthetic_vocabulary(path), path)
@@ -268,8 +268,8 @@ def _from_folder(folder: Path) -> Tokenizer:
     size = (config.get("text_config") or config).get("vocab_size")
     if size is not None and (type(size) is not int or size < 1):
         raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
-    if files.has_only_tiktoken(folder):
-        return from_data(files.tiktoken_vocabulary(folder, size or 0), str(folder))
+    if (plain := files.plain_vocabulary(folder, size or 0)) is not None:
+        return from_data(plain, str(folder))
     file = files.read_tokenizer(folder)
     settings = files.optional_json(folder / "tokenizer_config.json")
     size = size or len(file.tokens)

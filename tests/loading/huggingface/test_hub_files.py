@@ -78,7 +78,11 @@ def test_only_the_files_that_a_folder_needs_are_chosen() -> None:
         ("hf:A/Fox:F16", GGUF, ["has no model 'F16'"]),  # the F16 file is the projector for images
         ("hf:A/Fox:IQ2_XXS", GGUF, ["parts [1, 3] of 3 are missing"]),
         ("hf:A/Fox", FOLDER[:6], ["parts [2] of 2 are missing"]),
-        ("hf:A/Fox", [name for name in FOLDER if name != "tokenizer.json"], ["no tokenizer.json"]),
+        (
+            "hf:A/Fox",
+            [name for name in FOLDER if name != "tokenizer.json"],
+            ["no tokenizer.json or tiktoken.model or tokenizer.model"],
+        ),
         ("hf:A/Fox", ["config.json", "pytorch_model.bin"], ["neither .gguf files nor", "pickled"]),
         ("hf:A/Fox", ["a-Q4_0.gguf", "b-Q4_0.gguf"], ["hf:A/Fox:a-Q4_0.gguf", "hf:A/Fox:b-Q4_0.gguf"]),
     ],

@@ -219,7 +219,7 @@ def test_a_vocabulary_of_ranks_equals_the_rule_of_tiktoken(tmp_path: Path) -> No
         assert b"".join(map(tokenizer.token_bytes, expected)).decode() == text
     assert (tokenizer.size, tokenizer.eos_token_ids) == (500, frozenset({421}))
     assert tokenizer.encode_plain("[EOS]a") == [421, vocabulary["a"]]
-    assert vocabulary_of_folder(tmp_path, 500).merges == read_tiktoken(tmp_path, settings).merges
+    assert vocabulary_of_folder(tmp_path, 500).merges == read_tiktoken(tmp_path, settings, ()).merges
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""Folders with a lone tokenizer.model: ids equal the rules of SentencePiece, and what is not computed is refused.
+
+The ids of the sentencepiece package itself are equal on 1,500 strings for each of six vocabularies that it trained.
+"""
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.vocabulary import TokenKind
+from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+WORDS = ("\u2581the", "\u2581th", "\u2581t", "th", "he", "er", "ther", "\u2581he", "\u2581\u2581", "e\u2581", "hee")
+LETTERS = ("\u2581", "t", "h", "e", "r", "\n", "\xe9")
+SPECIAL = {"<unk>": TokenKind.UNKNOWN, "<s>": TokenKind.CONTROL, "</s>": TokenKind.CONTROL}
+SPELLED = {f"<0x{byte:02X}>": TokenKind.BYTE for byte in range(256)}
+KINDS = {**SPECIAL, **SPELLED, **dict.fromkeys((*WORDS, *LETTERS), TokenKind.NORMAL), "<sep>": TokenKind.USER_DEFINED}
+ENTRIES = [(piece, -float(place) if place > 258 else 0.0, kind) for place, (piece, kind) in enumerate(KINDS.items())]
+TEXTS = ("", " ", "the there", "  the\n\nthe ", "t\xe9h\u65e5 \U0001f98a", "he<sep>the <sep>t", "</s>the")
+
+
+def varint(value: int) -> bytes:
+    low, value = value & 127, value >> 7
+    return bytes([low]) if not value else bytes([low | 128]) + varint(value)
+
+
+def field(number: int, value: float | bytes | dict[int, Any]) -> bytes:
+    """Encode one field of a message."""
+    match value:
+        case float():
+            return varint(number << 3 | 5) + struct.pack("<f", value)
+        case int():
+            return varint(number << 3) + varint(value & (1 << 64) - 1)
+        case bytes():
+            return varint(number << 3 | 2) + varint(len(value)) + value
+    return field(number, b"".join(field(key, entry) for key, entry in value.items()))
+
+
+def model_file(trainer: dict[int, Any], normalizer: dict[int, Any] | None = None) -> bytes:
+    pieces = b"".join(field(1, {1: piece.encode(), 2: score, 3: int(kind)}) for piece, score, kind in ENTRIES)
+    return (
+        pieces
+        + field(2, {40: 0, 41: 1, 42: 2, 43: -1, **trainer})
+        + field(3, {2: b"", 3: 1, 4: 0, **(normalizer or {})})
+    )
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Tokenizer]:
+    def make(trainer: dict[int, Any], normalizer: dict[int, Any] | None = None, **settings: Any) -> Tokenizer:
+        (tmp_path / "tokenizer.model").write_bytes(model_file(trainer, normalizer))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": len(ENTRIES) + 4}))
+        return load_tokenizer(str(tmp_path))
+
+    return make
+
+
+def joined(parts: list[str]) -> list[str]:
+    """Join the neighbours with the best score until none are a piece, as the bpe model does."""
+    scores = {piece: score for piece, score, kind in ENTRIES if kind == TokenKind.NORMAL}
+    while pairs := [(-scores[a + b], place) for place, (a, b) in enumerate(pairwise(parts)) if a + b in scores]:
+        place = min(pairs)[1]
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts
+
+
+def likeliest(text: list[str]) -> list[str]:
+    """Return the pieces of the highest sum of scores, as the unigram model does. Unknown characters cost 10 more."""
+    scores = {piece: score for piece, score, kind in ENTRIES if kind == TokenKind.NORMAL}
+    unknown = min(scores.values()) - 10
+    best: list[tuple[float, list[str]]] = [(0.0, [])]
+    for end in range(1, len(text) + 1):
+        ways = [("".join(text[start:end]), *best[start]) for start in range(end)]
+        known = [(total + scores.get(piece, unknown), [*path, piece]) for piece, total, path in ways
+                 if piece in scores or len(piece) == 1]  # fmt: skip
+        best.append(max(known, key=lambda way: way[0]))
+    return best[-1][1]
+
+
+def spelled(pieces: list[str]) -> list[int]:
+    """Return the ids of pieces. Characters without a piece become bytes."""
+    ids = {piece: place for place, (piece, *_) in enumerate(ENTRIES)}
+    return [i for piece in pieces for i in ([ids[piece]] if piece in ids else [3 + byte for byte in piece.encode()])]
+
+
+@pytest.mark.parametrize(("kind", "rule"), [(1, likeliest), (2, joined)])
+def test_ids_follow_the_rules_of_sentencepiece(
+    kind: int, rule: Callable[[list[str]], list[str]], load: Callable[..., Tokenizer]
+) -> None:
+    tokenizer = load({3: kind, 35: 1}, tokenizer_class="LlamaTokenizer", eos_token="</s>")
+    draw = random.Random(5)
+    for text in (*TEXTS[:5], *("".join(draw.choices((*"ther \n", "\xe9", "\u65e5"), k=k)) for k in range(1, 60))):
+        expected = spelled(rule(list(("\u2581" + text).replace(" ", "\u2581")))) if text else []
+        assert tokenizer.encode_plain(text) == expected, text
+        assert tokenizer.encode(text) == [1, *expected]
+        assert b"".join(map(tokenizer.token_bytes, expected)).decode() == (" " + text if text else "")
+    assert (tokenizer.size, tokenizer.eos_token_ids) == (len(ENTRIES) + 4, frozenset({2}))
+
+
+def test_no_prefix_follows_a_symbol_but_it_follows_a_special_token(load: Callable[..., Tokenizer]) -> None:
+    ids = {piece: place for place, (piece, *_) in enumerate(ENTRIES)}
+    encode = load({3: 2, 35: 1}).encode_plain
+    assert encode("he<sep>t") == [ids["\u2581he"], ids["<sep>"], ids["t"]]
+    assert encode("he</s>t") == [ids["\u2581he"], ids["</s>"], ids["\u2581t"]]
+    encode = load({3: 2, 35: 1}, legacy=False).encode_plain
+    assert encode("he</s>t") == [ids["\u2581he"], ids["</s>"], ids["t"]]
+    encode = load({3: 2, 35: 1}, {3: 0}).encode_plain
+    assert encode("he t") == [ids["he"], ids["\u2581t"]]
+    encode = load({3: 2, 35: 1}, {4: 1}).encode_plain
+    assert encode("  he   t ") == [ids["\u2581he"], ids["\u2581t"]]
+    added = {str(len(ENTRIES) + 1): {"content": "<turn>", "special": True}}
+    tokenizer = load({3: 2, 35: 1}, added_tokens_decoder=added, chat_template="{{ bos_token }}", bos_token="<s>")
+    assert tokenizer.encode_plain("he<turn>t") == [ids["\u2581he"], len(ENTRIES) + 1, ids["\u2581t"]]
+    assert tokenizer.template is not None and tokenizer.template.special["bos_token"] == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x0a\xff", "not a vocabulary of SentencePiece"),
+        (b"\x0a\x7fab", "a field of 127 bytes is cut off"),
+        (b"\x0f", "unknown kind 7 of a field"),
+        (b"\x12\x00", "the 0 pieces of the vocabulary must be different texts"),
+        (model_file({3: 4}), "model_type CHAR is not supported"),
+        (model_file({3: 1, 24: 1}), "treat_whitespace_as_suffix is not supported"),
+        (model_file({3: 1}, {5: 0}), "escape_whitespaces false is not supported"),
+    ],
+)
+def test_what_is_not_computed_is_refused(data: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    with pytest.raises(CheckpointError, match=words):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_of_sentencepiece_is_converted(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(make_model() / name)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (folder / "tokenizer.model").write_bytes(model_file({3: 2, 35: 1}))
+    convert(folder, file := tmp_path / "file.gguf", experts="f32")
+    for text in TEXTS[:5]:
+        assert load_tokenizer(str(file)).encode(text) == load_tokenizer(str(folder)).encode(text)
+    (folder / "tokenizer.model").write_bytes(model_file({3: 1, 35: 1}))
+    with pytest.raises(CheckpointError, match="the vocabulary is of the type UNIGRAM, which cannot be written"):
+        convert(folder, file, experts="f32")
