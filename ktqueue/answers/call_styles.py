@@ -107,6 +107,20 @@ STYLES: Mapping[str, CallStyle] = {
         opening="<｜tool_calls_begin｜>", closing="<｜tool_calls_end｜>", separator="<｜tool_sep｜>",
         parameter='<steptml:parameter name="', parameter_middle='">', parameter_end="</steptml:parameter>",
     ),
+    "solar": CallStyle(
+        "<|tool_call:start|>", "\n", "<|tool_call:end|>", separator="\n",
+        parameter="<|tool_arg:start|>", parameter_middle="<|tool_arg:value|>", parameter_end="<|tool_arg:end|>\n",
+    ),
+    "minicpm5": CallStyle(
+        '<function name="', '">', "</function>", separator="\n",
+        parameter='<param name="', parameter_middle='">', parameter_end="</param>",
+    ),
+    "gigachat35": CallStyle(
+        '<｜GCML｜invoke name="', '">', "</｜GCML｜invoke>",
+        opening="<｜GCML｜tool_calls>", closing="</｜GCML｜tool_calls>",
+        parameter='<｜GCML｜parameter name="', parameter_middle=">", parameter_end="</｜GCML｜parameter>",
+        string_mark='" string="true"', json_mark='" string="false"',
+    ),
     "xlam": CallStyle('[{"name": "', '", "arguments": ', "}]", many=False),
     "jamba": CallStyle(
         '{"name": "', '", "arguments": ', "}", opening="<tool_calls>[", closing="]</tool_calls>", separator=", "

@@ -26,6 +26,22 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Tags:
+    """Tags of a family's own around the parts of a call: NAME `name_end`, then KEY and VALUE of each parameter.
+
+    Each of these has its marks: `key_start` KEY `key_end` VALUE `value_end`. The call ends with `end`.
+    `cdata`: a text may stand in XML's `<![CDATA[...]]>`.
+    """
+
+    name_end: str
+    key_start: str
+    key_end: str
+    value_end: str
+    end: str
+    cdata: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a family writes tool calls.
 
@@ -35,6 +51,7 @@ class ToolFormat:
     calls, is a call without a marker. `specials`: whether markers are special tokens, which the text has only if they
     are asked for. `heads`: the part of a marker that belongs to the call itself. `inner`: what the call begins with,
     behind its marker and a header that is dropped. `quote`: the mark around texts, in the families of Gemma.
+    `tags`: those of calls that are written in no way that several families share.
     """
 
     starts: tuple[str, ...] = ()
@@ -46,6 +63,7 @@ class ToolFormat:
     heads: Mapping[str, str] = field(default_factory=dict)
     inner: str = ""
     quote: str = ""
+    tags: Tags | None = None
 
 
 REASONING: Mapping[str, ReasoningFormat] = {
@@ -60,6 +78,7 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", specials=True),
     "command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", specials=True),
     "seed": ReasoningFormat("<seed:think>", "</seed:think>", specials=True),
+    "solar": ReasoningFormat("<|think:start|>", "<|think:end|>", specials=True),
     "harmony": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", specials=True),
 }
 
@@ -148,6 +167,20 @@ TOOLS: Mapping[str, ToolFormat] = {
     "seed": ToolFormat(
         starts=("<function=",), sections=("<seed:tool_call>",), ends=("</seed:tool_call>",), specials=True
     ),
+    "solar": ToolFormat(
+        starts=("<|tool_call:start|>",),
+        specials=True,
+        tags=Tags("\n", "<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>", "<|tool_call:end|>"),
+    ),
+    "minicpm5": ToolFormat(
+        starts=('<function name="',), tags=Tags('">', '<param name="', '">', "</param>", "</function>", cdata=True)
+    ),
+    "gigachat35": ToolFormat(
+        starts=('<｜GCML｜invoke name="',),
+        sections=("<｜GCML｜tool_calls>",),
+        ends=("</｜GCML｜tool_calls>",),
+        specials=True,
+    ),
     "jamba": ToolFormat(starts=("<tool_calls>",), ends=("]", "</tool_calls>")),
     "harmony": ToolFormat(specials=True),
 }
@@ -157,6 +190,9 @@ TOOLS: Mapping[str, ToolFormat] = {
 _TOOL_SIGNS: tuple[tuple[str, str], ...] = (
     ("<|channel|>", "harmony"),
     ("DSML｜", "deepseek_v32"),
+    ("GCML｜", "gigachat35"),
+    ("<|tool_call:start|>", "solar"),
+    ('<function name="', "minicpm5"),
     ("<|START_ACTION|>", "command"),
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -198,6 +234,7 @@ _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("[THINK]", "mistral"),
     ("<|START_THINKING|>", "command"),
     ("<seed:think>", "seed"),
+    ("<|think:start|>", "solar"),
     ("<|channel>", "gemma4"),
     ("<|inner_prefix|>", "apertus"),
     ("Here is my thought process", "granite"),
@@ -218,6 +255,7 @@ _TOOL_ALIASES: Mapping[str, str] = {
     "cohere_command4": "command", "deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32", "ernie45": "tool_call",
     "gigachat3": "gigachat", "granite4": "tool_call", "granite_20b_fc": "granite_fc", "hunyuan_a13b": "jamba",
     "hunyuan": "jamba", "mimo": "tool_call", "mimov2_flash": "qwen3_coder", "qwen3_5": "qwen3_coder",
+    "solar_open2": "solar", "poolside_v1": "glm45",
 }  # fmt: skip
 _REASONING_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(
@@ -226,6 +264,7 @@ _REASONING_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("step3", "qwen3_thinking", "step3p5"), "deepseek_r1"),
     "ernie45": "ernie", "hunyuan_a13b": "hunyuan", "hy_v3": "think", "cohere_command3": "command",
     "seed_oss": "seed", "magistral": "mistral", "openai_gptoss": "harmony", "gpt_oss": "harmony",
+    "solar_open2": "solar", "poolside_v1": "think",
 }  # fmt: skip
 
 

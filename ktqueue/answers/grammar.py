@@ -19,6 +19,8 @@ from ktqueue.core.errors import EngineFailure, InvalidRequest
 from ktqueue.core.vocabulary import Vocabulary
 
 CACHED_GRAMMARS = 32
+CACHED_TEXTS = 4096  # forced texts, of which a grammar has the same ones again and again
+MAX_CACHED_TEXT = 64  # characters
 MAX_ERROR = 300  # characters of the library's message
 MAX_STATES = 20_000  # of a grammar's lexer, about 2 kB each
 MAX_THREADS = 8
@@ -240,6 +242,7 @@ class _Tokenizer:
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
         self._token_bytes = vocabulary.token_bytes
         self._encode = encode
+        self._cut_again = functools.lru_cache(CACHED_TEXTS)(self._cut)
         self.greedy: Callable[[str], list[int]] | None = None
         self.tokens = [vocabulary.special_token_bytes(token_id) for token_id in range(vocabulary.size)]
         self.special_token_ids = [token_id for token_id in range(vocabulary.size) if not self._token_bytes(token_id)]
@@ -254,6 +257,10 @@ class _Tokenizer:
         """
         if isinstance(text, bytes):
             text = text.decode()
+        is_cached = self.greedy is not None and len(text) <= MAX_CACHED_TEXT
+        return self._cut_again(text) if is_cached else self._cut(text)
+
+    def _cut(self, text: str) -> list[int]:
         ids = self._encode(text)
         if b"".join(map(self._token_bytes, ids)) == text.encode() or self.greedy is None:
             return ids

@@ -282,6 +282,8 @@ class AnswerParser:
 
     def _ends_of_name(self, marker: str, text: str) -> tuple[str, ...]:
         """What ends the name that a call begins with. Empty: it begins with JSON or a list."""
+        if tags := self._tools.tags:
+            return (tags.name_end, tags.key_start, tags.end)
         if marker == FUNCTION or (marker == TOOL_CALL and text.startswith(FUNCTION)):
             return (">",)
         if marker.endswith(INVOKE):
@@ -295,6 +297,12 @@ class AnswerParser:
 
     def _reader_of(self, marker: str, text: str, name_end: tuple[int, str] | None) -> CallReader:
         """The reader for a call whose marker is followed by `text`."""
+        if tags := self._tools.tags:
+            return XmlReader(
+                self._begin_call, self._types, name_end=tags.name_end, name_may_end_at=(tags.key_start, tags.end),
+                key_start=tags.key_start, key_end=tags.key_end, value_end=tags.value_end, end=tags.end,
+                cdata=tags.cdata,
+            )  # fmt: skip
         if marker == FUNCTION or (marker == TOOL_CALL and text.startswith(FUNCTION)):
             return self._xml_reader("<", ">", "parameter=", "function")
         if marker.endswith(INVOKE):

@@ -36,6 +36,7 @@ _LIMITS = frozenset({"minLength", "maxLength", "pattern"})  # keywords that limi
 _INNER_MARKS = (
     "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", "[ARGS]", "<|channel|>", "<|constrain|>", "<|message|>",
     "<|start|>", "<|end|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    "<|tool_call:end|>", "<|tool_arg:start|>", "<|tool_arg:value|>", "<|tool_arg:end|>",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from ktqueue.answers.call_readers import NAME, CallReader, Emit, HeldText, Types, to_json
 
 NULLABLE = "string or null"
+_CDATA = ("<![CDATA[", "]]>")  # XML's marks around a text
 
 
 class XmlReader(CallReader):
@@ -15,11 +16,13 @@ class XmlReader(CallReader):
     `name_end` ends the name, which the first text has whole. A parameter is `key_start` KEY `key_end` VALUE
     `value_end`, and the call ends with `end`. Models forget `value_end`: a value also ends before a line that begins
     another parameter of the function, and before lines with `end` and one of `closings`, which follow calls.
+    `cdata`: a text may stand in XML's `<![CDATA[...]]>`.
     """
 
     def __init__(
         self, begin: Callable[[], Emit], types: Types, *, name_end: str, key_start: str, key_end: str, value_end: str,
         end: str, name_may_end_at: tuple[str, ...] = (), closings: tuple[str, ...] = (),
+        cdata: bool = False,
     ) -> None:  # fmt: skip
         self._begin = begin
         self._types = types
@@ -29,6 +32,7 @@ class XmlReader(CallReader):
         self._value_ends = (value_end, *(f"\n{end}\n{closing}" for closing in closings))
         self._next_key = re.compile(f"\n({re.escape(key_start)})([^<>\n]+){re.escape(key_end)}")
         self._held = HeldText((key_start, end))
+        self._cdata = cdata
         self._begun = ""  # of a parameter, before the text that is held
         self._key = ""
         self._name: str | None = None
@@ -100,6 +104,8 @@ class XmlReader(CallReader):
     def _emit_parameter(self, tag: str, value: str, types: Mapping[str, str], emit: Emit) -> None:
         key, attributes = _key_and_attributes(tag)
         kind = attributes or types.get(key, "")
+        if self._cdata and value.startswith(_CDATA[0]) and value.endswith(_CDATA[1]):
+            value, kind = value.removeprefix(_CDATA[0]).removesuffix(_CDATA[1]), kind or "string"
         emit("", f"{', ' if self._count else '{'}{to_json(key)}: {_json_of(value, kind)}", "")
         self._count += 1
 

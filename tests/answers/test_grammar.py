@@ -50,10 +50,17 @@ def test_a_pattern_may_contain_slashes() -> None:
 
 def test_forced_text_is_cut_as_the_tokenizer_cuts_it() -> None:
     tokenizer = load_tokenizer("demo")
-    compiler = GrammarCompiler(tokenizer, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    texts: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        texts.append(text)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    compiler = GrammarCompiler(tokenizer, encode)
     text = "Once upon a time there was a fox."
-    forced = compiler.compile(f"start: {json.dumps(text)}").forced_tokens()
-    assert forced == tokenizer.encode(text, add_special_tokens=False)
+    for _ in range(2):
+        assert compiler.compile(f"start: {json.dumps(text)}").forced_tokens() == encode(text)
+    assert texts.count(text) == 3  # once for both grammars, and twice here
 
 
 def test_forced_text_never_becomes_a_special_token() -> None:

@@ -154,6 +154,20 @@ ROWS: list[tuple[str, str, str | None, list[Call]]] = [
      '<steptml:parameter name="old">a \n</steptml:parameter><steptml:parameter name="n"> 4 </steptml:parameter>'
      "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>", "", [("edit", {"old": "a \n", "n": 4})]),
     ("seed_oss", "<seed:tool_call>\n<function=find>\n<parameter=q>fig</parameter>\n</function>\n</seed:tool_call>", "", [FIND]),
+    ("poolside_v1", '<tool_call>edit\n<arg_key>old</arg_key>\n<arg_value>    a\n</arg_value>\n</tool_call>', "", [("edit", {"old": "    a\n"})]),
+    ("solar_open2", "Ok.<|tool_call:start|>find\n<|tool_arg:start|>q<|tool_arg:value|>fig<|tool_arg:end|>\n<|tool_call:end|>\n"
+     "<|tool_call:start|>list\n<|tool_call:end|>", "Ok.", [FIND, LIST]),
+    ("solar_open2", "<|tool_call:start|>edit<|tool_arg:start|>old<|tool_arg:value|>a <|tool_call: b\n<|tool_arg:end|>"
+     '<|tool_arg:start|>o<|tool_arg:value|>{"n": 3}<|tool_arg:end|><|tool_call:end|>', "",
+     [("edit", {"old": "a <|tool_call: b\n", "o": {"n": 3}})]),
+    ("solar_open2", "<|tool_call:start|> no name <|tool_arg:start|>", None, []),
+    ("minicpm5", 'Hm.\n<function name="find"><param name="q">fig</param></function>\nOr\n<function name="list"></function>',
+     "Hm.Or", [FIND, LIST]),
+    ("minicpm5", '<function name="edit"><param name="old"><![CDATA[a\n<b>]]></param><param name="l">[7, 8]</param></function>',
+     "", [("edit", {"old": "a\n<b>", "l": [7, 8]})]),
+    ("gigachat35", 'Ok.<｜GCML｜tool_calls><｜GCML｜invoke name="f"><｜GCML｜parameter name="a" string="false">[1, null]'
+     '</｜GCML｜parameter><｜GCML｜parameter name="b" string="true">7</｜GCML｜parameter></｜GCML｜invoke>'
+     '<｜GCML｜invoke name="list"></｜GCML｜invoke></｜GCML｜tool_calls>', "Ok.", [("f", {"a": [1, None], "b": "7"}), LIST]),
     # Kimi
     ("kimi_k2", 'Ok. <|tool_calls_section_begin|><|tool_call_begin|>functions.find:0 <|tool_call_argument_begin|>{"q": '
      '"fig"}<|tool_call_end|><|tool_call_begin|>list:1 <|tool_call_argument_begin|>{}<|tool_call_end|>'
@@ -207,6 +221,7 @@ THOUGHTS = [
     ("gemma4", "<|channel>thought\nHm<channel|>Fig", "Hm", "Fig"),
     ("magistral", "[THINK]Hm[/THINK]Fig", "Hm", "Fig"),
     ("seed_oss", "<seed:think>Hm</seed:think>Fig", "Hm", "Fig"),
+    ("solar_open2", "<|think:start|>Hm<|think:end|>Fig", "Hm", "Fig"),
 ]
 
 
