@@ -1,9 +1,10 @@
 """Storage formats of weights: names, block sizes, bytes per row. Knows no file format.
 
-No kernel reads Q5_0, TQ1_0 and TQ2_0. When they are loaded, they are stored in a format that holds them exactly: the
-five bits of Q5_0 with their offset of 16 in Q8_0. llama.cpp stores Q5_0 where a row is not a multiple of a K block,
-such as attn_k_b of DeepSeek models. The others are ternary: d * (q - 1) is d * 1 * q - d * 1 in Q2_K, where -0 is 0.
-Layouts: ggml-common.h.
+No kernel reads Q5_0, TQ1_0, TQ2_0, Q1_0 and Q2_0. When they are loaded, they are stored in a format that holds them
+exactly: the five bits of Q5_0 with their offset of 16 in Q8_0. llama.cpp stores Q5_0 where a row is not a multiple of a
+K block, such as attn_k_b of DeepSeek models. TQ1_0 and TQ2_0 are ternary: d * (q - 1) is d * 1 * q - d * 1 in Q2_K,
+where -0 is 0. Q1_0 is d or -d and Q2_0 is d * (q - 1), with a d of fewer columns than Q2_K has: both become Q4_0,
+d * (q - 8). Layouts: ggml-common.h.
 """
 
 import math
@@ -49,7 +50,11 @@ float8_e4m3fn; d * number.
 
 FILE_BLOCKS = {quant: size for quant, size in BLOCKS.items() if quant not in FOLDER_FORMATS}
 FILE_BLOCKS |= {"Q5_0": (32, 22), "TQ1_0": (256, 54), "TQ2_0": (256, 66)}
-"""All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED."""
+FILE_BLOCKS |= {"Q1_0": (128, 18), "Q2_0": (64, 18), "Q2_0_128": (128, 34)}
+"""All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED.
+
+Q2_0_128 is Q2_0 as PrismML's fork of llama.cpp writes it, with the same number of the type.
+"""
 
 RAW = {"U8": 1, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
 """Types of tensors that are parts of weights, such as codes and exponents, with the bytes of a number.
@@ -74,12 +79,18 @@ def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])
 
 
-REQUANTISED = {"Q5_0": "Q8_0", "TQ1_0": "Q2_K", "TQ2_0": "Q2_K"}
+REQUANTISED = {
+    "Q5_0": "Q8_0", "TQ1_0": "Q2_K", "TQ2_0": "Q2_K", "Q1_0": "Q4_0", "Q2_0": "Q4_0", "Q2_0_128": "Q4_0",
+}  # fmt: skip
 _LAYOUTS = {
     "Q5_0": np.dtype([("d", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
     "TQ1_0": np.dtype([("five", "u1", 32), ("also_five", "u1", 16), ("four", "u1", 4), ("d", "<f2")]),
     "TQ2_0": np.dtype([("q", "u1", 64), ("d", "<f2")]),
+    "Q1_0": np.dtype([("d", "<f2"), ("q", "u1", 16)]),
+    "Q2_0": np.dtype([("d", "<f2"), ("q", "u1", 16)]),
+    "Q2_0_128": np.dtype([("d", "<f2"), ("q", "u1", 32)]),
 }
+_Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 _Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
 _Q2_K = np.dtype([("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
 _POWERS_OF_3 = np.array([[1], [3], [9], [27], [81]], np.uint8)
@@ -104,11 +115,28 @@ def requantise(quant: str, data: Bytes) -> Bytes:
         ternary["q"] = blocks["q"] if quant == "TQ2_0" else _pairs_of_tq1(blocks)
         ternary["d"] = ternary["dmin"] = blocks["d"]
         return ternary.view(np.uint8)
+    if REQUANTISED[quant] == "Q4_0":
+        return _nibbles_of_few_bits(quant, blocks)
     numbers = np.concatenate([blocks["low"] & 15, blocks["low"] >> 4], axis=1)  # [blocks, 32]
     numbers |= ((blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
     out = np.empty(len(blocks), _Q8_0)
     out["d"] = blocks["d"]
     out["q"] = numbers.astype(np.int8) - 16
+    return out.view(np.uint8)
+
+
+def _nibbles_of_few_bits(quant: str, blocks: np.ndarray[Any, np.dtype[np.void]]) -> Bytes:
+    """Return Q4_0 blocks of Q1_0 or Q2_0 blocks, whose codes of one or two bits begin with the lowest bits of a byte.
+
+    A bit is -1 or 1 times d, which are 7 and 9 in Q4_0. Two bits are -1, 0, 1 or 2 times d.
+    """
+    bits = 1 if quant == "Q1_0" else 2
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes = (blocks["q"][..., None] >> shifts & np.uint8((1 << bits) - 1)).reshape(-1, 32)
+    codes = codes * np.uint8(2) + np.uint8(7) if bits == 1 else codes + np.uint8(7)
+    out = np.empty(len(codes), _Q4_0)
+    out["d"] = np.repeat(blocks["d"], len(codes) // len(blocks))
+    out["q"] = codes[:, :16] | codes[:, 16:] << np.uint8(4)
     return out.view(np.uint8)
 
 

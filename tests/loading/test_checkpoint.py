@@ -120,10 +120,10 @@ def test_unsupported_type_is_named(tiny_gguf: Path, tmp_path: Path) -> None:
     name = b"blk.0.attn_q.weight"
     position = raw.index(name) + len(name) + 4 + 16  # name, dimension count, two dimensions
     assert raw[position : position + 4] == bytes(4)
-    raw[position] = int(gguf.GGMLQuantizationType.Q1_0)
+    raw[position] = int(gguf.GGMLQuantizationType.Q8_1)
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"odd.gguf: tensor 'blk.0.attn_q.weight' is stored as Q1_0"):
+    with pytest.raises(CheckpointError, match=r"odd.gguf: tensor 'blk.0.attn_q.weight' is stored as Q8_1"):
         open_checkpoint(str(path))
     raw[position] = 200
     path.write_bytes(raw)

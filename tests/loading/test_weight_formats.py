@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.checkpoint import decode_rows, requantise_matrix
+from ktqueue.loading.gguf.checkpoint import _file_tensors
+from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.model_report import report_model
@@ -20,7 +22,9 @@ from ktqueue.operators import native
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 EXPERTS = "model.layers.1.mlp.experts"
-BLOCK_QUANTS = [quant for quant, (elements, _) in FILE_BLOCKS.items() if elements > 1]
+NEW_QUANTS = ("Q1_0", "Q2_0", "Q2_0_128")
+LIBRARY_QUANTS = [quant for quant in FILE_BLOCKS if quant not in NEW_QUANTS]  # that the gguf library decodes
+BLOCK_QUANTS = [quant for quant in LIBRARY_QUANTS if FILE_BLOCKS[quant][0] > 1]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def test_loading_and_kernels_have_the_same_formats() -> None:
     assert [row_bytes(q, 256) for q in native.QUANTS] == [native.row_bytes(q, 256) for q in native.QUANTS]
 
 
-@pytest.mark.parametrize("quant", FILE_BLOCKS)
+@pytest.mark.parametrize("quant", LIBRARY_QUANTS)
 def test_values_are_those_of_the_gguf_library(quant: str, rewrite: Callable[..., Any]) -> None:
     path, made = rewrite(quant)
     checkpoint = open_checkpoint(str(path))
@@ -76,7 +80,7 @@ def test_values_are_those_of_the_gguf_library(quant: str, rewrite: Callable[...,
         assert checkpoint.quant(name) == quant
 
 
-@pytest.mark.parametrize("quant", FILE_BLOCKS)
+@pytest.mark.parametrize("quant", LIBRARY_QUANTS)
 def test_a_model_of_one_format_loads_and_runs(
     quant: str, rewrite: Callable[..., Any], run_logits: Callable[..., torch.Tensor]
 ) -> None:
@@ -100,7 +104,7 @@ def test_a_model_of_one_format_loads_and_runs(
     assert experts.device_bytes >= kept
 
 
-@pytest.mark.parametrize("quant", FILE_BLOCKS)
+@pytest.mark.parametrize("quant", LIBRARY_QUANTS)
 def test_every_matrix_in_a_format_computes_as_decoded(
     quant: str, rewrite: Callable[..., Any], run_logits: Callable[..., torch.Tensor], tmp_path: Path
 ) -> None:
@@ -137,3 +141,23 @@ def test_rows_that_are_not_whole_blocks_are_refused(quant: str, make_gguf: Calla
     words = rf"'{name.decode()}': a row of 48 is not a multiple of the {quant} block of {FILE_BLOCKS[quant][0]}"
     with pytest.raises(CheckpointError, match=rf"odd.gguf: tensor {words}"):
         load_model(str(path))
+
+
+@pytest.mark.parametrize(("type_id", "quant"), [(41, "Q1_0"), (42, "Q2_0"), (42, "Q2_0_128")])
+def test_codes_of_one_and_two_bits_equal_their_formula(type_id: int, quant: str) -> None:
+    """Q1_0 is d for a bit that is set, else -d. Q2_0 is d * (code - 1), for 64 columns, or for 128 in a fork."""
+    columns, size = FILE_BLOCKS[quant]
+    blocks = np.random.default_rng(3).integers(0, 256, (2, 6 * 256 // columns, size), np.uint8)
+    blocks[..., 1] = 0x2C  # scales of about 0.06
+    shape, one = (6, 256), blocks[0].size
+    infos = [TensorInfo("a", shape, type_id, 0), TensorInfo("b", shape, type_id, one)]
+    tensors = _file_tensors(Path("file"), [GgufHeader(Path("file"), {}, infos, blocks.reshape(-1))])
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
+    bits = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").astype(np.float32)
+    codes = bits * 2 - 1 if quant == "Q1_0" else bits[..., ::2] + bits[..., 1::2] * 2 - 1
+    for name, expected in zip("ab", (scales * codes).reshape(2, 6, 256), strict=True):
+        assert tensors[name].quant == quant
+        loaded = requantise_matrix(tensors[name].packed_matrix())
+        assert loaded.quant == "Q4_0"
+        np.testing.assert_array_equal(tensors[name].decode(torch.float32).numpy(), expected)
+        np.testing.assert_array_equal(decode_rows(loaded.data, "Q4_0", 256), expected)

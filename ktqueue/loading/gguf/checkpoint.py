@@ -1,6 +1,7 @@
 """Opens a GGUF model, one file or all parts of a split one: the config from metadata, tensors by transformers name."""
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from ktqueue.loading.gguf.linear import adapt_linear_tensors
 from ktqueue.loading.gguf.metadata import config_from_metadata, multi_token_layers
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, longrope_parameters
 from ktqueue.loading.single_experts import stack_experts
-from ktqueue.loading.weight_formats import Bytes
+from ktqueue.loading.weight_formats import Bytes, tensor_bytes
 from ktqueue.operators.packed import ExpertWeights
 
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -107,11 +108,17 @@ def build_checkpoint(
 def _file_tensors(path: Path, parts: list[GgufHeader]) -> dict[str, CheckpointTensor]:
     tensors: dict[str, CheckpointTensor] = {}
     for part in parts:
+        ends = [*sorted(info.offset for info in part.tensors), part.data.size]
         for info in part.tensors:
             if info.name in tensors:
                 raise CheckpointError(f"{path}: tensor {info.name!r} is in two parts")
+            quant = type_name(info.type_id)
+            if quant == "Q2_0" and info.shape[-1] % 128 == 0:
+                end = ends[bisect_right(ends, info.offset)] if info.offset < part.data.size else 0
+                if end - info.offset < tensor_bytes(quant, info.shape):
+                    quant = "Q2_0_128"  # of a fork, in less space
             tensors[info.name] = CheckpointTensor.from_file(
-                part.path, info.name, type_name(info.type_id), info.shape, info.offset, part.data
+                part.path, info.name, quant, info.shape, info.offset, part.data
             )
     return tensors
 

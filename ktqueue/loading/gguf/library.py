@@ -9,6 +9,7 @@ from ktqueue.loading.weight_formats import Bytes, Floats
 
 WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # those of our formats that the library can quantise
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+_Q2_0 = 42  # a type of llama.cpp that the library lacks
 _SPELLINGS = (
     ("e_score_correction_bias", "e_score_correction.bias"),
     ("gate.moe_statics.", "moe_statics."),
@@ -72,6 +73,8 @@ def split_expert_name(name: str) -> tuple[str, str] | None:
 
 def type_name(type_id: int) -> str:
     """Return the name of ggml's tensor type number, such as `Q4_K`. An unknown number gives `type 99`."""
+    if type_id == _Q2_0:
+        return "Q2_0"
     try:
         return str(gguf.GGMLQuantizationType(type_id).name)
     except ValueError:
