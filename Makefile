@@ -110,10 +110,13 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test installed mutations soak fleet parity clients sanitize fuzz
+.PHONY: test compiled installed mutations soak fleet parity clients sanitize fuzz
 # Two processes, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+compiled: $(VENV)/dev.stamp ## Triton kernels compile for an H200, without a GPU
+	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m compiled tests/operators/gpu $(ARGS)
 
 installed: $(VENV)/dev.stamp ## Wheels, and every block of README and docs as printed, with ktqueue installed from its wheels
 	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m installed $(ARGS)

@@ -1,5 +1,6 @@
 """Random packed weights for expert layers, their decoded values, and the threads of the kernels."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -52,14 +53,20 @@ def make_weights(random_weights: RandomWeights) -> MakeWeights:
     return make
 
 
+@functools.lru_cache(64)
+def _decoded(quant: str, stored: bytes) -> torch.Tensor:
+    """Decode weights once for all the steps of a test: this takes longer than the kernels and their twin."""
+    return torch.from_numpy(values_of(quant, np.frombuffer(stored, np.uint8)).astype(np.float64))
+
+
 @pytest.fixture
 def exact() -> Exact:
     """The values of packed weights, decoded by others, in float64."""
 
     def dequantize(quant: str, data: Bytes, count: int) -> torch.Tensor:
-        values = values_of(quant, data)
+        values = _decoded(quant, data.tobytes())
         assert len(values) == count
-        return torch.from_numpy(values.astype(np.float64))
+        return values
 
     return dequantize
 

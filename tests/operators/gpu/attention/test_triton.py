@@ -109,6 +109,7 @@ def test_splits_keep_the_processors_busy() -> None:
     assert split_count(1, 4, 64, 132) == 2
 
 
+@pytest.mark.compiled
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """The interpreter accepts what the compiler refuses."""
     names = {"_decode_split", "_decode_join", "_prefill_tile", "_latent_split", "_expanded_tile", "_index_scores"}

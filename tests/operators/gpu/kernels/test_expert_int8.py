@@ -149,6 +149,7 @@ def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Byt
     assert torch.equal(run(x.bfloat16(), floats), run(x.bfloat16(), floats, exact=True))
 
 
+@pytest.mark.compiled
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     few = ["_prepare_kernel", "_experts_kernel", "_experts_kernel"]
     fetching = ["_divide_kernel", "_fetch_kernel"]

@@ -39,6 +39,7 @@ def test_shapes_that_do_not_fit_are_refused(qkv: Callable[..., dict[str, Any]]) 
         qk_norm_rope_append(**qkv() | {"sine": torch.zeros(64, 4)})
 
 
+@pytest.mark.compiled
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """What the CPU has just written is read past the caches. (Triton drops a cache_modifier of ".cv" silently.)"""
     names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
