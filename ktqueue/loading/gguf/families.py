@@ -81,8 +81,6 @@ _ERNIE = (
     MetadataField("moe_layer_interval", "interleave_moe_layer_step", required=False, absent=1),
 )
 _GRANITE = (
-    *_COMMON,
-    MetadataField("num_local_experts", EXPERT_KEY, aliases=("num_experts",)),
     _WIDTH,
     MetadataField("attention_multiplier", "attention.scale", float),
     MetadataField("embedding_multiplier", "embedding_scale", float),
@@ -97,6 +95,7 @@ _HUNYUAN = (
     _HEAD_DIM,
 )
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_HUNYUAN_NORMS = ("self_attn.query_layernorm", "self_attn.key_layernorm")
 _SHARED_EXPERTS = tuple(f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
 _LATENT_MODULES = (
     *_NORMS,
@@ -192,6 +191,17 @@ FAMILIES = (
         latent=True,
         sigmoid=True,
     ),
+    ModelFamily(  # read as DeepSeek-V3, whose arithmetic is the same
+        architecture="deepseek2",
+        model_type="glm4_moe_lite",
+        class_name="Glm4MoeLiteForCausalLM",
+        fields=_LATENT,
+        layer_modules=_LATENT_MODULES,
+        layer_tensors=("mlp.gate.e_score_correction_bias",),
+        implied={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+        latent=True,
+        sigmoid=True,
+    ),
     ModelFamily(
         architecture="glm4moe",
         model_type="glm4_moe",
@@ -248,8 +258,7 @@ FAMILIES = (
         layer_modules=(
             *_NORMS,
             *_ATTENTION,
-            "self_attn.query_layernorm",
-            "self_attn.key_layernorm",
+            *_HUNYUAN_NORMS,
             "mlp.gate.wg",
             *_EXPERTS[1:],
             *(f"mlp.shared_mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
@@ -280,7 +289,7 @@ FAMILIES = (
         architecture="granitemoe",
         model_type="granitemoe",
         class_name="GraniteMoeForCausalLM",
-        fields=_GRANITE,
+        fields=(*_COMMON, MetadataField("num_local_experts", EXPERT_KEY, aliases=("num_experts",)), *_GRANITE),
         layer_modules=(
             *_NORMS,
             *_ATTENTION,
@@ -289,6 +298,39 @@ FAMILIES = (
         ),
         implied={"hidden_act": "silu", "attention_bias": False},
         permuted=True,
+    ),
+    ModelFamily(
+        architecture="granite",
+        model_type="granite",
+        class_name="GraniteForCausalLM",
+        fields=(*_DENSE, *_GRANITE),
+        layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
+        implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        permuted=True,
+    ),
+    ModelFamily(
+        architecture="ernie4_5",
+        model_type="ernie4_5",
+        class_name="Ernie4_5ForCausalLM",
+        fields=(*_DENSE, _WIDTH, _HEAD_DIM),
+        layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
+        implied={"hidden_act": "silu", "use_bias": False},
+    ),
+    ModelFamily(
+        architecture="seed_oss",
+        model_type="seed_oss",
+        class_name="SeedOssForCausalLM",
+        fields=(*_DENSE, _WIDTH, _HEAD_DIM),
+        layer_modules=(*_NORMS, *_ATTENTION, *_MLP),
+        implied={"hidden_act": "silu", "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+    ),
+    ModelFamily(
+        architecture="hunyuan-dense",
+        model_type="hunyuan_v1_dense",
+        class_name="HunYuanDenseV1ForCausalLM",
+        fields=(*_DENSE, _WIDTH, _HEAD_DIM),
+        layer_modules=(*_NORMS, *_ATTENTION, *_HUNYUAN_NORMS, *_MLP),
+        implied={"hidden_act": "silu", "attention_bias": False},
     ),
     ModelFamily(
         architecture="qwen3",

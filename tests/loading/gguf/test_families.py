@@ -11,6 +11,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
+from ktqueue.loading.load import load_model
 
 Parts = tuple[dict[str, Any], dict[str, CheckpointTensor]]
 
@@ -115,3 +116,15 @@ def test_windows_that_gguf_does_not_imply_are_not_written(make_model: Callable[.
     folder = make_model("gpt_oss", layer_types=["full_attention", "full_attention"])
     with pytest.raises(CheckpointError, match="GGUF's gpt-oss cannot express layer_types"):
         convert(folder, tmp_path / "file.gguf", experts="f32", dense="f32")
+
+
+@pytest.mark.parametrize("model_type", ["granite", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "glm4_moe_lite"])
+def test_logits_of_files_equal_transformers(
+    model_type: str,
+    make_model: Callable[..., Path],
+    make_gguf: Callable[..., Path],
+    assert_equals_transformers: Callable[..., None],
+) -> None:
+    """GLM-4.7-Flash has the architecture of DeepSeek-V3 in files."""
+    model = load_model(str(make_gguf(model_type=model_type)))
+    assert_equals_transformers(model, make_model(model_type))
