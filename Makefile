@@ -111,9 +111,9 @@ demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from
 	@$(BIN)/ktqueue demo $(ARGS)
 
 .PHONY: test compiled installed mutations soak fleet parity clients sanitize fuzz
-# Two processes, each with whole files: many tests wait for others' processes, and fixtures serve a file.
+# Three processes on two cores, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 compiled: $(VENV)/dev.stamp ## Triton kernels compile for an H200, without a GPU
 	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m compiled tests/operators/gpu $(ARGS)

@@ -223,7 +223,7 @@ async def eventually(holds: Any, within: float = 10.0) -> None:
 
 @pytest.mark.timeout(300)
 async def test_hundreds_of_jobs_end_once_each(start_stack: Any, redis_url: str) -> None:
-    crowd = await run(start_stack, redis_url, jobs=400, workers=1, kills=False)
+    crowd = await run(start_stack, redis_url, jobs=200, workers=1, kills=False)
     assert len(crowd.habits) == 7
     assert set(crowd.ends.values()) == TERMINAL
 

@@ -152,10 +152,10 @@ def drawn(logits: np.ndarray, rows: SamplingRows, candidates: int) -> tuple[np.n
 @pytest.mark.parametrize(
     "settings", [{}, {"min_p": 0.01}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.97}]
 )
-def test_thousands_of_rows(settings: Any) -> None:
+def test_a_thousand_rows(settings: Any) -> None:
     """With a large vocabulary. No draw of these seeds is near enough to a border for rounding to change it."""
     noise = np.random.default_rng(len(settings))
-    count, vocab = 2000, 4001
+    count, vocab = 1000, 4001
     logits = (noise.normal(size=(count, vocab)) * 2.5).astype(np.float32)
     each = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
     rows = SamplingRows(
