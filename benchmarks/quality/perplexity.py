@@ -24,8 +24,8 @@ from benchmarks.quality import accuracy
 from benchmarks.results import write
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
-from ktqueue.loading.gguf.library import WRITABLE, quantize
 from ktqueue.loading.gguf.writer import GgufWriter
+from ktqueue.loading.quantize import WRITABLE, quantize
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats, row_bytes
 

@@ -11,6 +11,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/weights.h"
+#include "formats/quantize.h"
 #include "isa/ladder.h"
 #include "model/paged_attention.h"
 #include "model/token_masks.h"
@@ -30,6 +31,22 @@ void bound_dequantize(const std::string& quant, const ReadOnly& packed, const Wr
     require<uint8_t>(packed, "data", {static_cast<int64_t>(bytes)});
     nb::gil_scoped_release release;
     dequantize_kernel(kind)(data<uint8_t>(packed), count, data<float>(out));
+}
+
+void bound_quantize(const std::string& quant, const ReadOnly& values, const std::optional<ReadOnly>& importance,
+                    const Writable& out) {
+    const Quantizer& quantizer = find_quantizer(quant);
+    require<float>(values, "values", {kAny, kAny});
+    const size_t rows = values.shape(0), columns = values.shape(1);
+    if (columns % quantizer.block_weights)
+        throw std::invalid_argument("row length must be a multiple of " + std::to_string(quantizer.block_weights) +
+                                    " weights for " + quant + ", got " + std::to_string(columns));
+    if (importance) require<float>(*importance, "importance", {static_cast<int64_t>(columns)});
+    const size_t bytes = columns / quantizer.block_weights * quantizer.block_bytes;
+    require<uint8_t>(out, "out", {static_cast<int64_t>(rows), static_cast<int64_t>(bytes)});
+    nb::gil_scoped_release release;
+    quantize(quantizer, data<float>(values), rows, columns, importance ? data<float>(*importance) : nullptr,
+             data<uint8_t>(out));
 }
 
 void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly& value, const Writable& cache_keys,
@@ -139,6 +156,8 @@ NB_MODULE(_kernels, module) {
         "row_bytes", [](const std::string& quant, size_t columns) { return row_bytes(parse_quant(quant), columns); },
         nb::arg("quant"), nb::arg("columns"));
     module.def("dequantize", &bound_dequantize, nb::arg("quant"), nb::arg("data"), nb::arg("out"));
+    module.def("quantize", &bound_quantize, nb::arg("quant"), nb::arg("values"), nb::arg("importance").none(),
+               nb::arg("out"));
     module.def("paged_attention", &bound_attention, nb::arg("query"), nb::arg("key"), nb::arg("value"),
                nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),
                nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("sliding_window"),

@@ -19,8 +19,32 @@ class Quantization(StrEnum):
     F16 = "f16"
     BF16 = "bf16"
     Q8_0 = "q8_0"
+    Q6_K = "q6_k"
+    Q5_K = "q5_k"
+    Q5_1 = "q5_1"
+    Q5_0 = "q5_0"
+    Q4_K = "q4_k"
+    Q4_1 = "q4_1"
     Q4_0 = "q4_0"
+    IQ4_NL = "iq4_nl"
+    IQ4_XS = "iq4_xs"
     MXFP4 = "mxfp4"
+    Q3_K = "q3_k"
+    Q2_K = "q2_k"
+
+
+class Mixture(StrEnum):
+    """Mixes of weight types, by llama.cpp's names."""
+
+    Q6_K = "q6_k"
+    Q5_K_M = "q5_k_m"
+    Q5_K_S = "q5_k_s"
+    Q4_K_M = "q4_k_m"
+    Q4_K_S = "q4_k_s"
+    IQ4_NL = "iq4_nl"
+    IQ4_XS = "iq4_xs"
+    Q3_K_M = "q3_k_m"
+    Q2_K = "q2_k"
 
 
 def convert(
@@ -40,12 +64,16 @@ def convert(
     dense: Annotated[
         Quantization | None, typer.Option("--dense", help="Type of all other matrices.", show_default="f16")
     ] = None,
+    mix: Annotated[
+        Mixture | None,
+        typer.Option("--type", help="Mix of types for all matrices, by llama.cpp's name, instead of the two above."),
+    ] = None,
     layers: Annotated[
         int | None, typer.Option("--layers", help="Layers of a synthetic model.", min=1, show_default="the shape's")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.gguf if it exists.")] = False,
 ) -> None:
-    """Convert a Hugging Face model to GGUF. Experts and dense weights each have their own type."""
+    """Convert a Hugging Face model to GGUF: in a mix of types (--type), or experts and dense weights in their own."""
     from ktqueue.cli.terminal.console import notes
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.loading.convert import convert as convert_model
@@ -55,8 +83,12 @@ def convert(
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
     is_synthetic = source.startswith(SYNTHETIC_PREFIX)
-    if is_synthetic and (experts or dense):
-        raise UsageFault("--experts and --dense cannot be used with a synthetic model: its name says the quantisation")
+    if is_synthetic and (experts or dense or mix):
+        raise UsageFault(
+            "--type, --experts and --dense cannot be used with a synthetic model: its name says the quantisation"
+        )
+    if mix and (experts or dense):
+        raise UsageFault("--type sets the types of all matrices: leave out --experts and --dense")
     if layers and not is_synthetic:
         raise UsageFault("--layers can be used only with a synthetic model")
     folder = Path() if is_synthetic else Path(on_this_machine(EngineConfig(model=source), say).model)
@@ -65,6 +97,8 @@ def convert(
     with Bar("converting") as bar:
         if is_synthetic:
             write_synthetic(source, target, layers=layers, progress=bar.update)
+        elif mix:
+            convert_model(folder, target, mix=mix.value, progress=bar.update)
         else:
             types = {"experts": (experts or Quantization.Q4_0).value, "dense": (dense or Quantization.F16).value}
             convert_model(folder, target, **types, progress=bar.update)

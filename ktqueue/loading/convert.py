@@ -5,7 +5,7 @@ most one packed tensor and one float32 matrix are in memory.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
 from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_model_type
-from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, WRITABLE, TensorNameMap, quantize
+from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, TensorNameMap
 from ktqueue.loading.gguf.metadata import metadata_from_config
+from ktqueue.loading.gguf.mixes import BASES, Mix, fitting_format
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
 from ktqueue.loading.gguf.vocabulary import to_metadata
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.load import build_checked_skeleton
+from ktqueue.loading.quantize import WRITABLE, quantize
 from ktqueue.loading.tokenizer.files import vocabulary_of_folder
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
-from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats
+from ktqueue.loading.weight_formats import Bytes, Floats
 from ktqueue.operators.packed import PackedExperts
 
 
@@ -46,23 +48,26 @@ def convert(
     source: Path,
     target: Path,
     *,
-    experts: str,
+    experts: str = "",
     dense: str = "f16",
+    mix: str = "",
     name: str | None = None,
     license: str | None = None,  # noqa: A002  (the name of the metadata key)
     progress: Progress | None = None,
 ) -> None:
     """Convert the model in the folder `source` and write it to `target`.
 
-    `experts` and `dense` are the formats of expert matrices and of other matrices: f32, f16, bf16, q4_0, q8_0 or mxfp4.
-    Norms, biases and routers stay f32. A matrix whose rows are not a whole number of blocks becomes f16. Raises
+    `experts` and `dense` are the formats of expert matrices and of other matrices, of WRITABLE. `mix`, one of
+    `mixes.BASES`, sets the format of each matrix instead, as llama.cpp does. Norms, biases and routers stay f32. A
+    matrix whose rows are not a whole number of blocks gets the format that `fitting_format` names. Raises
     CheckpointError that names what cannot be converted. `target` appears only if no error is raised.
     """
-    types = {"experts": experts.upper(), "dense": dense.upper()}
+    types = {"mix": mix.upper()} if mix else {"experts": experts.upper(), "dense": dense.upper()}
     for role, quant in types.items():
-        if quant not in WRITABLE:
-            known = ", ".join(WRITABLE).lower()
-            raise CheckpointError(f"cannot write {role} as {quant.lower()}; known: {known}", param=role)
+        if quant not in (known := BASES if mix else WRITABLE):
+            raise CheckpointError(
+                f"cannot write {role} as {quant.lower()}; known: {', '.join(known).lower()}", param=role
+            )
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
@@ -77,7 +82,10 @@ def convert(
     metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_output_tensors(checkpoint, family, config, types))
-    with GgufWriter(target, family.architecture, types["experts" if family.has_experts else "dense"]) as writer:
+    if mix:
+        outputs = _mixed(outputs, Mix.of_model(types["mix"], config, [output.name for output in outputs]))
+    file_type = types.get("mix") or types["experts" if family.has_experts else "dense"]
+    with GgufWriter(target, family.architecture, file_type) as writer:
         writer.add_metadata(metadata)
         writer.write_all(outputs, lambda output: _packed(checkpoint, output), progress)
     checkpoint.close()
@@ -113,22 +121,38 @@ def _output_tensors(
         if name.endswith(ROW_VECTORS):
             shape = shape[1:]
         yield _OutputTensor(
-            find(name), "F32" if in_float32 else _fit(types["dense"], shape), shape, source=name, heads=heads
+            find(name),
+            "F32" if in_float32 else fitting_format(types.get("dense", "F16"), shape[-1]),
+            shape,
+            source=name,
+            heads=heads,
         )
     for module in modules:
         weights = checkpoint.experts(module)
         for part, stack in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
             shape = (len(stack.data), stack.rows, stack.columns)
-            yield _OutputTensor(find(f"{module}.{part}_proj.weight"), _fit(types["experts"], shape), shape, stack=stack)
+            quant = fitting_format(types.get("experts", "F16"), stack.columns)
+            yield _OutputTensor(find(f"{module}.{part}_proj.weight"), quant, shape, stack=stack)
             if stack.bias is not None:
                 yield _OutputTensor(find(f"{module}.{part}_proj.bias"), "F32", stack.bias.shape, values=stack.bias)
 
 
-def _fit(quant: str, shape: tuple[int, ...]) -> str:
-    return "F16" if shape[-1] % BLOCKS[quant][0] else quant
+def _mixed(outputs: list[_OutputTensor], mix: Mix) -> list[_OutputTensor]:
+    """Return the tensors with the formats of the mix. Those in float32 stay so."""
+    return [
+        output if output.quant == "F32" else replace(output, quant=mix.format_of(output.name, output.shape[-1]))
+        for output in outputs
+    ]
 
 
 def _packed(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
+    try:
+        return _quantized(checkpoint, output)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: tensor {output.name!r} as {output.quant}: {error}") from error
+
+
+def _quantized(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
     if output.values is not None:
         return quantize(output.values.reshape(-1, output.values.shape[-1]), output.quant)
     if output.stack is None:

@@ -164,6 +164,18 @@ def dequantize(quant: str, data: Bytes, count: int) -> Floats:
     return out
 
 
+def quantize(quant: str, values: Floats, row_size: int, importance: Floats | None = None) -> Bytes:
+    """Quantise [rows, columns] float32 to [rows, row_size] bytes with the least weighted squared error.
+
+    `importance` [columns] float32: how much the error of each column counts; None: alike. csrc/formats/quantize.h has
+    the weights. All threads of the pool work, and the bytes do not depend on their number. Raises ValueError if rows
+    are not whole blocks of `row_size` bytes, `quant` is unknown, or a value is not between -65504 and 65504.
+    """
+    out = np.empty((values.shape[0], row_size), np.uint8)
+    _kernels.quantize(quant, np.ascontiguousarray(values, np.float32), importance, out)
+    return out
+
+
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return a CPU tensor's memory as numpy, without its gradient."""
     array: npt.NDArray[Any] = (tensor.detach() if tensor.requires_grad else tensor).numpy()

@@ -13,6 +13,7 @@ from rope_parameters import LLAMA3_ROPE
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.gguf.mixes import Mix
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
@@ -62,6 +63,37 @@ def test_rows_that_are_not_whole_blocks_become_f16(make_model: Callable[..., Pat
     assert types["blk.0.ffn_down_exps.weight"] == 1  # F16
     assert types["blk.0.ffn_up_exps.weight"] == 2  # Q4_0
     load_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_mix_gives_some_tensors_more_bits(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Rows of 256 are whole K blocks; those of 32, the width of experts, get other formats, as in llama.cpp."""
+    folder, target = make_model(hidden_size=256, num_hidden_layers=4), tmp_path / "model.gguf"
+    convert(folder, target, mix="q4_k_m")
+    header = read_header(target)
+    assert header.metadata["general.file_type"] == int(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    types = {info.name: gguf.GGMLQuantizationType(info.type_id).name for info in header.tensors}
+    assert types["output.weight"] == "Q6_K" and types["token_embd.weight"] == "Q4_K"
+    assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
+    parts = ("attn_v", "Q8_0", "Q8_0"), ("ffn_down_exps", "Q5_0", "Q8_0"), ("attn_q", "Q4_K", "Q4_K")
+    for part, early, late in parts:
+        assert [types[f"blk.{layer}.{part}.weight"] for layer in range(4)] == [early, early, late, late]
+    load_model(str(target))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "formats"),
+    [
+        ("Q4_K_M", "attn_v", "64464466"),
+        ("Q4_K_S", "ffn_down_exps", "54444444"),
+        ("Q3_K_M", "attn_v", "55444444"),
+        ("Q2_K", "ffn_down", "33333333"),
+    ],
+)
+def test_layers_with_more_bits_are_those_of_llama_cpp(name: str, tensor: str, formats: str) -> None:
+    mix = Mix(name, layers=8, experts=64, shared_values=2, value_layers=tuple(range(8)), has_output=True)
+    found = [mix.format_of(f"blk.{layer}.{tensor}.weight", 512) for layer in range(8)]
+    assert found == [f"Q{bits}_K" for bits in formats]
+    assert mix.format_of("blk.0.attn_q.weight", 40) == "F16"
 
 
 @pytest.mark.parametrize(("model_type", "heads"), [("llama", 4), ("mixtral", 4)])
@@ -184,9 +216,9 @@ def test_a_failed_conversion_leaves_no_file(tiny: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("types", [{"experts": "q4_k"}, {"experts": "f16", "dense": "int8"}])
+@pytest.mark.parametrize("types", [{"experts": "iq2_xs"}, {"experts": "f16", "dense": "int8"}, {"mix": "q4_k"}])
 def test_types_that_cannot_be_written_are_refused(types: dict[str, str], tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot write .*; known: f32, f16, bf16, q4_0, q8_0, mxfp4"):
+    with pytest.raises(CheckpointError, match=r"cannot write (experts|dense|mix) as .*; known: .*q2_k"):
         convert(tiny, tmp_path / "model.gguf", **types)  # type: ignore[arg-type]
 
 

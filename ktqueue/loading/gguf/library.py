@@ -1,13 +1,10 @@
-"""What the gguf library knows: names of tensors in transformers and in GGUF, ggml's tensor types, and quantisers."""
+"""What the gguf library knows: names of tensors in transformers and in GGUF, and ggml's tensor types."""
 
 import gguf
-import numpy as np
 
 from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import MODEL_MODULES
-from ktqueue.loading.weight_formats import Bytes, Floats
 
-WRITABLE = ("F32", "F16", "BF16", "Q4_0", "Q8_0", "MXFP4")  # those of our formats that the library can quantise
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _Q2_0 = 42  # a type of llama.cpp that the library lacks
 _SPELLINGS = (
@@ -79,10 +76,3 @@ def type_name(type_id: int) -> str:
         return str(gguf.GGMLQuantizationType(type_id).name)
     except ValueError:
         return f"type {type_id}"
-
-
-def quantize(values: Floats, quant: str) -> Bytes:
-    """Quantise [rows, columns] float32 to [rows, bytes per row]. `quant` is one of WRITABLE."""
-    packed = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), gguf.GGMLQuantizationType[quant])
-    result: Bytes = np.ascontiguousarray(packed).view(np.uint8).reshape(values.shape[0], -1)
-    return result

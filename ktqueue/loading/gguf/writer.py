@@ -20,8 +20,12 @@ _FILE_TYPES = {
     "Q2_K": gguf.LlamaFileType.MOSTLY_Q2_K,
     "Q3_K": gguf.LlamaFileType.MOSTLY_Q3_K_M,
     "Q4_K": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "Q3_K_M": gguf.LlamaFileType.MOSTLY_Q3_K_M,
+    "Q4_K_S": gguf.LlamaFileType.MOSTLY_Q4_K_S,
     "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
     "Q5_K": gguf.LlamaFileType.MOSTLY_Q5_K_M,
+    "Q5_K_S": gguf.LlamaFileType.MOSTLY_Q5_K_S,
+    "Q5_K_M": gguf.LlamaFileType.MOSTLY_Q5_K_M,
     "Q6_K": gguf.LlamaFileType.MOSTLY_Q6_K,
     "IQ4_NL": gguf.LlamaFileType.MOSTLY_IQ4_NL,
     "IQ4_XS": gguf.LlamaFileType.MOSTLY_IQ4_XS,
@@ -35,6 +39,7 @@ _FILE_TYPES = {
     "IQ1_M": gguf.LlamaFileType.MOSTLY_IQ1_M,
     "NVFP4": gguf.LlamaFileType.MOSTLY_NVFP4,
     "Q4_1": gguf.LlamaFileType.MOSTLY_Q4_1,
+    "Q5_0": gguf.LlamaFileType.MOSTLY_Q5_0,
     "Q5_1": gguf.LlamaFileType.MOSTLY_Q5_1,
 }
 

@@ -16,11 +16,11 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor, Progress
 from ktqueue.loading.gguf.checkpoint import MAX_LAYERS, build_checkpoint
 from ktqueue.loading.gguf.families import family_of_model_type
-from ktqueue.loading.gguf.library import quantize
 from ktqueue.loading.gguf.metadata import metadata_from_config
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, to_metadata
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX
+from ktqueue.loading.quantize import quantize
 from ktqueue.loading.synthetic.random_blocks import GROUP, random_blocks
 from ktqueue.loading.synthetic.shapes import MIX, SHAPES, SyntheticTensor, tensors_of
 from ktqueue.loading.weight_formats import BLOCKS, FOLDER_FORMATS, Bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ktqueue.loading.gguf.library import quantize
+from ktqueue.loading.quantize import quantize
 from ktqueue.loading.weight_formats import Bytes
 
 GROUP = 32  # elements per block in formats without blocks
