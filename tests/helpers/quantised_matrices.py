@@ -119,6 +119,22 @@ def awq(group: int) -> Callable[[int, int, torch.Generator], tuple[Tensors, torc
     return make
 
 
+def nvfp4(*, modelopt: bool) -> Callable[[int, int, torch.Generator], tuple[Tensors, torch.Tensor]]:
+    """NVFP4: a scale for 16 columns, and one for the matrix, which compressed-tensors divides by."""
+    names = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+    def make(rows: int, columns: int, noise: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        codes = torch.randint(0, 16, (rows, columns), generator=noise, dtype=torch.uint8)
+        scales = (torch.rand(rows, columns // 16, generator=noise) * 400).to(torch.float8_e4m3fn)
+        whole = torch.tensor(3e-5) if modelopt else torch.tensor([33_333.0])
+        parts = {names[0]: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, names[1]: whole}
+        factors = scales.float() * whole if modelopt else scales.float() / whole
+        return parts, torch.cat([numbers, -numbers])[codes.int()] * factors.repeat_interleave(16, 1)
+
+    return make
+
+
 def compressed(layout: str, kind: str, bits: int, **weights: Any) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": {"type": kind, "num_bits": bits, **weights}, "input_activations": None}
@@ -152,6 +168,8 @@ SCHEMES = {
         {**_GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, "UINT4", gptq(4, 64, sym=False, stored_less=0)
     ),
     "gptq int8": Scheme({**_GPTQ, "bits": 8}, "Q8_0", gptq(8, 64, sym=True)),
+    "compressed nvfp4": Scheme(compressed("nvfp4-pack-quantized", "float", 4), "F32", nvfp4(modelopt=False)),
+    "modelopt nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "F32", nvfp4(modelopt=True)),
     "awq": Scheme({"quant_method": "awq", "bits": 4, "version": "gemm"}, "UINT4", awq(32)),
 }
 """Each layout that is read, by a name of the tests'."""

@@ -11,8 +11,8 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 
 SUPPORTED = (
-    "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4), GPTQ and AWQ in 4 bits, "
-    "MXFP4 of gpt-oss, and GGUF files"
+    "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4), GPTQ and AWQ in 4 bits, "
+    "NVFP4 of ModelOpt, MXFP4 of gpt-oss, and GGUF files"
 )
 _METHODS = {
     "awq": "AWQ",
@@ -33,16 +33,16 @@ _MXFP4 = ("mxfp4", "gpt_oss")
 """The method whose tensors are a part of gpt-oss's layout, and its model type."""
 _KEYS = ("quantization_config", "compression_config")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized")
-_PACKED = "pack-quantized"
+_PACKED, _NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """How the tensors of quantised weights are stored.
 
-    method: fp8, compressed-tensors, gptq or awq. block: rows and columns of weights that share a scale, if the config
-    states them. bits: of a code of GPTQ. symmetric: GPTQ's zero points are all half of the codes. zero_offset: GPTQ's
-    zero points are stored less this.
+    method: fp8, compressed-tensors, nvfp4 (ModelOpt's), gptq or awq. block: rows and columns of weights that share a
+    scale, if the config states them. bits: of a code of GPTQ. symmetric: GPTQ's zero points are all half of the codes.
+    zero_offset: GPTQ's zero points are stored less this.
     """
 
     method: str
@@ -87,6 +87,8 @@ def _read(name: str, value: Mapping[str, Any]) -> Quantisation | str | None:
         stated = value.get("weight_block_size")
         block = _block(stated)
         return f"weight_block_size {stated!r}" if stated is not None and block is None else Quantisation("fp8", block)
+    if name == "modelopt" and value.get("quant_algo") == "NVFP4":
+        return Quantisation("nvfp4")
     if name == "compressed-tensors":
         return _read_compressed(value)
     if name == "gptq":
@@ -125,8 +127,9 @@ def _read_compressed(value: Mapping[str, Any]) -> Quantisation | str:
         if not isinstance(weights, Mapping):
             continue
         kind = (weights.get("type"), weights.get("num_bits"))
-        known = kind in (("int", 4), ("int", 8)) if layout == _PACKED else kind in (("float", 8), ("int", 8))
-        if layout not in (*_COMPRESSED_FORMATS, _PACKED) or not known:
+        kinds = {_PACKED: (("int", 4), ("int", 8)), _NVFP4: (("float", 4),)}
+        known = kind in kinds.get(str(layout), (("float", 8), ("int", 8)))
+        if layout not in (*_COMPRESSED_FORMATS, *kinds) or not known:
             return f"format {layout!r} with {kind[0]} of {kind[1]} bits"
         block = _block(weights.get("block_structure")) or block
     sparsity = value.get("sparsity_config")

@@ -18,6 +18,8 @@ _Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
 _FP8 = np.dtype([("d", "<f4"), ("q", "u1", 128)])
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each of the eight nibbles of a word, lowest first. Source: AutoAWQ's pack_awq."""
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FLOAT4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _HALF_STEP = 2.0**-25
 """The largest error of a half below 2^-14."""
 
@@ -95,6 +97,15 @@ def float8_values(codes: Bytes) -> Floats:
 def float8_floats(numbers: Bytes, scales: Floats) -> Bytes:
     """Return numbers in float8_e4m3fn, with scales, both [rows, columns], as F32."""
     return (float8_values(numbers) * scales).reshape(-1).view(np.uint8)
+
+
+def float4_floats(codes: Bytes, scales: Floats) -> Bytes:
+    """Return numbers of float4_e2m1 [rows, columns] by their codes, with scales [rows, columns / 16], as F32.
+
+    The lower three bits of a code are a magnitude, the highest is its sign. Source: OCP Microscaling Formats 1.0.
+    """
+    by_column = np.repeat(scales, codes.shape[1] // scales.shape[1], 1)
+    return (_FLOAT4[codes] * by_column).reshape(-1).view(np.uint8)
 
 
 def signed_floats(numbers: npt.NDArray[np.int8], scales: Floats) -> Bytes:

@@ -6,6 +6,9 @@ A matrix `x.weight` is stored as (rows and columns are those of the matrix, word
 - int-quantized: the same with signed bytes.
 - pack-quantized: `x.weight_packed` [rows, words] of codes along columns, `x.weight_scale` [rows, groups],
   `x.weight_shape`, and if zero points are not all half of the codes, `x.weight_zero_point` [words, groups] along rows.
+- NVFP4 of compressed-tensors: `x.weight_packed` [rows, columns / 2] of codes of float4_e2m1, the first in the lower
+  half of a byte, `x.weight_scale` [rows, columns / 16] in float8_e4m3fn, divided by the number `x.weight_global_scale`.
+- NVFP4 of ModelOpt: the same as `x.weight` and `x.weight_scale`, which is multiplied by the number `x.weight_scale_2`.
 - GPTQ: `x.qweight` [words, rows] along columns, `x.scales` [groups, rows], `x.qzeros` [groups, words] along rows, less
   one, and `x.g_idx` [columns], the group of each column. (AutoGPTQ's qlinear_cuda.py; gptq_v2 does not subtract one.)
 - AWQ: `x.qweight` [columns, words] along rows in an order of its own, `x.scales` and `x.qzeros` as GPTQ's, in the same
@@ -27,8 +30,10 @@ from ktqueue.loading.huggingface.quantised_blocks import (
     as_halves,
     awq_nibbles,
     eight_bit_blocks,
+    float4_floats,
     float8_blocks,
     float8_floats,
+    float8_values,
     four_bit_blocks,
     nibbles,
     signed_floats,
@@ -42,9 +47,16 @@ _Parts = Mapping[str, CheckpointTensor]
 _SCALES = ("weight_scale_inv", "weight_scale")
 _PACKED = ("weight_packed", "weight_scale", "weight_shape")
 _INTERLEAVED = ("qweight", "qzeros", "scales")
+_FLOAT4 = (
+    ("weight_packed", "weight_scale", "weight_global_scale"),
+    ("weight", "weight_scale", "weight_scale_2"),
+)  # fmt: skip
+_FLOAT4_GROUP = 16  # columns of NVFP4 that share a scale
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
 """Scales of activations and of a cache, which have types of our own here."""
-_NAMES = frozenset((*_SCALES, *_PACKED, *_INTERLEAVED, "weight_zero_point", "weight_g_idx", "g_idx"))
+_NAMES = frozenset(
+    (*_SCALES, *_PACKED, *_INTERLEAVED, *(name[-1] for name in _FLOAT4), "weight_zero_point", "weight_g_idx", "g_idx")
+)
 
 
 def join_quantised(
@@ -73,6 +85,10 @@ def _join(source: str, module: str, parts: _Parts, quantisation: Quantisation) -
     if "qweight" in parts and quantisation.method in ("gptq", "awq"):
         _check_names(source, module, parts, _INTERLEAVED, ("g_idx",) if quantisation.method == "gptq" else ())
         return (_from_gptq if quantisation.method == "gptq" else _from_awq)(source, module, parts, quantisation)
+    for names in _FLOAT4:
+        if names[-1] in parts:
+            _check_names(source, module, parts, names, ())
+            return _from_float4(source, module, *(parts[part] for part in names))
     if "weight_packed" in parts:
         _check_names(source, module, parts, _PACKED, ("weight_zero_point", "weight_g_idx"))
         return _from_packed(source, module, parts)
@@ -170,6 +186,31 @@ def _from_packed(source: str, module: str, parts: _Parts) -> CheckpointTensor:
 
     quant = "Q8_0" if bits == 8 else "Q4_0" if zero is None else "UINT4"
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
+
+
+def _from_float4(
+    source: str, module: str, packed: CheckpointTensor, scale: CheckpointTensor, whole: CheckpointTensor
+) -> CheckpointTensor:
+    """Return a matrix of NVFP4 as F32. whole: the scale of the whole matrix, which no format of blocks has."""
+    if packed.quant != "U8" or len(packed.shape) != 2 or packed.shape[1] * 2 % _FLOAT4_GROUP:
+        raise _refusal(source, packed, f"codes of 4 bits in U8 of a multiple of {_FLOAT4_GROUP} columns")
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    if scale.quant != "F8_E4M3" or scale.shape != (rows, columns // _FLOAT4_GROUP):
+        raise _refusal(source, scale, f"scales in F8_E4M3 {[rows, columns // _FLOAT4_GROUP]}")
+    if whole.quant != "F32" or whole.shape != (1,):
+        raise _refusal(source, whole, "one number in F32")
+
+    def convert() -> Bytes:
+        codes, number = scale.data.reshape(scale.shape), _floats(whole)[0]
+        if ((codes & 0x7F) == 0x7F).any():
+            raise CheckpointError(f"{source}: tensor {scale.name!r} has NaN")
+        if not (np.isfinite(number) and number > 0):
+            raise _refusal(source, whole, "a number above 0", f"is {number}")
+        scales = float8_values(codes)
+        is_divisor = whole.name.endswith("weight_global_scale")
+        return float4_floats(nibbles(packed.data.reshape(rows, -1)), scales / number if is_divisor else scales * number)
+
+    return CheckpointTensor(f"{module}.weight", "F32", (rows, columns), convert)
 
 
 def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:

@@ -141,6 +141,14 @@ def renamed(tensors: Tensors, **changes: torch.Tensor | None) -> None:
         ("gptq", {"qzeros": None}, "has no qzeros, but"),
         ("gptq", {"qweight": torch.ones(32, 128).int()}, r"scales' is F16 \[2, 128\], expected|differs in .* shape"),
         ("gptq", {"qzeros": torch.ones(2, 8).int()}, r"expected zero points of 4 bits in I32 \[2, 16\]"),
+        (
+            "modelopt nvfp4",
+            {"weight_scale": torch.ones(128, 8)},
+            r"F32 \[128, 8\], expected scales in F8_E4M3 \[128, 8\]",
+        ),
+        ("modelopt nvfp4", {"weight_scale_2": torch.ones(2)}, r"F32 \[2\], expected one number in F32"),
+        ("compressed nvfp4", {"weight_packed": torch.ones(128, 64)}, "expected codes of 4 bits in U8"),
+        ("compressed nvfp4", {"weight_scale": None}, "has no weight_scale, but weight_"),
         ("awq", {"g_idx": torch.ones(128).int()}, "g_idx is of no known use beside qweight, qzeros, scales"),
         ("awq", {"qweight": torch.ones(128).int()}, r"is I32 \[128\], expected words in I32 \[columns, words\]"),
     ],
@@ -171,8 +179,9 @@ def test_damaged_parts_are_refused_by_name(
         ),
         ("compressed int4", {"weight_g_idx": torch.zeros(128).int()}, "weight_g_idx.*desc_act"),
         ("fp8 blocks", {"weight": torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)}, "weight' has NaN"),
+        ("compressed nvfp4", {"weight_global_scale": torch.zeros(1)}, "is 0.0, expected a number above 0"),
     ],
-    ids=["sorted", "other zeros", "large scale", "odd scale", "also sorted", "nan"],
+    ids=["sorted", "other zeros", "large scale", "odd scale", "also sorted", "nan", "zero"],
 )
 def test_values_that_cannot_be_held_are_refused_when_they_are_read(
     name: str, changes: dict[str, torch.Tensor | None], message: str, source: Path, tmp_path: Path
@@ -201,9 +210,9 @@ def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> 
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
         ({"quant_method": "awq", "bits": 8}, "AWQ in 8 bits"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "ModelOpt"),
         ({"quant_method": "compressed-tensors"}, "without config_groups"),
-        (compressed("nvfp4-pack-quantized", "float", 4), "format 'nvfp4-pack-quantized' with float of 4 bits"),
+        (compressed("mxfp4-pack-quantized", "float", 4), "format 'mxfp4-pack-quantized' with float of 4 bits"),
         (compressed("pack-quantized", "int", 3), "format 'pack-quantized' with int of 3 bits"),
         (
             {**compressed("pack-quantized", "int", 4), "sparsity_config": {"format": "sparse-24-bitmask"}},
