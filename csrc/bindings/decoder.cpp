@@ -46,18 +46,26 @@ struct BoundLinearAttention {
 class BoundDecoder {
   public:
     BoundDecoder(size_t hidden, size_t heads, size_t kv_heads, size_t head_dim, float scaling, float epsilon,
-                 float embedding_scale, bool norm_after_rotary, const std::string& quant, const ReadOnly& embedding,
-                 const ReadOnly& norm, const BoundLinear& head, float logit_scale, const std::string& isa)
+                 float embedding_scale, bool norm_after_rotary, float score_cap, float logit_cap,
+                 const std::string& quant, const ReadOnly& embedding, const ReadOnly& norm, const BoundLinear& head,
+                 float logit_scale, const std::string& isa)
         : embedding_(embedding),
-          decoder_(
-              {hidden, {heads, kv_heads, head_dim}, scaling, epsilon, embedding_scale, logit_scale, norm_after_rotary},
-              stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
-              kernels_named(isa)) {}
+          decoder_({hidden,
+                    {heads, kv_heads, head_dim},
+                    scaling,
+                    epsilon,
+                    embedding_scale,
+                    logit_scale,
+                    norm_after_rotary,
+                    score_cap,
+                    logit_cap},
+                   stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
+                   kernels_named(isa)) {}
 
     void add_layer(const ReadOnly& attention_norm, const BoundLinear* q, const BoundLinear* k, const BoundLinear* v,
                    const BoundLinear& o, const BoundLinear* gate, const BoundLinearAttention* linear_attention,
-                   const ReadOnly& q_norm, const ReadOnly& k_norm, float clip, bool rotated, size_t sliding_window,
-                   const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
+                   const ReadOnly& q_norm, const ReadOnly& k_norm, float clip, bool rotated, size_t rotary_table,
+                   size_t sliding_window, const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
                    const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
                    size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
                    size_t groups_used, const ReadOnly& bias, float jitter, const ReadOnly& attention_out_norm,
@@ -75,6 +83,7 @@ class BoundDecoder {
             .k_norm = vector_of(k_norm, "k_norm"),
             .clip = clip,
             .rotated = rotated,
+            .rotary_table = rotary_table,
             .sliding_window = sliding_window,
             .sinks = vector_of(sinks, "sinks"),
             .mlp_norm = vector_of(mlp_norm, "mlp_norm"),
@@ -90,12 +99,12 @@ class BoundDecoder {
     }
 
     void set_rotary(const ReadOnly& cosine, const ReadOnly& sine) {
-        require<float>(cosine, "cosine", {kAny, kAny});
-        const auto positions = static_cast<int64_t>(cosine.shape(0)), half = static_cast<int64_t>(cosine.shape(1));
-        require<float>(sine, "sine", {positions, half});
+        require<float>(cosine, "cosine", {kAny, kAny, kAny});
+        const auto size = [&](size_t i) { return static_cast<int64_t>(cosine.shape(i)); };
+        require<float>(sine, "sine", {size(0), size(1), size(2)});
         cosine_ = cosine;
         sine_ = sine;
-        rotary_ = {data<float>(cosine), data<float>(sine), cosine.shape(0), cosine.shape(1)};
+        rotary_ = {data<float>(cosine), data<float>(sine), cosine.shape(0), cosine.shape(1), cosine.shape(2)};
     }
 
     void set_cache(const std::vector<Writable>& keys, const std::vector<Writable>& values) {
@@ -207,7 +216,7 @@ class BoundDecoder {
     std::vector<Writable> cache_, state_cache_;
     std::vector<float*> keys_, values_, recent_, states_;
     size_t pages_ = 0, page_size_ = 0, slots_ = 0;
-    RotaryTable rotary_;
+    RotaryTables rotary_;
     Decoder decoder_;
 };
 
@@ -222,22 +231,22 @@ void bind_decoder(nb::module_& module) {
              nb::arg("convolution"), nb::arg("decay_rates"), nb::arg("decay_biases"), nb::arg("norm"),
              nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
     nb::class_<BoundDecoder>(module, "Decoder")
-        .def(nb::init<size_t, size_t, size_t, size_t, float, float, float, bool, const std::string&, const ReadOnly&,
-                      const ReadOnly&, const BoundLinear&, float, const std::string&>(),
+        .def(nb::init<size_t, size_t, size_t, size_t, float, float, float, bool, float, float, const std::string&,
+                      const ReadOnly&, const ReadOnly&, const BoundLinear&, float, const std::string&>(),
              nb::kw_only(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
              nb::arg("scaling"), nb::arg("epsilon"), nb::arg("embedding_scale"), nb::arg("norm_after_rotary"),
-             nb::arg("quant"), nb::arg("embedding"), nb::arg("norm"), nb::arg("head"), nb::arg("logit_scale"),
-             nb::arg("isa"), nb::keep_alive<1, 13>())
+             nb::arg("score_cap"), nb::arg("logit_cap"), nb::arg("quant"), nb::arg("embedding"), nb::arg("norm"),
+             nb::arg("head"), nb::arg("logit_scale"), nb::arg("isa"), nb::keep_alive<1, 15>())
         .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q").none(),
              nb::arg("k").none(), nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(),
              nb::arg("linear_attention").none(), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("clip"),
-             nb::arg("rotated"), nb::arg("sliding_window"), nb::arg("sinks"), nb::arg("mlp_norm"),
-             nb::arg("mlp").none(), nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
-             nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
-             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"),
+             nb::arg("rotated"), nb::arg("rotary_table"), nb::arg("sliding_window"), nb::arg("sinks"),
+             nb::arg("mlp_norm"), nb::arg("mlp").none(), nb::arg("shared_gate").none(), nb::arg("router").none(),
+             nb::arg("experts").none(), nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"),
+             nb::arg("scale"), nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"),
              nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
              nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-             nb::keep_alive<1, 16>(), nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>())
+             nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>(), nb::keep_alive<1, 20>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))

@@ -51,8 +51,9 @@ void bound_quantize(const std::string& quant, const ReadOnly& values, const std:
 
 void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly& value, const Writable& cache_keys,
                      const Writable& cache_values, const ReadOnly& query_starts, const ReadOnly& context_lengths,
-                     const ReadOnly& page_table, const ReadOnly& slot_mapping, float scaling, size_t sliding_window,
-                     const std::optional<ReadOnly>& sinks, const Writable& out, const std::string& isa) {
+                     const ReadOnly& page_table, const ReadOnly& slot_mapping, float scaling, float score_cap,
+                     size_t sliding_window, const std::optional<ReadOnly>& sinks, const Writable& out,
+                     const std::string& isa) {
     require<float>(query, "query", {kAny, kAny, kAny}, false);
     const auto heads = static_cast<int64_t>(query.shape(0)), tokens = static_cast<int64_t>(query.shape(1)),
                head_dim = static_cast<int64_t>(query.shape(2));
@@ -98,6 +99,7 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
         .cache_keys = update.cache_keys,
         .cache_values = update.cache_values,
         .scaling = scaling,
+        .score_cap = score_cap,
         .sliding_window = sliding_window,
         .sinks = sinks ? data<float>(*sinks) : nullptr,
         .output = data<float>(out),
@@ -160,8 +162,8 @@ NB_MODULE(_kernels, module) {
                nb::arg("out"));
     module.def("paged_attention", &bound_attention, nb::arg("query"), nb::arg("key"), nb::arg("value"),
                nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),
-               nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("sliding_window"),
-               nb::arg("sinks").none(), nb::arg("out"), nb::arg("isa") = "");
+               nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("score_cap"),
+               nb::arg("sliding_window"), nb::arg("sinks").none(), nb::arg("out"), nb::arg("isa") = "");
     module.def("mask_logits", &bound_mask_logits, nb::arg("logits"), nb::arg("masks"), nb::arg("rows"));
     bind_weights(module);
     bind_decoder(module);

@@ -40,6 +40,15 @@ inline void score_keys(const float* const* query, const float* keys, size_t stri
         for (size_t k = 0; k < Keys; ++k) scores[q][j + k] = scaling * sum(sums[q][k]);
 }
 
+// Softly limits scores, up to the next multiple of 8: cap * tanh(score / cap), where tanh(x) = 1 - 2 / (exp(2 x) + 1).
+inline void cap_scores(float* scores, size_t count, float cap) {
+    const Vector8 one = splat(1.0f), two = splat(2.0f), limit = splat(cap), twice = splat(2.0f / cap);
+    for (size_t j = 0; j < count; j += 8) {
+        const Vector8 powers = exponential(multiply(load(scores + j), twice));
+        store(scores + j, multiply(limit, subtract(one, divide(two, add(powers, one)))));
+    }
+}
+
 // Replaces scores by weights exp(score - largest) and returns the factor by which earlier sums shrink.
 inline float weigh(float* scores, size_t count, Softmax& state) {
     const size_t padded = (count + 7) / 8 * 8;
@@ -88,6 +97,8 @@ inline void attend_tile(const AttentionTask& task, size_t first_vector, const fl
         score_keys<Queries, kStep>(query, keys, task.slot_stride, task.head_dim, task.scaling, j, scores);
     for (; j < count; ++j)
         score_keys<Queries, 1>(query, keys, task.slot_stride, task.head_dim, task.scaling, j, scores);
+    if (task.score_cap != 0)
+        for (size_t q = 0; q < Queries; ++q) cap_scores(scores[q], count, task.score_cap);
     float factor[Queries];
     for (size_t q = 0; q < Queries; ++q) factor[q] = weigh(scores[q], count, states[first_vector + q]);
     size_t d = 0;

@@ -88,6 +88,7 @@ struct AttentionTask {
     size_t slot_stride;  // floats
     size_t head_dim;     // a multiple of 8, at most kMaxHeadDim
     float scaling;
+    float score_cap;  // a score x becomes cap * tanh(x / cap); 0: it does not
 };
 
 inline constexpr size_t kMaxVectors = 32;

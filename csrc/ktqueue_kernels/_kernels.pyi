@@ -29,6 +29,7 @@ def paged_attention(
     page_table: Any,
     slot_mapping: Any,
     scaling: float,
+    score_cap: float,
     sliding_window: int,
     sinks: Any | None,
     out: Any,
@@ -122,7 +123,8 @@ class Decoder:
 
     embedding: [bytes] uint8, read in place and kept alive, as are the cache and the rotary table; head: [vocabulary,
     hidden]; scaling: of attention scores; epsilon: of all norms; embedding_scale, logit_scale: factors of the embedding
-    and of the logits; norm_after_rotary: the norms of q and k follow their rotation. All methods raise ValueError for
+    and of the logits; norm_after_rotary: the norms of q and k follow their rotation; score_cap,
+    logit_cap: see csrc/model/decoder.h. All methods raise ValueError for
     shapes that disagree.
     """
 
@@ -137,6 +139,8 @@ class Decoder:
         epsilon: float,
         embedding_scale: float,
         norm_after_rotary: bool,
+        score_cap: float,
+        logit_cap: float,
         quant: str,
         embedding: Any,
         norm: Any,
@@ -158,6 +162,7 @@ class Decoder:
         k_norm: Any,
         clip: float,
         rotated: bool,
+        rotary_table: int,
         sliding_window: int,
         sinks: Any,
         mlp_norm: Any,
@@ -178,13 +183,13 @@ class Decoder:
     ) -> None:
         """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm,
         k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not clamped;
-        rotated: q and k have rotary embeddings; sliding_window 0: no limit; sinks: empty or [heads]; mlp: the dense MLP
-        or the shared expert, as a layer of one expert; router, experts: of the routed experts; the rest: how the router
-        chooses among them, with a bias that is empty or [experts]; attention_out_norm, mlp_out_norm: of what either
-        part adds to the residual, or empty."""
+        rotated: q and k have rotary embeddings, of the table rotary_table; sliding_window 0: no limit; sinks: empty or
+        [heads]; mlp: the dense MLP or the shared expert, as a layer of one expert; router, experts: of the routed
+        experts; the rest: how the router chooses among them, with a bias that is empty or [experts];
+        attention_out_norm, mlp_out_norm: of what either part adds to the residual, or empty."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
-        """Set the rotary table, [positions, half] each."""
+        """Set the rotary tables, [tables, positions, half] each."""
 
     def set_cache(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
         """Set the cache of the next steps, for each layer [pages, page_size, kv_heads, head_dim]."""

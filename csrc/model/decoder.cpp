@@ -43,6 +43,12 @@ void scale(float* values, size_t count, float factor) {
     for (size_t i = 0; i < count; ++i) values[i] *= factor;
 }
 
+// Softly limits values to -limit .. limit.
+void cap(float* values, size_t count, float limit) {
+    if (limit == 0) return;
+    for (size_t i = 0; i < count; ++i) values[i] = limit * std::tanh(values[i] / limit);
+}
+
 // Normalises the heads of one token, each head alone or all as one vector.
 void normalise_heads(float* heads, size_t count, size_t head_dim, const std::vector<float>& weight, float epsilon) {
     if (weight.empty()) return;
@@ -107,6 +113,8 @@ void Decoder::check(const DecoderStep& step) const {
     ktqueue::check(step.paged);
     if (!linear_layers_.empty()) ktqueue::check(step.slots, step.paged.rows);
     require(2 * step.rotary.half <= shape_.attention.head_dim, "the rotary table");
+    for (const DecoderLayer& layer : layers_)
+        require(layer.linear_attention || layer.rotary_table < step.rotary.count, "the number of rotary tables");
     for (size_t t = 0; t < step.paged.tokens; ++t) {
         if (step.ids[t] < 0 || static_cast<size_t>(step.ids[t]) >= embedding_.rows)
             refuse("input_ids", t, embedding_.rows, step.ids[t]);
@@ -147,8 +155,11 @@ void Decoder::forward(const DecoderStep& step) {
     }
     normalise(norm_, 0, step.scored_count);
     head_.forward(work_.normed.data(), shape_.hidden, step.scored_count, step.logits, head_.rows());
-    for_tokens(step.scored_count, head_.rows(),
-               [&](size_t i) { scale(step.logits + i * head_.rows(), head_.rows(), shape_.logit_scale); });
+    for_tokens(step.scored_count, head_.rows(), [&](size_t i) {
+        float* logits = step.logits + i * head_.rows();
+        scale(logits, head_.rows(), shape_.logit_scale);
+        cap(logits, head_.rows(), shape_.logit_cap);
+    });
 }
 
 void Decoder::embed(const DecoderStep& step) {
@@ -205,11 +216,12 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
         keep_scored(step);
         if (wanted) run_linears(calls + 2, of_wanted, work_.normed.data(), shape_.hidden, wanted);
     }
-    const RotaryTable& rotary = step.rotary;
+    const RotaryTables& rotary = step.rotary;
     const auto finish = [&](float* projected, size_t count, const std::vector<float>& norm, size_t token) {
         if (!shape_.norm_after_rotary) normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
         clamp(projected, count * head_dim, layer.clip);
-        const size_t offset = static_cast<size_t>(step.positions[token]) * rotary.half;
+        const size_t position = layer.rotary_table * rotary.positions + static_cast<size_t>(step.positions[token]);
+        const size_t offset = position * rotary.half;
         for (size_t head = 0; head < (layer.rotated ? count : 0); ++head)
             rotate(projected + head * head_dim, rotary.cosine + offset, rotary.sine + offset, rotary.half);
         if (shape_.norm_after_rotary) normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
@@ -233,7 +245,7 @@ void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, s
     float* attended = grown(work_.attended, count * q_size);
     attend(step.paged, shape_.attention, plan,
            {work_.q.data(), head_dim, q_size, step.cache_keys[index], step.cache_values[index], shape_.scaling,
-            layer.sliding_window, layer.sinks.empty() ? nullptr : layer.sinks.data(), attended},
+            shape_.score_cap, layer.sliding_window, layer.sinks.empty() ? nullptr : layer.sinks.data(), attended},
            kernels_);
     if (layer.gate)
         for_tokens(count, 8 * q_size, [&](size_t t) {

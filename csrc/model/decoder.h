@@ -31,6 +31,7 @@ struct DecoderLayer {
     std::vector<float> q_norm, k_norm;                // empty, [head_dim] for each head, or of the whole projection
     float clip = 0;               // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
     bool rotated = true;          // q and k have rotary embeddings
+    size_t rotary_table = 0;      // which of the step's rotary tables
     size_t sliding_window = 0;    // as in AttentionLayer
     std::vector<float> sinks;     // [heads] as in AttentionLayer, or empty
     std::vector<float> mlp_norm;  // of the input of the feed-forward part: see Decoder
@@ -50,6 +51,8 @@ struct DecoderShape {
     float epsilon;                               // of all norms
     float embedding_scale = 1, logit_scale = 1;  // factors of the embedding and of the logits
     bool norm_after_rotary = false;              // the norms of q and k follow their rotation
+    float score_cap = 0;                         // as in AttentionLayer
+    float logit_cap = 0;                         // a logit x becomes cap * tanh(x / cap); 0: it does not
 };
 
 // One step. `scored`: indices in the packed batch, rising, of the tokens whose logits are wanted.
@@ -64,7 +67,7 @@ struct DecoderStep {
     StateStep slots;       // of a model with linear attention
     float* const* recent;  // per layer with linear attention: see LinearAttentionCall
     float* const* states;
-    RotaryTable rotary;
+    RotaryTables rotary;
     float* logits;  // [scored_count, vocabulary]
 };
 

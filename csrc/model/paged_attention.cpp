@@ -36,7 +36,7 @@ void attend_piece(const PagedStep& step, const AttentionShape& shape, const Atte
     kernels.attention({query, output, first_key, last_key, layer.sinks ? sinks : nullptr, vectors,
                        layer.cache_keys + kv_offset, layer.cache_values + kv_offset,
                        step.page_table + plan.queries[piece.first].row * step.max_pages, step.page_size,
-                       shape.kv_heads * shape.head_dim, shape.head_dim, layer.scaling});
+                       shape.kv_heads * shape.head_dim, shape.head_dim, layer.scaling, layer.score_cap});
 }
 
 // Cuts queries begin .. end - 1 of one row into pieces of at most kMaxVectors query vectors. The longest contexts come

@@ -58,6 +58,7 @@ struct AttentionLayer {
     size_t query_head_stride, query_token_stride;
     const float *cache_keys, *cache_values;  // [pages, page_size, kv_heads, head_dim]
     float scaling;
+    float score_cap;        // a score x becomes cap * tanh(x / cap); 0: it does not
     size_t sliding_window;  // keys that a token sees at most, including itself; 0: no limit
     const float* sinks;     // [heads] a score of each head that takes a share of the softmax and has no value; or null
     float* output;          // [queries, heads, head_dim]

@@ -6,11 +6,12 @@
 
 namespace ktqueue {
 
-// Cosines and sines of every position from the model's own rotary module, including its scaling.
-struct RotaryTable {
-    const float* cosine = nullptr;  // [positions, half]
-    const float* sine = nullptr;    // [positions, half]
-    size_t positions = 0, half = 0;
+// Cosines and sines of every position from the model's own rotary module, including its scaling. Layers may use
+// different tables.
+struct RotaryTables {
+    const float* cosine = nullptr;  // [count, positions, half]
+    const float* sine = nullptr;    // [count, positions, half]
+    size_t count = 0, positions = 0, half = 0;
 };
 
 // Rotates the first 2 * half elements of `head` in place; the others keep their values.

@@ -42,6 +42,7 @@ class _OutputTensor:
     stack: PackedExperts | None = None
     values: Floats | None = None
     heads: int = 0  # if above 0, rows are written in GGUF's rotary order for that many heads
+    added: int = 0  # to each number
 
 
 def convert(
@@ -104,7 +105,7 @@ def _output_tensors(
             )
         return found
 
-    if (rope := rope_of_config(config))["rope_type"] == "llama3":
+    if family.rope_factors and (rope := rope_of_config(config))["rope_type"] == "llama3":
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         factors = llama3_factors(rope, head_dim, checkpoint.path)
         yield _OutputTensor(FACTORS_TENSOR, "F32", factors.shape, values=factors)
@@ -126,6 +127,7 @@ def _output_tensors(
             shape,
             source=name,
             heads=heads,
+            added=1 if family.gemma and name.endswith("norm.weight") else 0,
         )
     for module in modules:
         weights = checkpoint.experts(module)
@@ -160,6 +162,8 @@ def _quantized(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
         values = checkpoint.decode(output.source, torch.float32).numpy()
         if output.heads:
             values = permute(values, output.heads)
+        if output.added:
+            values = values + np.float32(output.added)
         return quantize(values.reshape(-1, values.shape[-1]), output.quant)
     stack = output.stack
     return np.stack([quantize(decode_rows(data, stack.quant, stack.columns), output.quant) for data in stack.data])

@@ -22,7 +22,7 @@ from ktqueue.loading.rehearsal import rehearse, rehearse_without_weights
 from ktqueue.loading.rules import load_rules, rules_file
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton, ignorable_names, tied_names
 from ktqueue.loading.synthetic.checkpoint import open_synthetic
-from ktqueue.operators.attention import window_of
+from ktqueue.operators.attention import cap_of, window_of
 from ktqueue.operators.base import Operator
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.linear_attention import linear_attention_shape
@@ -52,13 +52,14 @@ class AttentionFacts:
     """What an attention plan on a GPU needs to know. `heads` are those of the query.
 
     `windows` are the sliding windows of all layers, in keys; 0 means no window. `sinks`: heads have a score without a
-    value.
+    value. `cap`: see ScoreOptions.
     """
 
     heads: int
     scaling: float
     windows: frozenset[int]
     sinks: bool = False
+    cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +130,14 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
     """Return the facts of all attention modules."""
-    scalings, windows, sinks = set(), set(), False
+    scalings, windows, caps, sinks = set(), set(), {0.0}, False
     for _, module in _attention_modules(skeleton):
         sinks |= any("sink" in name for name, _ in module.named_parameters(recurse=False))
         windows.add(window_of(module, config))
+        caps.add(cap_of(module))
         scalings.add(float(module.scaling))
-    return AttentionFacts(config.num_attention_heads, max(scalings, default=1.0), frozenset(windows or {0}), sinks)
+    scaling = max(scalings, default=1.0)
+    return AttentionFacts(config.num_attention_heads, scaling, frozenset(windows or {0}), sinks, max(caps))
 
 
 def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:

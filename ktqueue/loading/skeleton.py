@@ -24,6 +24,7 @@ from ktqueue.loading.huggingface.config_check import (
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
+from ktqueue.operators.decoder_facts import rotary_kinds, rotary_pairs
 from ktqueue.operators.model_classes import BY_NAME, is_partly_rotated
 
 Config = transformers.PretrainedConfig
@@ -142,7 +143,11 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
     name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", attention.head_dim)
     if is_partly_rotated(type(model).__name__):
         width = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    widths = {"rotary embeddings": 2 * model.get_buffer("model.rotary_emb.inv_freq").numel()}
+    rotary = model.get_submodule("model.rotary_emb")
+    try:
+        widths = {"rotary embeddings": 2 * rotary_pairs(rotary, rotary_kinds(rotary))}
+    except ValueError as error:
+        raise CheckpointError(f"{source}: a {config.model_type} is not supported, because {error}") from error
     if type(model).__name__ == "OlmoeForCausalLM":  # one norm over all heads, with its own width
         widths["norms"] = attention.q_norm.weight.numel() // config.num_attention_heads
     for what, columns in widths.items():

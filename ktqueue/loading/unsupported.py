@@ -40,7 +40,6 @@ UNSUPPORTED = (
     ),
     UnsupportedFamily("Falcon-H1", f"{_STATE} (Mamba 2)", ("falcon_h1",), ("falcon-h1",)),
     UnsupportedFamily("Falcon-Mamba", f"{_STATE} (Mamba)", ("falcon_mamba",)),
-    UnsupportedFamily("Gemma 2", "a soft cap of attention scores and logits", (), ("gemma2",)),
     UnsupportedFamily("Gemma 3n", "embeddings for each layer", (), ("gemma3n",)),
     UnsupportedFamily(
         "Gemma 4",

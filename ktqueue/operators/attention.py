@@ -15,6 +15,8 @@ from ktqueue.operators.step import ScoreOptions, StepContext
 
 NAME = "ktqueue_paged"
 """The name of this attention in transformers (`attn_implementation`)."""
+_CAPPED = ("Gemma2Attention", "VaultGemmaAttention")
+"""Classes that limit their scores softly. Gemma 3 has the key in its config, but does not."""
 
 
 def paged_attention(
@@ -28,23 +30,22 @@ def paged_attention(
     step: StepContext | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values into layer `module.layer_idx` of the cache, then attend causally.
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] -> ([1, tokens, heads, head_dim],
-    None). The mask follows from the step; `attention_mask` must be None. s_aux: [heads], the sinks of `attend`. Raises
-    ValueError for a mask, for a softcap, and if there is no step or it does not fit the cache.
+    None). The mask follows from the step; `attention_mask` must be None. s_aux: [heads], the sinks of `attend`;
+    softcap: its cap. Raises ValueError for a mask, and if there is no step or it does not fit the cache.
     """
     if step is None:
         raise ValueError(f"{type(module).__name__} did not receive the step: the model does not pass it on")
     if attention_mask is not None:
         raise ValueError("paged attention takes its mask from the step; attention_mask must be None")
-    if kwargs.get("softcap") is not None:
-        raise ValueError("paged attention does not compute softcap")
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = window_of(module, getattr(module, "config", None), sliding_window)
-    options = ScoreOptions(scaling, window, None if s_aux is None else s_aux.float())
+    options = ScoreOptions(scaling, window, None if s_aux is None else s_aux.float(), softcap or 0.0)
     attended = attend(layer, query[0], key[0], value[0], step, options)
     return attended[None], None
 
@@ -83,6 +84,7 @@ def attend(
             step.slot_mapping.numpy(),
             out.numpy(),
             scaling=options.scaling,
+            score_cap=options.cap,
             sliding_window=options.sliding_window,
             sinks=None if options.sinks is None else native.as_array(options.sinks),
         )
@@ -98,6 +100,7 @@ def attend(
         scaling=options.scaling,
         sliding_window=options.sliding_window or None,
         sinks=options.sinks,
+        cap=options.cap,
     )
 
 
@@ -124,3 +127,8 @@ def window_of(module: nn.Module, config: Any, passed: int | None = None) -> int:
     if not kinds:  # Qwen2-MoE has a window in its config but does not pass it
         stated = passed or getattr(module, "sliding_window", stated)
     return stated or 0
+
+
+def cap_of(module: nn.Module) -> float:
+    """Return the soft limit of the attention scores of a module of transformers: see ScoreOptions."""
+    return float(module.attn_logit_softcapping or 0.0) if type(module).__name__ in _CAPPED else 0.0  # type: ignore[arg-type]

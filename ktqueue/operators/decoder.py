@@ -14,7 +14,7 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
+from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of, rotary_pairs
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
@@ -82,6 +82,8 @@ class CpuDecoder(Operator):
             epsilon=facts.epsilon,
             embedding_scale=facts.embedding_scale,
             norm_after_rotary=facts.norm_after_rotary,
+            score_cap=facts.score_cap,
+            logit_cap=facts.logit_cap,
             quant=embedding.quant,
             embedding=embedding.data,
             norm=norm_weights(weights, facts, "model.norm"),
@@ -143,9 +145,10 @@ class CpuDecoder(Operator):
         return self._decoder
 
     def _bind(self, decoder: _kernels.Decoder, kv: KVCache) -> None:
-        """Use `kv` from now on, with a rotary table for all positions that it can hold."""
+        """Use `kv` from now on, with rotary tables for all positions that it can hold."""
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
-        decoder.set_rotary(*(table.numpy() for table in rotary_tables(self.rotary, positions)))
+        tables = rotary_tables(self.rotary, positions, self.facts.rotary_kinds)
+        decoder.set_rotary(*(table.numpy() for table in tables))
         decoder.set_cache([keys.numpy() for keys in kv.keys], [values.numpy() for values in kv.values])
         decoder.set_states([recent.numpy() for recent in kv.recent], [states.numpy() for states in kv.states])
         self._kv = kv
@@ -230,6 +233,7 @@ class CpuDecoder(Operator):
             attention_norm=norm("input_layernorm"),
             **(attention() if layer.linear is None else linear_attention(layer.linear)),
             rotated=layer.rotary,
+            rotary_table=layer.rotary_table,
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
             mlp_norm=norm(layer.mlp_norm),
@@ -251,20 +255,25 @@ class CpuDecoder(Operator):
         )
 
 
-def rotary_tables(rotary: Any, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, [positions, pairs] float32 each, from a rotary module of transformers on the CPU.
+def rotary_tables(rotary: Any, positions: int, kinds: tuple[str, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, [tables, positions, pairs] float32 each, from a rotary module of transformers on the
+    CPU.
 
-    Most modules return every number twice, for both elements of its pair; gpt-oss's does not.
+    kinds: of layers, each of which has a table; empty: all layers have the same. Most modules return every number
+    twice, for both elements of its pair; gpt-oss's does not.
     """
-    with torch.no_grad():
-        places = torch.arange(positions)[None]
-        if hasattr(rotary, "mrope_section"):  # a position in time, height and width, which are equal for text
-            places = places.expand(3, 1, -1)
-        angles = rotary(torch.empty(0), places)
-    if not isinstance(angles, torch.Tensor):
-        pairs = rotary.inv_freq.numel()
-        return angles[0][0, :, :pairs].contiguous(), angles[1][0, :, :pairs].contiguous()
-    return angles[0].real.contiguous(), angles[0].imag.contiguous()
+    pairs = rotary_pairs(rotary, kinds)
+    cosines, sines = [], []
+    for arguments in [[kind] for kind in kinds] or [[]]:
+        with torch.no_grad():
+            places = torch.arange(positions)[None]
+            if hasattr(rotary, "mrope_section"):  # a position in time, height and width, which are equal for text
+                places = places.expand(3, 1, -1)
+            angles = rotary(torch.empty(0), places, *arguments)
+        cosine, sine = (angles.real, angles.imag) if isinstance(angles, torch.Tensor) else angles
+        cosines.append(cosine[0, :, :pairs])
+        sines.append(sine[0, :, :pairs])
+    return torch.stack(cosines), torch.stack(sines)
 
 
 def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> native.Floats:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktqueue.operators.attention import window_of
+from ktqueue.operators.attention import cap_of, window_of
 from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, has_indexer, latent_shape
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
@@ -21,8 +21,8 @@ from ktqueue.operators.native import GateFacts
 _CORRECTION, _EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
 _FLOAT32 = re.compile(r"\.(?:gate|router)\.|\.indexer\.weights_proj\.|norm\.weight$|\.expert_bias$")
 _QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
-_GATE = "gate_proj"
-_EMBEDDING, _POST = "embedding_multiplier", "post_mlp_layernorm"
+_GATE, _LOGIT_CAP = "gate_proj", "final_logit_softcapping"
+_EMBEDDING, _POST, _POST_ATTENTION = "embedding_multiplier", "post_mlp_layernorm", "post_attention_layernorm"
 _MLPS = ("mlp", "block_sparse_moe")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
@@ -56,7 +56,7 @@ class LayerFacts:
     the experts; router None: the MLP is dense; gate: of the experts or of the dense MLP; shared: name below the layer
     of an expert that sees every token, or empty; shared_gate: that expert has a gate; chooses: it has an indexer;
     mlp_norm, attention_out_norm, mlp_out_norm: names below the layer of the norms of the MLP's input and of what
-    attention and MLP add to the residual; empty: none."""
+    attention and MLP add to the residual; empty: none; rotary_table: index of its kind in DecoderFacts.rotary_kinds."""
 
     name: str
     sliding_window: int
@@ -69,9 +69,10 @@ class LayerFacts:
     rotary: bool = True
     mlp: str = "mlp"
     chooses: bool = False
-    mlp_norm: str = "post_attention_layernorm"
+    mlp_norm: str = _POST_ATTENTION
     attention_out_norm: str = ""
     mlp_out_norm: str = ""
+    rotary_table: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,9 @@ class DecoderFacts:
     matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
     whose rows alternate with those of the query; gate: name below the attention of a matrix of its own for that gate,
     or empty; centred: norms multiply by 1 + weight; latent: the shape of latent
-    attention, equal in all layers. With latent attention, kv_heads and head_dim describe its cache.
+    attention, equal in all layers. With latent attention, kv_heads and head_dim describe its cache. rotary_kinds: kinds
+    of layers that have rotary tables of their own; empty: all layers have the same. score_cap, logit_cap: a score of
+    attention or a logit x becomes cap * tanh(x / cap); 0: it does not.
 
     embedding_scale, logit_scale: factors of the embedding and of the logits. A factor r of what each sublayer adds to
     the residual is in embedding_scale and epsilon: the residual is stored divided by r, which no norm notices if its
@@ -112,6 +115,9 @@ class DecoderFacts:
     interleaved: int = 0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    rotary_kinds: tuple[str, ...] = ()
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
 
 
 def facts_of(
@@ -128,9 +134,10 @@ def facts_of(
     if len(found) != 1 or not found <= {*dtypes}:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"it computes in {names}, but the model computes in another type")
-    if _depends_on_length(body.rotary_emb):
-        rope = body.rotary_emb.rope_type
-        raise ValueError(f"rotary embeddings of type {rope!r} depend on the longest sequence of a batch")
+    kinds = rotary_kinds(body.rotary_emb)
+    if _depends_on_length(body.rotary_emb, kinds):
+        raise ValueError("rotary embeddings of type 'longrope' depend on the longest sequence of a batch")
+    (found_dtype,) = found
     kind = BY_NAME[type(model).__name__]
     attention = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
     if attention is None:
@@ -144,14 +151,14 @@ def facts_of(
     if len(epsilons) != 1:
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
     qk_norm = next((names for names in _QK_NORMS if hasattr(attention, names[0])), ())
-    rotary_columns = 2 * body.rotary_emb.inv_freq.numel()
+    rotary_columns = 2 * rotary_pairs(body.rotary_emb, kinds)
     if kind.norm_after_rotary and rotary_columns != head_dim:
         raise ValueError(f"only {rotary_columns} of {head_dim} columns are rotated before the norm of a head")
     added = _factor(config, "residual_multiplier")
     if added != 1 and qk_norm:
         raise ValueError("a residual multiplier and norms of query and key are not computed together")
     return DecoderFacts(
-        dtype=found.pop(),
+        dtype=found_dtype,
         hidden=config.hidden_size,
         vocabulary=model.lm_head.out_features,  # type: ignore[union-attr, arg-type]
         positions=config.max_position_embeddings,
@@ -164,10 +171,13 @@ def facts_of(
         qk_norm=qk_norm,
         norm_after_rotary=kind.norm_after_rotary,
         interleaved=rotary_columns if kind.interleaved else 0,
-        embedding_scale=_embedding_scale(config) / added,
+        embedding_scale=_embedding_scale(model, found_dtype) / added,
         logit_scale=1 / _factor(config, "logits_scaling"),
+        logit_cap=_logit_cap(config),
+        score_cap=cap_of(attention),
+        rotary_kinds=kinds,
         tied=bool(config.tie_word_embeddings) and getattr(model.lm_head, "bias", None) is None,
-        layers=tuple(_layer(f"model.layers.{i}", layer, config, kind) for i, layer in enumerate(body.layers)),
+        layers=tuple(_layer(f"model.layers.{i}", layer, config, kind, kinds) for i, layer in enumerate(body.layers)),
         gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features if latent is None else False,
         gate=_GATE if hasattr(attention, _GATE) else "",
         centred=_is_centred(body.norm),
@@ -189,12 +199,22 @@ def _is_centred(norm: Any) -> bool:
         return bool(one(torch.ones(8)).abs().sum() > 0)
 
 
-def _embedding_scale(config: Any) -> float:
+def _embedding_scale(model: Any, dtype: torch.dtype) -> float:
+    """Return the factor of the embedding. Gemma's is rounded to `dtype`."""
+    scale = getattr(model.model.embed_tokens, "scalar_embed_scale", None)
+    if scale is not None:
+        return float(torch.tensor(scale).to(dtype))
+    config = model.config
     return float(config.hidden_size**0.5) if getattr(config, "mup_enabled", False) else _factor(config, _EMBEDDING)
 
 
+def _logit_cap(config: Any) -> float:
+    """Return the soft limit of logits, 0 for models without one. Raises ValueError if it is not above 0."""
+    return 0.0 if getattr(config, _LOGIT_CAP, None) is None else _factor(config, _LOGIT_CAP)
+
+
 def _factor(config: Any, name: str) -> float:
-    """Return a multiplier of Granite's configs, 1 for other models. Raises ValueError if it is not above 0."""
+    """Return a number of the config, 1 for models without it. Raises ValueError if it is not above 0."""
     value = getattr(config, name, None)
     factor = 1.0 if value is None else float(value)
     if factor <= 0:
@@ -202,19 +222,34 @@ def _factor(config: Any, name: str) -> float:
     return factor
 
 
-def _depends_on_length(rotary: Any) -> bool:
+def rotary_kinds(rotary: Any) -> tuple[str, ...]:
+    """Return the kinds of layers for which a rotary module of transformers has angles of their own."""
+    return () if isinstance(rotary.rope_type, str) else tuple(rotary.rope_type)
+
+
+def rotary_pairs(rotary: Any, kinds: tuple[str, ...]) -> int:
+    """Return how many pairs of columns of a head a rotary module of transformers rotates. Raises ValueError if that
+    depends on the kind of the layer."""
+    found = {int(getattr(rotary, f"{kind}_inv_freq").numel()) for kind in kinds} or {int(rotary.inv_freq.numel())}
+    if len(found) != 1:
+        raise ValueError(f"its layers rotate different numbers of columns: {sorted(2 * pairs for pairs in found)}")
+    return found.pop()
+
+
+def _depends_on_length(rotary: Any, kinds: tuple[str, ...]) -> bool:
     """Return whether the angles change with the longest sequence of a batch.
 
     Longrope has divisors for short and for long sequences. For a GGUF file (loading/gguf/rope.py) both are equal. Type
     `dynamic` changes them beyond max_position_embeddings, which no sequence exceeds.
     """
-    if rotary.rope_type != "longrope":
-        return False
-    lists = rotary.config.rope_parameters
-    return bool(lists["short_factor"] != lists["long_factor"])
+    parameters = rotary.config.rope_parameters
+    return any(
+        rope["rope_type"] == "longrope" and rope["short_factor"] != rope["long_factor"]
+        for rope in ([parameters[kind] for kind in kinds] or [parameters])
+    )
 
 
-def _layer(name: str, layer: Any, config: Any, kind: ModelClass) -> LayerFacts:
+def _layer(name: str, layer: Any, config: Any, kind: ModelClass, kinds: tuple[str, ...]) -> LayerFacts:
     mlp_name = next(child for child in _MLPS if hasattr(layer, child))
     mlp = getattr(layer, mlp_name)
     linear = getattr(layer, "linear_attn", None)
@@ -231,11 +266,10 @@ def _layer(name: str, layer: Any, config: Any, kind: ModelClass) -> LayerFacts:
         norms = {"mlp_out_norm": f"{mlp_name}.{_POST}"}
     elif hasattr(layer, "pre_mlp_layernorm"):  # AFMoE: norms before and after each part
         rotary = layer.self_attn.is_local_attention
-        norms = {
-            "mlp_norm": "pre_mlp_layernorm",
-            "attention_out_norm": "post_attention_layernorm",
-            "mlp_out_norm": _POST,
-        }
+        norms = {"mlp_norm": "pre_mlp_layernorm", "attention_out_norm": _POST_ATTENTION, "mlp_out_norm": _POST}
+    elif hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 2 and 3
+        before, after = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        norms = {"mlp_norm": before, "attention_out_norm": _POST_ATTENTION, "mlp_out_norm": after}
     return LayerFacts(
         name=name,
         sliding_window=window,
@@ -248,6 +282,7 @@ def _layer(name: str, layer: Any, config: Any, kind: ModelClass) -> LayerFacts:
         shared_gate=hasattr(mlp, "shared_expert_gate"),
         linear=None if linear is None else linear_attention_shape(config),
         chooses=linear is None and has_indexer(layer.self_attn),
+        rotary_table=kinds.index(layer.self_attn.layer_type) if kinds else 0,
         **norms,
     )
 

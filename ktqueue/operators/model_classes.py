@@ -35,6 +35,8 @@ MODEL_CLASSES = (
     ModelClass("Ernie4_5ForCausalLM", interleaved=True),
     ModelClass("Ernie4_5_MoeForCausalLM", interleaved=True),
     ModelClass("ExaoneMoeForCausalLM", windows_rotated=True),
+    ModelClass("Gemma2ForCausalLM"),
+    ModelClass("Gemma3ForCausalLM"),
     ModelClass("Glm4MoeForCausalLM", partly_rotated=True),
     ModelClass("Glm4MoeLiteForCausalLM", latent="Glm4MoeLiteAttention"),
     ModelClass("GlmMoeDsaForCausalLM", latent="GlmMoeDsaAttention"),

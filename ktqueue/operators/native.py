@@ -297,6 +297,7 @@ def paged_attention(
     out: Floats,
     *,
     scaling: float,
+    score_cap: float = 0.0,
     sliding_window: int = 0,
     sinks: Floats | None = None,
     isa: str = "",
@@ -305,8 +306,7 @@ def paged_attention(
 
     query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], any strides with a dense last dimension;
     caches: [pages, page_size, kv_heads, head_dim]; the four index arrays as in StepContext; out: [tokens, heads,
-    head_dim]. sliding_window: keys that a token sees at most, including itself; 0: no limit. sinks: [heads], a
-    further score in the softmax of each head that has no value (gpt-oss). A token's result does not depend on other
+    head_dim]. score_cap, sliding_window, sinks: see ScoreOptions. A token's result does not depend on other
     rows, chunk borders or the thread count. Raises ValueError.
     """
     _kernels.paged_attention(
@@ -320,6 +320,7 @@ def paged_attention(
         page_table,
         slot_mapping,
         scaling,
+        score_cap,
         sliding_window,
         sinks,
         out,

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -58,6 +58,7 @@ def same(
     scaling: float,
     window: int,
     sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> None:
     """`got` is what the reference attends over layer 0, in float32 on the CPU."""
     twin = reference.paged_attention(
@@ -70,6 +71,7 @@ def same(
         scaling=scaling,
         sliding_window=window or None,
         sinks=None if sinks is None else sinks.cpu(),
+        cap=cap,
     )
     assert got.dtype == query.dtype and got.shape == query.shape
     bound = BOUNDS[query.dtype]
@@ -91,10 +93,17 @@ PLANNERS: dict[tuple[object, ...], AttentionPlanner] = {}
 
 
 def planner(
-    layout: KVLayout, backend: str, heads: int, dtype: torch.dtype, windows: set[int], *, sinks: bool = False
+    layout: KVLayout,
+    backend: str,
+    heads: int,
+    dtype: torch.dtype,
+    windows: set[int],
+    *,
+    sinks: bool = False,
+    cap: float = 0.0,
 ) -> AttentionPlanner:
     """One planner for each case, because FlashInfer's buffers are large."""
-    key = (layout, backend, heads, dtype, sinks, *sorted(windows))
+    key = (layout, backend, heads, dtype, sinks, cap, *sorted(windows))
     if key not in PLANNERS:
         PLANNERS[key] = make_planner(
             layout,
@@ -105,6 +114,7 @@ def planner(
             backend=backend,
             dtype=dtype,
             sinks=sinks,
+            cap=cap,
         )
     return PLANNERS[key]
 
@@ -198,6 +208,23 @@ def test_sinks_eager_and_captured(dtype: torch.dtype, cache: torch.dtype) -> Non
         graph.replay()
         for got, option in zip(results, options, strict=True):
             same(got, step, query, 0.125, option.sliding_window, sinks)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_soft_limit_of_scores(backend: str) -> None:
+    """Heads as in Gemma 2, one window of two. The limit is low, so that it matters."""
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=256, page_size=16, dtype=torch.bfloat16)
+    plans = planner(layout, backend, 8, torch.bfloat16, {0, 128}, cap=0.7)
+    kv = random_cache(layout, 600)
+    for kind in STEPS:
+        step = make_step(kv, *STEPS[kind])
+        query = torch.randn(len(step.slot_mapping), 8, 256, device="cuda").to(torch.bfloat16)
+        plan = plans.plan(step)
+        for window in (0, 128):
+            got = plan.attend(0, query, kv, ScoreOptions(0.0625, window, cap=0.7))
+            same(got, step, query, 0.0625, window, cap=0.7)
+    with pytest.raises(ValueError, match="planned for") if backend == "flashinfer" else nullcontext():
+        plan.attend(0, query, kv, ScoreOptions(0.0625))
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])

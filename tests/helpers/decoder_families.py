@@ -29,6 +29,8 @@ COMMON = {
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA = {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": 0}
+SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0}
 SIGMOID = {
     **MOE,
     "n_routed_experts": 8,
@@ -107,22 +109,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
         },
     ),
-    "granitemoe": (
-        "granitemoe",
-        {
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.1,
-            "logits_scaling": 6.0,
-            "rms_norm_eps": 1e-3,
-        },
-    ),
-    "granite": (
-        "granite",
-        {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0},
-    ),
+    "granitemoe": ("granitemoe", {**SCALES, "num_local_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 1e-3}),
+    "granite": ("granite", SCALES),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16}),
     "seed_oss": ("seed_oss", {"head_dim": 16}),
@@ -139,15 +127,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "afmoe": (
         "afmoe",
-        {
-            **MOE,
-            "head_dim": 16,
-            "num_shared_experts": 1,
-            "route_scale": 1.5,
-            "mup_enabled": True,
-            **WINDOWS,
-        },
+        {**MOE, "head_dim": 16, "num_shared_experts": 1, "route_scale": 1.5, "mup_enabled": True, **WINDOWS},
     ),
+    "gemma3": ("gemma3_text", {**GEMMA, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "exaone_moe": (
         "exaone_moe",
         {
@@ -243,8 +226,8 @@ def random_model(kind: str, sizes: dict[str, Any], device: str = "cpu") -> Any:
 def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> AttentionPlanner:
     """Make the planner that a worker would make."""
     windows = frozenset(layer.sliding_window for layer in facts.layers)
-    sinks = any(layer.sinks for layer in facts.layers)
-    return make_planner(layout, heads=facts.heads, scaling=facts.scaling, windows=windows, sinks=sinks, device=device)
+    scores: Any = {"windows": windows, "sinks": any(layer.sinks for layer in facts.layers), "cap": facts.score_cap}
+    return make_planner(layout, heads=facts.heads, scaling=facts.scaling, device=device, **scores)
 
 
 class Cache:

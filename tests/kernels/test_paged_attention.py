@@ -25,10 +25,11 @@ class Case:
         head_dim: int = 16,
         page_size: int = 16,
         window: int = 0,
+        cap: float = 0.0,
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.page_size, self.window = page_size, window
+        self.page_size, self.window, self.cap = page_size, window, cap
         self.scaling = 1.1 * head_dim**-0.5  # not a power of two, so that it rounds
         used = [-(-context // page_size) for context in contexts]
         order = (torch.randperm(sum(used), generator=generator) + 1).int()
@@ -58,7 +59,7 @@ class Case:
     def run(self, isa: str = "") -> torch.Tensor:
         out = torch.full((self.query.shape[1], self.query.shape[0], self.query.shape[2]), torch.nan)
         arrays = (*self.arrays(), out.numpy())
-        native.paged_attention(*arrays, scaling=self.scaling, sliding_window=self.window, isa=isa)
+        native.paged_attention(*arrays, scaling=self.scaling, score_cap=self.cap, sliding_window=self.window, isa=isa)
         return out
 
     def expected(self) -> torch.Tensor:
@@ -74,6 +75,7 @@ class Case:
             self.page_table,
             scaling=self.scaling,
             sliding_window=self.window or None,
+            cap=self.cap,
         )
 
     def rows(self, *rows: int) -> "Case":
@@ -118,6 +120,14 @@ def test_attention_equals_the_twin(
     )
     expected = case.expected()
     assert (case.run(isa) - expected).abs().max() <= BOUND
+
+
+@pytest.mark.parametrize("cap", [0.01, 0.5, 30.0])
+def test_scores_with_a_soft_limit_equal_the_twin(cap: float, isa: str) -> None:
+    """Scores are far below the limit or far above it, where the exponential in tanh would be infinite. tanh is exact to
+    a float32 near 1, so a score is to that share of the limit."""
+    case = Case(*ragged(1), window=20, cap=cap)
+    assert (case.run(isa) - case.expected()).abs().max() <= BOUND + 2**-23 * cap
 
 
 def test_the_kernel_writes_the_cache_and_nothing_else(isa: str) -> None:

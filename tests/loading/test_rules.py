@@ -271,11 +271,11 @@ def test_the_default_rules_replace_the_whole_model(tiny: Path) -> None:
 
     on_cpu = ("model.layers.0.mlp.experts", "CpuExperts")
     assert planned("Qwen3MoeForCausalLM", "cpu", "float32") == [("", "CpuDecoder")]
-    assert planned("Gemma3ForCausalLM", "cpu", "float32") == [("lm_head", "CpuLinear"), on_cpu]
+    assert planned("Gemma3nForCausalLM", "cpu", "float32") == [("lm_head", "CpuLinear"), on_cpu]
     assert planned("Qwen3MoeForCausalLM", "cpu", "bfloat16") == [on_cpu]
     assert planned("Qwen3MoeForCausalLM", "cuda", "float32") == [("", "GpuDecoder")]
     assert planned("Qwen3MoeForCausalLM", "cuda:1", "bfloat16") == [("", "GpuDecoder")]
-    assert planned("Gemma3ForCausalLM", "cuda", "bfloat16") == [on_cpu]
+    assert planned("Gemma3nForCausalLM", "cuda", "bfloat16") == [on_cpu]
 
 
 def test_the_other_shipped_files_change_the_default() -> None:

@@ -69,9 +69,23 @@ MODELS: dict[str, Mutation] = {
     "what a layer adds has no norm": Mutation(
         "AFMoE normalises what attention and MLP add to the residual",
         "ktqueue/operators/decoder_facts.py",
-        '            "attention_out_norm": "post_attention_layernorm",\n',
-        '            "attention_out_norm": "",\n',
+        '"attention_out_norm": _POST_ATTENTION, "mlp_out_norm": _POST}',
+        '"attention_out_norm": "", "mlp_out_norm": _POST}',
         ("tests/operators/test_decoder.py::test_logits_equal_those_of_transformers[afmoe]",),
+    ),
+    "all layers rotate alike": Mutation(
+        "layers of Gemma 3 with a window have a rotary base of their own",
+        "ktqueue/operators/decoder_facts.py",
+        "rotary_table=kinds.index(layer.self_attn.layer_type) if kinds else 0",
+        "rotary_table=0",
+        (f"{DECODER}[gemma3]",),
+    ),
+    "scores have no soft limit": Mutation(
+        "Gemma 2 limits its attention scores softly",
+        "ktqueue/operators/attention.py",
+        "if type(module).__name__ in _CAPPED else 0.0",
+        "if False else 0.0",
+        (f"{DECODER}[gemma2]",),
     ),
     "the indexer's choice is not used": Mutation(
         "a token attends to the keys that the indexer chooses",

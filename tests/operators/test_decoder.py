@@ -61,7 +61,7 @@ def test_rows_in_another_rotary_order_are_moved_as_they_are_packed(quant: str, m
     assert errors.norm() / torch.cat([*expected.values()]).norm() < (0.1 if quant == "Q8_0" else 0.01)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2_moe with windows", "mistral", "gpt_oss", "gemma2"])
 def test_transformers_modules_work_with_paged_attention(family: str) -> None:
     """Models that the decoder does not know take this path. Layers may have different windows."""
     model = make_model(family)

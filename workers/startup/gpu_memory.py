@@ -252,6 +252,7 @@ def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Atte
             scaling=facts.scaling,
             windows=facts.windows,
             sinks=facts.sinks,
+            cap=facts.cap,
             device=config.device,
             dtype=model.dtype,
             backend=config.attention_backend,

@@ -14,6 +14,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_metadata
+from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
 from ktqueue.loading.gguf.header import GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
@@ -93,6 +94,8 @@ def build_checkpoint(
         join_latent_tensors(path, tensors)
     if family.linear:  # whose attn_qkv is another matrix
         adapt_linear_tensors(path, tensors, config)
+    if family.gemma:
+        adapt_gemma_tensors(tensors)
     split_fused_tensors(path, tensors, config, attention=not family.linear)
     _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(family, metadata, path))
     layers = _check_layers(path, config["num_hidden_layers"], tensors)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.family import MetadataField, ModelFamily
+from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
@@ -42,6 +43,8 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
     if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
         rope["partial_rotary_factor"] = part
     config["rope_parameters"] = {**rope, **family.rope}
+    if family.gemma:
+        config |= gemma_config(family.architecture, metadata, config, source)
     return config
 
 
@@ -97,12 +100,16 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
     for key, value in family.implied.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {family.architecture} implies {value!r}")
-    _check_windows(family, config, source)
+    metadata: dict[str, Any] = {}
+    if family.gemma:
+        metadata = gemma_metadata(family.architecture, config, source)
+        config = plain_rope(family.architecture, config)
+    else:
+        _check_windows(family, config, source)
     if config.get("use_sliding_window"):
         raise CheckpointError(
             f"{source}: use_sliding_window is true, which GGUF's {family.architecture} cannot express"
         )
-    metadata: dict[str, Any] = {}
     for entry in family.fields:
         value = next((config[name] for name in (entry.config, *entry.aliases) if config.get(name) is not None), None)
         if value is None and entry.required:

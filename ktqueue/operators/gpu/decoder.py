@@ -177,6 +177,8 @@ class GpuDecoder(Operator):
         logits = self._head(x, dtype=torch.float32)
         if self.facts.logit_scale != 1:
             logits.mul_(self.facts.logit_scale)
+        if cap := self.facts.logit_cap:
+            logits.div_(cap).tanh_().mul_(cap)
         return DecoderOutput(logits[None])
 
     def _run_layers(
@@ -222,10 +224,10 @@ class GpuDecoder(Operator):
         """Rotary tables for all positions that the cache can hold. Earlier, shorter tables are kept, since captured
         steps read them."""
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
-        if not self._tables or len(self._tables[-1].cosine) < positions:
+        if not self._tables or self._tables[-1].cosine.shape[1] < positions:
             on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
-            table = Rotary(*(values.to(self.device) for values in rotary_tables(on_host, positions)))
-            self._tables.append(table)
+            tables = rotary_tables(on_host, positions, self.facts.rotary_kinds)
+            self._tables.append(Rotary(*(table.to(self.device) for table in tables)))
         return self._tables[-1]
 
 

@@ -45,11 +45,12 @@ class SelfAttention:
         self._qkv = self._with_gate(weights, names) if facts.gated else weights.linear(*names)
         self._o = weights.linear(f"{module}.o_proj")
         sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
-        self._scores = ScoreOptions(facts.scaling, layer.sliding_window, sinks)
+        self._scores = ScoreOptions(facts.scaling, layer.sliding_window, sinks, facts.score_cap)
         norms = facts.qk_norm
         self._q_norm = weights.norm(f"{module}.{norms[0]}", centred=centred) if norms else None
         self._k_norm = weights.norm(f"{module}.{norms[1]}", centred=centred) if norms else None
         self._rotary_pairs = None if layer.rotary else 0
+        self._rotary_table = layer.rotary_table
         self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim]
 
     def _with_gate(self, weights: DenseWeights, names: list[str]) -> DenseLinear:
@@ -83,8 +84,8 @@ class SelfAttention:
             q_norm=self._q_norm,
             k_norm=self._k_norm,
             epsilon=facts.epsilon,
-            cosine=rotary.cosine[:, : self._rotary_pairs],
-            sine=rotary.sine[:, : self._rotary_pairs],
+            cosine=rotary.cosine[self._rotary_table, :, : self._rotary_pairs],
+            sine=rotary.sine[self._rotary_table, :, : self._rotary_pairs],
             norm_after_rotary=facts.norm_after_rotary,
             positions=positions,
             slot_mapping=step.slot_mapping,
@@ -201,7 +202,7 @@ class LatentSelfAttention:
         of the step are expanded.
         """
         shape = self._shape
-        cosine, sine = rotary.cosine[positions], rotary.sine[positions]
+        cosine, sine = rotary.cosine[0, positions], rotary.sine[0, positions]
         x = pending.add_to(residual, self._norm, self._epsilon)
         down = self._down(x)
         query, key = torch.split(down, [down.shape[-1] - shape.key, shape.key], -1)

@@ -11,6 +11,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
+from ktqueue.loading.gguf.gemma import gemma_config
 from ktqueue.loading.load import load_model
 
 Parts = tuple[dict[str, Any], dict[str, CheckpointTensor]]
@@ -128,3 +129,37 @@ def test_logits_of_files_equal_transformers(
     """GLM-4.7-Flash has the architecture of DeepSeek-V3 in files."""
     model = load_model(str(make_gguf(model_type=model_type)))
     assert_equals_transformers(model, make_model(model_type))
+
+
+def test_gemma_files_imply_windows_and_the_scale_of_queries(parts_of: Callable[[str], Parts]) -> None:
+    """llama.cpp knows the largest model, whose queries have another scale, by its number of layers."""
+    parts = parts_of("gemma3_text")
+    kinds = built((parts[0], dict(parts[1]))).config()["layer_types"]
+    assert kinds == ["sliding_attention"] * 5 + ["full_attention"]
+    key = "gemma3.attention.sliding_window_pattern"
+    for pattern, period in ((2, 2), ([True, False] * 3, 2), (3, 3)):
+        kinds = built((parts[0], dict(parts[1])), **{key: pattern}).config()["layer_types"]
+        assert [kind == "full_attention" for kind in kinds] == [(i + 1) % period == 0 for i in range(6)]
+    with pytest.raises(CheckpointError, match="sliding_window_pattern must be true or false for each of 6 layers"):
+        built(parts, **{key: [True]})
+    sizes = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "rope_parameters": {}}
+    for layers, scale in ((62, 168), (48, 128)):
+        config = gemma_config("gemma3", {}, {**sizes, "num_hidden_layers": layers}, "file")
+        assert config["query_pre_attn_scalar"] == scale and {*config["layer_types"]} == {"full_attention"}
+        assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "message"),
+    [
+        ("gemma3_text", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24; GGUF's gemma3 implies 32"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "layer_types is .* GGUF's gemma2 implies"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping is None, but GGUF's gemma2 implies a"),
+    ],
+)
+def test_a_gemma_that_gguf_cannot_express_is_not_written(
+    model_type: str, change: dict[str, Any], message: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_model(model_type, **change)
+    with pytest.raises(CheckpointError, match=message):
+        convert(folder, tmp_path / "file.gguf", experts="f32", dense="f32")

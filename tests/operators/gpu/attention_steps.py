@@ -65,6 +65,7 @@ def attended(
     scaling: float,
     window: int = 0,
     sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """What the reference computes in float32 on the CPU."""
     return reference.paged_attention(
@@ -77,6 +78,7 @@ def attended(
         scaling=scaling,
         sliding_window=window or None,
         sinks=sinks,
+        cap=cap,
     )
 
 
@@ -89,8 +91,13 @@ def assert_attended(got: torch.Tensor, step: StepContext, query: torch.Tensor, *
 
 
 def check_plan(
-    plan: AttentionPlan, step: StepContext, query: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
+    plan: AttentionPlan,
+    step: StepContext,
+    query: torch.Tensor,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> None:
     """The plan of a model of `make_shape` attends in layer 1 as the reference does."""
-    got = plan.attend(1, query, step.kv, ScoreOptions(0.2, window, sinks))
-    assert_attended(got, step, query, layer=1, scaling=0.2, window=window, sinks=sinks)
+    got = plan.attend(1, query, step.kv, ScoreOptions(0.2, window, sinks, cap))
+    assert_attended(got, step, query, layer=1, scaling=0.2, window=window, sinks=sinks, cap=cap)

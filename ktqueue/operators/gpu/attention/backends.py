@@ -35,13 +35,14 @@ def make_planner(
     backend: str = "auto",
     dtype: torch.dtype | None = None,
     sinks: bool = False,
+    cap: float = 0.0,
 ) -> AttentionPlanner:
     """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none).
 
-    `scaling` multiplies the scores. sinks: the softmax of each head has a further score. `dtype` is that of the
-    queries; None: that of the cache, or bfloat16 for a float8 cache. On a GPU, all kernels are compiled and run once
-    here. Raises ValueError with the reason for a backend that is not available; "auto" logs a warning and takes the
-    next one.
+    `scaling` multiplies the scores. sinks: the softmax of each head has a further score. cap: see ScoreOptions. `dtype`
+    is that of the queries; None: that of the cache, or bfloat16 for a float8 cache. On a GPU, all kernels are compiled
+    and run once here. Raises ValueError with the reason for a backend that is not available; "auto" logs a warning and
+    takes the next one.
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
@@ -55,6 +56,7 @@ def make_planner(
         device=device,
         dtype=dtype or (torch.bfloat16 if layout.dtype.itemsize == 1 else layout.dtype),
         sinks=sinks,
+        cap=cap,
     )
     on_gpu = is_gpu(device)
     if backend == "torch" or (backend == "auto" and not on_gpu):
@@ -99,6 +101,6 @@ def _warmed_up(planner: AttentionPlanner, shape: AttentionShape) -> AttentionPla
     sinks = torch.zeros(shape.heads, device=shape.device) if shape.sinks else None
     for plan, tokens in ((planner.plan(step), 3), (planner.decode_plan(2, 1), 2)):
         for window in shape.windows:
-            plan.attend(0, query[:tokens], kv, ScoreOptions(shape.scaling, window, sinks))
+            plan.attend(0, query[:tokens], kv, ScoreOptions(shape.scaling, window, sinks, shape.cap))
     torch.cuda.synchronize(shape.device)
     return planner

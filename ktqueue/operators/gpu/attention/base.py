@@ -61,6 +61,8 @@ class AttentionShape:
     dtype: torch.dtype
     sinks: bool = False
     """Whether the softmax of each head has a further score without a value."""
+    cap: float = 0.0
+    """The soft limit of scores: see ScoreOptions."""
 
 
 class SharedWorkspace:

@@ -60,19 +60,19 @@ class Wrapper:
 class FlashInferPlan:
     """Attends with planned wrappers, one for each sliding window (0: none) of the model."""
 
-    def __init__(self, wrappers: dict[int, Wrapper], scaling: float) -> None:
+    def __init__(self, wrappers: dict[int, Wrapper], shape: AttentionShape) -> None:
         self._wrappers = wrappers
-        self._scaling = scaling
+        self._planned = shape.scaling, shape.cap
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
-        """See AttentionPlan. Raises ValueError for sinks, and for a window or scaling that was not planned."""
+        """See AttentionPlan. Raises ValueError for sinks, and for a window, scaling or cap that was not planned."""
         if options.sinks is not None:
             raise ValueError("FlashInfer's kernels have no sinks")
         wrapper = self._wrappers.get(options.sliding_window)
-        if wrapper is None or options.scaling != self._scaling:
+        if wrapper is None or (options.scaling, options.cap) != self._planned:
             raise ValueError(
-                f"attention was planned for windows {sorted(self._wrappers)} and scaling {self._scaling}, "
-                f"not for {options.sliding_window} and {options.scaling}"
+                f"attention was planned for windows {sorted(self._wrappers)} and scaling and cap {self._planned}, "
+                f"not for {options.sliding_window} and {options.scaling, options.cap}"
             )
         return wrapper.run(query, kv.keys[layer], kv.values[layer])
 
@@ -83,12 +83,12 @@ class FlashInferDecodePlan(FlashInferPlan):
     def __init__(
         self,
         wrappers: dict[int, Wrapper],
-        scaling: float,
+        shape: AttentionShape,
         pages: torch.Tensor,
         limits: tuple[int, int, int],
         options: dict[int, dict[str, Any]],
     ) -> None:
-        super().__init__(wrappers, scaling)
+        super().__init__(wrappers, shape)
         self._pages = pages
         self._limits = limits
         self._options = options
@@ -134,6 +134,7 @@ class FlashInferPlanner:
             "num_kv_heads": layout.kv_heads,
             "page_size": layout.page_size,
             "sm_scale": shape.scaling,
+            "logits_soft_cap": shape.cap,
             "q_data_type": shape.dtype,
             "kv_data_type": layout.dtype,
             "o_data_type": shape.dtype,
@@ -170,7 +171,7 @@ class FlashInferPlanner:
                 max_token_per_sequence=int(np.diff(starts).max()),
                 **self._options[window],
             )
-        return FlashInferPlan(self._prefill, self._shape.scaling)
+        return FlashInferPlan(self._prefill, self._shape)
 
     def decode_plan(self, rows: int, max_pages: int) -> FlashInferDecodePlan:
         """See AttentionPlanner."""
@@ -203,7 +204,7 @@ class FlashInferPlanner:
             limits = rows, max_pages, self._shape.layout.page_size
             head_dim = {"head_dim": self._shape.layout.head_dim}
             options = {window: common | head_dim for window, common in self._options.items()}
-            return FlashInferDecodePlan(wrappers, self._shape.scaling, pages, limits, options)
+            return FlashInferDecodePlan(wrappers, self._shape, pages, limits, options)
 
     def _prefill_wrapper(self, partial: torch.Tensor) -> Any:
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(partial, kv_layout="NHD", backend="fa2")

@@ -154,10 +154,10 @@ class LatentPlan(TritonPlan):
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim] -> [tokens, heads, value_dim].
 
-        Raises ValueError for a window and for sinks.
+        Raises ValueError for a window, sinks and a cap.
         """
-        if options.sliding_window or options.sinks is not None or self.decode_rows is None:
-            raise ValueError("latent attention has no sliding windows and no sinks")
+        if options.sliding_window or options.sinks is not None or options.cap or self.decode_rows is None:
+            raise ValueError("latent attention has no sliding windows, no sinks and no cap")
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], kv.layout.value_dim)
         attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=options.scaling)

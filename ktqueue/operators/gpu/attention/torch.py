@@ -28,6 +28,7 @@ class TorchPlan:
             scaling=options.scaling,
             sliding_window=options.sliding_window or None,
             sinks=options.sinks,
+            cap=options.cap,
         )
 
 

@@ -67,6 +67,7 @@ def fold(
     page_stride,
     slot_stride,
     scale,
+    CAP: tl.constexpr,  # in base 2, as the scores; 0: they have none
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -94,6 +95,8 @@ def fold(
         key = tl.load(keys + cells).to(query.dtype)
         value = tl.load(values + cells).to(query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if CAP > 0:  # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = CAP * (2.0 * tl.sigmoid(scores * (2.0 / CAP)) - 1.0)
     if CAUSAL:
         seen = index[None, :] <= position[:, None]
         if WINDOW > 0:

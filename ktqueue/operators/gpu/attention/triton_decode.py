@@ -36,7 +36,7 @@ def _decode_split(
     query, keys, values, query_starts, page_starts, pages, contexts, rows,
     parts,  # [items, heads, splits, WIDTH] float32
     levels,  # [items, heads, splits] float32: log2 of the sum of exponentials
-    scale, splits, page_stride, slot_stride,
+    scale, splits, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def _decode_split(
         for block in range(first, end, BLOCK):
             best, total, sums = fold(
                 states, best, total, sums, block, end, place, row_keys, row_values, row_pages, page_stride, slot_stride,
-                scale, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, False, PRECISION,
+                scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, False, PRECISION,
             )  # fmt: skip
         part = (item.to(tl.int64) * HEADS + head) * splits + split
         tl.store(parts + part[:, None] * WIDTH + column[None, :], sums / total[:, None], mask=(place < GROUP)[:, None])
@@ -132,6 +132,7 @@ def decode(
     _decode_split[(decode_rows.items, kv_heads, decode_rows.splits)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, decode_rows.rows,
         parts, levels, options.scaling * LOG2_E, decode_rows.splits, keys.stride(0), keys.stride(1),
+        CAP=options.cap * LOG2_E,
         HEADS=heads,
         GROUP=heads // kv_heads,
         M=padded(heads // kv_heads),

@@ -11,7 +11,7 @@ from ktqueue.operators.step import ScoreOptions
 def _prefill_tile(
     query, keys, values, query_starts, page_starts, pages, contexts,
     tiles,  # [tiles, 2]: row, and the first token of the tile, counted within the row
-    sinks, out, scale, page_stride, slot_stride,
+    sinks, out, scale, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     LOG2: tl.constexpr,
@@ -51,12 +51,12 @@ def _prefill_tile(
         for block in range(0, masked_from, BLOCK):
             best, total, sums = fold(
                 states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride,
-                slot_stride, scale, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, False, False, PRECISION,
+                slot_stride, scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, False, False, PRECISION,
             )  # fmt: skip
     for block in range(masked_from, end, BLOCK):
         best, total, sums = fold(
             states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride, slot_stride,
-            scale, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, True, PRECISION,
+            scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, True, PRECISION,
         )  # fmt: skip
     tl.store(out + cells, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -83,6 +83,7 @@ def prefill(
     _prefill_tile[(len(tiles), kv_heads)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, tiles,
         options.sinks, out, options.scaling * LOG2_E, keys.stride(0), keys.stride(1),
+        CAP=options.cap * LOG2_E,
         HEADS=heads,
         GROUP=group,
         TOKENS=tile_tokens(group, head_dim, query.dtype),

@@ -18,7 +18,8 @@ _FEW_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary tables on a device, [positions, rotary / 2] float32 each, for the columns of a head that are rotated."""
+    """Rotary tables on a device, [tables, positions, rotary / 2] float32 each, for the columns of a head that are
+    rotated."""
 
     cosine: torch.Tensor
     sine: torch.Tensor

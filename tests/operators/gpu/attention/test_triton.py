@@ -65,6 +65,14 @@ def test_sinks_equal_the_reference(window: int) -> None:
     check_plan(planner(kv, 6).plan(step), step, random_query(step, 6), window, sinks)
 
 
+@pytest.mark.parametrize("window", [0, 7])
+def test_scores_with_a_soft_limit_equal_the_reference(window: int) -> None:
+    """Most scores are above the limit."""
+    kv = make_cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, pages=20)
+    step = make_step(kv, *MIXED)
+    check_plan(planner(kv, 6).plan(step), step, random_query(step, 6), window, cap=0.5)
+
+
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_decode_plan_follows_its_updates(window: int) -> None:
     """Long rows are beside padding of length 1, and use one split or all. The buffers stay in place."""

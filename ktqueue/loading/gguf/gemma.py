@@ -1,0 +1,117 @@
+"""Gemma 2 and 3 in GGUF files: metadata keys and tensors.
+
+Key names and what they imply are those of llama.cpp's conversion and of its models gemma2 and gemma3. Files store norms
+with the 1 that transformers adds. The scale of queries follows from the size of the model.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import CheckpointTensor
+from ktqueue.loading.gguf.header import metadata_count, metadata_number
+
+_NORM = re.compile(r"(output_norm|blk\.\d+\.(attn|post_attention|ffn|post_ffw|attn_q|attn_k)_norm)\.weight")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_PATTERN, _LOCAL_THETA = "attention.sliding_window_pattern", "rope.freq_base_swa"
+_DEFAULT_LOCAL_THETA, _DEFAULT_THETA = 10_000.0, 1_000_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """period: the last of so many layers sees all keys, the others a window. largest: number of layers of the model
+    whose queries are scaled by hidden_size / num_attention_heads, all others by head_dim. local_rope: layers with a
+    window have a rotary base of their own."""
+
+    period: int
+    largest: int
+    local_rope: bool
+
+
+_VERSIONS = {"gemma2": _Version(2, 46, local_rope=False), "gemma3": _Version(6, 62, local_rope=True)}
+
+
+def gemma_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the config keys that only Gemma has. `config` holds the keys that were read before, with flat
+    rope_parameters. Raises CheckpointError."""
+    version, layers = _VERSIONS[prefix], int(config["num_hidden_layers"])
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    kinds = _kinds(version, layers)
+    if isinstance(listed := metadata.get(key := f"{prefix}.{_PATTERN}"), list):
+        if len(listed) < layers or not all(isinstance(value, bool) for value in listed):
+            raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
+        kinds = [_SLIDING if value else _FULL for value in listed[:layers]]
+    elif period := metadata_count(metadata, key, source):
+        kinds = _kinds(replace(version, period=period), layers)
+    if not config.get("sliding_window"):
+        kinds = [_FULL] * layers
+    rope = config["rope_parameters"]
+    if version.local_rope:
+        local = metadata.get(key := f"{prefix}.{_LOCAL_THETA}", _DEFAULT_LOCAL_THETA)
+        theta = metadata_number(local, float, key, source)
+        rope = {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": theta}}
+    return {
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": _query_scale(version, {**config, "head_dim": head_dim}),
+        "layer_types": kinds,
+        "rope_parameters": rope,
+    }
+
+
+def gemma_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return GGUF metadata for a config of transformers: see `gemma_config`.
+
+    Raises CheckpointError for what GGUF cannot express.
+    """
+    version, layers = _VERSIONS[prefix], int(config["num_hidden_layers"])
+    implied: dict[str, Any] = {
+        "query_pre_attn_scalar": _query_scale(version, config),
+        "layer_types": _kinds(version, layers),
+        "sliding_window_pattern": version.period,
+        "use_bidirectional_attention": False,
+    }
+    for name, value in implied.items():
+        if (stated := config.get(name)) not in (None, value):
+            raise CheckpointError(f"{source}: {name} is {stated!r}; GGUF's {prefix} implies {value!r}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping") if prefix == "gemma2" else ():
+        if config.get(name, 1.0) is None:
+            raise CheckpointError(f"{source}: {name} is None, but GGUF's {prefix} implies a number")
+    return {f"{prefix}.{_LOCAL_THETA}": float(_ropes(config)[_SLIDING]["rope_theta"])} if version.local_rope else {}
+
+
+def plain_rope(prefix: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config of transformers whose rotary parameters are those of the layers without a window."""
+    return {**config, "rope_parameters": _ropes(config)[_FULL]} if _VERSIONS[prefix].local_rope else config
+
+
+def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the rotary parameters of both kinds of layers of Gemma 3, also from the older spellings of the keys."""
+    ropes = config.get("rope_parameters") or {}
+    if _FULL in ropes:
+        return {kind: ropes[kind] for kind in (_FULL, _SLIDING)}
+    full = {"rope_theta": config.get("rope_theta") or _DEFAULT_THETA, **(config.get("rope_scaling") or ropes)}
+    return {_FULL: full, _SLIDING: {"rope_theta": config.get("rope_local_base_freq") or _DEFAULT_LOCAL_THETA}}
+
+
+def adapt_gemma_tensors(tensors: dict[str, CheckpointTensor]) -> None:
+    """Change the norms in `tensors`, by GGUF name, to what transformers has: without the 1."""
+    for name, tensor in [*tensors.items()]:
+        if _NORM.fullmatch(name):
+            values = tensor.decode(torch.float32).numpy() - np.float32(1)
+            tensors[name] = CheckpointTensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
+
+
+def _kinds(version: _Version, layers: int) -> list[str]:
+    return [_SLIDING if (i + 1) % version.period else _FULL for i in range(layers)]
+
+
+def _query_scale(version: _Version, config: Mapping[str, Any]) -> int:
+    """Return query_pre_attn_scalar."""
+    if config["num_hidden_layers"] == version.largest:
+        return int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return int(config["head_dim"])
