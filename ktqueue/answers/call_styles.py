@@ -116,9 +116,9 @@ STYLES: Mapping[str, CallStyle] = {
         parameter='<param name="', parameter_middle='">', parameter_end="</param>",
     ),
     "gigachat35": CallStyle(
-        '<｜GCML｜invoke name="', '">', "</｜GCML｜invoke>",
-        opening="<｜GCML｜tool_calls>", closing="</｜GCML｜tool_calls>",
-        parameter='<｜GCML｜parameter name="', parameter_middle=">", parameter_end="</｜GCML｜parameter>",
+        '<｜GCML｜invoke name="', '">\n', "</｜GCML｜invoke>", separator="\n",
+        opening="<｜GCML｜tool_calls>\n", closing="\n</｜GCML｜tool_calls>",
+        parameter='<｜GCML｜parameter name="', parameter_middle=">", parameter_end="</｜GCML｜parameter>\n",
         string_mark='" string="true"', json_mark='" string="false"',
     ),
     "xlam": CallStyle('[{"name": "', '", "arguments": ', "}]", many=False),

@@ -1,9 +1,9 @@
 """Messages made of content blocks, and their translation to chat messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ktqueue.openai.common_fields import FreeObject
 from ktqueue.openai.messages import MAX_MESSAGES
@@ -42,6 +42,15 @@ class ThinkingBlock(BaseModel):
     thinking: str
 
 
+class RedactedThinkingBlock(BaseModel):
+    """Thoughts that another server encrypted. No prompt can have them."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 def _blocks(value: Any) -> Any:
     """A string is one block of text."""
     if isinstance(value, str):
@@ -77,8 +86,10 @@ class ToolResultBlock(BaseModel):
     is_error: bool | None = None
 
 
-Block = Annotated[TextBlock | ToolUseBlock | ThinkingBlock | ToolResultBlock, Field(discriminator="type")]
-_ALLOWED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+Block = Annotated[
+    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | ToolResultBlock, Field(discriminator="type")
+]
+_ALLOWED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "redacted_thinking", "tool_use")}
 
 
 class InputMessage(BaseModel):
@@ -93,23 +104,17 @@ class InputMessage(BaseModel):
         BeforeValidator(_blocks, json_schema_input_type=str | Annotated[list[Block], Field(max_length=MAX_BLOCKS)]),
     ]
 
-
-def _allowed_blocks(value: Any) -> Any:
-    for message in value if isinstance(value, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        allowed = _ALLOWED.get(str(message.get("role")), ()) if isinstance(message, dict) else ()
-        for block in content if isinstance(content, list) and allowed else ():
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind not in allowed:
-                raise must_be(f"made of blocks of type {', '.join(allowed)}", kind)
-        if content == [] and "tool_result" in allowed:
-            raise must_be("made of messages whose content is not empty, except the assistant's", content)
-    return value
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> Self:
+        allowed = _ALLOWED[self.role]
+        if any(block.type not in allowed for block in self.content):
+            raise must_be(f"made of blocks of type {', '.join(allowed)}", None)
+        if not self.content and self.role == "user":
+            raise must_be("a message whose content is not empty, or the assistant's", None)
+        return self
 
 
-InputMessages = Annotated[
-    list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_allowed_blocks)
-]
+InputMessages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def text_parts(blocks: Sequence[TextBlock]) -> list[Json]:

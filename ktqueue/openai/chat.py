@@ -127,14 +127,7 @@ class ChatReply:
     def _logprobs(self, positions: Sequence[Position]) -> Json | None:
         if not self.head.logprobs or not positions:
             return None
-        return {"content": [self._logprob(position) for position in positions], "refusal": None}
-
-    def _logprob(self, position: Position) -> Json:
-        chosen, top = position.logprobs.chosen, position.logprobs.top
-        return {
-            **_chat_token(chosen, self.head.token_name(chosen, position.token)),
-            "top_logprobs": [_chat_token(token, self.head.token_name(token)) for token in top],
-        }
+        return {"content": [logprob_json(self.head, position) for position in positions], "refusal": None}
 
     def _ids(self, delta: Delta) -> Json:
         return {"token_ids": delta.token_ids} if self.head.wants("token_ids") else {}
@@ -202,6 +195,15 @@ class ChatReply:
         prompt = choices[0].prompt
         more = {**prompt_ids(self.head, prompt), **prompt_logprobs(self.head, prompt)}
         return {**self.head.body("chat.completion", listed), "usage": self.head.usage(usage), **more}
+
+
+def logprob_json(head: ReplyHead, position: Position) -> Json:
+    """A generated token with its log probability and those of the likeliest tokens."""
+    chosen, top = position.logprobs.chosen, position.logprobs.top
+    return {
+        **_chat_token(chosen, head.token_name(chosen, position.token)),
+        "top_logprobs": [_chat_token(token, head.token_name(token)) for token in top],
+    }
 
 
 def _chat_token(token: TokenLogprob, text: str) -> Json:

@@ -159,11 +159,12 @@ async def test_the_stop_sequence_is_named_and_left_out(http: httpx.AsyncClient, 
 
 async def test_blocks_become_chat_messages(http: httpx.AsyncClient, thinker: ScriptedWorker) -> None:
     cached = {"type": "text", "text": "Rome?", "cache_control": {"type": "ephemeral"}}
+    secret = {"type": "redacted_thinking", "data": "x"}
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sunny"}]}
     messages = [
         {"role": "user", "content": [cached]},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, use]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, secret, use]},
         {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
     ]
     body = {
@@ -200,14 +201,17 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": 1.5}, "temperature must be at most 1"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "image"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages.0.content.0 must be of a type that is one of 'text'",
+        ),
         ({"messages": [{"role": "system", "content": "x"}]}, "role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"n": 2}, "n must be 1"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
         ({"container": "c"}, "container is not supported"),
         ({"system": 5}, "system must be a string or a list of blocks, got 5"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages whose content is not empty"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0 must be a message whose content is not empty"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content must be a string or a list of blocks"),
     ],
 )

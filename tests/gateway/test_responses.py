@@ -63,6 +63,25 @@ async def test_events_add_up_to_the_response(
     assert (await http.get(f"{PATH}/{events[0]['response']['id']}")).json() == events[-1]["response"]
 
 
+@pytest.mark.parametrize(
+    "asked", [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}]
+)
+async def test_log_probabilities_come_with_the_text(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms, asked: dict[str, Any]
+) -> None:
+    events = await events_of(http, "POST", PATH, json={**BODY, **asked, "stream": True})
+    for event in events:
+        conforms(event, "ResponseStreamEvent")
+    deltas = [entry for event in events if "delta" in event for entry in event["logprobs"]]
+    (item,) = events[-1]["response"]["output"]
+    assert [entry["token"] for entry in deltas] == ["Once", " upon", " a time"]
+    assert item["content"][0]["logprobs"] == deltas
+    assert [len(entry["top_logprobs"]) for entry in deltas] == [2, 2, 2]
+    whole = (await http.post(PATH, json={**BODY, **asked})).json()
+    assert whole["output"][0]["content"] == item["content"]
+    assert worker.claims[0].request.sampling.logprobs == whole["top_logprobs"] == 2
+
+
 async def test_reasoning_text_and_a_call_are_items_of_their_own(
     http: httpx.AsyncClient, caller: ScriptedWorker, conforms: Conforms
 ) -> None:

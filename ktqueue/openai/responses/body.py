@@ -37,6 +37,7 @@ NAMES: Names = (
     (r"reasoning_effort", "reasoning.effort"),
     (r"messages.*|prompt(?!\w)", "input"),  # of which instructions and stored items are a part too
 )
+_LOGPROBS = "message.output_text.logprobs"  # of `include`; nothing else that it may name exists here
 _TOOL = {"parameters": None, "strict": None}
 _REFUSED = {
     "conversation": "use previous_response_id",
@@ -151,6 +152,10 @@ def parse_response(body: Mapping[str, Any], card: ModelCard | None, history: Seq
         chat["tool_choice"] = _tool_choice(own.tool_choice)
     if own.text is not None and own.text.format is not None and own.text.format.type != "text":
         chat["response_format"] = _response_format(own.text.format)
+    if _LOGPROBS in (own.include or ()) or body.get("top_logprobs"):
+        chat["logprobs"] = True
+    else:
+        chat.pop("top_logprobs", None)
     if own.reasoning is not None and own.reasoning.effort is not None:
         chat["reasoning_effort"] = own.reasoning.effort
     with client_names(NAMES):
@@ -196,6 +201,7 @@ def _echo(own: ResponseBody, body: Mapping[str, Any]) -> Json:
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": own.tool_choice or "auto",
         "tools": [{**_TOOL, **tool.model_dump(exclude_none=True)} for tool in own.tools or ()],
+        "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": body.get("top_p"),
         "truncation": own.truncation or "disabled",
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall
 from ktqueue.core.events import FinishReason, Usage
+from ktqueue.openai.chat import logprob_json
 from ktqueue.openai.choices import Delta
 from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.tool_calls import call_id
@@ -26,6 +27,8 @@ class ResponseReply:
         self._items: list[Json] = []
         self._open_part: AnswerPart | None = None  # the kind of item that is being written
         self._finish: FinishReason | None = None
+        self._logprobs: list[Json] = []  # of tokens that no event had
+        self._message: Json | None = None  # the content of the first message, which has those of all tokens
 
     def response(self, status: str, usage: Usage | None = None, error: Json | None = None) -> Json:
         """The response object with the items so far."""
@@ -51,10 +54,13 @@ class ResponseReply:
         if delta.first:
             yield self._event("response.created", response=self.response("in_progress"))
             yield self._event("response.in_progress", response=self.response("in_progress"))
+        if self._head.logprobs:
+            self._logprobs += [logprob_json(self._head, position) for position in delta.positions]
         for part in delta.parts:
             yield from self._part(part)
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
+            self._take_logprobs()
             yield from self._close_item()
 
     def usage_chunk(self, usage: Usage) -> Json:
@@ -94,9 +100,17 @@ class ResponseReply:
         item["content"][0]["text"] += part.text
         where: Json = {"item_id": item["id"], "output_index": place, "content_index": 0, "delta": part.text}
         if isinstance(part, AnswerText):
-            yield self._event("response.output_text.delta", **where, logprobs=[])
+            yield self._event("response.output_text.delta", **where, logprobs=self._take_logprobs())
         else:
             yield self._event("response.reasoning_text.delta", **where)
+
+    def _take_logprobs(self) -> list[Json]:
+        """Add the new log probabilities to the first message, and return them. Before that message they wait."""
+        if self._message is None:
+            return []
+        new, self._logprobs = self._logprobs, []
+        self._message["logprobs"] += new
+        return new
 
     def _open_item(self, part: AnswerPart) -> Iterator[Json]:
         place = len(self._items)
@@ -123,6 +137,9 @@ class ResponseReply:
         yield self._event(
             "response.content_part.added", item_id=item["id"], output_index=place, content_index=0, part=dict(content)
         )
+        if isinstance(part, AnswerText) and self._message is None:
+            self._message = content
+            content["logprobs"] = []  # a list of its own, which the event does not share
 
     def _close_item(self) -> Iterator[Json]:
         part, self._open_part = self._open_part, None
@@ -139,7 +156,11 @@ class ResponseReply:
             content = item["content"][0]
             if isinstance(part, AnswerText):
                 yield self._event(
-                    "response.output_text.done", **where, content_index=0, text=content["text"], logprobs=[]
+                    "response.output_text.done",
+                    **where,
+                    content_index=0,
+                    text=content["text"],
+                    logprobs=list(content["logprobs"]),
                 )
             else:
                 yield self._event("response.reasoning_text.done", **where, content_index=0, text=content["text"])
