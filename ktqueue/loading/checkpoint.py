@@ -16,9 +16,9 @@ from ktqueue.loading.mapped_file import release_pages
 from ktqueue.loading.weight_formats import (
     FILE_BLOCKS,
     RAW,
-    REQUANTISED,
     Bytes,
     Floats,
+    is_stored,
     loaded_format,
     requantise,
     row_bytes,
@@ -56,7 +56,7 @@ class CheckpointTensor:
     ) -> "CheckpointTensor":
         """Return a view of `file` at `offset`. `raw`: the tensor may hold one of RAW, which are not weights
         by themselves. Raises CheckpointError if the tensor does not lie inside the file."""
-        if quant not in FILE_BLOCKS and not (raw and quant in RAW):
+        if not is_stored(quant) and not (raw and quant in RAW):
             raise CheckpointError(
                 f"{path}: tensor {name!r} is stored as {quant}, which is not supported; known: {', '.join(FILE_BLOCKS)}"
             )
@@ -311,7 +311,7 @@ def requantise_experts(weights: ExpertWeights) -> ExpertWeights:
     """Return the experts of a layer in the formats in which they are loaded."""
 
     def stack(experts: PackedExperts) -> PackedExperts:
-        if experts.quant not in REQUANTISED:
+        if loaded_format(experts.quant) == experts.quant:
             return experts
         return replace(
             experts, quant=loaded_format(experts.quant), data=[requantise(experts.quant, data) for data in experts.data]

@@ -95,7 +95,7 @@ def convert(
 def _output_tensors(
     checkpoint: Checkpoint, family: ModelFamily, config: dict[str, Any], types: dict[str, str]
 ) -> Iterator[_OutputTensor]:
-    names = TensorNameMap(family.architecture, config["num_hidden_layers"])
+    names = TensorNameMap(family.names or family.architecture, config["num_hidden_layers"])
 
     def find(name: str) -> str:
         found = names.find(name)

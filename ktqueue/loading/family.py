@@ -1,11 +1,16 @@
-"""What describes one model family in GGUF files: metadata keys, tensors, and what its layers are made of.
+"""What describes one model family: its classes, what the decoders must know, and how GGUF files hold it.
 
-Knows no particular family and no files.
+Knows no particular family and no files. Packages bring families of their own with entry points: see
+docs/guides/families.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.installed import FAMILIES, describe, entry_names, load_entry
+from ktqueue.operators.model_classes import MODEL_CLASSES, ModelClass, register
 
 EXPERT_KEY = "expert_count"
 """The metadata key, after `{architecture}.`, that only models with routed experts have."""
@@ -70,3 +75,62 @@ class ModelFamily:
     def has_experts(self) -> bool:
         """Whether its layers route tokens to experts."""
         return any(entry.key == EXPERT_KEY for entry in self.fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model family of a package.
+
+    `config`: a subclass of transformers.PretrainedConfig whose `model_type` is the name of the entry point. `model`: a
+    causal language model, a subclass of transformers.PreTrainedModel. It attends through transformers' attention
+    interface, and its layers are `model.layers.N`. `decoded`: what our decoders need to know about that class; None:
+    they do not compute it, and it runs by its own modules. `gguf`: how GGUF files hold it; None: they do not.
+    """
+
+    config: type[Any]
+    model: type[Any]
+    decoded: ModelClass | None = None
+    gguf: ModelFamily | None = None
+
+
+def packaged_family(model_type: str) -> Family | None:
+    """Return the family of a package for a model_type, or None, and make its class known to the decoders.
+
+    Raises CheckpointError that names the package and what is wrong.
+    """
+    family = load_entry(FAMILIES, model_type, Family)
+    if family is not None and (wrong := _problem(family, model_type)):
+        raise CheckpointError(f"{describe(FAMILIES, model_type)}: {wrong}")
+    return family
+
+
+def packaged_families() -> Iterator[tuple[str, Family]]:
+    """Yield all families of packages, with their model_type. Raises CheckpointError like `packaged_family`."""
+    for model_type in entry_names(FAMILIES):
+        if (family := packaged_family(model_type)) is not None:
+            yield model_type, family
+
+
+def _problem(family: Family, model_type: str) -> str | None:
+    """Return why a family cannot be used, or None. Registers its class with the decoders."""
+    for part, found in (("config", family.config), ("model", family.model)):
+        if not isinstance(found, type) or found.__module__.startswith("transformers."):
+            return f"{part} must be a class of the package, got {found!r}"
+    if (stated := getattr(family.config, "model_type", None)) != model_type:
+        return f"the config's model_type is {stated!r}, which must be the name of the entry point"
+    name = family.model.__name__
+    if any(entry.name == name for entry in MODEL_CLASSES):
+        return f"ktqueue has a model class {name} already"
+    decoded, gguf = family.decoded, family.gguf
+    if decoded is not None:
+        if decoded.name != name:
+            return f"decoded is about {decoded.name}, but the model class is {name}"
+        if decoded.latent:
+            return "latent attention of packages is not supported: decoded.latent must be empty"
+        try:
+            register(decoded)
+        except ValueError as error:
+            return str(error)
+    if gguf is not None and (gguf.model_type, gguf.class_name) != (model_type, name):
+        return f"gguf is about {gguf.model_type} and {gguf.class_name}, not about {model_type} and {name}"
+    return None

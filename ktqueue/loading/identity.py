@@ -7,7 +7,7 @@ backends, and which experts are on a GPU.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -83,9 +83,13 @@ class ModelFiles:
         return digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
-def digest_settings(plan: LoadPlan, *, dtype: str, kv_cache_dtype: str) -> dict[str, Any]:
-    """Return the settings that decide tokens. Names of rule files and numbers of devices do not."""
-    return {
+def digest_settings(plan: LoadPlan, *, dtype: str, kv_cache_dtype: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings that decide tokens. Names of rule files and numbers of devices do not.
+
+    packages: names and versions of the installed packages whose code computes a part of the model.
+    """
+    settings = {"packages": [*packages]} if packages else {}  # other models keep their digests
+    return settings | {
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
         "deferred_experts": 0,  # a removed setting; without it every model would get another digest

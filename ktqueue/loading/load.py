@@ -15,6 +15,7 @@ from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, SPARSE_MODEL_TYPES, longest_context
 from ktqueue.loading.inject import inject
+from ktqueue.loading.installed import FAMILIES, FORMATS, entry_names, package_of, package_of_module
 from ktqueue.loading.materialize import check_tensors, materialize
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve_model
 from ktqueue.loading.plan import LoadPlan, find_replaced, make_plan
@@ -22,11 +23,12 @@ from ktqueue.loading.rehearsal import rehearse, rehearse_without_weights
 from ktqueue.loading.rules import load_rules, rules_file
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton, ignorable_names, tied_names
 from ktqueue.loading.synthetic.checkpoint import open_synthetic
+from ktqueue.loading.weight_formats import check_packages
 from ktqueue.operators.attention import cap_of, window_of
 from ktqueue.operators.base import Operator
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.linear_attention import linear_attention_shape
-from ktqueue.operators.registry import check_operator, operator_class, operator_names
+from ktqueue.operators.registry import OPERATORS, check_operator, operator_class, operator_names
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _LATENT_OPERATORS = ("LatentAttention", "GpuDecoder")
@@ -64,7 +66,8 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model in eval mode, with our attention and experts, and its config.
+    """A causal language model in eval mode, with our attention and experts, and its config. For `packages` see
+    `packages_of`.
 
     Call: module(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False, logits_to_keep=rows to score,
     step=StepContext).logits -> [1, rows, vocab].
@@ -76,6 +79,7 @@ class LoadedModel:
     dtype: torch.dtype
     attention: AttentionFacts
     plan: LoadPlan
+    packages: tuple[str, ...] = ()
 
     @property
     def experts_per_token(self) -> int:
@@ -89,7 +93,10 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A checked skeleton and its plan; no weights are loaded. `refusal`: why loading would fail, or None."""
+    """A checked skeleton and its plan; no weights are loaded.
+
+    `refusal`: why loading would fail, or None. `packages`: see `packages_of`.
+    """
 
     checkpoint: Checkpoint
     config: Config
@@ -97,6 +104,7 @@ class PreparedModel:
     plan: LoadPlan
     dtype: torch.dtype
     refusal: CheckpointError | RuleError | None = None
+    packages: tuple[str, ...] = ()
 
 
 def experts_per_token(config: Config) -> int:
@@ -157,6 +165,7 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     modules = [(name, type(module).__name__) for name, module in skeleton.named_modules()]
     file = rules_file(rules)
     plan = make_plan(modules, load_rules(file, operator_names(), check_operator), device, _name(dtype))
+    packages = packages_of(checkpoint, config, plan)
     layout = kv_layout(config, 1, dtype)
     if layout.latent:
         _check_replaced(_attention_modules(skeleton), _LATENT_OPERATORS, plan, str(file))
@@ -166,8 +175,21 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
         _check_one_device(skeleton, plan, str(file), device)
         plan = rehearse_without_weights(skeleton, plan, layout, checkpoint.path)
     except (CheckpointError, RuleError) as error:
-        return PreparedModel(checkpoint, config, skeleton, plan, dtype, error)
-    return PreparedModel(checkpoint, config, skeleton, plan, dtype)
+        return PreparedModel(checkpoint, config, skeleton, plan, dtype, error, packages)
+    return PreparedModel(checkpoint, config, skeleton, plan, dtype, None, packages)
+
+
+def packages_of(checkpoint: Checkpoint, config: Config, plan: LoadPlan) -> tuple[str, ...]:
+    """Return the installed packages that compute or decode a part of the model, with their versions.
+
+    They bring its family, formats of its weights, or operators. Such a name is `warm-moe 1.0`.
+    """
+    found = {package_of(FAMILIES, config.model_type)}
+    offered = {*entry_names(FORMATS)}
+    found |= {package_of(FORMATS, quant) for quant in {*map(checkpoint.quant, checkpoint.names())} & offered}
+    operators = {operator_class(item.op) for item in plan.replacements} - {*OPERATORS.values()}
+    found |= {package_of_module(operator.__module__) for operator in operators}
+    return tuple(sorted(name for name in found if name is not None))
 
 
 def build_checked_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[Config, nn.Module]:
@@ -294,7 +316,7 @@ def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> 
     module.eval()
     if not isinstance(module, Operator):
         rehearse(module, kv_layout(prepared.config, 1, prepared.dtype), prepared.checkpoint.path)
-    return LoadedModel(module, prepared.config, facts, prepared.dtype, attention, prepared.plan)
+    return LoadedModel(module, prepared.config, facts, prepared.dtype, attention, prepared.plan, prepared.packages)
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
@@ -322,4 +344,6 @@ def open_checkpoint(path: str) -> Checkpoint:
     if path.startswith(SYNTHETIC_PREFIX):
         return open_synthetic(path)
     found = resolve_model(path)
-    return open_folder(found) if found.is_dir() else open_gguf(found)
+    checkpoint = open_folder(found) if found.is_dir() else open_gguf(found)
+    check_packages(map(checkpoint.quant, checkpoint.names()))
+    return checkpoint

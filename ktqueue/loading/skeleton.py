@@ -13,7 +13,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
+from ktqueue.loading.huggingface.causal_models import config_class_of
 from ktqueue.loading.huggingface.config_check import (
     DERIVED_KEY,
     LATENT_MODEL_TYPES,
@@ -34,15 +34,9 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     """Build a transformers config from plain values. Raises CheckpointError for an unknown or unusable one."""
     model_type = values.get("model_type")
     check_model_type(values, source)
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
-        )
     if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig does
         model_type = "ministral"
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    if model_type not in CAUSAL_MODELS:
-        raise CheckpointError(f"{source}: a model of type {model_type} is not a causal language model")
+    config_class = config_class_of(model_type, source)
     if values.get("kv_lora_rank") and model_type not in LATENT_MODEL_TYPES:
         known = ", ".join(LATENT_MODEL_TYPES)
         raise CheckpointError(f"{source}: multi-head latent attention is supported for {known}, not for {model_type}")

@@ -1,6 +1,7 @@
 """Model families that are refused by name, with what they have that no operator computes.
 
-Knows no config classes and no tensors, so that a model is refused before any weight is read.
+Knows no config classes and no tensors, so that a model is refused before any weight is read. A package that brings such
+a family has precedence.
 """
 
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.installed import FAMILIES, package_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,9 @@ def check_model_type(config: Mapping[str, Any], source: str) -> None:
     """
     text_config = config.get("text_config")
     for values in (config, text_config if isinstance(text_config, Mapping) else {}):
-        _refuse(_BY_MODEL_TYPE, "model_type", values.get("model_type"), source)
+        model_type = values.get("model_type")
+        if not isinstance(model_type, str) or package_of(FAMILIES, model_type) is None:
+            _refuse(_BY_MODEL_TYPE, "model_type", model_type, source)
 
 
 def check_architecture(architecture: str, source: str) -> None:

@@ -1,4 +1,4 @@
-"""Storage formats of weights: names, block sizes, bytes per row. Knows no file format.
+"""Storage formats of weights: names, block sizes, bytes per row, also of formats of packages. Knows no file format.
 
 No kernel reads Q5_0, TQ1_0, TQ2_0, Q1_0 and Q2_0. When they are loaded, they are stored in a format that holds them
 exactly: the five bits of Q5_0 with their offset of 16 in Q8_0. llama.cpp stores Q5_0 where a row is not a multiple of a
@@ -8,10 +8,16 @@ d * (q - 8). Layouts: ggml-common.h.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.installed import FORMATS, describe, entry_names
+from ktqueue.loading.storage_format import Bytes, Floats, packaged_format
+
+__all__ = ["Bytes", "Floats"]
 
 # Elements and bytes of one block, as ggml (ggml-common.h) or FOLDER_FORMATS define them.
 BLOCKS: dict[str, tuple[int, int]] = {
@@ -62,16 +68,39 @@ RAW = {"U8": 1, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
 The names are those of safetensors.
 """
 
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
-
 
 def row_bytes(quant: str, columns: int) -> int:
     """Return the bytes of one row. Raises ValueError if `columns` is not a multiple of the block."""
-    elements, size = (1, RAW[quant]) if quant in RAW else (BLOCKS | FILE_BLOCKS)[quant]
+    elements, size = (1, RAW[quant]) if quant in RAW else _block(quant)
     if columns % elements:
         raise ValueError(f"a row of {columns} is not a multiple of the {quant} block of {elements}")
     return columns // elements * size
+
+
+def _block(quant: str) -> tuple[int, int]:
+    """Return elements and bytes of a block. Raises KeyError for an unknown format."""
+    if found := BLOCKS.get(quant) or FILE_BLOCKS.get(quant):
+        return found
+    if (packaged := packaged_format(quant)) is None:
+        raise KeyError(quant)
+    whole = BLOCKS[packaged.stored_as][0]
+    if packaged.elements % whole:
+        raise CheckpointError(
+            f"{describe(FORMATS, quant)}: a block of {packaged.elements} elements is no multiple of the block of "
+            f"{packaged.stored_as}, {whole}"
+        )
+    return packaged.elements, packaged.block_bytes
+
+
+def is_stored(quant: str) -> bool:
+    """Whether a file may have tensors in that format, one of ours or of a package."""
+    return quant in FILE_BLOCKS or packaged_format(quant) is not None
+
+
+def check_packages(quants: Iterable[str]) -> None:
+    """Check that no package has a format of ours among `quants`. Raises CheckpointError that names the package."""
+    if both := sorted({*quants} & FILE_BLOCKS.keys() & {*entry_names(FORMATS)}):
+        raise CheckpointError(f"{describe(FORMATS, both[0])}: ktqueue has a format {both[0]} already")
 
 
 def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
@@ -98,16 +127,22 @@ _POWERS_OF_3 = np.array([[1], [3], [9], [27], [81]], np.uint8)
 
 def loaded_format(quant: str) -> str:
     """Return the format in which weights stored as `quant` are loaded."""
-    return REQUANTISED.get(quant, quant)
+    if quant in BLOCKS:
+        return quant
+    packaged = None if quant in REQUANTISED else packaged_format(quant)
+    return REQUANTISED.get(quant, quant) if packaged is None else packaged.stored_as
 
 
 def requantise(quant: str, data: Bytes) -> Bytes:
     """Convert whole blocks of format `quant` to `loaded_format(quant)`.
 
-    Returns a copy, or `data` itself if the formats are the same.
+    Returns a copy, or `data` itself if the formats are the same. Raises CheckpointError if a package's code fails.
     """
-    if quant not in REQUANTISED:
+    if quant in BLOCKS:
         return data
+    if quant not in REQUANTISED:
+        packaged = packaged_format(quant)
+        return data if packaged is None else packaged.stored(data, BLOCKS[packaged.stored_as])
     blocks = data.view(_LAYOUTS[quant])
     if REQUANTISED[quant] == "Q2_K":
         ternary = np.empty(len(blocks), _Q2_K)

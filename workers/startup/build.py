@@ -91,6 +91,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
             model.plan,
             dtype=str(dtype),
             kv_cache_dtype=str(cache_dtype(config, dtype)),
+            packages=model.packages,
         )
         return replace(built, card=replace(built.card, digest=files.digest(settings)))
 

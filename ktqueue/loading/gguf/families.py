@@ -3,11 +3,11 @@
 Knows nothing of tensor contents or tokenizers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.family import EXPERT_KEY, MetadataField, ModelFamily
+from ktqueue.loading.family import EXPERT_KEY, MetadataField, ModelFamily, packaged_families, packaged_family
 from ktqueue.loading.gguf.fields import (
     ANY_WIDTH,
     ATTENTION,
@@ -39,6 +39,8 @@ from ktqueue.loading.gguf.fields import (
 )
 from ktqueue.loading.gguf.header import metadata_count
 from ktqueue.loading.gguf.latent import SIGMOID
+from ktqueue.loading.installed import FAMILIES as ENTRIES
+from ktqueue.loading.installed import describe
 from ktqueue.loading.unsupported import check_architecture
 
 _SOFTMAX_OF_CHOSEN = 3  # value of `expert_gating_func` (llama.cpp)
@@ -320,6 +322,7 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
     if not isinstance(architecture, str):
         raise CheckpointError(f"{source}: metadata key general.architecture is missing")
     candidates = [family for family in FAMILIES if family.architecture == architecture]
+    candidates = candidates or [family for family in _packaged_rows() if family.architecture == architecture]
     if not candidates:
         check_architecture(architecture, source)
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
@@ -339,5 +342,17 @@ def family_of_model_type(model_type: str, source: str) -> ModelFamily:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
+    if (packaged := packaged_family(model_type)) is not None and packaged.gguf is not None:
+        return packaged.gguf
     known = ", ".join(family.model_type for family in FAMILIES)
     raise CheckpointError(f"{source}: there is no GGUF architecture for model_type {model_type!r}; known: {known}")
+
+
+def _packaged_rows() -> Iterator[ModelFamily]:
+    """Yield how GGUF files hold the families of packages. Raises CheckpointError for an architecture of ktqueue."""
+    for model_type, family in packaged_families():
+        if (row := family.gguf) is not None:
+            if any(known.architecture == row.architecture for known in FAMILIES):
+                where = describe(ENTRIES, model_type)
+                raise CheckpointError(f"{where}: ktqueue has a GGUF architecture {row.architecture} already")
+            yield row

@@ -2,8 +2,10 @@
 
 import gguf
 
+from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import MODEL_MODULES
+from ktqueue.loading.storage_format import packaged_formats
 
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _Q2_0 = 42  # a type of llama.cpp that the library lacks
@@ -22,9 +24,12 @@ EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 class TensorNameMap:
-    """Translates the tensor names of one architecture from transformers to GGUF."""
+    """Translates the tensor names of one architecture from transformers to GGUF. Raises CheckpointError for an unknown
+    architecture."""
 
     def __init__(self, architecture: str, layers: int) -> None:
+        if architecture not in _ARCHITECTURES:
+            raise CheckpointError(f"the gguf library has no names of tensors for the architecture {architecture!r}")
         self._map = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
 
     def find(self, name: str) -> str | None:
@@ -69,10 +74,14 @@ def split_expert_name(name: str) -> tuple[str, str] | None:
 
 
 def type_name(type_id: int) -> str:
-    """Return the name of ggml's tensor type number, such as `Q4_K`. An unknown number gives `type 99`."""
+    """Return the name of ggml's tensor type number, such as `Q4_K`, or of a package's. Otherwise it is `type 99`.
+
+    Raises CheckpointError if a package's format cannot be used.
+    """
     if type_id == _Q2_0:
         return "Q2_0"
     try:
         return str(gguf.GGMLQuantizationType(type_id).name)
     except ValueError:
-        return f"type {type_id}"
+        packaged = (found.name for found in packaged_formats() if found.gguf_type == type_id)
+        return next(packaged, f"type {type_id}")

@@ -1,7 +1,43 @@
-"""The causal language models of transformers by model type, with those that it lists only as parts of others."""
+"""The causal language models of transformers by model type, those that it lists only as parts of others, and those of
+packages."""
 
+import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
-__all__ = ["CAUSAL_MODELS"]
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.family import packaged_family
+from ktqueue.loading.installed import FAMILIES, describe
+
+__all__ = ["CAUSAL_MODELS", "config_class_of"]
 
 CAUSAL_MODELS.setdefault("mistral4", "Mistral4ForCausalLM")  # of mistral3; AutoModelForCausalLM reads the same table
+
+
+def config_class_of(model_type: object, source: str) -> type[transformers.PretrainedConfig]:
+    """Return the config class of a causal language model, and register a package's classes with transformers.
+
+    source: the beginning of the message. Raises CheckpointError for a type that neither transformers nor a package has,
+    and for a package's family that cannot be used.
+    """
+    family = packaged_family(model_type) if isinstance(model_type, str) else None
+    if not isinstance(model_type, str) or (family is None and model_type not in transformers.CONFIG_MAPPING):
+        raise CheckpointError(
+            f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
+        )
+    if family is None:
+        if model_type not in CAUSAL_MODELS:
+            raise CheckpointError(f"{source}: a model of type {model_type} is not a causal language model")
+        return transformers.CONFIG_MAPPING[model_type]
+    where = describe(FAMILIES, model_type)
+    bases = {"config": transformers.PretrainedConfig, "model": transformers.PreTrainedModel}
+    for part, base in bases.items():
+        if not issubclass(found := getattr(family, part), base):
+            raise CheckpointError(f"{where}: {part} must be a subclass of {base.__name__}, got {found.__name__}")
+    if model_type in transformers.CONFIG_MAPPING and transformers.CONFIG_MAPPING[model_type] is not family.config:
+        raise CheckpointError(f"{where}: transformers {transformers.__version__} has a model type {model_type} already")
+    try:
+        transformers.AutoConfig.register(model_type, family.config, exist_ok=True)
+        transformers.AutoModelForCausalLM.register(family.config, family.model, exist_ok=True)
+    except ValueError as error:  # the model names another config class
+        raise CheckpointError(f"{where}: {error}") from error
+    return family.config

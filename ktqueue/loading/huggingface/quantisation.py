@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.storage_format import StorageFormat, packaged_formats
 
 SUPPORTED = (
     "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4), GPTQ and AWQ in 4 bits, "
@@ -40,9 +41,10 @@ _PACKED, _NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
 class Quantisation:
     """How the tensors of quantised weights are stored.
 
-    method: fp8, compressed-tensors, nvfp4 (ModelOpt's), gptq or awq. block: rows and columns of weights that share a
-    scale, if the config states them. bits: of a code of GPTQ. symmetric: GPTQ's zero points are all half of the codes.
-    zero_offset: GPTQ's zero points are stored less this.
+    method: fp8, compressed-tensors, nvfp4 (ModelOpt's), gptq, awq, or that of a package's format. block: rows and
+    columns of weights that share a scale, if the config states them. bits: of a code of GPTQ. symmetric: GPTQ's zero
+    points are all half of the codes. zero_offset: GPTQ's zero points are stored less this. packaged: a package's format
+    of all matrices.
     """
 
     method: str
@@ -50,6 +52,7 @@ class Quantisation:
     bits: int = 4
     symmetric: bool = False
     zero_offset: int = 0
+    packaged: StorageFormat | None = None
 
 
 def read_quantisation(config: Mapping[str, Any], source: str) -> Quantisation | None:
@@ -98,7 +101,10 @@ def _read(name: str, value: Mapping[str, Any]) -> Quantisation | str | None:
         if value.get("bits", 4) != 4:
             return None
         return Quantisation("awq") if version == "gemm" else f"version {version}"
-    return None
+    if name in _METHODS:
+        return None
+    packaged = (found for found in packaged_formats() if found.folder and found.folder.quant_method == name)
+    return next((Quantisation(name, packaged=found) for found in packaged), None)
 
 
 def _read_gptq(value: Mapping[str, Any]) -> Quantisation | str | None:

@@ -15,7 +15,8 @@ A matrix `x.weight` is stored as (rows and columns are those of the matrix, word
   order and less nothing. (AutoAWQ's packing_utils.py.)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,9 @@ from ktqueue.loading.huggingface.quantised_blocks import (
     signed_floats,
     spread,
 )
-from ktqueue.loading.weight_formats import RAW, Bytes, Floats
+from ktqueue.loading.installed import FORMATS, describe
+from ktqueue.loading.storage_format import StorageFormat
+from ktqueue.loading.weight_formats import RAW, Bytes, Floats, tensor_bytes
 from ktqueue.operators.native import as_array
 
 _Parts = Mapping[str, CheckpointTensor]
@@ -54,6 +57,7 @@ _FLOAT4 = (
 _FLOAT4_GROUP = 16  # columns of NVFP4 that share a scale
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
 """Scales of activations and of a cache, which have types of our own here."""
+_INTEGERS = {"U8": "u1", "F8_E4M3": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8"}
 _NAMES = frozenset(
     (*_SCALES, *_PACKED, *_INTERLEAVED, *(name[-1] for name in _FLOAT4), "weight_zero_point", "weight_g_idx", "g_idx")
 )
@@ -68,9 +72,11 @@ def join_quantised(
     """
     modules: dict[str, dict[str, CheckpointTensor]] = {}
     joined: dict[str, CheckpointTensor] = {}
+    packaged = quantisation.packaged
+    names = _NAMES if packaged is None or packaged.folder is None else frozenset(packaged.folder.parts)
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
-        if part in _NAMES or tensor.quant in RAW:
+        if tensor.quant in RAW or (part in names and part != "weight"):
             modules.setdefault(module, {})[part] = tensor
         elif part not in _OF_ACTIVATIONS:
             joined[name] = tensor
@@ -82,6 +88,8 @@ def join_quantised(
 
 
 def _join(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
+    if quantisation.packaged is not None:
+        return _from_package(source, module, parts, quantisation.packaged)
     if "qweight" in parts and quantisation.method in ("gptq", "awq"):
         _check_names(source, module, parts, _INTERLEAVED, ("g_idx",) if quantisation.method == "gptq" else ())
         return (_from_gptq if quantisation.method == "gptq" else _from_awq)(source, module, parts, quantisation)
@@ -103,6 +111,42 @@ def _check_names(source: str, module: str, parts: _Parts, required: tuple[str, .
         raise CheckpointError(f"{source}: {module} has no {' and no '.join(missing)}, but {present}")
     if extra := [name for name in parts if name not in (*required, *optional)]:
         raise CheckpointError(f"{source}: {module}.{extra[0]} is of no known use beside {', '.join(required)}")
+
+
+def _from_package(source: str, module: str, parts: _Parts, packaged: StorageFormat) -> CheckpointTensor:
+    """Join a matrix as a package's FolderLayout says."""
+    layout = packaged.folder
+    assert layout is not None
+    _check_names(source, module, parts, layout.parts, ())
+    where = f"{source}: {module}, by {describe(FORMATS, packaged.name)}"
+
+    def call(function: Callable[..., Any], values: dict[str, Any]) -> Any:
+        try:
+            return function(values)
+        except Exception as error:  # code of a package can fail in any way
+            raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
+
+    rows, columns = call(layout.shape, {name: parts[name].shape for name in layout.parts})
+    try:
+        size = tensor_bytes(packaged.name, (rows, columns))
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+    def convert() -> Bytes:
+        blocks = call(layout.join, {name: _numbers(parts[name]) for name in layout.parts})
+        data: Bytes = np.ascontiguousarray(blocks).view(np.uint8).reshape(-1)
+        if data.size != size:
+            raise CheckpointError(f"{where}: a matrix {[rows, columns]} has {size} bytes, join returned {data.size}")
+        return data
+
+    return CheckpointTensor(f"{module}.weight", packaged.name, (rows, columns), convert)
+
+
+def _numbers(tensor: CheckpointTensor) -> np.ndarray[Any, Any]:
+    """Return a tensor in its own shape: floats as float32, float8 as bytes, integers in their own type."""
+    if tensor.quant not in RAW:
+        return _floats(tensor)
+    return tensor.data.view(_INTEGERS[tensor.quant]).reshape(tensor.shape)
 
 
 def _from_scaled(
