@@ -31,6 +31,7 @@ _OWN_CODE = "an architecture that transformers does not have"
 UNSUPPORTED = (
     UnsupportedFamily("Arctic", "dense layers beside the routed ones", ("arctic",), ("arctic",)),
     UnsupportedFamily("A.X K2", _SPARSE, ("axk2",)),
+    UnsupportedFamily("Aria", "experts whose matrices are transposed", ("aria", "aria_text")),
     UnsupportedFamily("Bamba", f"{_STATE} (Mamba 2)", ("bamba",)),
     UnsupportedFamily("DBRX", "one matrix for query, key and value that is clamped", (), ("dbrx",)),
     UnsupportedFamily("DeepSeek-V3.2", _SPARSE_FILE, (), ("deepseek32",)),
@@ -49,6 +50,11 @@ UNSUPPORTED = (
         ("gemma4", "gemma4_unified"),
         ("gemma4",),
     ),
+    UnsupportedFamily(
+        "Gemma 4's assistant",
+        "attention to the keys and values of another model",
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+    ),
     UnsupportedFamily("GLM-5", _SPARSE_FILE, (), ("glm-dsa",)),
     UnsupportedFamily("GLM-5-Next", f"{_SPARSE}, and {_STATE}", ("glm5_next", "glm5_next_text")),
     UnsupportedFamily("Granite 4 hybrid", f"{_STATE} (Mamba 2)", (), ("granitehybrid",)),
@@ -58,6 +64,7 @@ UNSUPPORTED = (
         "Inkling", "short convolutions and attention by relative position", ("inkling_mm_model", "inkling_text")
     ),
     UnsupportedFamily("Jamba", f"{_STATE} (Mamba)", ("jamba",), ("jamba",)),
+    UnsupportedFamily("JetMoE", "experts in attention", ("jetmoe",)),
     UnsupportedFamily("Kimi-Linear", f"{_STATE} (Kimi delta attention)", ("kimi_linear",), ("kimi-linear",)),
     UnsupportedFamily("LFM2", "layers with a short convolution", ("lfm2", "lfm2_moe"), ("lfm2", "lfm2moe")),
     UnsupportedFamily(

@@ -159,6 +159,11 @@ def _check_window(config: Any, source: str) -> None:
     elif config.model_type in SPARSE_MODEL_TYPES:
         known = ("deepseek_sparse_attention",)
     if unknown := [kind for kind in kinds or () if kind not in known]:
+        if LINEAR_ATTENTION in unknown:  # transformers' name for layers of Mamba too
+            raise CheckpointError(
+                f"{source}: a {config.model_type} has layers that keep a state instead of keys and values, which is "
+                "not supported"
+            )
         raise _refusal(source, "layer_types", " or ".join(known), unknown[0])
     used = "sliding_attention" in kinds if kinds else window is not None
     if used and not (isinstance(window, int) and window >= 1):
