@@ -68,6 +68,15 @@ def convert(
         Mixture | None,
         typer.Option("--type", help="Mix of types for all matrices, by llama.cpp's name, instead of the two above."),
     ] = None,
+    importance: Annotated[
+        Path | None,
+        typer.Option(
+            "--imatrix",
+            exists=True,
+            dir_okay=False,
+            help="Importance matrix, as llama-imatrix writes it.",
+        ),
+    ] = None,
     layers: Annotated[
         int | None, typer.Option("--layers", help="Layers of a synthetic model.", min=1, show_default="the shape's")
     ] = None,
@@ -83,9 +92,10 @@ def convert(
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
     is_synthetic = source.startswith(SYNTHETIC_PREFIX)
-    if is_synthetic and (experts or dense or mix):
+    if is_synthetic and (experts or dense or mix or importance):
         raise UsageFault(
-            "--type, --experts and --dense cannot be used with a synthetic model: its name says the quantisation"
+            "--type, --experts, --dense and --imatrix cannot be used with a synthetic model: "
+            "its name says the quantisation"
         )
     if mix and (experts or dense):
         raise UsageFault("--type sets the types of all matrices: leave out --experts and --dense")
@@ -98,8 +108,8 @@ def convert(
         if is_synthetic:
             write_synthetic(source, target, layers=layers, progress=bar.update)
         elif mix:
-            convert_model(folder, target, mix=mix.value, progress=bar.update)
+            convert_model(folder, target, mix=mix.value, importance=importance, progress=bar.update)
         else:
             types = {"experts": (experts or Quantization.Q4_0).value, "dense": (dense or Quantization.F16).value}
-            convert_model(folder, target, **types, progress=bar.update)
+            convert_model(folder, target, **types, importance=importance, progress=bar.update)
     notes().print(f"{target}  {format_bytes(target.stat().st_size)}", markup=False)

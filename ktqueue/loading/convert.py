@@ -16,6 +16,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
 from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_model_type
+from ktqueue.loading.gguf.importance import ImportanceMatrix, read_importance
 from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, TensorNameMap
 from ktqueue.loading.gguf.metadata import metadata_from_config
 from ktqueue.loading.gguf.mixes import BASES, Mix, fitting_format
@@ -52,6 +53,7 @@ def convert(
     experts: str = "",
     dense: str = "f16",
     mix: str = "",
+    importance: Path | None = None,
     name: str | None = None,
     license: str | None = None,  # noqa: A002  (the name of the metadata key)
     progress: Progress | None = None,
@@ -60,8 +62,9 @@ def convert(
 
     `experts` and `dense` are the formats of expert matrices and of other matrices, of WRITABLE. `mix`, one of
     `mixes.BASES`, sets the format of each matrix instead, as llama.cpp does. Norms, biases and routers stay f32. A
-    matrix whose rows are not a whole number of blocks gets the format that `fitting_format` names. Raises
-    CheckpointError that names what cannot be converted. `target` appears only if no error is raised.
+    matrix whose rows are not a whole number of blocks gets the format that `fitting_format` names.
+    `importance` is a file of llama-imatrix, whose columns weight the errors of quantisation. Raises CheckpointError
+    that names what cannot be converted. `target` appears only if no error is raised.
     """
     types = {"mix": mix.upper()} if mix else {"experts": experts.upper(), "dense": dense.upper()}
     for role, quant in types.items():
@@ -83,12 +86,15 @@ def convert(
     metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_output_tensors(checkpoint, family, config, types))
+    shapes = {output.name: output.shape for output in outputs}
+    if columns := read_importance(importance) if importance else None:
+        columns.check(shapes)
     if mix:
-        outputs = _mixed(outputs, Mix.of_model(types["mix"], config, [output.name for output in outputs]))
+        outputs = _mixed(outputs, Mix.of_model(types["mix"], config, shapes, has_importance=columns is not None))
     file_type = types.get("mix") or types["experts" if family.has_experts else "dense"]
     with GgufWriter(target, family.architecture, file_type) as writer:
         writer.add_metadata(metadata)
-        writer.write_all(outputs, lambda output: _packed(checkpoint, output), progress)
+        writer.write_all(outputs, lambda output: _packed(checkpoint, output, columns), progress)
     checkpoint.close()
 
 
@@ -147,14 +153,16 @@ def _mixed(outputs: list[_OutputTensor], mix: Mix) -> list[_OutputTensor]:
     ]
 
 
-def _packed(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
+def _packed(checkpoint: Checkpoint, output: _OutputTensor, importance: ImportanceMatrix | None) -> Bytes:
+    columns = importance.of_tensor(output.name) if importance else None
     try:
-        return _quantized(checkpoint, output)
+        return _quantized(checkpoint, output, columns)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: tensor {output.name!r} as {output.quant}: {error}") from error
 
 
-def _quantized(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
+def _quantized(checkpoint: Checkpoint, output: _OutputTensor, importance: Floats | None) -> Bytes:
+    """Return the bytes of a tensor. `importance`: [1 or experts, columns], or None."""
     if output.values is not None:
         return quantize(output.values.reshape(-1, output.values.shape[-1]), output.quant)
     if output.stack is None:
@@ -164,6 +172,13 @@ def _quantized(checkpoint: Checkpoint, output: _OutputTensor) -> Bytes:
             values = permute(values, output.heads)
         if output.added:
             values = values + np.float32(output.added)
-        return quantize(values.reshape(-1, values.shape[-1]), output.quant)
+        columns = None if importance is None else importance[0]
+        return quantize(values.reshape(-1, values.shape[-1]), output.quant, columns)
     stack = output.stack
-    return np.stack([quantize(decode_rows(data, stack.quant, stack.columns), output.quant) for data in stack.data])
+    by_expert = [None] * len(stack.data) if importance is None else [*importance]
+    return np.stack(
+        [
+            quantize(decode_rows(data, stack.quant, stack.columns), output.quant, columns)
+            for data, columns in zip(stack.data, by_expert, strict=True)
+        ]
+    )

@@ -226,7 +226,7 @@ def test_convert_writes_synthetic_models(here: Verb) -> None:
     assert code == 0, err
     assert "model.layers.*.mlp.experts" in here("inspect", "out.gguf")[1]
     for words, says in (
-        (["synthetic:tiny:q4_0", "--experts", "q8_0"], "--experts and --dense cannot be used with a synthetic model"),
+        (["synthetic:tiny:q4_0", "--experts", "q8_0"], "--imatrix cannot be used with a synthetic model"),
         ([".", "--layers", "2"], "--layers can be used only with a synthetic model"),
         (["synthetic:tiny:q9_9"], "unknown quantisation 'q9_9'"),
     ):

@@ -55,7 +55,7 @@ class Mix:
 
     layers: of the model; experts: routed experts of a layer, 0 in a dense model; shared_values: heads of queries for
     each head of values; value_layers: layers with values of attention, in order; has_output: the output is not the
-    embedding.
+    embedding; has_importance: an importance matrix is used.
     """
 
     name: str
@@ -64,9 +64,10 @@ class Mix:
     shared_values: int
     value_layers: tuple[int, ...]
     has_output: bool
+    has_importance: bool
 
     @classmethod
-    def of_model(cls, name: str, config: Mapping[str, Any], tensors: Iterable[str]) -> "Mix":
+    def of_model(cls, name: str, config: Mapping[str, Any], tensors: Iterable[str], *, has_importance: bool) -> "Mix":
         """Return the mix of a model with this transformers config and the GGUF names `tensors`."""
         names = [*tensors]
         heads = int(config["num_attention_heads"])
@@ -78,6 +79,7 @@ class Mix:
             shared_values=heads // int(config.get("num_key_value_heads") or heads),
             value_layers=tuple(sorted(int(match[1]) for tensor in names if (match := _VALUES.fullmatch(tensor)))),
             has_output="output.weight" in names,
+            has_importance=has_importance,
         )
 
     def format_of(self, tensor: str, columns: int) -> str:
@@ -135,7 +137,7 @@ class Mix:
                 return "Q6_K"
             case "Q4_K_S" if is_early:
                 return "Q5_K"
-            case "IQ4_NL" | "IQ4_XS" if is_early:
+            case "IQ4_NL" | "IQ4_XS" if is_early and not self.has_importance:
                 return "Q5_K"
         return base
 
