@@ -38,7 +38,7 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
             query_starts=starts,
             context_lengths=torch.full((rows,), tokens, dtype=torch.int32),
             page_table=table,
-            slot_mapping=slots.reshape(-1),
+            slot_mapping=slots.reshape(-1).contiguous(),  # of one token a row, reshape gives a view
             kv=kv,
             state_sources=torch.arange(states, dtype=torch.int32),
             state_targets=torch.arange(states, dtype=torch.int32),
