@@ -17,6 +17,7 @@ import pytest
 import torch
 from decoder_families import LINEAR
 from endless_vocabulary import NoEnd
+from greedy_requests import REQUESTS, make_prompts, serve
 from latent_sizes import LATENT_SIZES
 from transformers import (
     AttentionInterface,
@@ -42,22 +43,10 @@ from ktqueue.operators.kv_cache import KVLayout
 pytestmark = pytest.mark.timeout(600)
 
 EXACT_RULES = Path(__file__).parents[2] / "rules" / "exact.yaml"  # activations stay float32
-REQUESTS = 64
 FEW = 24
 NEW_TOKENS = 24
 LONGEST = 700
 PAGE_SIZE = 16
-
-
-def make_prompts(vocab: int) -> list[list[int]]:
-    """64 prompts of 1 to 700 tokens. Every third prompt begins with a part of an earlier one."""
-    noise = random.Random(64)
-    prompts: list[list[int]] = []
-    for i in range(REQUESTS):
-        length = (1, 2, 15, 16, 17, 32, LONGEST)[i] if i < 7 else int(LONGEST ** noise.random())
-        head = prompts[noise.randrange(i)][:length] if i % 3 == 2 else []
-        prompts.append(head + [noise.randrange(vocab) for _ in range(length - len(head))])
-    return prompts
 
 
 def float_model(kind: Any, config: Any) -> Any:
@@ -81,26 +70,6 @@ def answers_of(model: Any, prompts: list[list[int]], end: list[int] | None) -> l
             )
             answers.append(out[0, len(prompt) :].tolist())
     return answers
-
-
-def serve(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
-    """The engine's answers to prompts that arrive at random steps."""
-    noise = random.Random(1)
-    arrivals = sorted((noise.randrange(len(prompts)), i) for i in range(len(prompts)))
-    found: list[list[int]] = [[] for _ in prompts]
-    step = 0
-    while arrivals or engine.has_work:
-        while arrivals and arrivals[0][0] <= step:
-            i = arrivals.pop(0)[1]
-            engine.add(str(i), prompts[i], sampling)
-        for output in engine.step():
-            assert output.error is None
-            found[int(output.request_id)] += output.token_ids
-        step += 1
-    engine.check()
-    stats = engine.stats()
-    assert stats.free_pages == stats.total_pages
-    return found
 
 
 def check_parity(
@@ -138,7 +107,7 @@ def random_model() -> Any:
     )
     torch.manual_seed(0)
     model = float_model(Qwen3MoeForCausalLM, config)
-    prompts = make_prompts(config.vocab_size)
+    prompts = make_prompts(config.vocab_size, LONGEST)
     return model, prompts, answers_of(model, prompts, None)
 
 
@@ -220,7 +189,7 @@ def latent(tmp_path_factory: Any) -> Any:
     model = float_model(DeepseekV2ForCausalLM, config)
     folder = tmp_path_factory.mktemp("latent")
     model.save_pretrained(folder)
-    prompts = make_prompts(config.vocab_size)[:FEW]
+    prompts = make_prompts(config.vocab_size, LONGEST)[:FEW]
     loaded = load_model(str(folder))
     return loaded.module, NoEnd(512), loaded.kv_layout(PAGE_SIZE), prompts, answers_of(model, prompts, None)
 
@@ -250,7 +219,7 @@ def linear(tmp_path_factory: Any) -> Any:
     model = float_model(Qwen3NextForCausalLM, config)
     folder = tmp_path_factory.mktemp("linear")
     model.save_pretrained(folder)
-    prompts = make_prompts(config.vocab_size)
+    prompts = make_prompts(config.vocab_size, LONGEST)
     loaded = load_model(str(folder))
     assert type(loaded.module).__name__ == "CpuDecoder"
     return loaded.module, NoEnd(512), loaded.kv_layout(PAGE_SIZE), prompts, answers_of(model, prompts, None)

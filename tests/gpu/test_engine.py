@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_engine import on_device
 from endless_vocabulary import NoEnd
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -20,10 +21,9 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.gpu.staging import ResultFetcher
-from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.load import load_model
 from ktqueue.operators import native
-from ktqueue.workers.startup.build import build, cache_dtype
-from ktqueue.workers.startup.gpu_memory import CudaMemory, DeviceMemory, prepare_gpu
+from ktqueue.workers.startup.build import build
 
 RULES = Path(__file__).parents[2] / "rules"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -40,21 +40,6 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
-
-
-class Plenty:
-    """Memory that never runs out, for tests on CPU tensors."""
-
-    total = 4 << 30
-
-    def used(self) -> int:
-        return 1 << 20
-
-    def reset_peak(self) -> None:
-        pass
-
-    def peak(self) -> int:
-        return 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -96,17 +81,6 @@ def by_decoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def settings_for(device: str, **given: Any) -> EngineConfig:
     known: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "dtype": "float32", "num_pages": 200}
     return EngineConfig(device=device, **known | given)
-
-
-def on_device(model: LoadedModel, config: EngineConfig) -> Engine:
-    """An engine with the parts of a GPU, on any device."""
-    memory: DeviceMemory = CudaMemory(config.device) if config.device == "cuda" else Plenty()
-    layout = model.kv_layout(config.page_size, cache_dtype(config, model.dtype))
-    gpu = prepare_gpu(model, layout, config, memory)
-    graphs = gpu.cuda_graphs if config.device == "cuda" else config.cuda_graphs
-    vocabulary = NoEnd(model.card_facts.vocab_size)
-    settled = replace(config, cuda_graphs=graphs)
-    return Engine(model.module, vocabulary, layout, settled, gpu.plan.pages, 512, planner=gpu.planner)
 
 
 def requests(vocabulary: int, count: int, seed: int = 1) -> list[tuple[list[int], SamplingParams]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_engine import on_device
 from endless_vocabulary import NoEnd
 from latent_sizes import LATENT_SIZES
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -21,7 +22,7 @@ from ktqueue.operators.latent_shape import absorb_rotated
 from ktqueue.operators.step import ScoreOptions, StepContext
 
 from .test_attention import BOUNDS, STEPS, make_step, no_waiting
-from .test_engine import DEVICES, NEW_TOKENS, RULES, on_device, requests, serve, settings_for
+from .test_engine import DEVICES, NEW_TOKENS, RULES, requests, serve, settings_for
 
 GPU = [
     pytest.mark.gpu,

@@ -1,6 +1,5 @@
 """Tiny random models of each family, saved as transformers saves them, each with a tokenizer."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,19 +8,14 @@ import pytest
 import torch
 import transformers
 from latent_sizes import LATENT_SIZES
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tiny_tokenizer import write_tokenizer
 
 from ktqueue.loading.convert import convert
 from ktqueue.loading.load import LoadedModel
-from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
 VOCAB = 384
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -187,29 +181,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _tokenizer(folder: Path) -> None:
-    pre = PRE_TOKENIZERS["qwen2"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pre.patterns[0]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    text = ["Once upon a time there was a fox and a crow; the fox was hungry and the crow had cheese."] * 4
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB - 4, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(text, trainer)
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.add_tokens(["<tool_call>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """make_model(model_type, **config) -> folder with a random float32 model; equal calls give the same model."""
@@ -232,7 +203,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                     if name.endswith("correction_bias"):
                         buffer.uniform_(-0.2, 0.2)
             model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
-            _tokenizer(folder)
+            write_tokenizer(folder, VOCAB)
             made[key] = folder
         return made[key]
 

@@ -1,0 +1,37 @@
+"""The engine of a GPU on any device: on the CPU its operators run as their twins, and no memory is measured."""
+
+from dataclasses import replace
+
+from endless_vocabulary import NoEnd
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.engine.engine import Engine
+from ktqueue.loading.load import LoadedModel
+from ktqueue.workers.startup.build import cache_dtype
+from ktqueue.workers.startup.gpu_memory import CudaMemory, DeviceMemory, prepare_gpu
+
+
+class Plenty:
+    """Memory that never runs out, for tests on CPU tensors."""
+
+    total = 4 << 30
+
+    def used(self) -> int:
+        return 1 << 20
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 1 << 20
+
+
+def on_device(model: LoadedModel, config: EngineConfig) -> Engine:
+    """An engine with the parts of a GPU, on any device."""
+    memory: DeviceMemory = CudaMemory(config.device) if config.device == "cuda" else Plenty()
+    layout = model.kv_layout(config.page_size, cache_dtype(config, model.dtype))
+    gpu = prepare_gpu(model, layout, config, memory)
+    graphs = gpu.cuda_graphs if config.device == "cuda" else config.cuda_graphs
+    vocabulary = NoEnd(model.card_facts.vocab_size)
+    settled = replace(config, cuda_graphs=graphs)
+    return Engine(model.module, vocabulary, layout, settled, gpu.plan.pages, 512, planner=gpu.planner)
