@@ -110,7 +110,7 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test compiled installed mutations soak fleet parity clients sanitize fuzz
+.PHONY: test compiled installed mutations soak fleet parity models clients sanitize fuzz
 # Three processes on two cores, each with whole files: many tests wait for others' processes, and fixtures serve a file.
 test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -136,6 +136,9 @@ fleet: $(VENV)/dev.stamp ## The broker's and the gateway's tests with Sentinel a
 
 parity: $(VENV)/dev.stamp ## Greedy tokens against transformers, the whole matrix on the demo model
 	@$(BIN)/python -m pytest -m parity $(ARGS)
+
+models: $(VENV)/dev.stamp ## Every family against transformers, and docs/reference/models.md (ARGS="qwen3_moe"; LLAMA_PYTHON=...)
+	@PYTHONPATH=tests/helpers $(BIN)/python -m tests.served.run $(ARGS)
 
 # Each client has an environment of its own. Its pins come first there, and what ktqueue needs from .venv behind them.
 CLIENTS ?= $(patsubst tests/clients/requirements/%.txt,%,$(wildcard tests/clients/requirements/*.txt))

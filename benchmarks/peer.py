@@ -60,7 +60,10 @@ def start_ours(model: Path, threads: int) -> Peer:
     return Peer([sys.executable, "-m", "benchmarks.engine.ours", "--model", str(model), "--threads", str(threads)])
 
 
-def start_llama(python: str, model: Path, threads: int, rows: int, *, repack: bool) -> Peer:
-    """llama.cpp under the interpreter that has it. The first line that it says is its version."""
+def start_llama(python: str, model: Path, threads: int, rows: int, *, repack: bool, exact: bool = False) -> Peer:
+    """llama.cpp under the interpreter that has it. The first line that it says is its version.
+
+    exact: its cache is in float32, and its attention is not flash attention.
+    """
     command = [python, "-m", "benchmarks.engine.llama", "--model", str(model), "--threads", str(threads)]
-    return Peer([*command, "--rows", str(rows), *([] if repack else ["--no-repack"])])
+    return Peer([*command, "--rows", str(rows), *([] if repack else ["--no-repack"]), *(["--exact"] if exact else [])])

@@ -20,7 +20,7 @@ BATCH = 2_048
 class Llama:
     """One context over one model, for up to `rows` sequences that share a cache."""
 
-    def __init__(self, path: str, *, threads: int, rows: int, repack: bool) -> None:
+    def __init__(self, path: str, *, threads: int, rows: int, repack: bool, exact: bool) -> None:
         model_settings = api.llama_model_default_params()
         model_settings.n_gpu_layers = 0
         model_settings.use_extra_bufts = repack
@@ -33,7 +33,9 @@ class Llama:
         settings.n_ubatch = 512
         settings.n_seq_max = rows
         settings.n_threads = settings.n_threads_batch = threads
-        settings.flash_attn_type = 1
+        settings.flash_attn_type = 0 if exact else 1
+        if exact:
+            settings.type_k = settings.type_v = api.GGML_TYPE_F32
         settings.kv_unified = True
         settings.no_perf = True
         self._context = api.llama_init_from_model(self._model, settings)
@@ -109,10 +111,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--no-repack", action="store_true")
+    parser.add_argument("--exact", action="store_true", help="a cache in float32, no flash attention")
     arguments = parser.parse_args()
     silent = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(silent, ctypes.c_void_p(0))
-    llama = Llama(arguments.model, threads=arguments.threads, rows=arguments.rows, repack=not arguments.no_repack)
+    llama = Llama(
+        arguments.model,
+        threads=arguments.threads,
+        rows=arguments.rows,
+        repack=not arguments.no_repack,
+        exact=arguments.exact,
+    )
     say({"llama_cpp_python": api.__version__})
     answer_questions(llama)
 

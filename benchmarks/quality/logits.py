@@ -24,9 +24,9 @@ Logits = npt.NDArray[np.float32]  # [tokens, vocab]
 Source = Callable[[list[int]], Logits]
 
 
-def ours(path: Path, threads: int) -> Source:
+def ours(path: Path, threads: int, rules: str | None = None) -> Source:
     """The model as a worker builds it, each window as one prefill row."""
-    built = build(EngineConfig(model=str(path), threads=threads))
+    built = build(EngineConfig(model=str(path), threads=threads, rules=rules))
     layout = built.model.kv_layout(built.config.page_size)
 
     def run(ids: list[int]) -> Logits:
@@ -72,11 +72,14 @@ def twin(path: Path) -> Source:
 
 
 @contextmanager
-def llama(python: str, path: Path, threads: int, *, repack: bool = True) -> Iterator[Source]:
-    """llama.cpp as it is measured, in a process of its own."""
+def llama(python: str, path: Path, threads: int, *, repack: bool = True, exact: bool = False) -> Iterator[Source]:
+    """llama.cpp as it is measured, in a process of its own. exact: see start_llama.
+
+    Raises RuntimeError if it cannot load the file.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
-        start_llama(python, path, threads, 1, repack=repack) as process,
+        start_llama(python, path, threads, 1, repack=repack, exact=exact) as process,
     ):
         process.hear()
         target = Path(folder) / "logits.npy"

@@ -1,6 +1,7 @@
 """The reference pages describe exactly the settings, commands, errors, metrics and scripts of the code."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from verbs import tree
 from ktqueue.cli.config import reference
 from ktqueue.core.config import STANDALONE, all_settings
 from ktqueue.core.errors import KtqueueError
+from tests.served.families import served_families
+from tests.served.page import PAGE, RESULT, render
 
 ROOT = Path(__file__).parents[2]
 FLOORS = ("core", "broker", "engine", "gateway", "loading", "openai", "anthropic")
@@ -21,6 +24,16 @@ REFERENCE = ROOT / "docs" / "reference"
 def test_the_settings_page_is_made_from_the_settings() -> None:
     page = (REFERENCE / "configuration.md").read_text()
     assert reference() in page, "paste the output of `ktqueue config --markdown` into docs/reference/configuration.md"
+
+
+def test_the_page_of_models_is_made_from_the_tables_of_the_code() -> None:
+    result = json.loads(RESULT.read_text())
+    served = {family.class_name: family.model_type for family in served_families()}
+    tested = {row["class"] for row in result["figures"]}
+    missing = [model_type for name, model_type in served.items() if name not in tested]
+    assert not missing, f'run `make models ARGS="{" ".join(missing)}"`'
+    assert tested <= served.keys()
+    assert PAGE.read_text() == render(result), "run `make models ARGS=--page`"
 
 
 def test_flags_of_settings_exist() -> None:

@@ -15,7 +15,7 @@ SUPPORTED = (
     "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4), GPTQ and AWQ in 4 bits, "
     "NVFP4 of ModelOpt, MXFP4 of gpt-oss, and GGUF files"
 )
-_METHODS = {
+METHODS = {
     "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors",
@@ -30,6 +30,7 @@ _METHODS = {
     "quanto": "Quanto",
     "torchao": "torchao",
 }
+"""Methods by their names in configs, read or refused, and as their authors write them."""
 _MXFP4 = ("mxfp4", "gpt_oss")
 """The method whose tensors are a part of gpt-oss's layout, and its model type."""
 _KEYS = ("quantization_config", "compression_config")
@@ -158,7 +159,7 @@ def _method(value: Any) -> str:
     name = value.get("quant_method") or value.get("quant_algo")
     if name is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
         name = "bitsandbytes"
-    shown = _METHODS.get(str(name).lower(), str(name)) if name else "an unnamed method"
+    shown = METHODS.get(str(name).lower(), str(name)) if name else "an unnamed method"
     bits = value.get("bits") or value.get("w_bit") or (4 if value.get("load_in_4bit") else None)
     bits = bits or (8 if value.get("load_in_8bit") else None)
     return f"{shown} in {bits} bits" if isinstance(bits, int) else shown

@@ -1,0 +1,75 @@
+"""The families that are served, each with a tiny random model: those of the decoders, and some that run by modules."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import decoder_families
+from tiny_tokenizer import write_tokenizer
+
+from ktqueue.loading.family import ModelFamily
+from ktqueue.loading.gguf.families import FAMILIES as FILE_FAMILIES
+from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
+from ktqueue.operators.model_classes import MODEL_CLASSES
+
+VOCAB = 384
+COMMON = {**decoder_families.COMMON, "vocab_size": VOCAB, "initializer_range": 0.3}  # answers differ more
+WINDOWS = {"sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+BY_MODULES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "exaone4": WINDOWS,
+    "gemma": {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
+    "gemma3_text": {"head_dim": 16, **WINDOWS},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "gpt_neox": {},
+    "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96},
+    "ministral": {"head_dim": 16, **WINDOWS},
+    "phi3": {"pad_token_id": 0},
+    "smollm3": {**WINDOWS, "pad_token_id": 0},
+}
+"""Sizes by model type. No decoder computes these families: their modules are those of transformers."""
+FILE_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"q_lora_rank": 64},  # llama.cpp knows the model without it by its number of layers
+    "dots1": {"sliding_window": None},
+    "ernie4_5_moe": {"use_bias": False},
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mixtral": {"sliding_window": None},
+    "olmoe": {"clip_qkv": None},
+}
+"""What a model must be like to be written as a GGUF file that llama.cpp reads, by model type."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFamily:
+    """One family. `file`: what describes its GGUF files; None if there are none that we read."""
+
+    class_name: str
+    model_type: str
+    sizes: dict[str, Any]
+    by_modules: bool
+    file: ModelFamily | None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `ktqueue convert` writes its GGUF files."""
+        return self.file is not None and not self.file.linear
+
+    def save(self, folder: Path) -> None:
+        """Save the random model as transformers does, in float32, with a tokenizer."""
+        sizes = {**COMMON, **self.sizes, **FILE_SIZES.get(self.model_type, {})}
+        decoder_families.random_model(self.model_type, sizes).save_pretrained(folder)
+        write_tokenizer(folder, VOCAB)
+
+
+def served_families() -> Iterator[ServedFamily]:
+    """Yield the classes of model_classes.py in their order, then the families that run by modules."""
+    models = list({**decoder_families.FAMILIES, **decoder_families.LATENT_FAMILIES}.values())
+    for entry in MODEL_CLASSES:
+        model_type, sizes = next((kind, sizes) for kind, sizes in models if CAUSAL_MODELS[kind] == entry.name)
+        file = next((family for family in FILE_FAMILIES if family.class_name == entry.name), None)
+        yield ServedFamily(entry.name, model_type, sizes, False, file)
+    for model_type, sizes in BY_MODULES.items():
+        yield ServedFamily(str(CAUSAL_MODELS[model_type]), model_type, sizes, True, None)

@@ -1,0 +1,268 @@
+"""Renders docs/reference/models.md from the results of `make models` and from the tables of the code."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.machine import ROOT
+from benchmarks.results import RESULTS
+from benchmarks.tables import table
+from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.huggingface.quantisation import METHODS, read_quantisation
+from ktqueue.loading.synthetic.shapes import SHAPES
+from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from ktqueue.loading.unsupported import UNSUPPORTED, UnsupportedFamily
+from ktqueue.loading.weight_formats import BLOCKS, FILE_BLOCKS, FOLDER_FORMATS, loaded_format
+
+PAGE = ROOT / "docs" / "reference" / "models.md"
+RESULT = RESULTS / "models.json"
+KNOWN_AS = {
+    "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi-K2 and the text of K2.5",
+    "DeepseekV32ForCausalLM": "DeepSeek-V3.2",
+    "AfmoeForCausalLM": "AFMoE (Arcee's Trinity)",
+    "AXK1ForCausalLM": "A.X K1",
+    "Dots1ForCausalLM": "dots.llm1",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5, dense",
+    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5",
+    "ExaoneMoeForCausalLM": "K-EXAONE",
+    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, 4.5-Air",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
+    "GlmMoeDsaForCausalLM": "GLM-5",
+    "GptOssForCausalLM": "gpt-oss",
+    "GraniteForCausalLM": "Granite, dense",
+    "GraniteMoeForCausalLM": "Granite MoE",
+    "HYV3ForCausalLM": "Hunyuan 3",
+    "HunYuanDenseV1ForCausalLM": "Hunyuan, dense",
+    "HunYuanMoEV1ForCausalLM": "Hunyuan-A13B",
+    "LlamaForCausalLM": "Llama 2, 3",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2",
+    "Mistral4ForCausalLM": "Mistral 4, its text",
+    "MistralForCausalLM": "Mistral",
+    "MixtralForCausalLM": "Mixtral",
+    "OlmoeForCausalLM": "OLMoE",
+    "PhimoeForCausalLM": "Phi-3.5-MoE",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE",
+    "Qwen3ForCausalLM": "Qwen3, dense",
+    "Qwen3MoeForCausalLM": "Qwen3 MoE",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, its text",
+    "SeedOssForCausalLM": "Seed-OSS",
+    "SolarOpenForCausalLM": "Solar-Open",
+    "YoutuForCausalLM": "Youtu",
+}
+"""Names that people know. A class that is missing here is shown by its own name."""
+_READ_OF = {
+    "awq": "4 bits",
+    "compressed-tensors": "FP8, INT8, INT4",
+    "gptq": "4 or 8 bits",
+    "modelopt": "FP8",
+    "mxfp4": "of gpt-oss",
+}
+"""What is read of a method, if it is not all."""
+_SAMPLES: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}}},
+    },
+    "gptq": {"bits": 4},
+    "modelopt": {"quant_algo": "FP8"},
+}
+"""What else the config of a method says that is read, if it must say more than its name."""
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """Return the page. result: what `make models` has written."""
+    parts = (_head(result), _families(result), _files(), _folders(), _tokenizers(), _refused(), _shapes())
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _head(result: Mapping[str, Any]) -> list[str]:
+    return [
+        "# Models",
+        "Does my model run? Look for its family, its format and its tokenizer below. `ktqueue inspect --model M`",
+        "answers for one model, and `ktqueue fit` for one machine. Limits are in",
+        "[serving](../guides/serving.md#which-models). `make models` makes this page.",
+    ]
+
+
+def _families(result: Mapping[str, Any]) -> list[str]:
+    packages = result["machine"]["packages"]
+    llama = next((row["llama"]["version"] for row in result["figures"] if row.get("llama")), None)
+    versions = f"transformers {packages['transformers']}, torch {packages['torch']}" + (
+        f", llama-cpp-python {llama}" if llama else ""
+    )
+    return [
+        "## Families",
+        "Each family is a tiny random model with the layers of its kind, in float32 and under the rules `exact`.",
+        "The engine gets 64 greedy requests at random steps, some with a shared prefix. Prompts have 1 to 160 tokens,",
+        "and steps at most 48, so prompts are read in chunks. The cache has 16 pages, so sequences are preempted.",
+        f"To each of the {result['new_tokens']} tokens of an answer, the other must give the highest logit.",
+        f"A tie is a token whose logit is less than {result['tie']} below the highest.",
+        "",
+        f"Taken {result['machine']['taken']} with {versions}; the commit of each family is in",
+        "[models.json](../../benchmarks/results/models.json).",
+        "",
+        *table(
+            {
+                "family": _name,
+                "`model_type`": "`{model_type}`",
+                "folder": lambda row: "yes" if "folder" in row else "-",
+                "GGUF": _architecture,
+                "CPU operator": _operators,
+                "GPU operator": lambda row: "GpuDecoder" if "gpu" in row else "modules (2)",
+                "equal to transformers": _equal,
+                "equal to llama.cpp on the same file": _llama,
+            },
+            result["figures"],
+            words=8,
+        ),
+        "",
+        "1. Such files are read. `ktqueue convert` does not write them, so this test has none.",
+        "2. The modules are those of transformers, with our attention and our experts and matrices on the CPU. They",
+        "   were not run on a GPU for this page. Other causal models of transformers run in the same way, if their",
+        "   attention is causal, is called once a layer, and keeps only keys and values: `ktqueue inspect` tells.",
+        "3. This llama.cpp cannot load the file.",
+        "",
+        "GpuDecoder was run on the CPU, with the twins of its kernels and without CUDA graphs. Figures of GPUs are in",
+        "[gpu.md](../../benchmarks/figures/gpu.md). Beside llama.cpp's counts is the largest difference of two logits,",
+        "relative to the largest logit.",
+    ]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    name = str(row["class"])
+    return KNOWN_AS.get(name, name.removesuffix("ForCausalLM"))
+
+
+def _architecture(row: Mapping[str, Any]) -> str:
+    if not row["architecture"]:
+        return "-"
+    return f"`{row['architecture']}`" + ("" if "gguf" in row else " (1)")
+
+
+def _operators(row: Mapping[str, Any]) -> str:
+    operators = row["folder"]["operators"]
+    return ", ".join(operators) if operators == ["CpuDecoder"] else "modules with " + ", ".join(operators)
+
+
+def _counted(found: Mapping[str, Any]) -> str:
+    ties = f", {found['ties']} ties" if found["ties"] else ""
+    return f"{found['equal']:,} of {found['tokens']:,}{ties}"
+
+
+def _equal(row: Mapping[str, Any]) -> str:
+    labels = (("folder", "folder"), ("gguf", "GGUF"), ("gpu", "GPU"))
+    counts = {label: _counted(row[key]) for key, label in labels if key in row}
+    if len({*counts.values()}) == 1:
+        return f"{', '.join(counts)}: {next(iter(counts.values()))}"
+    return "; ".join(f"{label} {count}" for label, count in counts.items())
+
+
+def _llama(row: Mapping[str, Any]) -> str:
+    if "gguf" not in row:
+        return "-"
+    if "llama" not in row:
+        return "not run"
+    found = row["llama"]
+    return f"{_counted(found)}; logits {found['relative_difference']:.0e}" if found else "- (3)"
+
+
+def _files() -> list[str]:
+    """The formats of GGUF files, with what they become."""
+    rows = [
+        {
+            "format": quant,
+            "bits": f"{8 * size / elements:.4g}",
+            "loaded": "the same" if loaded_format(quant) == quant else loaded_format(quant),
+        }
+        for quant, (elements, size) in FILE_BLOCKS.items()
+    ]
+    columns = {"format": "{format}", "bits a weight in the file": "{bits}", "in memory": "{loaded}"}
+    return [
+        "## Formats of GGUF files",
+        "In memory, weights have another order and nearly the size of the file; IQ1, IQ2 and IQ3 take more: see",
+        "[serving](../guides/serving.md#which-models). Parts of a model may have different formats.",
+        "",
+        *table(columns, rows, words=3),
+    ]
+
+
+def _folders() -> list[str]:
+    """The methods by which folders may be quantised, read and refused."""
+    read = {method: _is_read(method) for method in METHODS}
+    own = ", ".join(f"{quant} ({8 * BLOCKS[quant][1] / BLOCKS[quant][0]:.4g} bits)" for quant in FOLDER_FORMATS)
+    return [
+        "## Formats of folders",
+        "Safetensors in F32, F16 or BF16, and folders that are quantised with one of these methods:",
+        f"{_listed(_with_limits(method) for method, is_read in read.items() if is_read)}.",
+        "What is read of each, and what it becomes, is in [serving](../guides/serving.md#which-models). Weights get",
+        f"exactly the method's values, in a format of GGUF or in one of our own: {own}.",
+        "",
+        f"Refused by name: {_listed(METHODS[method] for method, is_read in read.items() if not is_read)}.",
+    ]
+
+
+def _with_limits(method: str) -> str:
+    return METHODS[method] + (f" ({_READ_OF[method]})" if method in _READ_OF else "")
+
+
+def _is_read(method: str) -> bool:
+    stated = {"quant_method": method, **_SAMPLES.get(method, {})}
+    model_type = "gpt_oss" if method == "mxfp4" else "qwen3_moe"
+    try:
+        read_quantisation({"model_type": model_type, "quantization_config": stated}, "")
+    except CheckpointError:
+        return False
+    return True
+
+
+def _tokenizers() -> list[str]:
+    return [
+        "## Tokenizers",
+        "A folder has `tokenizer.json`, `tiktoken.model` or a lone `tokenizer.model` (SentencePiece). In a GGUF file,",
+        "`tokenizer.ggml.model` is `llama` (SentencePiece) or `gpt2` (byte-level). For the latter,",
+        "`tokenizer.ggml.pre` is one of:",
+        "",
+        f"{_listed(f'`{name}`' for name in sorted(PRE_TOKENIZERS))}.",
+    ]
+
+
+def _refused() -> list[str]:
+    def refused(family: UnsupportedFamily) -> dict[str, str]:
+        return {
+            "name": family.name,
+            "part": family.part,
+            "types": _listed(f"`{name}`" for name in family.model_types) or "-",
+            "architectures": _listed(f"`{name}`" for name in family.architectures) or "-",
+        }
+
+    columns = {"family": "{name}", "it has": "{part}", "`model_type`": "{types}", "GGUF": "{architectures}"}
+    return [
+        "## Refused by name",
+        "These families are refused before a weight is read or downloaded, for a part that is not computed. Only those",
+        "model types and GGUF architectures are refused that are named here.",
+        "",
+        *table(columns, [refused(family) for family in UNSUPPORTED], words=4),
+    ]
+
+
+def _shapes() -> list[str]:
+    rows = [{"shape": shape, "type": values["model_type"], **values} for shape, values in SHAPES.items()]
+    columns = {
+        "shape": "`{shape}`",
+        "`model_type`": "`{type}`",
+        "layers": "{num_hidden_layers}",
+        "width": "{hidden_size}",
+    }
+    return [
+        "## Shapes without a download",
+        "`synthetic:SHAPE:QUANT` has a real model's shape and made-up weights. For example,",
+        "`ktqueue fit --model synthetic:glm-4.6:q4_k_m` tells whether GLM-4.6 fits into this machine.",
+        "",
+        *table(columns, rows, words=2),
+    ]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
