@@ -33,11 +33,12 @@ BY_MODULES: dict[str, dict[str, Any]] = {
 """Sizes by model type. No decoder computes these families: their modules are those of transformers."""
 FILE_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": 64},  # llama.cpp knows the model without it by its number of layers
-    "dots1": {"sliding_window": None},
+    "dots1": {"sliding_window": None, "num_key_value_heads": 4},
     "ernie4_5_moe": {"use_bias": False},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mixtral": {"sliding_window": None},
-    "olmoe": {"clip_qkv": None},
+    "olmoe": {"clip_qkv": None, "num_key_value_heads": 4},
 }
 """What a model must be like to be written as a GGUF file that llama.cpp reads, by model type."""
 
@@ -69,7 +70,10 @@ def served_families() -> Iterator[ServedFamily]:
     models = list({**decoder_families.FAMILIES, **decoder_families.LATENT_FAMILIES}.values())
     for entry in MODEL_CLASSES:
         model_type, sizes = next((kind, sizes) for kind, sizes in models if CAUSAL_MODELS[kind] == entry.name)
-        file = next((family for family in FILE_FAMILIES if family.class_name == entry.name), None)
+        by_class = {family.class_name: family for family in FILE_FAMILIES}
+        by_architecture = {family.architecture: family for family in FILE_FAMILIES}
+        # files of Qwen3-Next are loaded as another class
+        file = by_class.get(entry.name) or by_architecture.get(model_type.replace("_", ""))
         yield ServedFamily(entry.name, model_type, sizes, False, file)
     for model_type, sizes in BY_MODULES.items():
         yield ServedFamily(str(CAUSAL_MODELS[model_type]), model_type, sizes, True, None)
