@@ -22,7 +22,6 @@ BY_MODULES: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "exaone4": WINDOWS,
     "gemma": {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
-    "gemma3_text": {"head_dim": 16, **WINDOWS},
     "glm4": {"head_dim": 16, "pad_token_id": 0},
     "gpt_neox": {},
     "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96},
@@ -35,6 +34,8 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": 64},  # llama.cpp knows the model without it by its number of layers
     "dots1": {"sliding_window": None, "num_key_value_heads": 4},
     "ernie4_5_moe": {"use_bias": False},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 3},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mixtral": {"sliding_window": None},

@@ -27,6 +27,8 @@ KNOWN_AS = {
     "ExaoneMoeForCausalLM": "K-EXAONE",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, 4.5-Air",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3, its text",
     "GlmMoeDsaForCausalLM": "GLM-5",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "Granite, dense",
