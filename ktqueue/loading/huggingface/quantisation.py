@@ -102,7 +102,7 @@ def _read(name: str, value: Mapping[str, Any]) -> Quantisation | str | None:
         if value.get("bits", 4) != 4:
             return None
         return Quantisation("awq") if version == "gemm" else f"version {version}"
-    if name in _METHODS:
+    if name in METHODS:
         return None
     packaged = (found for found in packaged_formats() if found.folder and found.folder.quant_method == name)
     return next((Quantisation(name, packaged=found) for found in packaged), None)
