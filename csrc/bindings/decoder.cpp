@@ -42,6 +42,29 @@ struct BoundLinearAttention {
     }
 };
 
+// Latent attention of a layer; its matrices are owned by Python.
+struct BoundLatentAttention {
+    LatentAttention layer;
+
+    BoundLatentAttention(size_t heads, size_t latent, size_t plain, size_t rotary, size_t value,
+                         const BoundLinear* low_rank, const BoundLinear& query, const BoundLinear& key,
+                         const BoundLinear& absorb, const BoundLinear& expand, const ReadOnly& low_rank_norm,
+                         const ReadOnly& latent_norm, float epsilon, float growth, size_t period)
+        : layer{
+              .shape = {heads, latent, plain, rotary, value},
+              .low_rank = low_rank ? &low_rank->linear() : nullptr,
+              .query = &query.linear(),
+              .key = &key.linear(),
+              .absorb = &absorb.linear(),
+              .expand = &expand.linear(),
+              .low_rank_norm = vector_of(low_rank_norm, "low_rank_norm"),
+              .latent_norm = vector_of(latent_norm, "latent_norm"),
+              .epsilon = epsilon,
+              .growth = growth,
+              .period = period,
+          } {}
+};
+
 // A decoder with the arrays that it reads in a step, all owned by Python: embedding, cache and rotary table.
 class BoundDecoder {
   public:
@@ -64,12 +87,12 @@ class BoundDecoder {
 
     void add_layer(const ReadOnly& attention_norm, const BoundLinear* q, const BoundLinear* k, const BoundLinear* v,
                    const BoundLinear& o, const BoundLinear* gate, const BoundLinearAttention* linear_attention,
-                   const ReadOnly& q_norm, const ReadOnly& k_norm, float clip, bool rotated, size_t rotary_table,
-                   size_t sliding_window, const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
-                   const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
-                   size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
-                   size_t groups_used, const ReadOnly& bias, float jitter, const ReadOnly& attention_out_norm,
-                   const ReadOnly& mlp_out_norm) {
+                   const BoundLatentAttention* latent_attention, const ReadOnly& q_norm, const ReadOnly& k_norm,
+                   float clip, bool rotated, size_t rotary_table, size_t sliding_window, const ReadOnly& sinks,
+                   const ReadOnly& mlp_norm, const BoundExpertLayer* mlp, const BoundLinear* shared_gate,
+                   const BoundLinear* router, const BoundExpertLayer* experts, size_t experts_per_token,
+                   bool renormalise, bool sigmoid, float scale, size_t groups, size_t groups_used, const ReadOnly& bias,
+                   float jitter, const ReadOnly& attention_out_norm, const ReadOnly& mlp_out_norm) {
         const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
         decoder_.add_layer({
             .attention_norm = vector_of(attention_norm, "attention_norm"),
@@ -79,6 +102,7 @@ class BoundDecoder {
             .o = &o.linear(),
             .gate = linear(gate),
             .linear_attention = linear_attention ? std::optional(linear_attention->layer) : std::nullopt,
+            .latent_attention = latent_attention ? std::optional(latent_attention->layer) : std::nullopt,
             .q_norm = vector_of(q_norm, "q_norm"),
             .k_norm = vector_of(k_norm, "k_norm"),
             .clip = clip,
@@ -230,6 +254,15 @@ void bind_decoder(nb::module_& module) {
              nb::arg("tiled"), nb::arg("qkv"), nb::arg("gate"), nb::arg("decay"), nb::arg("rate"),
              nb::arg("convolution"), nb::arg("decay_rates"), nb::arg("decay_biases"), nb::arg("norm"),
              nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
+    nb::class_<BoundLatentAttention>(module, "LatentAttention")
+        .def(
+            nb::init<size_t, size_t, size_t, size_t, size_t, const BoundLinear*, const BoundLinear&, const BoundLinear&,
+                     const BoundLinear&, const BoundLinear&, const ReadOnly&, const ReadOnly&, float, float, size_t>(),
+            nb::kw_only(), nb::arg("heads"), nb::arg("latent"), nb::arg("plain"), nb::arg("rotary"), nb::arg("value"),
+            nb::arg("low_rank").none(), nb::arg("query"), nb::arg("key"), nb::arg("absorb"), nb::arg("expand"),
+            nb::arg("low_rank_norm"), nb::arg("latent_norm"), nb::arg("epsilon"), nb::arg("growth"), nb::arg("period"),
+            nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
+            nb::keep_alive<1, 11>());
     nb::class_<BoundDecoder>(module, "Decoder")
         .def(nb::init<size_t, size_t, size_t, size_t, float, float, float, bool, float, float, const std::string&,
                       const ReadOnly&, const ReadOnly&, const BoundLinear&, float, const std::string&>(),
@@ -239,14 +272,15 @@ void bind_decoder(nb::module_& module) {
              nb::arg("head"), nb::arg("logit_scale"), nb::arg("isa"), nb::keep_alive<1, 15>())
         .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q").none(),
              nb::arg("k").none(), nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(),
-             nb::arg("linear_attention").none(), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("clip"),
-             nb::arg("rotated"), nb::arg("rotary_table"), nb::arg("sliding_window"), nb::arg("sinks"),
-             nb::arg("mlp_norm"), nb::arg("mlp").none(), nb::arg("shared_gate").none(), nb::arg("router").none(),
-             nb::arg("experts").none(), nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"),
-             nb::arg("scale"), nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"),
-             nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-             nb::keep_alive<1, 17>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>(), nb::keep_alive<1, 20>())
+             nb::arg("linear_attention").none(), nb::arg("latent_attention").none(), nb::arg("q_norm"),
+             nb::arg("k_norm"), nb::arg("clip"), nb::arg("rotated"), nb::arg("rotary_table"), nb::arg("sliding_window"),
+             nb::arg("sinks"), nb::arg("mlp_norm"), nb::arg("mlp").none(), nb::arg("shared_gate").none(),
+             nb::arg("router").none(), nb::arg("experts").none(), nb::arg("experts_per_token"), nb::arg("renormalise"),
+             nb::arg("sigmoid"), nb::arg("scale"), nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"),
+             nb::arg("jitter"), nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::keep_alive<1, 3>(),
+             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
+             nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>(),
+             nb::keep_alive<1, 20>(), nb::keep_alive<1, 21>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))

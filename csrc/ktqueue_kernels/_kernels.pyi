@@ -118,6 +118,29 @@ class LinearAttention:
         norm: Any,
     ) -> None: ...
 
+class LatentAttention:
+    """Latent attention of a layer of a Decoder: csrc/model/latent_attention.h. Raises ValueError when it is added."""
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        latent: int,
+        plain: int,
+        rotary: int,
+        value: int,
+        low_rank: Linear | None,
+        query: Linear,
+        key: Linear,
+        absorb: Linear,
+        expand: Linear,
+        low_rank_norm: Any,
+        latent_norm: Any,
+        epsilon: float,
+        growth: float,
+        period: int,
+    ) -> None: ...
+
 class Decoder:
     """Token ids to logits through embedding, layers, final norm and head: csrc/model/decoder.h.
 
@@ -158,6 +181,7 @@ class Decoder:
         o: Linear,
         gate: Linear | None,
         linear_attention: LinearAttention | None,
+        latent_attention: LatentAttention | None,
         q_norm: Any,
         k_norm: Any,
         clip: float,
@@ -181,18 +205,19 @@ class Decoder:
         attention_out_norm: Any,
         mlp_out_norm: Any,
     ) -> None:
-        """Append a layer. gate: of the output of attention; linear_attention: takes the place of q, k and v; q_norm,
-        k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not clamped;
-        rotated: q and k have rotary embeddings, of the table rotary_table; sliding_window 0: no limit; sinks: empty or
-        [heads]; mlp: the dense MLP or the shared expert, as a layer of one expert; router, experts: of the routed
-        experts; the rest: how the router chooses among them, with a bias that is empty or [experts];
+        """Append a layer. gate: of the output of attention; linear_attention, latent_attention: takes the place of q, k
+        and v; q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not
+        clamped; rotated: q and k have rotary embeddings, of the table rotary_table; sliding_window 0: no limit; sinks:
+        empty or [heads]; mlp: the dense MLP or the shared expert, as a layer of one expert; router, experts: of the
+        routed experts; the rest: how the router chooses among them, with a bias that is empty or [experts];
         attention_out_norm, mlp_out_norm: of what either part adds to the residual, or empty."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary tables, [tables, positions, half] each."""
 
     def set_cache(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """Set the cache of the next steps, for each layer [pages, page_size, kv_heads, head_dim]."""
+        """Set the cache of the next steps, for each layer [pages, page_size, kv_heads, head_dim]. With latent attention
+        the values are the keys."""
 
     def set_states(self, recent: Sequence[Any], states: Sequence[Any]) -> None:
         """Set the states of the next steps, for each layer with linear attention [slots, taps - 1, channels] and

@@ -82,6 +82,12 @@ void Decoder::add_layer(DecoderLayer layer) {
         ktqueue::check(*layer.linear_attention, hidden);
         require(fits(layer.o, hidden, layer.linear_attention->shape.values()), "o");
         linear_layers_.push_back(layer.linear_attention->shape);
+    } else if (layer.latent_attention) {
+        const LatentAttentionShape& latent = layer.latent_attention->shape;
+        ktqueue::check(*layer.latent_attention, hidden);
+        require(latent.heads == heads && kv_heads == 1 && latent.key() == head_dim, "latent attention");
+        require(fits(layer.o, hidden, latent.values()), "o");
+        require(!layer.gate, "the gate of attention");
     } else {
         require(fits(layer.q, heads * head_dim, hidden), "q");
         require(fits(layer.k, kv_heads * head_dim, hidden), "k");
@@ -113,8 +119,11 @@ void Decoder::check(const DecoderStep& step) const {
     ktqueue::check(step.paged);
     if (!linear_layers_.empty()) ktqueue::check(step.slots, step.paged.rows);
     require(2 * step.rotary.half <= shape_.attention.head_dim, "the rotary table");
-    for (const DecoderLayer& layer : layers_)
+    for (const DecoderLayer& layer : layers_) {
         require(layer.linear_attention || layer.rotary_table < step.rotary.count, "the number of rotary tables");
+        if (layer.latent_attention)
+            require(2 * step.rotary.half == layer.latent_attention->shape.rotary, "the rotary table");
+    }
     for (size_t t = 0; t < step.paged.tokens; ++t) {
         if (step.ids[t] < 0 || static_cast<size_t>(step.ids[t]) >= embedding_.rows)
             refuse("input_ids", t, embedding_.rows, step.ids[t]);
@@ -145,7 +154,8 @@ void Decoder::forward(const DecoderStep& step) {
         if (layer.linear_attention) {
             attend_linearly(layer, step, linear++, last);
         } else {
-            project(layer, step, attentive, last);
+            layer.latent_attention ? project_latent(layer, step, attentive, last)
+                                   : project(layer, step, attentive, last);
             if (count > 0) attend_layer(layer, step, attentive, last);
             ++attentive;
         }
@@ -237,6 +247,41 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
     });
 }
 
+// The same for latent attention: the keys of all tokens go into the cache, and the queries are absorbed.
+void Decoder::project_latent(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
+    const LatentAttention& latent = *layer.latent_attention;
+    const size_t hidden = shape_.hidden, tokens = step.paged.tokens, key = latent.shape.key();
+    const size_t wanted = scored_only ? step.scored_count : tokens, queries = latent.shape.queries();
+    const size_t rank = latent.low_rank_norm.size();
+    const size_t table = layer.rotary_table * step.rotary.positions * step.rotary.half;
+    const float *cosine = step.rotary.cosine + table, *sine = step.rotary.sine + table;
+    float* keys = grown(work_.k, tokens * key);
+    float* projected = grown(work_.projected, wanted * queries);
+    float* low_rank = grown(work_.low_rank, wanted * rank);
+    normalise(layer.attention_norm, 0, tokens);
+    const LinearCall calls[] = {
+        {latent.key, keys, key},
+        latent.low_rank ? LinearCall{latent.low_rank, low_rank, rank} : LinearCall{latent.query, projected, queries}};
+    run_linears(calls, scored_only ? 1 : 2, work_.normed.data(), hidden, tokens);
+    for_tokens(tokens, 2 * key, [&](size_t t) {
+        const size_t offset = static_cast<size_t>(step.positions[t]) * step.rotary.half;
+        finish_key(latent, cosine + offset, sine + offset, keys + t * key);
+        std::copy_n(keys + t * key, key,
+                    step.cache_keys[index] + static_cast<size_t>(step.paged.slot_mapping[t]) * key);
+    });
+    const int64_t* positions = step.positions;
+    if (scored_only) {
+        keep_scored(step);
+        int64_t* kept = grown(work_.positions, wanted);
+        for (size_t i = 0; i < wanted; ++i) kept[i] = step.positions[step.scored[i]];
+        positions = kept;
+        run_linears(calls + 1, 1, work_.normed.data(), hidden, wanted);
+    }
+    if (latent.low_rank) expand_queries(latent, wanted, low_rank, projected);
+    absorb_queries(latent, cosine, sine, positions, wanted, projected,
+                   grown(work_.q, wanted * latent.shape.heads * key));
+}
+
 void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
     const auto [heads, kv_heads, head_dim] = shape_.attention;
     const size_t q_size = heads * head_dim;
@@ -251,7 +296,11 @@ void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, s
         for_tokens(count, 8 * q_size, [&](size_t t) {
             kernels_.multiply_by_sigmoid(work_.gate.data() + t * q_size, q_size, attended + t * q_size);
         });
-    add_attended(layer, q_size, count);
+    if (!layer.latent_attention) return add_attended(layer, attended, q_size, count);
+    const size_t width = layer.latent_attention->shape.values();
+    float* values = grown(work_.v, count * width);
+    expand_values(*layer.latent_attention, attended, count, values);
+    add_attended(layer, values, width, count);
 }
 
 // Computes linear attention of all tokens, since each changes the state, and keeps the wanted ones.
@@ -281,15 +330,15 @@ void Decoder::attend_linearly(const DecoderLayer& layer, const DecoderStep& step
         for (size_t i = 0; i < step.scored_count; ++i)
             std::copy_n(call.output + static_cast<size_t>(step.scored[i]) * values, values, call.output + i * values);
     }
-    add_attended(layer, values, scored_only ? step.scored_count : tokens);
+    add_attended(layer, call.output, values, scored_only ? step.scored_count : tokens);
 }
 
 // x += o(attended) for the first `count` rows of `width` numbers.
-void Decoder::add_attended(const DecoderLayer& layer, size_t width, size_t count) {
+void Decoder::add_attended(const DecoderLayer& layer, const float* attended, size_t width, size_t count) {
     if (count == 0) return;
     const size_t hidden = shape_.hidden;
     float* out = grown(work_.out, count * hidden);
-    layer.o->forward(work_.attended.data(), width, count, out, hidden);
+    layer.o->forward(attended, width, count, out, hidden);
     float* x = work_.x.data();
     for_tokens(count, hidden, [&](size_t t) {
         normalise_row(layer.attention_out_norm, out + t * hidden, out + t * hidden);

@@ -2,9 +2,9 @@
 // Knows no model family (a layer is described by its parts) and no Python.
 //
 // A layer computes x += o(attention(rope(norm(q)), rope(norm(k)), v)) of norm(x), then x += feed_forward(norm(x)). What
-// is added may have a norm of its own. Linear attention may take the place of attention. Rows are independent: a token
-// with non-finite numbers spoils only its own sequence. Results do not depend on the batch, except as the matrices say
-// (model/linear.h, experts/expert_layer.h).
+// is added may have a norm of its own. Latent or linear attention may take the place of attention. Rows are
+// independent: a token with non-finite numbers spoils only its own sequence. Results do not depend on the batch, except
+// as the matrices say (model/linear.h, experts/expert_layer.h).
 #pragma once
 
 #include <atomic>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "experts/expert_layer.h"
+#include "model/latent_attention.h"
 #include "model/linear.h"
 #include "model/linear_attention.h"
 #include "model/paged_attention.h"
@@ -28,6 +29,7 @@ struct DecoderLayer {
     const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
     const Linear* gate = nullptr;                     // as q: the output of attention is multiplied by its sigmoid
     std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
+    std::optional<LatentAttention> latent_attention;  // then q, k, v, gate, their norms and clip are unused
     std::vector<float> q_norm, k_norm;                // empty, [head_dim] for each head, or of the whole projection
     float clip = 0;               // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
     bool rotated = true;          // q and k have rotary embeddings
@@ -62,10 +64,10 @@ struct DecoderStep {
     const int64_t* scored;
     size_t scored_count;
     PagedStep paged;
-    float* const* cache_keys;  // per layer with attention: [pages, page_size, kv_heads, head_dim]
-    float* const* cache_values;
-    StateStep slots;       // of a model with linear attention
-    float* const* recent;  // per layer with linear attention: see LinearAttentionCall
+    float* const* cache_keys;    // per layer with attention: [pages, page_size, kv_heads, head_dim]
+    float* const* cache_values;  // with latent attention the keys
+    StateStep slots;             // of a model with linear attention
+    float* const* recent;        // per layer with linear attention: see LinearAttentionCall
     float* const* states;
     RotaryTables rotary;
     float* logits;  // [scored_count, vocabulary]
@@ -98,9 +100,9 @@ class Decoder {
 
   private:
     struct Workspace {
-        std::vector<float> x, normed, q, k, v, gate, decay, rate, attended, out, router_logits, scores, routing, shares,
-            shared;
-        std::vector<int64_t> ids, zeros;
+        std::vector<float> x, normed, low_rank, projected, q, k, v, gate, decay, rate, attended, out, router_logits,
+            scores, routing, shares, shared;
+        std::vector<int64_t> ids, zeros, positions;
         std::vector<uint8_t> used;  // [experts]
         AttentionPlan all, scored;
     };
@@ -108,10 +110,11 @@ class Decoder {
     void check(const DecoderStep& step) const;
     void embed(const DecoderStep& step);
     void project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
+    void project_latent(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void keep_scored(const DecoderStep& step);
     void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
-    void add_attended(const DecoderLayer& layer, size_t width, size_t count);
+    void add_attended(const DecoderLayer& layer, const float* attended, size_t width, size_t count);
     void feed_forward(const DecoderLayer& layer, size_t first, size_t count);
     void run_experts(const DecoderLayer& layer, size_t count, float* out);
     void run_mlp(const DecoderLayer& layer, size_t count, float* out);

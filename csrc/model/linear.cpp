@@ -19,6 +19,29 @@ constexpr size_t kTokensAtOnce = 64;  // tokens that stay in a core's second-lev
 constexpr size_t kTileTokens = 256;   // the same for tiles, where an unpacked superblock should serve many rows
 constexpr size_t kMaxTaskPanels = 16;
 
+size_t tokens_at_once(RowForm form, size_t tokens) {
+    return part_size(tokens, form.kind == RowForm::Kind::Shuffled ? kTileTokens : kTokensAtOnce);
+}
+
+// Runs the kernel where y has only `rows` rows. A last panel with more of them goes through a buffer, so that nothing
+// is written beyond.
+void multiply(PanelKernel kernel, PanelTask task, size_t rows) {
+    const size_t panels = task.panels;
+    task.panels = std::min(panels, rows / kPanelRows);
+    if (task.panels) kernel(task);
+    if (task.panels == panels) return;
+    alignas(64) float buffer[kTileTokens * kPanelRows];
+    const size_t row = task.panels * kPanelRows;
+    const PanelTask whole = task;
+    task.weights += task.panels * task.panel_stride;
+    task.panels = 1;
+    task.y = buffer;
+    task.y_stride = kPanelRows;
+    kernel(task);
+    for (size_t t = 0; t < task.tokens; ++t)
+        std::copy_n(buffer + t * kPanelRows, rows - row, whole.y + t * whole.y_stride + row);
+}
+
 }  // namespace
 
 Linear::Linear(const StoredMatrix& weights, const float* bias, Precision precision, const KernelTable& kernels)
@@ -118,38 +141,17 @@ class LinearJob {
         const PanelKernel kernel = panel_kernel(linear.kernels_, linear.quant_, forms_[i]);
         const size_t first = (task - first_task_[i]) * panels_[i];
         const size_t last = std::min(first + panels_[i], panel_count(linear.rows_));
-        // The last panel may have more rows than the matrix. It goes through a buffer, so that nothing is written
-        // beyond the row.
-        const size_t whole = std::min(last, linear.rows_ / kPanelRows);
-        const size_t at_once =
-            part_size(tokens_, forms_[i].kind == RowForm::Kind::Shuffled ? kTileTokens : kTokensAtOnce);
+        const size_t at_once = tokens_at_once(forms_[i], tokens_);
         for (size_t t = 0; t < tokens_; t += at_once) {
             const size_t tokens = std::min(at_once, tokens_ - t);
-            PanelTask part{linear.arena_.data() + first * linear.panel_bytes_,
-                           whole > first ? whole - first : 0,
-                           linear.panel_bytes_,
-                           linear.columns_,
-                           space.x[source_[i]].data() + t,
-                           tokens,
-                           calls_[i].y + t * calls_[i].y_stride + first * kPanelRows,
-                           calls_[i].y_stride,
-                           forms_[i].unit};
-            if (part.panels) kernel(part);
-            if (whole < last) compute_rest(kernel, linear, part, whole, calls_[i].y + t * calls_[i].y_stride);
-            if (!linear.bias_.empty()) add_bias(linear, first, last, calls_[i].y + t * calls_[i].y_stride, tokens, i);
+            float* y = calls_[i].y + t * calls_[i].y_stride;
+            multiply(
+                kernel,
+                {linear.arena_.data() + first * linear.panel_bytes_, last - first, linear.panel_bytes_, linear.columns_,
+                 space.x[source_[i]].data() + t, tokens, y + first * kPanelRows, calls_[i].y_stride, forms_[i].unit},
+                linear.rows_ - first * kPanelRows);
+            if (!linear.bias_.empty()) add_bias(linear, first, last, y, tokens, i);
         }
-    }
-
-    static void compute_rest(PanelKernel kernel, const Linear& linear, PanelTask part, size_t panel, float* y) {
-        const size_t stride = part.y_stride, row = panel * kPanelRows;
-        alignas(64) float buffer[kTileTokens * kPanelRows];
-        part.weights = linear.arena_.data() + panel * linear.panel_bytes_;
-        part.panels = 1;
-        part.y = buffer;
-        part.y_stride = kPanelRows;
-        kernel(part);
-        for (size_t t = 0; t < part.tokens; ++t)
-            std::copy_n(buffer + t * kPanelRows, linear.rows_ - row, y + t * stride + row);
     }
 
     void add_bias(const Linear& linear, size_t first, size_t last, float* y, size_t tokens, size_t i) const {
@@ -170,6 +172,67 @@ void run_linears(const LinearCall* calls, size_t count, const float* x, size_t x
     if (count == 0 || tokens == 0) return;
     if (count > kMaxLinears) throw std::invalid_argument("a call has at most 8 linears");
     LinearJob(calls, count, x, x_stride, tokens).run(shared_pool());
+}
+
+// One call of run_heads(). A task is some panels of one head and a part of the tokens. It prepares its rows itself.
+class HeadsJob {
+  public:
+    HeadsJob(const HeadsCall& call, size_t tokens, size_t threads)
+        : call_(call),
+          tokens_(tokens),
+          form_(call.linear->form(tokens)),
+          panels_(panel_count(call.rows)),
+          at_once_(tokens_at_once(form_, tokens)),
+          parts_((tokens + at_once_ - 1) / at_once_) {
+        const size_t wanted = std::clamp<size_t>(2 * threads / (call.heads * parts_), 1, panels_);
+        of_slice_ = (panels_ + wanted - 1) / wanted;
+        slices_ = (panels_ + of_slice_ - 1) / of_slice_;
+    }
+
+    size_t tasks() const { return call_.heads * parts_ * slices_; }
+
+    void compute(size_t task) const {
+        thread_local AlignedBuffer<uint8_t> prepared;
+        const void* rows[kTileTokens];
+        const Linear& linear = *call_.linear;
+        const size_t head = task / (parts_ * slices_), first_token = task / slices_ % parts_ * at_once_;
+        const size_t tokens = std::min(at_once_, tokens_ - first_token);
+        const size_t first = task % slices_ * of_slice_, last = std::min(first + of_slice_, panels_);
+        const float* x = call_.x + first_token * call_.x_token_stride + head * call_.x_head_stride;
+        const bool in_place = form_.kind == RowForm::Kind::Floats && linear.columns_ % kSlab == 0;
+        const size_t bytes = row_distance(form_, linear.columns_);
+        if (!in_place) prepared.grow(tokens * bytes);
+        for (size_t t = 0; t < tokens; ++t) {
+            const float* row = x + t * call_.x_token_stride;
+            rows[t] = row;
+            if (in_place) continue;
+            prepare_row(linear.kernels_, form_, row, linear.columns_, prepared.data() + t * bytes);
+            rows[t] = prepared.data() + t * bytes;
+        }
+        float* y = call_.y + first_token * call_.y_token_stride + head * call_.y_head_stride + first * kPanelRows;
+        multiply(panel_kernel(linear.kernels_, linear.quant_, form_),
+                 {linear.arena_.data() + (head * panels_ + first) * linear.panel_bytes_, last - first,
+                  linear.panel_bytes_, linear.columns_, rows, tokens, y, call_.y_token_stride, form_.unit},
+                 call_.rows - first * kPanelRows);
+    }
+
+  private:
+    const HeadsCall& call_;
+    const size_t tokens_;
+    const RowForm form_;
+    const size_t panels_, at_once_, parts_;  // panels of a head; tokens of a part
+    size_t of_slice_, slices_;               // panels of a task; tasks of a head and a part
+};
+
+void run_heads(const HeadsCall& call, size_t tokens) {
+    if (tokens == 0) return;
+    const auto pool = shared_pool();
+    const HeadsJob job(call, tokens, pool->threads());
+    if (call.linear->bytes() * tokens < kAloneBytes) {
+        for (size_t task = 0; task < job.tasks(); ++task) job.compute(task);
+    } else {
+        pool->for_each(job.tasks(), [&](size_t task) { job.compute(task); });
+    }
 }
 
 void Linear::forward(const float* x, size_t x_stride, size_t tokens, float* y, size_t y_stride) const {

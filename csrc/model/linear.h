@@ -28,6 +28,7 @@ class Linear {
 
   private:
     friend class LinearJob;
+    friend class HeadsJob;
     Quant quant_;
     size_t rows_, columns_, panel_bytes_;
     Precision precision_;
@@ -46,5 +47,22 @@ struct LinearCall {
 // Multiplies several matrices with equal columns and kernels by the same rows, as one job (q, k and v; gate and up of a
 // dense layer). At most 8. Throws std::invalid_argument if columns or kernels differ.
 void run_linears(const LinearCall* calls, size_t count, const float* x, size_t x_stride, size_t tokens);
+
+// The rows that a block of `rows` rows takes in the matrix of HeadsCall: a multiple of 16.
+inline size_t block_rows(size_t rows) {
+    return panel_count(rows) * kPanelRows;
+}
+
+// A matrix for each head, multiplied by the rows of that head. Strides are in floats.
+struct HeadsCall {
+    const Linear* linear;  // [heads * block_rows(rows), columns], without a bias
+    size_t heads, rows;    // of the result of a head
+    const float* x;        // [tokens, heads, columns]
+    size_t x_token_stride, x_head_stride;
+    float* y;  // [tokens, heads, rows]
+    size_t y_token_stride, y_head_stride;
+};
+
+void run_heads(const HeadsCall& call, size_t tokens);
 
 }  // namespace ktqueue

@@ -81,6 +81,11 @@ class CheckpointTensor:
         return self.stored() if callable(self.stored) else self.stored
 
     @property
+    def part_quants(self) -> tuple[str, str] | None:
+        """The formats of the two tensors of which this one is made; None: it is one (see gguf/latent.py)."""
+        return None
+
+    @property
     def nbytes(self) -> int:
         """Bytes in the file, or once converted."""
         return tensor_bytes(self.quant, self.shape)
@@ -202,6 +207,10 @@ class Checkpoint:
         if part.endswith(BIAS):
             return "F32"
         return experts.gate.quant if part == GATE_UP else experts.down.quant
+
+    def part_quants(self, name: str) -> tuple[str, str] | None:
+        """Return CheckpointTensor.part_quants of a dense tensor. Raises CheckpointError for an unknown name."""
+        return self._tensor(name).part_quants
 
     def nbytes(self, name: str) -> int:
         """Return the bytes in the file. Raises CheckpointError for an unknown name."""

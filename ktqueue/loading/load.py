@@ -31,7 +31,7 @@ from ktqueue.operators.linear_attention import linear_attention_shape
 from ktqueue.operators.registry import OPERATORS, check_operator, operator_class, operator_names
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
-_LATENT_OPERATORS = ("LatentAttention", "GpuDecoder")
+_LATENT_OPERATORS = ("CpuDecoder", "GpuDecoder", "LatentAttention")
 _LINEAR_OPERATORS = ("CpuDecoder", "GpuDecoder")
 
 

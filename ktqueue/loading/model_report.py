@@ -16,15 +16,19 @@ from ktqueue.loading.skeleton import tied_names
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import loaded_format, tensor_bytes
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT, stays_quantised
+from ktqueue.operators.latent_shape import latent_shape
+from ktqueue.operators.latent_weights import up_matrix_bytes
 from ktqueue.operators.native import packed_bytes
 
 ON_BOTH_SIDES = "GpuDecoder"
 """The operator with dense weights on its device, held as its option `dense` says, and with experts packed for the CPU.
 A tied head is held once."""
+WHOLE = "CpuDecoder"
+"""The operator that packs all matrices, and the absorbed one in two parts."""
 LATENT = "LatentAttention"
 """The operator that packs its matrices only in float32 on the CPU, and never the absorbed one."""
 ABSORBED = ".kv_b_proj"
-"""The matrix that is multiplied into others before they are used. It is therefore decoded."""
+"""The matrix of latent attention that is applied to queries and results: decoded, in whole or in part."""
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -153,6 +157,11 @@ def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
         for tensor in own_tensors:
             source = tied.get(tensor, tensor)
             held_bytes = _held(module, tensor, source, checkpoint, packed=packed, panels=operator == ON_BOTH_SIDES)
+            if operator == WHOLE and name.endswith(ABSORBED):
+                shape = latent_shape(skeleton.get_submodule(name.removesuffix(ABSORBED)))
+                both = checkpoint.part_quants(source)
+                parts = both and (loaded_format(both[0]), loaded_format(both[1]))
+                held_bytes = up_matrix_bytes(loaded_format(checkpoint.quant(source)), parts, shape)
             file_bytes = checkpoint.nbytes(source) if source == tensor else 0
             grouped.setdefault(key, []).append((checkpoint.quant(source), file_bytes, held_bytes))
             modules[key][-1] += held_bytes

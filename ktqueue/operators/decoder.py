@@ -16,6 +16,8 @@ from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of, rotary_pairs
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.latent_shape import LatentShape
+from ktqueue.operators.latent_weights import read_latent_attention
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts, PackedMatrix
@@ -149,7 +151,8 @@ class CpuDecoder(Operator):
         positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
         tables = rotary_tables(self.rotary, positions, self.facts.rotary_kinds)
         decoder.set_rotary(*(table.numpy() for table in tables))
-        decoder.set_cache([keys.numpy() for keys in kv.keys], [values.numpy() for values in kv.values])
+        keys = [keys.numpy() for keys in kv.keys]
+        decoder.set_cache(keys, keys if self.facts.latent else [values.numpy() for values in kv.values])
         decoder.set_states([recent.numpy() for recent in kv.recent], [states.numpy() for states in kv.states])
         self._kv = kv
 
@@ -196,6 +199,7 @@ class CpuDecoder(Operator):
                 "v": linear("self_attn.v_proj"),
                 "o": linear("self_attn.o_proj"),
                 "linear_attention": None,
+                "latent_attention": None,
                 "q_norm": norm(f"self_attn.{norms[0]}") if norms else _NONE,
                 "k_norm": norm(f"self_attn.{norms[1]}") if norms else _NONE,
                 "sinks": vector("self_attn.sinks") if layer.sinks else _NONE,
@@ -225,13 +229,42 @@ class CpuDecoder(Operator):
                 decay_biases=parts.decay_biases,
                 norm=parts.norm,
             )
-            unused = {**dict.fromkeys(("q", "k", "v", "gate")), **dict.fromkeys(("q_norm", "k_norm", "sinks"), _NONE)}
             return {**unused, "o": linear("linear_attn.out_proj"), "linear_attention": bound}
+
+        def latent_attention(shape: LatentShape) -> dict[str, Any]:
+            parts = read_latent_attention(weights, f"{layer.name}.self_attn", shape)
+            bound = _kernels.LatentAttention(
+                heads=shape.heads,
+                latent=shape.latent,
+                plain=shape.plain,
+                rotary=shape.rotary,
+                value=shape.value,
+                low_rank=matrix(*parts.low_rank) if parts.low_rank else None,
+                query=matrix(*parts.query),
+                key=matrix(*parts.key),
+                absorb=matrix(parts.absorb),
+                expand=matrix(parts.expand),
+                low_rank_norm=vector("self_attn.q_a_layernorm.weight") if parts.low_rank else _NONE,
+                latent_norm=vector("self_attn.kv_a_layernorm.weight"),
+                epsilon=shape.epsilon,
+                growth=shape.growth,
+                period=shape.period,
+            )
+            return {**unused, "o": linear("self_attn.o_proj"), "latent_attention": bound}
+
+        unused = {
+            **dict.fromkeys(("q", "k", "v", "gate", "linear_attention", "latent_attention")),
+            **dict.fromkeys(("q_norm", "k_norm", "sinks"), _NONE),
+        }
+        if layer.linear:
+            mixer = linear_attention(layer.linear)
+        else:
+            mixer = latent_attention(self.facts.latent) if self.facts.latent else attention()
 
         router, mlp = layer.router, layer.shared or ("" if layer.router else layer.mlp)
         decoder.add_layer(
             attention_norm=norm("input_layernorm"),
-            **(attention() if layer.linear is None else linear_attention(layer.linear)),
+            **mixer,
             rotated=layer.rotary,
             rotary_table=layer.rotary_table,
             clip=self.facts.clip,

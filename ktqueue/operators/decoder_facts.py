@@ -125,8 +125,11 @@ def facts_of(
 ) -> DecoderFacts:
     """Return the facts of a model that computes in one of `dtypes`, for CpuDecoder or GpuDecoder. Raises ValueError if
     the decoder does not compute the model's class or a part of it."""
-    if type(model).__name__ not in (classes := SUPPORTED[decoder]):
-        raise ValueError(f"it knows {', '.join(classes)}")
+    kind = BY_NAME.get(type(model).__name__)
+    if kind is None or kind.name not in SUPPORTED[decoder]:
+        if kind is not None and kind.indexed:
+            raise ValueError("an indexer chooses the keys of each token, which only a GPU's decoder computes")
+        raise ValueError(f"it knows {', '.join(SUPPORTED[decoder])}")
     config: Any = model.config
     body: Any = model.model
     # Some models compute routers, norms, or the weights of an indexer's heads in float32, whatever their type.
@@ -138,7 +141,6 @@ def facts_of(
     if _depends_on_length(body.rotary_emb, kinds):
         raise ValueError("rotary embeddings of type 'longrope' depend on the longest sequence of a batch")
     (found_dtype,) = found
-    kind = BY_NAME[type(model).__name__]
     attention = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
     if attention is None:
         raise ValueError("none of its layers has keys and values")

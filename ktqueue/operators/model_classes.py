@@ -14,7 +14,8 @@ class ModelClass:
     partly_rotated: rotary embeddings may turn only the first columns of each head. interleaved: they turn pairs of
     adjacent columns, not columns half a head apart. norm_after_rotary: query and key are normalised after their
     rotation. windows_rotated: if the model has layers with sliding windows, only those rotate. latent: the name of the
-    class of its multi-head latent attention, which only the decoder of the GPU computes; empty: it has none.
+    class of its multi-head latent attention; empty: it has none. indexed: an indexer chooses the keys of a token,
+    which CpuDecoder does not compute.
     """
 
     name: str
@@ -23,6 +24,7 @@ class ModelClass:
     norm_after_rotary: bool = False
     windows_rotated: bool = False
     latent: str = ""
+    indexed: bool = False
 
 
 MODEL_CLASSES = (
@@ -30,7 +32,7 @@ MODEL_CLASSES = (
     ModelClass("AfmoeForCausalLM"),
     ModelClass("DeepseekV2ForCausalLM", latent="DeepseekV2Attention"),
     ModelClass("DeepseekV3ForCausalLM", latent="DeepseekV3Attention"),
-    ModelClass("DeepseekV32ForCausalLM", latent="DeepseekV32Attention"),
+    ModelClass("DeepseekV32ForCausalLM", latent="DeepseekV32Attention", indexed=True),
     ModelClass("Dots1ForCausalLM"),
     ModelClass("Ernie4_5ForCausalLM", interleaved=True),
     ModelClass("Ernie4_5_MoeForCausalLM", interleaved=True),
@@ -39,7 +41,7 @@ MODEL_CLASSES = (
     ModelClass("Gemma3ForCausalLM"),
     ModelClass("Glm4MoeForCausalLM", partly_rotated=True),
     ModelClass("Glm4MoeLiteForCausalLM", latent="Glm4MoeLiteAttention"),
-    ModelClass("GlmMoeDsaForCausalLM", latent="GlmMoeDsaAttention"),
+    ModelClass("GlmMoeDsaForCausalLM", latent="GlmMoeDsaAttention", indexed=True),
     ModelClass("GptOssForCausalLM"),
     ModelClass("GraniteForCausalLM"),
     ModelClass("GraniteMoeForCausalLM"),
@@ -66,11 +68,9 @@ MODEL_CLASSES = (
 """Tests compare every one of them with transformers."""
 
 BY_NAME = {entry.name: entry for entry in MODEL_CLASSES}
-CLASSES = tuple(entry.name for entry in MODEL_CLASSES if not entry.latent)
-LATENT_CLASSES = tuple(entry.name for entry in MODEL_CLASSES if entry.latent)
 SUPPORTED = {
-    "CpuDecoder": CLASSES,
-    "GpuDecoder": (*CLASSES, *LATENT_CLASSES),
+    "CpuDecoder": tuple(entry.name for entry in MODEL_CLASSES if not entry.indexed),
+    "GpuDecoder": tuple(BY_NAME),
     "LatentAttention": tuple(entry.latent for entry in MODEL_CLASSES if entry.latent),
 }
 """The classes that an operator replaces, by the operator's name."""

@@ -25,6 +25,15 @@ class PackedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedMatrix(PackedMatrix):
+    """The matrix that expands latents, decoded from two matrices of the file. keys: its rows for keys, transposed for
+    each head, [heads * latent, plain]; values: its rows for values, [heads * value, latent]."""
+
+    keys: PackedMatrix
+    values: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
 class PackedExperts:
     """One matrix of every expert: [rows, columns] weights in GGUF format `quant` (such as "Q4_K").
 

@@ -59,6 +59,13 @@ MODELS: dict[str, Mutation] = {
         "    if False:",
         (f"{DECODER}[phimoe]",),
     ),
+    "rotary rows of latents are not moved": Mutation(
+        "latent attention that rotates adjacent columns computes what transformers does",
+        "ktqueue/operators/latent_weights.py",
+        "        if not shape.interleaved:",
+        "        if True:",
+        (f"{DECODER}[deepseek_v2]",),
+    ),
     "queries do not grow with their position": Mutation(
         "Mistral 4's queries are scaled by their positions",
         "ktqueue/operators/latent_shape.py",

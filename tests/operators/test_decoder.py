@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import FAMILIES, PAGE, SEQUENCES, VOCAB, YARN, Cache, answers, feed, make_model, tolerance
+from decoder_families import (
+    FAMILIES,
+    LATENT_FAMILIES,
+    PAGE,
+    SEQUENCES,
+    VOCAB,
+    YARN,
+    Cache,
+    answers,
+    feed,
+    make_model,
+    tolerance,
+)
 from own_weights import OwnWeights
 from transformers import AttentionInterface
 
@@ -17,6 +29,7 @@ from ktqueue.operators.step import StepContext
 
 MakeDecoder = Callable[..., CpuDecoder]
 """make_decoder(model, quant="F32", **options)."""
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 
 
 @pytest.fixture
@@ -33,7 +46,7 @@ def make_decoder(given_weights: type[OwnWeights]) -> MakeDecoder:
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(name for name in LATENT_FAMILIES if name not in INDEXED)])
 def test_logits_equal_those_of_transformers(family: str, make_decoder: MakeDecoder) -> None:
     model = make_model(family)
     expected, found = answers(model), feed(make_decoder(model))
@@ -73,11 +86,18 @@ def test_transformers_modules_work_with_paged_attention(family: str) -> None:
     assert all((found[name] - logits).abs().max() < 1e-5 * logits.abs().max() for name, logits in expected.items())
 
 
-@pytest.mark.parametrize("quant", ["F16", "BF16", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [
+        *(("qwen2_moe", quant) for quant in ("F16", "BF16", "Q4_0", "Q8_0")),
+        ("glm4_moe_lite", "BF16"),
+        ("youtu", "Q4_0"),
+    ],
+)
 def test_float32_activations_equal_the_dequantised_twin(
-    quant: str, make_decoder: MakeDecoder, given_weights: type[OwnWeights]
+    family: str, quant: str, make_decoder: MakeDecoder, given_weights: type[OwnWeights]
 ) -> None:
-    model = make_model("qwen2_moe")
+    model = make_model(family)
     twin, weights = copy.deepcopy(model), given_weights(model, quant)
     for name, parameter in twin.named_parameters():
         if parameter.dim() == 2 and not name.endswith("gate.weight"):
@@ -111,7 +131,7 @@ def test_float32_activations_equal_the_dequantised_twin(
     assert errors.norm() / torch.cat([*expected.values()]).norm() < bound
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next", "axk1"])
 @pytest.mark.parametrize(("quant", "activations"), [("F32", "int8"), ("Q4_0", "int8"), ("Q8_0", "float32")])
 def test_a_token_depends_only_on_its_sequence(
     family: str, quant: str, activations: str, make_decoder: MakeDecoder
@@ -137,7 +157,7 @@ def test_a_token_depends_only_on_its_sequence(
         assert all(torch.equal(found[name], expected[name]) for name in SEQUENCES)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe with a window", "qwen3_next"])  # whose last layer is linear
+@pytest.mark.parametrize("family", ["qwen3_moe with a window", "qwen3_next", "mistral4"])  # whose last layer is linear
 def test_scoring_fewer_tokens_changes_no_logits(family: str, make_decoder: MakeDecoder) -> None:
     decoder = make_decoder(make_model(family), "Q8_0")
     chunks = {name: ids[:-1] for name, ids in SEQUENCES.items()}
@@ -161,7 +181,7 @@ def test_sequences_share_pages_of_a_common_prefix(make_decoder: MakeDecoder) -> 
     assert torch.equal(cache.step({"b": ids[3 * PAGE :]}), expected[3 * PAGE :])
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3", "deepseek_v2"])
 @pytest.mark.parametrize("activations", ["int8", "float32"])
 def test_a_non_finite_sequence_spoils_no_other(family: str, activations: str, make_decoder: MakeDecoder) -> None:
     decoder = make_decoder(make_model(family), "Q8_0", activations=activations)
@@ -241,11 +261,12 @@ def test_models_that_the_decoder_does_not_compute_are_refused(make_decoder: Make
         with pytest.raises(ValueError, match=message):
             CpuDecoder.from_module(model, **options)
 
-    refused(torch.nn.Linear(2, 2), "Linear cannot be replaced by CpuDecoder: it knows AfmoeForCausalLM, ")
+    refused(torch.nn.Linear(2, 2), "Linear cannot be replaced by CpuDecoder: it knows AXK1ForCausalLM, ")
     refused(
         make_model("qwen3", hidden_act="relu"), "the activation of model.layers.0 is not one of silu, gelu, gelu_tanh"
     )
     refused(make_model("qwen3").bfloat16(), "computes in float32, but the model computes in another type")
+    refused(make_model("deepseek_v32"), "an indexer chooses the keys of each token, which only a GPU's decoder")
     refused(make_model("granitemoe", logits_scaling=0.0), "logits_scaling must be above 0, got 0.0")
     halved = {"rope_type": "default", "rope_theta": 10_000.0}
     model = make_model("hunyuan_v1_moe", rope_parameters=halved)

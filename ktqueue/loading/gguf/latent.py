@@ -9,6 +9,7 @@ The part for keys is transposed per head, because absorbed attention multiplies 
 matrix, in which each head's rows for keys come before its rows for values.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import CheckpointTensor
+from ktqueue.loading.checkpoint import CheckpointTensor, requantise_matrix
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
-from ktqueue.operators.packed import PackedMatrix
+from ktqueue.operators.packed import JoinedMatrix, PackedMatrix
 
 SIGMOID = 2  # value of `expert_gating_func`; 1 or no value means softmax
 # Number of expert groups, and how many of them a token may use, by the number of experts. For files of DeepSeek-V2
@@ -110,7 +111,7 @@ class JoinedTensor(CheckpointTensor):
     """Keys and values of one layer as one tensor, [heads * (plain + value), latent].
 
     `data` holds the keys, [heads, latent, plain]; `values` is [heads, value, latent]. The tensor is joined whenever it
-    is read, and packed as F32.
+    is read, as F32.
     """
 
     values: CheckpointTensor | None = None
@@ -119,16 +120,28 @@ class JoinedTensor(CheckpointTensor):
     def nbytes(self) -> int:
         return self.data.size + (self.values.nbytes if self.values else 0)
 
+    @property
+    def part_quants(self) -> tuple[str, str] | None:
+        return self.quant, self._parts()[1].quant
+
     def packed_matrix(self) -> PackedMatrix:
+        keys, values = (
+            requantise_matrix(PackedMatrix(part.quant, math.prod(part.shape[:2]), part.columns, part.data))
+            for part in self._parts()
+        )
+        joined = self.decode(torch.float32).numpy().reshape(-1).view("u1")
         rows, columns = self.shape
-        return PackedMatrix("F32", rows, columns, self.decode(torch.float32).numpy().reshape(-1).view("u1"))
+        return JoinedMatrix("F32", rows, columns, joined, keys=keys, values=values)
 
     def decode(self, dtype: torch.dtype) -> torch.Tensor:
+        keys, values = self._parts()
+        return torch.cat([keys.decode(dtype).transpose(1, 2), values.decode(dtype)], 1).reshape(self.shape)
+
+    def _parts(self) -> tuple[CheckpointTensor, CheckpointTensor]:
         assert self.values is not None
         heads, value, latent = self.values.shape
         plain = self.shape[0] // heads - value
-        keys = CheckpointTensor(self.name, self.quant, (heads, latent, plain), self.data).decode(dtype)
-        return torch.cat([keys.transpose(1, 2), self.values.decode(dtype)], 1).reshape(self.shape)
+        return CheckpointTensor(self.name, self.quant, (heads, latent, plain), self.data), self.values
 
 
 def join_latent_tensors(path: str, tensors: dict[str, CheckpointTensor]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from own_weights import quantise
 
 from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.checkpoint import CheckpointTensor
@@ -22,7 +23,9 @@ from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.model_report import report_model
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.loading.skeleton import build_config
+from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.native import packed_bytes
 
 YARN = {
     "rope_type": "yarn",
@@ -93,7 +96,33 @@ def test_keys_and_values_may_be_in_two_tensors(
 ) -> None:
     """llama.cpp writes such files since April 2025. The widths of a head have their own keys."""
     model_type, changes = CASES[case]
-    (header,) = read_parts(make_gguf(model_type=model_type, **changes))
+    path = split_file(make_gguf(model_type=model_type, **changes), tmp_path / "split.gguf")
+    model = load_model(str(path))
+    assert_equals_transformers(model, make_model(model_type, **changes))
+    checkpoint = open_checkpoint(str(path))
+    assert checkpoint.nbytes("model.layers.0.self_attn.kv_b_proj.weight") == 4 * 4 * 40 * 32
+
+
+def test_two_tensors_stay_quantised(
+    make_gguf: Callable[..., Path], run_logits: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    """The compiled decoder multiplies by both as they are stored. Its twin decodes them."""
+    whole = make_gguf(model_type="deepseek_v3", qk_nope_head_dim=32)
+    path = split_file(whole, tmp_path / "split.gguf", plain=32, quant="Q8_0")
+    rules = str(DEFAULT_RULES.with_name("exact.yaml"))
+    model, twin = load_model(str(path), rules=rules), load_model(str(path), rules="modules")
+    assert isinstance(model.module, CpuDecoder)
+    found, expected = (run_logits(each.module, each.kv_layout(16), [*range(3, 43)]) for each in (model, twin))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    saved = packed_bytes("F32", 4 * 32, 32) + packed_bytes("F32", 4 * 32, 32)  # 24 rows of values fill two panels
+    saved -= packed_bytes("Q8_0", 4 * 32, 32) + packed_bytes("Q8_0", 4 * 32, 32)
+    totals = [report_model(str(file)).device_bytes["cpu"] for file in (whole, path)]
+    assert totals[0] - totals[1] == 2 * saved
+
+
+def split_file(whole: Path, path: Path, *, plain: int = 16, quant: str = "F32") -> Path:
+    """Write a float32 file again, with the matrix that expands latents in two tensors of `quant`."""
+    (header,) = read_parts(whole)
     metadata = {key: value for key, value in header.metadata.items() if key != "general.architecture"}
     for key in ("deepseek2.attention.key_length", "deepseek2.attention.value_length"):
         metadata[f"{key}_mla"] = metadata[key]
@@ -103,23 +132,20 @@ def test_keys_and_values_may_be_in_two_tensors(
     for info in header.tensors:
         data = header.data[info.offset : info.offset + 4 * math.prod(info.shape)].view("<f4").reshape(info.shape)
         if info.name.endswith("attn_kv_b.weight"):
-            heads = data.reshape(4, 16 + 24, 32)
-            tensors[info.name.replace("kv_b", "k_b")] = heads[:, :16].transpose(0, 2, 1)
-            tensors[info.name.replace("kv_b", "v_b")] = heads[:, 16:]
+            heads = data.reshape(4, plain + 24, 32)
+            tensors[info.name.replace("kv_b", "k_b")] = heads[:, :plain].transpose(0, 2, 1)
+            tensors[info.name.replace("kv_b", "v_b")] = heads[:, plain:]
         else:
             tensors[info.name] = data
-    path = tmp_path / "split.gguf"
+    quants = {name: quant if name.endswith(("k_b.weight", "v_b.weight")) else "F32" for name in tensors}
     with GgufWriter(path, "deepseek2", "F32") as writer:
         writer.add_metadata(metadata)
         for name, data in tensors.items():
-            writer.add_tensor(name, "F32", data.shape)
+            writer.add_tensor(name, quants[name], data.shape)
         writer.start()
-        for data in tensors.values():
-            writer.write(np.ascontiguousarray(data).reshape(-1).view("u1"))
-    model = load_model(str(path))
-    assert_equals_transformers(model, make_model(model_type, **changes))
-    checkpoint = open_checkpoint(str(path))
-    assert checkpoint.nbytes("model.layers.0.self_attn.kv_b_proj.weight") == 4 * 4 * 40 * 32
+        for name, data in tensors.items():
+            writer.write(quantise(torch.from_numpy(data.copy()), quants[name]))
+    return path
 
 
 def test_a_half_of_the_two_tensors_is_refused(make_gguf: Callable[..., Path]) -> None:
@@ -260,7 +286,7 @@ def test_values_that_gguf_cannot_express_are_refused() -> None:
         ("{class: '^Linear$'}\n  replace: {op: CpuLinear}", r"layers\.0\.self_attn .* no rule does so"),
         (
             "{class: 'Attention$'}\n  replace: {op: CpuLinear}",
-            "LatentAttention or GpuDecoder, but CpuLinear replaces it",
+            "CpuDecoder or GpuDecoder or LatentAttention, but CpuLinear replaces it",
         ),
     ],
 )
@@ -273,6 +299,16 @@ def test_a_rule_must_name_the_attention(
     for look in (report_model, load_model):
         with pytest.raises(RuleError, match=message):
             look(str(make_model("deepseek_v2")), rules=str(rules))
+
+
+@pytest.mark.parametrize("quant", ["f32", "q8_0"])
+def test_the_report_counts_what_the_decoder_packs(quant: str, make_gguf: Callable[..., Path]) -> None:
+    path = str(make_gguf(quant, quant, model_type="deepseek_v3"))
+    report, decoder = report_model(path), load_model(path).module
+    norms = sum(row.device_bytes for row in report.rows if "norm" in row.name)
+    biases = 4 * 8  # of the router that is not dense
+    assert isinstance(decoder, CpuDecoder)
+    assert report.device_bytes["cpu"] == decoder.device_bytes()["cpu"] + norms + biases
 
 
 def test_a_gpu_decoder_attends_latents(make_model: Callable[..., Path]) -> None:

@@ -288,7 +288,7 @@ def test_bytes_are_reported_by_device(make_decoder: Callable[..., Any], device: 
 
 
 def test_unknown_models_and_options_are_refused(make_decoder: Callable[..., Any], device: str) -> None:
-    with pytest.raises(ValueError, match="Linear cannot be replaced by GpuDecoder: it knows AfmoeForCausalLM, "):
+    with pytest.raises(ValueError, match="Linear cannot be replaced by GpuDecoder: it knows AXK1ForCausalLM, "):
         GpuDecoder.from_module(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="it computes in float32 or bfloat16 or float16, but the model"):
         GpuDecoder.from_module(make_model("qwen3").double())
