@@ -7,6 +7,7 @@ keys than are chosen, it attends to all. Nothing waits for the device. Knows no 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
@@ -66,23 +67,30 @@ class Indexer:
         choice = torch.full((len(x), shape.chosen), -1, dtype=torch.int64, device=x.device)
         for tokens, pages, seen in _parts(step, shape.chosen, _SCORE_BYTES, 0):
             scores = index_scores(query[tokens], weights[tokens], keys, pages, seen)
-            best = scores.topk(min(shape.chosen, scores.shape[1]), dim=-1)
-            found = best.indices.masked_fill(best.values == -torch.inf, -1)
+            best = scores.topk(min(shape.chosen, scores.shape[1]), dim=-1, sorted=False)
+            # In the order of positions, so that sums over them do not depend on the last bits of scores.
+            found = best.indices.masked_fill(best.values == -torch.inf, -1).sort(dim=-1).values
             choice[tokens, : found.shape[1]] = found
         return choice
 
     @classmethod
-    def load(cls, shape: IndexerShape, weights: DenseWeights, module: str, linear: Callable[[str], Linear]) -> Self:
-        """Read the indexer of that name. linear: makes the matrix of a linear module, by its name.
-
-        Raises ValueError if the weights do not fit.
+    def load(
+        cls,
+        shape: IndexerShape,
+        weights: DenseWeights,
+        module: str,
+        linear: Callable[[str], Linear],
+        factors: Callable[[str], Linear] | None = None,
+    ) -> Self:
+        """Read the indexer of that name. linear: makes the matrix of a linear module, by its name; factors: the same
+        for the one whose results stay float32; None: it is decoded. Raises ValueError if the weights do not fit.
         """
-        factors = weights.linear(f"{module}.weights_proj")
+        name = f"{module}.weights_proj"
         return cls(
             shape,
             linear(f"{module}.wq_b"),
             linear(f"{module}.wk"),
-            lambda x: factors(x, dtype=torch.float32),
+            factors(name) if factors else partial(weights.linear(name), dtype=torch.float32),
             weights.vector(f"{module}.k_norm.weight"),
             weights.vector(f"{module}.k_norm.bias"),
         )

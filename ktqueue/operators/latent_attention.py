@@ -98,20 +98,26 @@ class LatentAttention(Operator):
         self._key_up, self._value_up = split_up_matrix(dense.matrix("kv_b_proj.weight"), self.shape)
         packed_bytes = 0
 
-        def linear(name: str) -> Linear:
+        packs = self.device == "cpu" and self._dtype == torch.float32
+
+        def packed(name: str, options: KernelOptions) -> Linear:
             nonlocal packed_bytes
-            if self.device != "cpu" or self._dtype != torch.float32:
-                return dense.linear(name)
             matrix = weights.matrix(f"{name}.weight")
             rows, columns = self._sizes.get(name, (matrix.rows, matrix.columns))
-            packed = CpuLinear(rows, columns, **self._options)
-            packed.load(weights, name)
-            packed_bytes += sum(packed.device_bytes().values())
-            return packed
+            made = CpuLinear(rows, columns, **options)
+            made.load(weights, name)
+            packed_bytes += sum(made.device_bytes().values())
+            return made
+
+        def linear(name: str) -> Linear:
+            return packed(name, self._options) if packs else dense.linear(name)
+
+        def factors(name: str) -> Linear:
+            return packed(name, {**self._options, "activations": "float32"})
 
         self._linears = {name: linear(name) for name in self._sizes}
         if self.shape.indexer and self._chooses:
-            self._indexer = Indexer.load(self.shape.indexer, dense, "indexer", linear)
+            self._indexer = Indexer.load(self.shape.indexer, dense, "indexer", linear, factors if packs else None)
         self._latent_norm = dense.vector("kv_a_layernorm.weight")
         self._query_norm = dense.vector("q_a_layernorm.weight") if self.shape.low_rank else None
         self._bytes = packed_bytes + dense.bytes

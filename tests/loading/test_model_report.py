@@ -194,7 +194,8 @@ def test_a_quantised_folder_is_named_by_its_method_not_by_its_types(tiny: Path, 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes"), [("gemma2", {}), ("bart", {}), ("bert", {}), ("mixtral", {"layer_types": ["fox"] * 2})]
+    ("model_type", "changes"),
+    [("gemma2", {"head_dim": 20}), ("bart", {}), ("bert", {}), ("mixtral", {"layer_types": ["fox"] * 2})],
 )
 def test_a_model_that_cannot_run_is_refused_as_loading_refuses_it(
     model_type: str, changes: dict[str, object], make_model: Callable[..., Path], tmp_path: Path

@@ -215,8 +215,8 @@ MODELS: dict[str, Mutation] = {
     "pickles are downloaded": Mutation(
         "only the files of a folder that are read are downloaded: no pickles, no code",
         "ktqueue/loading/huggingface/hub_files.py",
-        '    ("config.json", ',
-        '    ("pytorch_model.bin", "modeling_tiny.py", "modeling_fox.py", "config.json", ',
+        '(("config.json", ',
+        '(("pytorch_model.bin", "modeling_tiny.py", "modeling_fox.py", "config.json", ',
         (
             f"{HUB}::test_only_needed_files_of_a_folder_are_downloaded",
             f"{HUB_FILES}::test_only_the_files_that_a_folder_needs_are_chosen",
