@@ -53,6 +53,7 @@ EXAONE = (
 LOCAL_EXPERTS = (
     *COMMON,
     MetadataField("num_local_experts", EXPERT_KEY, aliases=("num_experts",)),
+    ANY_WIDTH,  # llama.cpp reads both keys, and takes this one for the width of experts in some families
     MetadataField("intermediate_size", "expert_feed_forward_length"),
     HEAD_DIM,
 )
@@ -78,6 +79,7 @@ HUNYUAN = (
     *DENSE,
     MetadataField("num_experts", EXPERT_KEY, aliases=("num_local_experts",)),
     MetadataField("moe_topk", "expert_used_count", aliases=("num_experts_per_tok",)),
+    ANY_WIDTH,  # llama.cpp reads both keys, and takes this one for the width of experts in some families
     MetadataField("intermediate_size", "expert_feed_forward_length"),
     HEAD_DIM,
 )

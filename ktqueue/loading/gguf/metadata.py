@@ -127,6 +127,9 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
         if len(kinds := config.get("layer_types") or ()) != config["num_hidden_layers"]:
             raise CheckpointError(f"{source}: config key layer_types must name the kind of each layer")
         metadata[f"{family.architecture}.{_WINDOW_PATTERN}"] = [kind == _SLIDING for kind in kinds]
+    if shared := metadata.get(f"{family.architecture}.expert_shared_count"):  # llama.cpp needs it for ERNIE
+        width = metadata[f"{family.architecture}.expert_feed_forward_length"]
+        metadata[f"{family.architecture}.expert_shared_feed_forward_length"] = shared * width
     if family.linear:
         metadata |= linear_metadata(family.architecture, config)
     if family.sigmoid:
