@@ -42,7 +42,7 @@ THREADS = 1  # of each process: more would wait for each other longer than these
 
 
 def check(family: ServedFamily, folder: Path, llama_python: str | None, device: str) -> dict[str, Any]:
-    """Return what the page says about a family. `folder` is empty."""
+    """Return what the page says about a family, but for the commit. `folder` is empty."""
     prompts = prompts_of_families()
     model, file = folder / "model", folder / "model.gguf"
     family.save(model)
@@ -52,7 +52,6 @@ def check(family: ServedFamily, folder: Path, llama_python: str | None, device: 
         "model_type": family.model_type,
         "by_modules": family.by_modules,
         "architecture": family.file and family.file.architecture,
-        "commit": machine.facts()["commit"],
     }
 
     def with_counts(answers: list[list[int]], ran: dict[str, Any]) -> dict[str, Any]:
@@ -113,13 +112,15 @@ def main() -> None:
         served = list(served_families())
         if unknown := {*arguments.families} - {family.model_type for family in served}:
             parser.error(f"not served: {', '.join(sorted(unknown))}")
+        commit = machine.facts()["commit"]  # before results change the tree
         broken = False
         for family in served:
             if arguments.families and family.model_type not in arguments.families:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                row = known[family.class_name] = check(family, Path(folder), arguments.llama_python, arguments.device)
-            figures = [known[one.class_name] for one in served if one.class_name in known]
+                row = check(family, Path(folder), arguments.llama_python, arguments.device) | {"commit": commit}
+            known[family.class_name] = row
+            figures = [known[other.class_name] for other in served if other.class_name in known]
             write(path, {"tie": TIE, "new_tokens": NEW_TOKENS, "figures": figures})
             broken |= bool(failures(row))
             print(family.model_type, "differs: " + ", ".join(failures(row)) if failures(row) else "equal")  # noqa: T201
