@@ -56,9 +56,9 @@ KNOWN_AS = {
 """Names that people know. A class that is missing here is shown by its own name."""
 _READ_OF = {
     "awq": "4 bits",
-    "compressed-tensors": "FP8, INT8, INT4",
+    "compressed-tensors": "FP8, INT8, INT4, NVFP4",
     "gptq": "4 or 8 bits",
-    "modelopt": "FP8",
+    "modelopt": "FP8, NVFP4",
     "mxfp4": "of gpt-oss",
 }
 """What is read of a method, if it is not all."""
