@@ -277,7 +277,8 @@ def test_quantised_file_is_near_the_original(
     expected = reference_logits(tiny, IDS)
     model = load_model(str(make_gguf("q8_0", "q8_0")), rules=EXACT)
     error = run_logits(model.module, model.kv_layout(16), IDS) - expected
-    assert error.norm() / expected.norm() < 0.05
+    # Of a token's logits. The mean would depend on the few tokens whose routers nearly tie and choose another expert.
+    assert (error.norm(dim=-1) / expected.norm(dim=-1)).median() < 0.03
 
 
 def test_bfloat16_is_near_float32(
