@@ -49,7 +49,7 @@ struct BoundLatentAttention {
     BoundLatentAttention(size_t heads, size_t latent, size_t plain, size_t rotary, size_t value,
                          const BoundLinear* low_rank, const BoundLinear& query, const BoundLinear& key,
                          const BoundLinear& absorb, const BoundLinear& expand, const ReadOnly& low_rank_norm,
-                         const ReadOnly& latent_norm, float epsilon, float growth, size_t period)
+                         const ReadOnly& latent_norm, float epsilon, float growth, float period)
         : layer{
               .shape = {heads, latent, plain, rotary, value},
               .low_rank = low_rank ? &low_rank->linear() : nullptr,
@@ -257,7 +257,7 @@ void bind_decoder(nb::module_& module) {
     nb::class_<BoundLatentAttention>(module, "LatentAttention")
         .def(
             nb::init<size_t, size_t, size_t, size_t, size_t, const BoundLinear*, const BoundLinear&, const BoundLinear&,
-                     const BoundLinear&, const BoundLinear&, const ReadOnly&, const ReadOnly&, float, float, size_t>(),
+                     const BoundLinear&, const BoundLinear&, const ReadOnly&, const ReadOnly&, float, float, float>(),
             nb::kw_only(), nb::arg("heads"), nb::arg("latent"), nb::arg("plain"), nb::arg("rotary"), nb::arg("value"),
             nb::arg("low_rank").none(), nb::arg("query"), nb::arg("key"), nb::arg("absorb"), nb::arg("expand"),
             nb::arg("low_rank_norm"), nb::arg("latent_norm"), nb::arg("epsilon"), nb::arg("growth"), nb::arg("period"),

@@ -138,7 +138,7 @@ class LatentAttention:
         latent_norm: Any,
         epsilon: float,
         growth: float,
-        period: int,
+        period: float,
     ) -> None: ...
 
 class Decoder:

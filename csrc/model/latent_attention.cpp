@@ -21,7 +21,7 @@ bool fits(const Linear* linear, size_t rows, size_t columns) {
 }
 
 float growth_at(const LatentAttention& layer, int64_t position) {
-    const float periods = std::floor(static_cast<float>(position) / static_cast<float>(layer.period));
+    const float periods = std::floor(static_cast<float>(position) / layer.period);
     return 1.0f + layer.growth * std::log(1.0f + periods);
 }
 

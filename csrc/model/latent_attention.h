@@ -36,7 +36,7 @@ struct LatentAttention {
     float epsilon = 0;                 // of both norms
     // A query at position p is multiplied by 1 + growth * log(1 + floor(p / period)) (Mistral 4).
     float growth = 0;
-    size_t period = 1;
+    float period = 1;
 };
 
 // Throws std::invalid_argument if the parts do not fit each other or `hidden`.

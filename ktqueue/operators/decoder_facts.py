@@ -18,6 +18,8 @@ from ktqueue.operators.linear_attention import LinearAttentionShape, linear_atte
 from ktqueue.operators.model_classes import BY_NAME, SUPPORTED, ModelClass
 from ktqueue.operators.native import GateFacts
 
+MOST_HEAD_DIM = 1024  # of the attention kernels, csrc/kernels
+
 _CORRECTION, _EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
 _FLOAT32 = re.compile(r"\.(?:gate|router)\.|\.indexer\.weights_proj\.|norm\.weight$|\.expert_bias$")
 _QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
@@ -148,6 +150,8 @@ def facts_of(
     kv_heads, head_dim = (config.num_key_value_heads, attention.head_dim) if latent is None else (1, latent.key)
     if head_dim % 8 != 0:
         raise ValueError(f"its heads have {head_dim} dimensions, which is no multiple of 8")
+    if head_dim > MOST_HEAD_DIM:
+        raise ValueError(f"its heads have {head_dim} dimensions, more than {MOST_HEAD_DIM:,}")
     norms = [(name, epsilon) for name, module in model.named_modules() if (epsilon := _epsilon(module)) is not None]
     epsilons = {epsilon for name, epsilon in norms if not name.endswith(("_a_layernorm", ".indexer.k_norm"))}
     if len(epsilons) != 1:

@@ -46,7 +46,7 @@ class LatentShape:
     epsilon: float
     indexer: IndexerShape | None = None
     growth: float = 0.0
-    period: int = 1
+    period: float = 1.0
 
     @property
     def key(self) -> int:
@@ -73,7 +73,7 @@ def latent_shape(module: nn.Module) -> LatentShape:
         epsilon=float(attention.kv_a_layernorm.variance_epsilon),
         indexer=_indexer_shape(attention.config) if hasattr(attention, "indexer") else None,
         growth=rope.get(GROWTH) or 0.0,
-        period=rope.get("original_max_position_embeddings") or 1,
+        period=float(rope.get("original_max_position_embeddings") or 1),
     )
 
 

@@ -82,7 +82,7 @@ def register(entry: ModelClass) -> None:
 
     Raises ValueError if there is another class with its name, whose modules rules could not tell apart.
     """
-    if BY_NAME.setdefault(entry.name, entry) is not entry:
+    if BY_NAME.setdefault(entry.name, entry) != entry:
         raise ValueError(f"there is another model class {entry.name}")
     for operator in ("CpuDecoder", "GpuDecoder"):
         if entry.name not in SUPPORTED[operator]:

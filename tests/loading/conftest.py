@@ -44,7 +44,7 @@ GROWING = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 4.0,
-    "original_max_position_embeddings": 8,
+    "original_max_position_embeddings": 8.0,  # as some tools write it
     "llama_4_scaling_beta": 0.5,
 }
 INDEXER = {"n_shared_experts": 1, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}

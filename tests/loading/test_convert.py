@@ -15,6 +15,7 @@ from rope_parameters import LLAMA3_ROPE
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.gguf.importance import ImportanceMatrix
 from ktqueue.loading.gguf.mixes import Mix
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -292,3 +293,11 @@ def test_an_unknown_pre_tokenizer_is_refused(tiny: Path, tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match=r"unknown pre-tokenizer .*known: default, gpt-2, .*qwen2"):
         convert(tmp_path, tmp_path / "model.gguf", experts="f16")
+
+
+def test_parts_of_a_matrix_that_is_written_whole_may_be_in_an_importance_matrix() -> None:
+    """llama.cpp's files of DeepSeek have attn_k_b and attn_v_b, which are one matrix in ours."""
+    matrix = ImportanceMatrix("x.gguf", {"blk.0.attn_k_b.weight": np.ones((4, 16), np.float32)})
+    matrix.check({"blk.0.attn_kv_b.weight": (128, 32)})
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_k_b\.weight' is not a tensor of this model"):
+        matrix.check({"blk.0.attn_q.weight": (128, 32)})

@@ -5,6 +5,7 @@ sums of squares [experts, columns], and NAME.counts, how many activations were a
 that is not of experts has one row and one count. Source: tools/imatrix of llama.cpp.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ktqueue.loading.gguf.library import type_name
 from ktqueue.loading.weight_formats import Floats
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
+_PART_OF_KV_B = re.compile(r"attn_[kv]_b\.")
 
 
 class ImportanceMatrix:
@@ -34,6 +36,8 @@ class ImportanceMatrix:
         """Compare with the `shapes` of a model's tensors. Raises CheckpointError that names what does not fit."""
         for name, means in self._means.items():
             if (shape := shapes.get(name)) is None:
+                if _PART_OF_KV_B.sub("attn_kv_b.", name) in shapes:
+                    continue  # llama.cpp measures the two parts of a matrix that we write whole
                 raise CheckpointError(f"{self._path}: {name!r} is not a tensor of this model", param="importance")
             experts = shape[0] if len(shape) == 3 else 1  # [experts, rows, columns]
             wanted = (experts, shape[-1])

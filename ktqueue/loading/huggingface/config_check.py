@@ -33,6 +33,7 @@ _COUNTS = (
     "decoder_sparse_step",
     "kv_lora_rank",
     "q_lora_rank",
+    "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
     "linear_conv_kernel_dim",
