@@ -22,6 +22,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
         {
             "cpu-*": engine.compare,
             "grammars-*-cpu": own_section,
+            "one-call-*": own_section,
             "experts-*": engine.experts,
             "system": queue.system,
         },
