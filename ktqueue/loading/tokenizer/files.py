@@ -188,6 +188,7 @@ def _check_writable(data: VocabularyData, folder: Path) -> None:
         "is of the type UNIGRAM": data.model != "llama",
         "has no tokens of bytes": not data.byte_fallback,
         "normalises text": bool(data.charsmap) or data.collapse_spaces,
+        "puts no space behind some tokens": data.add_space_prefix and (data.prefix_once or bool(data.symbols)),
     }
     if problem := next((text for text, is_true in problems.items() if is_true), None):
         raise CheckpointError(f"{folder / SENTENCEPIECE}: the vocabulary {problem}, which cannot be written to GGUF")

@@ -19,6 +19,7 @@ Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
 CUT_CHARACTERS = 64  # at the end of a beginning; the following text may compose with them (NFC)
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
+_FOUND_IN_TEXT = (TokenKind.NORMAL, TokenKind.USER_DEFINED)  # the kinds of pieces that SentencePiece finds in a text
 
 
 def from_json(path: Path) -> Model:
@@ -164,8 +165,9 @@ def split_as(tokenizer: Model, pre: PreTokenizer) -> None:
 def _sentence_piece(data: VocabularyData) -> Model:
     unknown = data.ids.get("unk")
     if data.model == "t5":
-        pieces = list(zip(data.tokens, data.scores, strict=True))
-        tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=data.byte_fallback))
+        tokenizer = tokenizers.Tokenizer(
+            models.Unigram(_unigram_pieces(data), unk_id=unknown, byte_fallback=data.byte_fallback)
+        )
     else:
         tokenizer = tokenizers.Tokenizer(
             models.BPE(
@@ -181,15 +183,37 @@ def _sentence_piece(data: VocabularyData) -> Model:
         steps.append(normalizers.Precompiled(data.charsmap))
     if data.collapse_spaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    splits: list[pre_tokenizers.PreTokenizer] = []
     if data.prefix_once:
         scheme = "first" if data.add_space_prefix else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+        splits.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False))
     else:
         steps.append(normalizers.Replace(" ", SPACE))
         steps += [_space_prefix(data.symbols)] if data.add_space_prefix else []
+    if data.model == "t5" and data.byte_fallback:
+        splits.append(pre_tokenizers.Split(Regex(r"(?<=<)(?=0x[0-9A-F]{2}>)"), "isolated"))
+    if splits:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
+
+
+def _unigram_pieces(data: VocabularyData) -> list[tuple[str, float]]:
+    """Return the pieces of a unigram model with their scores.
+
+    Only pieces that are NORMAL or USER_DEFINED may be found in a text. The library would find all, so the unknown and
+    the unused ones begin with a space here, of which the normaliser leaves none in a text. Those of bytes need their
+    names, so a pre-tokenizer cuts such texts. A very low score would change that of an unknown character, which is 10
+    below the lowest.
+    """
+    entries = list(zip(data.tokens, data.scores, data.kinds, strict=True))
+    lowest = min((score for _, score, kind in entries if kind in _FOUND_IN_TEXT), default=0.0)
+    return [
+        (f" {token}" if kind in (TokenKind.UNKNOWN, TokenKind.UNUSED) else token,
+         score if kind in _FOUND_IN_TEXT else lowest)
+        for token, score, kind in entries
+    ]  # fmt: skip
 
 
 def _space_prefix(symbols: Iterable[str]) -> normalizers.Normalizer:
@@ -208,6 +232,8 @@ def _merges_of_scores(data: VocabularyData, vocabulary: dict[str, int]) -> list[
     """
     ranked: list[tuple[float, int, tuple[str, str]]] = []
     for piece, token_id in vocabulary.items():
+        if data.kinds[token_id] not in _FOUND_IN_TEXT:
+            continue
         halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))] if len(piece) <= MAX_PIECE else []
         pairs = [pair for pair in halves if pair[0] in vocabulary and pair[1] in vocabulary]
         pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))

@@ -6,7 +6,7 @@ The ids of the sentencepiece package itself are equal on 1,500 strings for each 
 import json
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.vocabulary import TokenKind
+from ktqueue.loading.tokenizer.files import vocabulary_of_folder
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 WORDS = ("\u2581the", "\u2581th", "\u2581t", "th", "he", "er", "ther", "\u2581he", "\u2581\u2581", "e\u2581", "hee")
@@ -23,6 +24,7 @@ LETTERS = ("\u2581", "t", "h", "e", "r", "\n", "\xe9")
 SPECIAL = {"<unk>": TokenKind.UNKNOWN, "<s>": TokenKind.CONTROL, "</s>": TokenKind.CONTROL}
 SPELLED = {f"<0x{byte:02X}>": TokenKind.BYTE for byte in range(256)}
 KINDS = {**SPECIAL, **SPELLED, **dict.fromkeys((*WORDS, *LETTERS), TokenKind.NORMAL), "<sep>": TokenKind.USER_DEFINED}
+Entry = tuple[str, float, TokenKind]
 ENTRIES = [(piece, -float(place) if place > 258 else 0.0, kind) for place, (piece, kind) in enumerate(KINDS.items())]
 TEXTS = ("", " ", "the there", "  the\n\nthe ", "t\xe9h\u65e5 \U0001f98a", "he<sep>the <sep>t", "</s>the")
 
@@ -44,8 +46,10 @@ def field(number: int, value: float | bytes | dict[int, Any]) -> bytes:
     return field(number, b"".join(field(key, entry) for key, entry in value.items()))
 
 
-def model_file(trainer: dict[int, Any], normalizer: dict[int, Any] | None = None) -> bytes:
-    pieces = b"".join(field(1, {1: piece.encode(), 2: score, 3: int(kind)}) for piece, score, kind in ENTRIES)
+def model_file(
+    trainer: dict[int, Any], normalizer: dict[int, Any] | None = None, entries: Sequence[Entry] = ENTRIES
+) -> bytes:
+    pieces = b"".join(field(1, {1: piece.encode(), 2: score, 3: int(kind)}) for piece, score, kind in entries)
     return (
         pieces
         + field(2, {40: 0, 41: 1, 42: 2, 43: -1, **trainer})
@@ -106,6 +110,14 @@ def test_ids_follow_the_rules_of_sentencepiece(
     assert (tokenizer.size, tokenizer.eos_token_ids) == (len(ENTRIES) + 4, frozenset({2}))
 
 
+@pytest.mark.parametrize(("kind", "rule"), [(1, likeliest), (2, joined)])
+@pytest.mark.parametrize("text", ["t<0x0A>e", f"t[UNUSED{len(ENTRIES)}]e", "t<unk>e"])
+def test_names_of_tokens_that_are_no_text_are_read_as_text(
+    text: str, kind: int, rule: Callable[[list[str]], list[str]], load: Callable[..., Tokenizer]
+) -> None:
+    assert load({3: kind, 35: 1}).encode_plain(text) == spelled(rule(list("\u2581" + text)))
+
+
 def test_no_prefix_follows_a_symbol_but_it_follows_a_special_token(load: Callable[..., Tokenizer]) -> None:
     ids = {piece: place for place, (piece, *_) in enumerate(ENTRIES)}
     encode = load({3: 2, 35: 1}).encode_plain
@@ -147,10 +159,20 @@ def test_a_vocabulary_of_sentencepiece_is_converted(make_model: Callable[..., Pa
     for name in ("config.json", "model.safetensors"):
         (folder / name).symlink_to(make_model() / name)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    (folder / "tokenizer.model").write_bytes(model_file({3: 2, 35: 1}))
+    without_symbols = model_file({3: 2, 35: 1}, entries=ENTRIES[:-1])
+    (folder / "tokenizer.model").write_bytes(without_symbols)
     convert(folder, file := tmp_path / "file.gguf", experts="f32")
     for text in TEXTS[:5]:
         assert load_tokenizer(str(file)).encode(text) == load_tokenizer(str(folder)).encode(text)
+    (folder / "tokenizer_config.json").write_text('{"legacy": false}')
+    with pytest.raises(CheckpointError, match="the vocabulary puts no space behind some tokens"):
+        vocabulary_of_folder(folder, 1000)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(model_file({3: 2, 35: 1}))
+    with pytest.raises(CheckpointError, match="the vocabulary puts no space behind some tokens"):
+        vocabulary_of_folder(folder, 1000)
+    (folder / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
+    assert vocabulary_of_folder(folder, 1000).symbols == {"<sep>"}
     (folder / "tokenizer.model").write_bytes(model_file({3: 1, 35: 1}))
     with pytest.raises(CheckpointError, match="the vocabulary is of the type UNIGRAM, which cannot be written"):
         convert(folder, file, experts="f32")
