@@ -34,6 +34,7 @@ class XmlReader(CallReader):
         self._held = HeldText((key_start, end))
         self._cdata = cdata
         self._begun = ""  # of a parameter, before the text that is held
+        self._text_begun = ""  # of a value in CDATA that has the mark of a value's end
         self._key = ""
         self._name: str | None = None
         self._emit: Emit | None = None
@@ -82,7 +83,13 @@ class XmlReader(CallReader):
             self._key = held
             self._begun += held + mark
             self._held.look_for(self._value_ends)
+        elif self._cdata and mark == self._value_end and _opens_cdata(held):
+            self._text_begun = held + mark  # this mark is part of the text, which ends later
+            self._begun += self._text_begun
+            self._held.look_for(tuple(f"{_CDATA[1]}{space}{mark}" for space in ("", "\n")))
         else:
+            if mark.startswith(_CDATA[1]):
+                held, mark = self._text_begun + held + _CDATA[1], self._value_end
             self._emit_parameters(held, emit)
             self._begun = ""
             self._held.look_for((self._key_start, self._end))
@@ -94,6 +101,9 @@ class XmlReader(CallReader):
         """Emit the parameter whose value is held, and those that begin in it because it has no end."""
         types = self._types.get(self._name or "", {})
         tag, start = self._key, 0
+        if self._cdata and held.lstrip().startswith(_CDATA[0]) and held.rstrip().endswith(_CDATA[1]):
+            self._emit_parameter(tag, held.strip(), types, emit)
+            return
         for found in self._next_key.finditer(held):
             if types and _key_and_attributes(found[2])[0] not in types:
                 continue  # a value may have such a line
@@ -132,7 +142,13 @@ class XmlReader(CallReader):
         if not rest.startswith(self._key_start) or not found:
             return rest if rest.startswith("{") and not self._count else ""
         name, _ = _key_and_attributes(key)
-        return f"{', ' if self._count else '{'}{to_json(name)}: {to_json(value.lstrip())[:-1]}"
+        text = value.lstrip().removeprefix(_CDATA[0]) if self._cdata else value.lstrip()
+        return f"{', ' if self._count else '{'}{to_json(name)}: {to_json(text)[:-1]}"
+
+
+def _opens_cdata(value: str) -> bool:
+    """Whether a value begins a text in CDATA that it does not end."""
+    return value.lstrip().startswith(_CDATA[0]) and not value.rstrip().endswith(_CDATA[1])
 
 
 def _key_and_attributes(text: str) -> tuple[str, str]:

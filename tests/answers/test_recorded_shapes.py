@@ -165,6 +165,8 @@ ROWS: list[tuple[str, str, str | None, list[Call]]] = [
      "Hm.Or", [FIND, LIST]),
     ("minicpm5", '<function name="edit"><param name="old"><![CDATA[a\n<b>]]></param><param name="l">[7, 8]</param></function>',
      "", [("edit", {"old": "a\n<b>", "l": [7, 8]})]),
+    ("minicpm5", '<function name="edit"><param name="old"><![CDATA[<a></param>\n<param name="l">]]></param><param name="l">\n<![CDATA[b]]>\n</param>'
+     "</function>", "", [("edit", {"old": '<a></param>\n<param name="l">', "l": "b"})]),
     ("gigachat35", 'Ok.<｜GCML｜tool_calls><｜GCML｜invoke name="f"><｜GCML｜parameter name="a" string="false">[1, null]'
      '</｜GCML｜parameter><｜GCML｜parameter name="b" string="true">7</｜GCML｜parameter></｜GCML｜invoke>'
      '<｜GCML｜invoke name="list"></｜GCML｜invoke></｜GCML｜tool_calls>', "Ok.", [("f", {"a": [1, None], "b": "7"}), LIST]),
