@@ -56,7 +56,7 @@ class CheckpointTensor:
     ) -> "CheckpointTensor":
         """Return a view of `file` at `offset`. `raw`: the tensor may hold one of RAW, which are not weights
         by themselves. Raises CheckpointError if the tensor does not lie inside the file."""
-        if not is_stored(quant) and not (raw and quant in RAW):
+        if not (raw and quant in RAW) and not is_stored(quant):
             raise CheckpointError(
                 f"{path}: tensor {name!r} is stored as {quant}, which is not supported; known: {', '.join(FILE_BLOCKS)}"
             )

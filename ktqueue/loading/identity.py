@@ -17,14 +17,20 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.errors import CheckpointError, Unavailable
 from ktqueue.loading.gguf.checkpoint import part_paths
 from ktqueue.loading.huggingface.checkpoint import weight_files
-from ktqueue.loading.huggingface.hub_files import TOKENIZER_FILES
+from ktqueue.loading.huggingface.hub_files import VOCABULARIES
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.plan import LoadPlan
+from ktqueue.loading.tokenizer.added_tokens import FILE as ADDED_TOKENS
 
 COMPUTATION = 1  # a release that computes other tokens from the same weights and settings increases it
 DIGEST_CHARACTERS = 32  # of hexadecimal: 128 bits
 PART_BYTES = 64 << 20
 READ_BYTES = 4 << 20
+FOLDER_FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+    "tiktoken.model",
+)  # fmt: skip
+"""Their order is a part of every digest, so that a change strands started jobs."""
 MAX_THREADS = 8
 
 _State = tuple[int, ...]  # fields that change when a file is written
@@ -103,7 +109,10 @@ def _files(setting: str) -> list[Path]:
     found = resolve(setting)
     if not found.is_dir():
         return part_paths(found)
-    names = ("config.json", *TOKENIZER_FILES)
+    vocabulary = next((name for name in VOCABULARIES if (found / name).exists()), VOCABULARIES[0])
+    names = list(FOLDER_FILES)
+    if vocabulary != VOCABULARIES[0]:  # see plain_vocabulary
+        names += [name for name in (vocabulary, ADDED_TOKENS) if name not in names]
     weights = weight_files(found) if (found / "config.json").exists() else []
     return [path for path in (*(found / name for name in names), *weights) if path.exists()]
 

@@ -3,8 +3,16 @@
 Only packages on Python's path are seen, never files of a model folder.
 """
 
+import sys
 from functools import cache
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, packages_distributions
+from importlib.metadata import (
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    distribution,
+    entry_points,
+    packages_distributions,
+)
 from typing import Any, TypeVar
 
 from ktqueue.core.errors import CheckpointError
@@ -19,12 +27,12 @@ Kind = TypeVar("Kind")
 
 def entry_names(group: str) -> list[str]:
     """Return the names of all entries of a group. Imports nothing."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return sorted({point.name for point in _entries(group)})
 
 
 def package_of(group: str, name: str) -> str | None:
     """Return name and version of the package with that entry, such as `warm-moe 1.0`, or None. Imports nothing."""
-    return next((_package(point) for point in entry_points(group=group, name=name)), None)
+    return next((_package(point) for point in _entries(group).select(name=name)), None)
 
 
 def package_of_module(module: str) -> str | None:
@@ -38,7 +46,7 @@ def package_of_module(module: str) -> str | None:
 
 def describe(group: str, name: str) -> str:
     """Return what an error says about an entry: its package, its group, its name and its path."""
-    points = entry_points(group=group, name=name)
+    points = _entries(group).select(name=name)
     return "; ".join(sorted(f"package {_package(point)}, {group}: {name} = {point.value}" for point in points))
 
 
@@ -48,7 +56,7 @@ def load_entry(group: str, name: str, kind: type[Kind]) -> Kind | None:
     Raises CheckpointError that names package and entry, if several packages have it, if it cannot be imported, or if it
     is not of type `kind`.
     """
-    points = tuple(entry_points(group=group, name=name))
+    points = tuple(_entries(group).select(name=name))
     if not points:
         return None
     if len(points) > 1:
@@ -61,6 +69,15 @@ def load_entry(group: str, name: str, kind: type[Kind]) -> Kind | None:
         wanted = f"{kind.__module__}.{kind.__name__}"
         raise CheckpointError(f"{describe(group, name)} is {type(found).__name__}, not {wanted}")
     return found
+
+
+def _entries(group: str) -> EntryPoints:
+    return _entries_on(group, tuple(sys.path))
+
+
+@cache  # a search reads the metadata of every package, and a file has thousands of tensors
+def _entries_on(group: str, path: tuple[str, ...]) -> EntryPoints:
+    return entry_points(group=group)
 
 
 @cache

@@ -74,6 +74,26 @@ def test_every_file_of_a_folder_changes_the_digest(tiny: Path, tmp_path: Path, n
     assert digest(folder) != before
 
 
+def test_files_of_a_vocabulary_count_only_if_they_are_read(tiny: Path, tmp_path: Path) -> None:
+    """The order is that of earlier releases: another one would strand started jobs."""
+    for name in (
+        "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+        "tiktoken.model", "tokenizer.model", "added_tokens.json",
+    ):  # fmt: skip
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to(tiny / "model.safetensors")
+    old = ["config.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"]
+
+    def names() -> list[str]:
+        return [path.name for path in identity._files(str(tmp_path))]
+
+    assert names() == [old[0], "tokenizer.json", *old[1:], "tiktoken.model", "model.safetensors"]
+    (tmp_path / "tokenizer.json").unlink()
+    assert names() == [*old, "tiktoken.model", "added_tokens.json", "model.safetensors"]
+    (tmp_path / "tiktoken.model").unlink()
+    assert names() == [*old, "tokenizer.model", "added_tokens.json", "model.safetensors"]
+
+
 def test_a_separate_tokenizer_changes_the_digest(copy: Path, tiny: Path) -> None:
     assert digest(copy) != digest(copy, tiny)
 

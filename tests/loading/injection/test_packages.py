@@ -6,6 +6,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from example_package import install_example
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading import installed
+from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.convert import convert
 from ktqueue.loading.identity import digest_settings
 from ktqueue.loading.load import LoadedModel, load_model, open_checkpoint, prepare
 from ktqueue.loading.model_report import report_model
+from ktqueue.loading.storage_format import packaged_format
 
 EXPERTS = "model.layers.0.mlp.experts"
 WHERE = "package exact-operators 1.0, ktqueue"
@@ -256,10 +259,30 @@ def test_names_that_exist_already_are_refused(tiny: Path, example: Path) -> None
     family, own_format = "qwen3_moe = warm_moe:PLAIN", "F32 = twos_complement:FORMAT"
     try:
         entries.write_text(text.replace("plain_moe = warm_moe:PLAIN", family))
+        installed._entries_on.cache_clear()
         with pytest.raises(CheckpointError, match=rf"{WHERE}.families: {family}: "):
             prepare(str(tiny), rules=None, device="cpu", dtype=torch.float32)
         entries.write_text(text.replace("TWOS4 = twos_complement:FORMAT", own_format))
+        installed._entries_on.cache_clear()
         with pytest.raises(CheckpointError, match=rf"{WHERE}.formats: {own_format}: ktqueue has a format F32 already"):
             open_checkpoint(str(tiny))
     finally:
         entries.write_text(text)
+        installed._entries_on.cache_clear()
+
+
+def test_packages_are_searched_once_however_many_tensors_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    def search(group: str) -> EntryPoints:
+        searched.append(group)
+        return entry_points(group=group)
+
+    monkeypatch.setattr(installed, "entry_points", search)
+    installed._entries_on.cache_clear()
+    file = np.zeros(4, np.uint8)
+    for name in "ab":
+        CheckpointTensor.from_file("file", name, "F8_E4M3", (4,), 0, file, raw=True)
+    assert not searched
+    assert [packaged_format(name) for name in ("A", "B")] == [None, None]
+    assert searched == ["ktqueue.formats"]
