@@ -5,7 +5,7 @@ would be an empty delta. Reasoning and tool calls are read from the text here. T
 """
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ktqueue.answers.parser import Parser, make_parser
@@ -26,7 +26,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The part of a choice that is new since its last delta. `prompt`: all of it, in the first delta, if asked for."""
+    """The part of a choice that is new since its last delta. `prompt`: all of it, in the first delta, if asked for.
+
+    `text_positions`: the tokens of the answer's text, without those of reasoning and tool calls, each with the number
+    of its run of text, from 0. Reasoning or a call that the client sees ends a run.
+    """
 
     index: int
     first: bool
@@ -36,6 +40,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     prompt: PromptPart | None = None
     called: bool = False  # the choice has a tool call, now or before
+    text_positions: tuple[tuple[int, Position], ...] = ()
 
     @property
     def text(self) -> str:
@@ -81,6 +86,11 @@ class Choice:
         self._parser = parser_of(request, "")
         self._parts: list[AnswerPart] = []
         self._positions: list[Position] = []
+        self._undecided: list[Position] = []  # perhaps of a tag, perhaps of text
+        self._text_positions: list[tuple[int, Position]] = []
+        self._run = -1  # of the last text
+        self._run_is_open = False
+        self._in_text: bool | None = None  # None: no part yet
         self._finish: FinishReason | None = None
         # Incremental, so that the texts of tokens that share a character add up to the exact text.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -93,9 +103,10 @@ class Choice:
     def absorb(self, event: TokenEvent) -> None:
         """Add one event of this choice."""
         self._token_ids += event.token_ids
+        parts: tuple[AnswerPart, ...] = (AnswerText(event.text),) if event.text else ()
+        visible: Sequence[AnswerPart] = parts
         if self._parser is None:
-            if event.text:
-                self._parts.append(AnswerText(event.text))
+            self._parts += parts
         else:
             was_reasoning = self._parser.is_reasoning
             parts = self._parser.push(event.text)
@@ -104,15 +115,39 @@ class Choice:
             if event.finish_reason is not None:
                 parts += self._parser.finish()
             is_hidden = self._request.reply_options.get("hidden_reasoning")
-            self._parts += [part for part in parts if not (is_hidden and isinstance(part, AnswerReasoning))]
+            visible = [part for part in parts if not (is_hidden and isinstance(part, AnswerReasoning))]
+            self._parts += visible
         remaining = len(event.logprobs) if event.finish_reason is not None else 0
         for position in event.logprobs:
             remaining -= 1  # the last token also gets the replacement of an unfinished character
             token = self._decoder.decode(position.chosen.token_bytes, final=remaining == 0)
             self._positions.append(Position(token, self._offset, position))
+            self._undecided.append(self._positions[-1])
             self._offset += len(token)
+        self._decide(parts, visible, at_end=event.finish_reason is not None)
         if event.finish_reason is not None:
             self._finish = event.finish_reason
+
+    def _decide(self, parts: Sequence[AnswerPart], visible: Sequence[AnswerPart], *, at_end: bool) -> None:
+        """Say of the last tokens whether they are text. `parts`: what they made, and `visible` of it to the client."""
+        first_run = None
+        for part in visible:
+            is_text = isinstance(part, AnswerText)
+            if is_text and not self._run_is_open:
+                self._run += 1
+            if is_text and first_run is None:
+                first_run = self._run
+            self._run_is_open = is_text
+        if parts:
+            self._in_text = isinstance(parts[-1], AnswerText)
+        if first_run is None and at_end and self._in_text:
+            first_run = self._run
+        if first_run is not None:
+            self._text_positions += [(first_run, position) for position in self._undecided]
+        if self._parser is not None and self._parser.is_reasoning:
+            self._in_text = False
+        if first_run is not None or self._in_text is False:
+            self._undecided.clear()
 
     def delta(self) -> Delta | None:
         """The new part, or None if there is nothing to show yet."""
@@ -127,11 +162,13 @@ class Choice:
             tuple(self._token_ids),
             None if self.started else self._prompt.whole(),
             self._parser is not None and self._parser.called,
+            tuple(self._text_positions),
         )
         self.started = True
         self._token_ids.clear()
         self._parts.clear()
         self._positions.clear()
+        self._text_positions.clear()
         self._finish = None
         return delta
 

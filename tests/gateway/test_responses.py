@@ -7,10 +7,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted_worker import ScriptedWorker, Step, token
+from scripted_worker import ScriptedWorker, Step, ended, logprob, token
 from served_gateway import Conforms, ServeWith
 
 from ktqueue.broker.lease import Claim
+from ktqueue.core.events import FinishReason
 from ktqueue.core.tenants import TenantConfig, hash_of
 
 PATH = "/v1/responses"
@@ -80,6 +81,31 @@ async def test_log_probabilities_come_with_the_text(
     whole = (await http.post(PATH, json={**BODY, **asked})).json()
     assert whole["output"][0]["content"] == item["content"]
     assert worker.claims[0].request.sampling.logprobs == whole["top_logprobs"] == 2
+
+
+async def test_log_probabilities_are_of_the_text_alone(http: httpx.AsyncClient, caller: ScriptedWorker) -> None:
+    call = ["<tool_call>", '{"name": "weather", "arguments": {}}', "</tool_call>"]
+
+    async def thinks_and_calls(claim: Claim) -> AsyncIterator[Step]:
+        for text in ["<think>", "Hm.", "</think>", "I", " ask.", *call, "Bye", "."]:
+            yield token(text, logprobs=(logprob(text.encode()),))
+        yield {"finish_reason": FinishReason.STOP}
+        yield ended(claim)
+
+    caller.script = thinks_and_calls
+    body = {**BODY, "model": "caller", "tools": [TOOL], "top_logprobs": 2}
+    events = await events_of(http, "POST", PATH, json={**body, "stream": True})
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [[entry["token"] for entry in event["logprobs"]] for event in deltas] == [
+        [event["delta"]] for event in deltas
+    ]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    messages = [item["content"][0] for item in done if item["type"] == "message"]
+    found = [[entry["token"] for entry in content["logprobs"]] for content in messages]
+    assert found == [["I", " ask."], ["Bye", "."]]
+    whole = (await http.post(PATH, json=body)).json()["output"]
+    assert [item["content"][0] for item in whole if item["type"] == "message"] == messages
 
 
 async def test_reasoning_text_and_a_call_are_items_of_their_own(

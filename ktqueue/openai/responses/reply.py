@@ -27,8 +27,8 @@ class ResponseReply:
         self._items: list[Json] = []
         self._open_part: AnswerPart | None = None  # the kind of item that is being written
         self._finish: FinishReason | None = None
-        self._logprobs: list[Json] = []  # of tokens that no event had
-        self._message: Json | None = None  # the content of the first message, which has those of all tokens
+        self._logprobs: dict[int, list[Json]] = {}  # of each message's tokens that no event had
+        self._message = -1  # the number of the last message
 
     def response(self, status: str, usage: Usage | None = None, error: Json | None = None) -> Json:
         """The response object with the items so far."""
@@ -55,12 +55,12 @@ class ResponseReply:
             yield self._event("response.created", response=self.response("in_progress"))
             yield self._event("response.in_progress", response=self.response("in_progress"))
         if self._head.logprobs:
-            self._logprobs += [logprob_json(self._head, position) for position in delta.positions]
+            for run, position in delta.text_positions:
+                self._logprobs.setdefault(run, []).append(logprob_json(self._head, position))
         for part in delta.parts:
             yield from self._part(part)
         if delta.finish_reason is not None:
             self._finish = delta.finish_reason
-            self._take_logprobs()
             yield from self._close_item()
 
     def usage_chunk(self, usage: Usage) -> Json:
@@ -105,11 +105,9 @@ class ResponseReply:
             yield self._event("response.reasoning_text.delta", **where)
 
     def _take_logprobs(self) -> list[Json]:
-        """Add the new log probabilities to the first message, and return them. Before that message they wait."""
-        if self._message is None:
-            return []
-        new, self._logprobs = self._logprobs, []
-        self._message["logprobs"] += new
+        """Add the new log probabilities to the open message, and return them."""
+        new = self._logprobs.pop(self._message, [])
+        self._items[-1]["content"][0]["logprobs"] += new
         return new
 
     def _open_item(self, part: AnswerPart) -> Iterator[Json]:
@@ -137,8 +135,8 @@ class ResponseReply:
         yield self._event(
             "response.content_part.added", item_id=item["id"], output_index=place, content_index=0, part=dict(content)
         )
-        if isinstance(part, AnswerText) and self._message is None:
-            self._message = content
+        if isinstance(part, AnswerText):
+            self._message += 1
             content["logprobs"] = []  # a list of its own, which the event does not share
 
     def _close_item(self) -> Iterator[Json]:
@@ -155,6 +153,7 @@ class ResponseReply:
         else:
             content = item["content"][0]
             if isinstance(part, AnswerText):
+                self._take_logprobs()
                 yield self._event(
                     "response.output_text.done",
                     **where,
