@@ -105,10 +105,21 @@ def packaged_family(model_type: str) -> Family | None:
 
 
 def packaged_families() -> Iterator[tuple[str, Family]]:
-    """Yield all families of packages, with their model_type. Raises CheckpointError like `packaged_family`."""
+    """Yield all families of packages that can be used, with their model_type.
+
+    After the last one it raises the first error of `packaged_family`: the broken package may have been the one.
+    """
+    errors: list[CheckpointError] = []
     for model_type in entry_names(FAMILIES):
-        if (family := packaged_family(model_type)) is not None:
+        try:
+            family = packaged_family(model_type)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        if family is not None:
             yield model_type, family
+    if errors:
+        raise errors[0]
 
 
 def _problem(family: Family, model_type: str) -> str | None:

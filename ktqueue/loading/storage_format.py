@@ -107,10 +107,22 @@ def packaged_format(name: str) -> StorageFormat | None:
 
 
 def packaged_formats() -> Iterator[StorageFormat]:
-    """Yield the formats of all packages. Raises CheckpointError like `packaged_format`."""
+    """Yield the formats of all packages that can be used.
+
+    A search ends at the one that it looks for. If it goes on to the end, it raises the first error of
+    `packaged_format`: the broken package may have been the one.
+    """
+    errors: list[CheckpointError] = []
     for name in entry_names(FORMATS):
-        if (found := packaged_format(name)) is not None:
+        try:
+            found = packaged_format(name)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        if found is not None:
             yield found
+    if errors:
+        raise errors[0]
 
 
 def _problem(found: StorageFormat, name: str) -> str | None:

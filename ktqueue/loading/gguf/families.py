@@ -3,7 +3,7 @@
 Knows nothing of tensor contents or tokenizers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
@@ -322,7 +322,7 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> ModelFamily:
     if not isinstance(architecture, str):
         raise CheckpointError(f"{source}: metadata key general.architecture is missing")
     candidates = [family for family in FAMILIES if family.architecture == architecture]
-    candidates = candidates or [family for family in _packaged_rows() if family.architecture == architecture]
+    candidates = candidates or _packaged_rows(architecture)
     if not candidates:
         check_architecture(architecture, source)
         known = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES))
@@ -348,11 +348,25 @@ def family_of_model_type(model_type: str, source: str) -> ModelFamily:
     raise CheckpointError(f"{source}: there is no GGUF architecture for model_type {model_type!r}; known: {known}")
 
 
-def _packaged_rows() -> Iterator[ModelFamily]:
-    """Yield how GGUF files hold the families of packages. Raises CheckpointError for an architecture of ktqueue."""
-    for model_type, family in packaged_families():
-        if (row := family.gguf) is not None:
-            if any(known.architecture == row.architecture for known in FAMILIES):
+def _packaged_rows(architecture: str) -> list[ModelFamily]:
+    """Return how GGUF files of an architecture hold the families of packages.
+
+    If there are none, raises CheckpointError for a package that cannot be used or has an architecture of ktqueue.
+    """
+    found: list[ModelFamily] = []
+    taken: list[str] = []
+    try:
+        for model_type, family in packaged_families():
+            if (row := family.gguf) is None:
+                continue
+            if row.architecture == architecture:
+                found.append(row)
+            elif any(known.architecture == row.architecture for known in FAMILIES):
                 where = describe(ENTRIES, model_type)
-                raise CheckpointError(f"{where}: ktqueue has a GGUF architecture {row.architecture} already")
-            yield row
+                taken.append(f"{where}: ktqueue has a GGUF architecture {row.architecture} already")
+    except CheckpointError:
+        if not found:
+            raise
+    if taken and not found:
+        raise CheckpointError(taken[0])
+    return found

@@ -6,7 +6,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading import installed
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.families import family_of_metadata
+from ktqueue.loading.gguf.library import type_name
 from ktqueue.loading.identity import digest_settings
 from ktqueue.loading.load import LoadedModel, load_model, open_checkpoint, prepare
 from ktqueue.loading.model_report import report_model
@@ -268,6 +270,24 @@ def test_names_that_exist_already_are_refused(tiny: Path, example: Path) -> None
             open_checkpoint(str(tiny))
     finally:
         entries.write_text(text)
+        installed._entries_on.cache_clear()
+
+
+def test_a_broken_package_stops_only_its_own_models(typed_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is before the other ones in the order of names."""
+    broken = [EntryPoint("A_BROKEN", "no_such_module:IT", f"ktqueue.{kind}") for kind in ("families", "formats")]
+    monkeypatch.setattr(
+        installed, "entry_points", lambda group: EntryPoints([*broken, *entry_points(group=group)]).select(group=group)
+    )
+    installed._entries_on.cache_clear()
+    try:
+        open_checkpoint(str(typed_gguf)).experts(EXPERTS)
+        assert family_of_metadata({"general.architecture": "warm-moe"}, "file").model_type == "warm_moe"
+        with pytest.raises(CheckpointError, match="families: A_BROKEN = no_such_module:IT cannot be imported"):
+            family_of_metadata({"general.architecture": "other"}, "file")
+        with pytest.raises(CheckpointError, match="formats: A_BROKEN = no_such_module:IT cannot be imported"):
+            type_name(9999)
+    finally:
         installed._entries_on.cache_clear()
 
 
