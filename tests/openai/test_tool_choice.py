@@ -62,6 +62,14 @@ def test_a_function_that_is_not_offered_cannot_be_chosen() -> None:
     assert (caught.value.param, caught.value.value) == ("tool_choice", "g")
 
 
+@pytest.mark.parametrize("parser", ["olmo3", "functiongemma", "gemma4"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_call_in_a_format_without_a_grammar_cannot_be_forced(parser: str, choice: Any) -> None:
+    body = {**BODY, "tools": [tool("f")], "tool_choice": choice}
+    with pytest.raises(InvalidRequest, match=f"calls in the format {parser} cannot be forced"):
+        parse_chat(body).request(replace(MODEL, tool_parser=parser))
+
+
 def test_a_strict_schema_is_honoured_or_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         request(tools=[tool("f"), tool("g", UNIQUE, strict=True)])
