@@ -152,6 +152,12 @@ def test_codes_of_one_and_two_bits_equal_their_formula(type_id: int, quant: str)
     shape, one = (6, 256), blocks[0].size
     infos = [TensorInfo("a", shape, type_id, 0), TensorInfo("b", shape, type_id, one)]
     tensors = _file_tensors(Path("file"), [GgufHeader(Path("file"), {}, infos, blocks.reshape(-1))])
+    if quant == "Q2_0":  # its last byte is missing
+        with pytest.raises(CheckpointError, match=r"'b' needs bytes .* truncated"):
+            _file_tensors(Path("file"), [GgufHeader(Path("file"), {}, infos, blocks.reshape(-1)[:-1])])
+    if quant == "Q2_0_128":  # its last bytes are missing
+        with pytest.raises(CheckpointError, match="'a' fits no layout of Q2_0 for all of them"):
+            _file_tensors(Path("file"), [GgufHeader(Path("file"), {}, infos, blocks.reshape(-1)[:-1])])
     scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
     bits = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").astype(np.float32)
     codes = bits * 2 - 1 if quant == "Q1_0" else bits[..., ::2] + bits[..., 1::2] * 2 - 1

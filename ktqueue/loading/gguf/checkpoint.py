@@ -15,7 +15,7 @@ from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
-from ktqueue.loading.gguf.header import GgufHeader, read_header
+from ktqueue.loading.gguf.header import DEFAULT_ALIGNMENT, GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
 from ktqueue.loading.gguf.library import ROW_VECTORS, gguf_names, split_expert_name, type_name
@@ -111,19 +111,39 @@ def build_checkpoint(
 def _file_tensors(path: Path, parts: list[GgufHeader]) -> dict[str, CheckpointTensor]:
     tensors: dict[str, CheckpointTensor] = {}
     for part in parts:
-        ends = [*sorted(info.offset for info in part.tensors), part.data.size]
+        q2_0 = _q2_0_layout(part)
         for info in part.tensors:
             if info.name in tensors:
                 raise CheckpointError(f"{path}: tensor {info.name!r} is in two parts")
             quant = type_name(info.type_id)
-            if quant == "Q2_0" and info.shape[-1] % 128 == 0:
-                end = ends[bisect_right(ends, info.offset)] if info.offset < part.data.size else 0
-                if end - info.offset < tensor_bytes(quant, info.shape):
-                    quant = "Q2_0_128"  # of a fork, in less space
+            quant = q2_0 if quant == "Q2_0" else quant
             tensors[info.name] = CheckpointTensor.from_file(
                 part.path, info.name, quant, info.shape, info.offset, part.data
             )
     return tensors
+
+
+def _q2_0_layout(part: GgufHeader) -> str:
+    """Return the format of the Q2_0 tensors of a file: llama.cpp's, or a fork's, which has the same type number.
+
+    It is the fork's if the space of each tensor is that of the fork, with padding or without. So a truncated file of
+    llama.cpp is refused, not read as the other. Raises CheckpointError if the tensors fit neither.
+    """
+    alignment = part.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    ends = [*sorted(info.offset for info in part.tensors), part.data.size]
+    tensors = [info for info in part.tensors if type_name(info.type_id) == "Q2_0"]
+    if not tensors or any(info.shape[-1] % 128 or info.offset >= part.data.size for info in tensors):
+        return "Q2_0"
+    spaces = [ends[bisect_right(ends, info.offset)] - info.offset for info in tensors]
+    sizes = [tensor_bytes("Q2_0_128", info.shape) for info in tensors]
+    if all(space in (size, size + -size % alignment) for space, size in zip(spaces, sizes, strict=True)):
+        return "Q2_0_128"
+    for info, space in zip(tensors, spaces, strict=True):
+        if space < tensor_bytes("Q2_0", info.shape) and info.offset + space < part.data.size:
+            raise CheckpointError(
+                f"{part.path}: the size of tensor {info.name!r} fits no layout of Q2_0 for all of them"
+            )
+    return "Q2_0"
 
 
 def _rope_with_factors(path: str, config: dict[str, Any], factors_tensor: CheckpointTensor) -> dict[str, Any]:
