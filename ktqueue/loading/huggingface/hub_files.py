@@ -19,7 +19,8 @@ _NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.I)
 VOCABULARIES = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
 """The files that may hold a folder's vocabulary. The first one that exists counts."""
 TOKENIZER_FILES = (
-    *VOCABULARIES, "added_tokens.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+    *VOCABULARIES, "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "generation_config.json",
+    "chat_template.jinja",
 )  # fmt: skip
 _FOLDER_FILES = frozenset(("config.json", *TOKENIZER_FILES))
 _WHOLE, _INDEX, _SHARD = "model.safetensors", "model.safetensors.index.json", re.compile(r"model-\d{5}-of-\d{5}")

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ktqueue.core.errors import CheckpointError
+from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from ktqueue.loading.tokenizer.tiktoken_file import merges_of_ranks
@@ -19,6 +19,7 @@ Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
 CUT_CHARACTERS = 64  # at the end of a beginning; the following text may compose with them (NFC)
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
+_PROBE = "a \xe9 \u65e5"  # characters of one, two and three bytes
 _FOUND_IN_TEXT = (TokenKind.NORMAL, TokenKind.USER_DEFINED)  # the kinds of pieces that SentencePiece finds in a text
 
 
@@ -30,17 +31,34 @@ def from_json(path: Path) -> Model:
         raise CheckpointError(f"{path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    _try(tokenizer, str(path))
     return tokenizer
+
+
+def _try(model: Model, source: str) -> None:
+    """Encode a short text. Raises CheckpointError that names `source` if the library panics."""
+    try:
+        encode(model, _PROBE, add_special_tokens=True)
+    except InvalidRequest as error:
+        if isinstance(error.__cause__, Exception):  # such as characters that the vocabulary does not know
+            return
+        raise CheckpointError(f"{source}: the vocabulary is corrupt: {error.__cause__}") from error
 
 
 def encode(model: Model, text: str, *, add_special_tokens: bool) -> list[int]:
     """Return the token ids of `text`. Other threads run meanwhile.
 
     `Tokenizer.encode` of the library would hold the interpreter's lock for the seconds that megabytes of text take.
-    During that time the worker could neither run a step nor send a heartbeat.
+    During that time the worker could neither run a step nor send a heartbeat. Raises InvalidRequest if the library
+    fails, which it does with a panic if the normaliser's data are damaged.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # for a single text a thread pool only does harm
-    ids: list[int] = model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    try:
+        ids: list[int] = model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception, and would end the process
+        raise InvalidRequest(f"the tokenizer failed on the text: {error}", param="prompt") from error
     return ids
 
 
@@ -114,10 +132,11 @@ def build(data: VocabularyData, source: str) -> Model:
         user_defined = [token for token, kind in kinds if kind == TokenKind.USER_DEFINED]
         tokenizer.add_tokens([AddedToken(token, normalized=token in data.symbols) for token in user_defined])
         _add_ends(tokenizer, data)
-    except CheckpointError:
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # the library raises Exception itself
+    except BaseException as error:  # the library raises Exception itself, and panics that are none
         raise CheckpointError(f"{source}: the vocabulary is corrupt: {error}") from error
+    _try(tokenizer, source)
     return tokenizer
 
 
@@ -182,7 +201,7 @@ def _sentence_piece(data: VocabularyData) -> Model:
     if data.charsmap:
         steps.append(normalizers.Precompiled(data.charsmap))
     if data.collapse_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     splits: list[pre_tokenizers.PreTokenizer] = []
     if data.prefix_once:
         scheme = "first" if data.add_space_prefix else "never"

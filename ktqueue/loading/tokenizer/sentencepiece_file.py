@@ -15,7 +15,7 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.mapped_file import map_file
-from ktqueue.loading.tokenizer.added_tokens import AddedToken
+from ktqueue.loading.tokenizer.added_tokens import AddedToken, check_added_tokens
 
 FILE = "tokenizer.model"
 _MODELS = {1: "t5", 2: "llama"}  # of trainer_spec.model_type, as GGUF names them: unigram and BPE
@@ -44,11 +44,13 @@ class _Message:
         return _message(self.last(number, b""))
 
 
-def read_sentencepiece(folder: Path, settings: Mapping[str, Any], added: Sequence[AddedToken]) -> VocabularyData:
+def read_sentencepiece(
+    folder: Path, settings: Mapping[str, Any], added: Sequence[AddedToken], vocab_size: int = 0
+) -> VocabularyData:
     """Return the vocabulary of `folder`/tokenizer.model.
 
-    settings: those of tokenizer_config.json. added: tokens that the file lacks or that replace its own. Raises
-    CheckpointError for a damaged file and for what is not computed.
+    settings: those of tokenizer_config.json. added: tokens that the file lacks or that replace its own.
+    vocab_size: that of the model. Raises CheckpointError for a damaged file and for what is not computed.
     """
     path = folder / FILE
     try:
@@ -74,6 +76,7 @@ def read_sentencepiece(folder: Path, settings: Mapping[str, Any], added: Sequenc
     if reason := next((name for name, is_refused in refused.items() if is_refused), None):
         raise CheckpointError(f"{path}: {reason} is not supported; vocabularies are of the types UNIGRAM and BPE")
     symbols = {token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenKind.USER_DEFINED}
+    check_added_tokens(folder, added, max(len(tokens), vocab_size))
     for token in added:
         missing = token.id + 1 - len(tokens)
         tokens += [f"[UNUSED{i}]" for i in range(len(tokens), len(tokens) + missing)]

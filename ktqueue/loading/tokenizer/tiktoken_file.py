@@ -13,17 +13,19 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet
-from ktqueue.loading.tokenizer.added_tokens import AddedToken
+from ktqueue.loading.tokenizer.added_tokens import AddedToken, check_added_tokens
 
 FILE = "tiktoken.model"
 # The file does not say how text is split into words before tokens are joined; the class of the tokenizer does.
 _SPLITS: Mapping[str, str] = {"TikTokenTokenizer": "kimi-k2"}
 
 
-def read_tiktoken(folder: Path, settings: Mapping[str, Any], added: Sequence[AddedToken]) -> VocabularyData:
+def read_tiktoken(
+    folder: Path, settings: Mapping[str, Any], added: Sequence[AddedToken], vocab_size: int = 0
+) -> VocabularyData:
     """The vocabulary of `folder`/tiktoken.model, with `settings` from tokenizer_config.json. Raises CheckpointError.
 
-    added: tokens that the file lacks.
+    added: tokens that the file lacks. vocab_size: that of the model.
     """
     path = folder / FILE
     kind = str(settings.get("tokenizer_class"))
@@ -36,6 +38,7 @@ def read_tiktoken(folder: Path, settings: Mapping[str, Any], added: Sequence[Add
     by_id = {rank: "".join(spelling[byte] for byte in token) for token, rank in _ranks(path)}
     merges = merges_of_ranks([by_id[rank] for rank in range(len(by_id))])
     kinds = dict.fromkeys(by_id, TokenKind.NORMAL)
+    check_added_tokens(folder, added, max(len(by_id), vocab_size))
     for token_id, text, special in added:
         by_id[token_id] = text
         kinds[token_id] = TokenKind.CONTROL if special else TokenKind.USER_DEFINED

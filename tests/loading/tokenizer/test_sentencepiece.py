@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
-from ktqueue.core.errors import CheckpointError
+from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.vocabulary import TokenKind
+from ktqueue.loading.tokenizer import library
 from ktqueue.loading.tokenizer.files import vocabulary_of_folder
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -129,6 +131,7 @@ def test_no_prefix_follows_a_symbol_but_it_follows_a_special_token(load: Callabl
     assert encode("he t") == [ids["he"], ids["\u2581t"]]
     encode = load({3: 2, 35: 1}, {4: 1}).encode_plain
     assert encode("  he   t ") == [ids["\u2581he"], ids["\u2581t"]]
+    assert encode(" \nt\n ") == spelled(joined(list("\u2581\nt\n")))
     added = {str(len(ENTRIES) + 1): {"content": "<turn>", "special": True}}
     tokenizer = load({3: 2, 35: 1}, added_tokens_decoder=added, chat_template="{{ bos_token }}", bos_token="<s>")
     assert tokenizer.encode_plain("he<turn>t") == [ids["\u2581he"], len(ENTRIES) + 1, ids["\u2581t"]]
@@ -151,6 +154,38 @@ def test_what_is_not_computed_is_refused(data: bytes, words: str, tmp_path: Path
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(CheckpointError, match=words):
         load_tokenizer(str(tmp_path))
+
+
+def test_an_id_far_behind_the_vocabulary_is_refused(load: Callable[..., Tokenizer], tmp_path: Path) -> None:
+    added = {"16777215": {"content": "<turn>"}}
+    with pytest.raises(CheckpointError, match=f"must be below {len(ENTRIES) + 4 + 4096}, got 16777215"):
+        load({3: 2, 35: 1}, added_tokens_decoder=added)
+    (tmp_path / "config.json").write_text('{"vocab_size": 2000000000}')
+    with pytest.raises(CheckpointError, match="vocab_size must be at most 16777216, got 2000000000"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_added_token_is_special_if_a_setting_names_it(load: Callable[..., Tokenizer], tmp_path: Path) -> None:
+    names = ("<call>", "<turn>", "<image>")
+    ids = {name: len(ENTRIES) + place for place, name in enumerate(names)}
+    (tmp_path / "added_tokens.json").write_text(json.dumps({**ids, "</s>": 2}))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<turn>"}}')
+    tokenizer = load({3: 2, 35: 1}, additional_special_tokens=["<image>"])
+    assert [tokenizer.token_bytes(ids[name]) for name in names] == [b"<call>", b"", b""]
+    assert set(tokenizer.special_tokens) == {"<s>", "</s>", "<turn>", "<image>"}
+    assert tokenizer.encode_plain("<call>") == [ids["<call>"]]
+
+
+def test_a_damaged_map_of_characters_is_refused(load: Callable[..., Tokenizer]) -> None:
+    with pytest.raises(CheckpointError, match="the vocabulary is corrupt: index out of bounds"):
+        load({3: 2, 35: 1}, {2: struct.pack("<III", 8, 0x7FFFFF00, 0x7FFFFF00) + b"x\0"})
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request() -> None:
+    damaged = tokenizers.Tokenizer(tokenizers.models.BPE())
+    damaged.normalizer = tokenizers.normalizers.Precompiled(struct.pack("<III", 8, 0x7FFFFF00, 0x7FFFFF00) + b"x\0")
+    with pytest.raises(InvalidRequest, match="the tokenizer failed on the text: index out of bounds"):
+        library.encode(damaged, "t", add_special_tokens=False)
 
 
 def test_a_vocabulary_of_sentencepiece_is_converted(make_model: Callable[..., Path], tmp_path: Path) -> None:
