@@ -21,6 +21,7 @@ from ktqueue.loading.huggingface.hub_files import VOCABULARIES
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.plan import LoadPlan
 from ktqueue.loading.tokenizer.added_tokens import FILE as ADDED_TOKENS
+from ktqueue.loading.tokenizer.added_tokens import SPECIAL_TOKENS_FILE
 
 COMPUTATION = 1  # a release that computes other tokens from the same weights and settings increases it
 DIGEST_CHARACTERS = 32  # of hexadecimal: 128 bits
@@ -112,7 +113,7 @@ def _files(setting: str) -> list[Path]:
     vocabulary = next((name for name in VOCABULARIES if (found / name).exists()), VOCABULARIES[0])
     names = list(FOLDER_FILES)
     if vocabulary != VOCABULARIES[0]:  # see plain_vocabulary
-        names += [name for name in (vocabulary, ADDED_TOKENS) if name not in names]
+        names += [name for name in (vocabulary, ADDED_TOKENS, SPECIAL_TOKENS_FILE) if name not in names]
     weights = weight_files(found) if (found / "config.json").exists() else []
     return [path for path in (*(found / name for name in names), *weights) if path.exists()]
 
