@@ -60,6 +60,7 @@ MODEL_CLASSES = (
     ModelClass("Qwen3ForCausalLM"),
     ModelClass("Qwen3MoeForCausalLM"),
     ModelClass("Qwen3NextForCausalLM", partly_rotated=True),
+    ModelClass("Qwen3_5ForCausalLM", partly_rotated=True),
     ModelClass("Qwen3_5MoeForCausalLM", partly_rotated=True),
     ModelClass("SeedOssForCausalLM"),
     ModelClass("SolarOpenForCausalLM", partly_rotated=True),

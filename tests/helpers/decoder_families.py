@@ -159,6 +159,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR),
+    "qwen3_5": ("qwen3_5_text", LINEAR),
     "qwen3 with dynamic": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
 }

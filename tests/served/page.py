@@ -48,6 +48,7 @@ KNOWN_AS = {
     "Qwen3ForCausalLM": "Qwen3, dense",
     "Qwen3MoeForCausalLM": "Qwen3 MoE",
     "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5 and 3.6, dense, their text",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, its text",
     "SeedOssForCausalLM": "Seed-OSS",
     "SolarOpenForCausalLM": "Solar-Open",

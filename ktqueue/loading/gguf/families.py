@@ -61,18 +61,20 @@ def _gemma_family(
     )
 
 
-def _linear_family(architecture: str) -> ModelFamily:
-    """Qwen3-Next and Qwen3.5-MoE, whose arithmetic is the same. In files, both have the projections of Qwen3.5."""
+def _linear_family(architecture: str, *, dense: bool = False) -> ModelFamily:
+    """Qwen3.5, dense or with experts, or Qwen3-Next, whose arithmetic and projections in files are those of
+    Qwen3.5-MoE."""
+    fields = (*DENSE, WIDTH) if dense else (*COMMON, EXPERT_COUNT, EXPERT_WIDTH, SHARED_WIDTH)
     return ModelFamily(
         architecture=architecture,
-        model_type="qwen3_5_moe_text",
-        class_name="Qwen3_5MoeForCausalLM",
-        fields=(*COMMON, EXPERT_COUNT, EXPERT_WIDTH, HEAD_DIM, *LINEAR),
-        layer_modules=(*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *SHARED, *LINEAR_MODULES),
+        model_type="qwen3_5_text" if dense else "qwen3_5_moe_text",
+        class_name="Qwen3_5ForCausalLM" if dense else "Qwen3_5MoeForCausalLM",
+        fields=(*fields, HEAD_DIM, *LINEAR),
+        layer_modules=(*NORMS, *ATTENTION, *QK_NORMS, *(MLP if dense else (*EXPERTS, *SHARED)), *LINEAR_MODULES),
         layer_tensors=("linear_attn.A_log", "linear_attn.dt_bias"),
         implied={"hidden_act": "silu", "attention_bias": False},
         linear=True,
-        names="qwen35moe",
+        names="qwen35" if dense else "qwen35moe",
     )
 
 
@@ -193,6 +195,7 @@ FAMILIES = (
         softmax_of_chosen=True,
     ),
     _linear_family("qwen35moe"),
+    _linear_family("qwen35", dense=True),
     _linear_family("qwen3next"),
     ModelFamily(
         architecture="hunyuan-moe",

@@ -96,7 +96,6 @@ LATENT_MODULES = (
 )
 
 LINEAR = (
-    SHARED_WIDTH,
     MetadataField("linear_conv_kernel_dim", "ssm.conv_kernel"),
     MetadataField("linear_key_head_dim", "ssm.state_size"),
     MetadataField("linear_num_key_heads", "ssm.group_count"),

@@ -1,9 +1,9 @@
-"""Linear attention in GGUF files (architectures qwen3next and qwen35moe): metadata keys and tensors.
+"""Linear attention in GGUF files (architectures qwen3next, qwen35 and qwen35moe): metadata keys and tensors.
 
 Key names and meanings are those of llama.cpp's conversion/qwen.py. Files store exponentials of A_log with the sign of
 the exponent, norms with the 1 that transformers adds, and convolutions without their middle dimension. Files of
-qwen35moe have value heads in turns: the first of each key head, then the second of each, and so on. They stay so, and
-the operators are told.
+qwen35 and qwen35moe have value heads in turns: the first of each key head, then the second of each, and so on. They
+stay so, and the operators are told.
 """
 
 import re
@@ -21,7 +21,7 @@ from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION
 from ktqueue.loading.weight_formats import Floats
 from ktqueue.operators.linear_attention import TILED, rows_of_parts
 
-TILED_ARCHITECTURE = "qwen35moe"
+TILED_ARCHITECTURES = ("qwen35", "qwen35moe")
 _INTERVAL = 4  # every fourth layer has keys and values, if a file does not say
 _NORM = re.compile(r"(output_norm|blk\.\d+\.(attn|post_attention|attn_q|attn_k)_norm)\.weight")
 _DECAY = re.compile(r"blk\.\d+\.ssm_a")
@@ -43,7 +43,7 @@ def linear_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     if interval > layers:
         raise CheckpointError(f"{source}: {prefix}.full_attention_interval {interval} is above the {layers} layers")
     kinds = ["full_attention" if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(layers)]
-    return {"linear_value_head_dim": inner // heads, "layer_types": kinds, TILED: prefix == TILED_ARCHITECTURE}
+    return {"linear_value_head_dim": inner // heads, "layer_types": kinds, TILED: prefix in TILED_ARCHITECTURES}
 
 
 def linear_metadata(prefix: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ LATENT_MODEL_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mi
 
 LINEAR_ATTENTION = "linear_attention"
 """The kind of the layers that keep a state instead of keys and values."""
-LINEAR_MODEL_TYPES = ("qwen3_next", "qwen3_5_moe_text")
+LINEAR_MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose linear attention the decoders compute."""
 MOST_LINEAR_DIM, MOST_TAPS = 512, 8  # as in csrc/kernels/kernel_table.h
 

@@ -6,7 +6,10 @@ Requests have text only, so the other parts are never read. Knows no tensors.
 from collections.abc import Callable
 from typing import Any
 
-TEXT_TYPES = ("deepseek_v3", "gemma3_text", "kimi_k2", "llama", "mistral", "mistral4", "qwen3_5_moe_text")
+TEXT_TYPES = (
+    *("deepseek_v3", "gemma3_text", "kimi_k2", "llama", "mistral", "mistral4"),
+    *("qwen3_5_moe_text", "qwen3_5_text"),
+)
 """Model types of text models that compute the same alone. Others may need more than a position for each token."""
 _STATED_OUTSIDE = ("quantization_config", "tie_word_embeddings")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head."))

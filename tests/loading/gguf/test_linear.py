@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {
     **LINEAR,
     "vocab_size": 96,
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -38,10 +39,6 @@ KEYS = {
     "attention.layer_norm_rms_epsilon": 1e-6,
     "rope.dimension_count": 8,
     "rope.freq_base": 10_000.0,
-    "expert_count": 6,
-    "expert_used_count": 2,
-    "expert_feed_forward_length": 32,
-    "expert_shared_feed_forward_length": 64,
     "ssm.conv_kernel": 4,
     "ssm.state_size": 16,
     "ssm.group_count": 2,
@@ -49,6 +46,13 @@ KEYS = {
     "ssm.inner_size": 128,
     "full_attention_interval": 4,
 }
+EXPERT_KEYS = {
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 64,
+}
+DENSE_KEYS = {"feed_forward_length": 96}
 NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "post_attention_norm.weight",
@@ -68,6 +72,9 @@ NAMES = {
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.norm.weight": "ssm_norm.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
     "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
@@ -115,9 +122,10 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     def go(model: Any, architecture: str, **changes: Any) -> Path:
         path = tmp_path / "model.gguf"
         writer = gguf.GGUFWriter(path, architecture)
-        for key, value in {**KEYS, **changes}.items():
+        kind = DENSE_KEYS if architecture == "qwen35" else EXPERT_KEYS
+        for key, value in {**KEYS, **kind, **changes}.items():
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
-        tiled = architecture == "qwen35moe"
+        tiled = architecture.startswith("qwen35")
         for name, x in model.state_dict().items():
             for target, tensor in renamed(name, x, tiled=tiled):
                 writer.add_tensor(target, np.ascontiguousarray(tensor.numpy()))
@@ -158,7 +166,8 @@ def make(model_type: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture"), [("qwen3_next", "qwen3next"), ("qwen3_5_moe_text", "qwen35moe")]
+    ("model_type", "architecture"),
+    [("qwen3_next", "qwen3next"), ("qwen3_5_moe_text", "qwen35moe"), ("qwen3_5_text", "qwen35")],
 )
 def test_logits_equal_those_of_transformers(model_type: str, architecture: str, write: Callable[..., Path]) -> None:
     model = make(model_type)

@@ -17,12 +17,12 @@ from ktqueue.loading.load import load_model
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> Any:
-    """A tiny Qwen3.5-MoE with its encoder of images, saved in `tmp_path`."""
-    make_config: Any = transformers.Qwen3_5MoeConfig
+@pytest.fixture(params=["Qwen3_5Moe"])
+def whole(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A tiny Qwen3.5-MoE, or a dense one, with its encoder of images, saved in `tmp_path`."""
+    make_config: Any = getattr(transformers, f"{request.param}Config")
     torch.manual_seed(3)
-    make: Any = transformers.Qwen3_5MoeForConditionalGeneration
+    make: Any = getattr(transformers, f"{request.param}ForConditionalGeneration")
     model = make(make_config(text_config={**COMMON, **LINEAR}, vision_config=VISION)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -34,13 +34,15 @@ def whole(tmp_path: Path) -> Any:
 
 def assert_equal(folder: Path, model: Any) -> None:
     loaded = load_model(str(folder))
-    assert (loaded.config.model_type, type(loaded.module).__name__) == ("qwen3_5_moe_text", "CpuDecoder")
+    text_type = model.config.text_config.model_type
+    assert (loaded.config.model_type, type(loaded.module).__name__) == (text_type, "CpuDecoder")
     found = feed(loaded.module)
     for name, logits in answers(model).items():
         assert logits.std() > 0.1
         assert (found[name] - logits).abs().max() < 3e-4 * logits.abs().max()
 
 
+@pytest.mark.parametrize("whole", ["Qwen3_5Moe", "Qwen3_5"], indirect=True)
 def test_the_text_model_of_a_folder_is_served(whole: Any, tmp_path: Path) -> None:
     assert_equal(tmp_path, whole)
 
