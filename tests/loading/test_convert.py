@@ -101,6 +101,20 @@ def test_layers_with_more_bits_are_those_of_llama_cpp(name: str, tensor: str, fo
     assert mix.format_of("blk.0.attn_q.weight", 40) == "F16"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "value_heads", "few", "bits"),
+    [("llama", 8, "5", "6"), ("llama", 64, "4", "6"), ("qwen2", 64, "5", "6"), ("qwen3", 8, "4", "6")],
+)
+def test_values_of_a_70b_model_have_at_least_five_bits(model_type: str, value_heads: int, few: str, bits: str) -> None:
+    """llama.cpp's llama_tensor_get_type: of 80 layers, Llamas with shared values and all of Qwen2 are such models."""
+    config = {"model_type": model_type, "num_attention_heads": 64, "num_key_value_heads": value_heads}
+    names = [f"blk.{layer}.attn_v.weight" for layer in range(80)]
+    mix = Mix.of_model("Q4_K_M", {**config, "num_hidden_layers": 80}, names, has_importance=False)
+    found = [mix.format_of(name, 8192) for name in names]
+    early = [f"Q{bits}_K"] * 10
+    assert found[:10] == early and found[10:13] == [f"Q{few}_K", f"Q{few}_K", f"Q{bits}_K"] and found[70:] == early
+
+
 def write_importance(path: Path, tensors: dict[str, npt.NDArray[Any]], kind: str = "imatrix") -> Path:
     """Write the tensors as llama-imatrix does."""
     writer = gguf.GGUFWriter(path, "")

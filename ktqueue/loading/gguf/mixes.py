@@ -36,6 +36,9 @@ _VALUES = re.compile(r"blk\.(\d+)\.(?:attn_v|attn_qkv|attn_kv_b)\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)\.weight")
 _EIGHT_EXPERTS = 8  # Mixtral's number, for which llama.cpp has rules of its own
 _SHARED_VALUES = 4  # heads of queries for each head of values, from which values are cheap enough for more bits
+_LARGE = {"llama": 2, "qwen2": 1}
+"""Model types that llama.cpp calls 70B models if they have 80 layers, and this many query heads for a value head."""
+_LARGE_LAYERS = 80
 
 
 def fitting_format(quant: str, columns: int) -> str:
@@ -55,7 +58,7 @@ class Mix:
 
     layers: of the model; experts: routed experts of a layer, 0 in a dense model; shared_values: heads of queries for
     each head of values; value_layers: layers with values of attention, in order; has_output: the output is not the
-    embedding; has_importance: an importance matrix is used.
+    embedding; has_importance: an importance matrix is used; is_large: llama.cpp calls it a 70B model.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Mix:
     value_layers: tuple[int, ...]
     has_output: bool
     has_importance: bool
+    is_large: bool = False
 
     @classmethod
     def of_model(cls, name: str, config: Mapping[str, Any], tensors: Iterable[str], *, has_importance: bool) -> "Mix":
@@ -72,14 +76,18 @@ class Mix:
         names = [*tensors]
         heads = int(config["num_attention_heads"])
         counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        shared_values = heads // int(config.get("num_key_value_heads") or heads)
+        layers = int(config["num_hidden_layers"])
+        least_shared = _LARGE.get(str(config.get("model_type")))
         return cls(
             name,
-            layers=int(config["num_hidden_layers"]),
+            layers=layers,
             experts=next((int(count) for count in counts if count), 0),
-            shared_values=heads // int(config.get("num_key_value_heads") or heads),
+            shared_values=shared_values,
             value_layers=tuple(sorted(int(match[1]) for tensor in names if (match := _VALUES.fullmatch(tensor)))),
             has_output="output.weight" in names,
             has_importance=has_importance,
+            is_large=layers == _LARGE_LAYERS and least_shared is not None and shared_values >= least_shared,
         )
 
     def format_of(self, tensor: str, columns: int) -> str:
@@ -99,6 +107,10 @@ class Mix:
         """Return the format of the values of the layer at `place` among those that have values."""
         if self.experts == _EIGHT_EXPERTS:
             return "Q8_0"
+        quant = self._values_by_place(base, place)
+        return "Q5_K" if self.is_large and quant in ("Q3_K", "Q4_K") else quant
+
+    def _values_by_place(self, base: str, place: int) -> str:
         is_shared = self.shared_values >= _SHARED_VALUES
         match self.name:
             case "Q2_K":
