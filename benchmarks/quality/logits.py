@@ -28,6 +28,7 @@ def ours(path: Path, threads: int, rules: str | None = None) -> Source:
     """The model as a worker builds it, each window as one prefill row."""
     built = build(EngineConfig(model=str(path), threads=threads, rules=rules))
     layout = built.model.kv_layout(built.config.page_size)
+    slots = 1 if layout.linear else 0
 
     def run(ids: list[int]) -> Logits:
         count, pages = len(ids), -(-len(ids) // layout.page_size)
@@ -36,7 +37,9 @@ def ours(path: Path, threads: int, rules: str | None = None) -> Source:
             context_lengths=torch.tensor([count], dtype=torch.int32),
             page_table=torch.arange(pages, dtype=torch.int32)[None],
             slot_mapping=torch.arange(count),
-            kv=KVCache(layout, pages),
+            kv=KVCache(layout, pages, slots=slots),
+            state_sources=torch.zeros(slots, dtype=torch.int32),
+            state_targets=torch.zeros(slots, dtype=torch.int32),
         )
         with torch.inference_mode():
             logits = built.model.module(

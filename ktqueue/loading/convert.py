@@ -18,6 +18,7 @@ from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.importance import ImportanceMatrix, read_importance
 from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, TensorNameMap
+from ktqueue.loading.gguf.linear import CONVOLUTION, Change, file_parts
 from ktqueue.loading.gguf.metadata import metadata_from_config
 from ktqueue.loading.gguf.mixes import BASES, Mix, fitting_format
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
@@ -42,8 +43,7 @@ class _OutputTensor:
     source: str | None = None
     stack: PackedExperts | None = None
     values: Floats | None = None
-    heads: int = 0  # if above 0, rows are written in GGUF's rotary order for that many heads
-    added: int = 0  # to each number
+    change: Change | None = None  # computes what is written from the values of the source
 
 
 def convert(
@@ -75,8 +75,6 @@ def convert(
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
-    if family.linear:
-        raise CheckpointError(f"{source}: GGUF files with linear attention are read, but not written", param="source")
     build_checked_skeleton(checkpoint, torch.float32)  # a model that cannot be loaded is not written
     load_tokenizer(str(source))
     metadata: dict[str, Any] = {"general.name": name or source.name}
@@ -120,21 +118,15 @@ def _output_tensors(
     for name in checkpoint.names():
         if name in fused:
             continue
-        shape = checkpoint.shape(name)
-        in_float32 = len(shape) == 1 or name.endswith((*ROUTERS, *ROW_VECTORS))
-        heads = 0
-        if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
-        if name.endswith(ROW_VECTORS):
-            shape = shape[1:]
-        yield _OutputTensor(
-            find(name),
-            "F32" if in_float32 else fitting_format(types.get("dense", "F16"), shape[-1]),
-            shape,
-            source=name,
-            heads=heads,
-            added=1 if family.gemma and name.endswith("norm.weight") else 0,
-        )
+        for part, shape, change in _parts(name, checkpoint.shape(name), family, config):
+            in_float32 = len(shape) == 1 or part.endswith((*ROUTERS, *ROW_VECTORS, CONVOLUTION))
+            yield _OutputTensor(
+                find(part),
+                "F32" if in_float32 else fitting_format(types.get("dense", "F16"), shape[-1]),
+                shape[1:] if part.endswith(ROW_VECTORS) else shape,
+                source=name,
+                change=change,
+            )
     for module in modules:
         weights = checkpoint.experts(module)
         for part, stack in (("gate", weights.gate), ("up", weights.up), ("down", weights.down)):
@@ -143,6 +135,20 @@ def _output_tensors(
             yield _OutputTensor(find(f"{module}.{part}_proj.weight"), quant, shape, stack=stack)
             if stack.bias is not None:
                 yield _OutputTensor(find(f"{module}.{part}_proj.bias"), "F32", stack.bias.shape, values=stack.bias)
+
+
+def _parts(
+    name: str, shape: tuple[int, ...], family: ModelFamily, config: dict[str, Any]
+) -> list[tuple[str, tuple[int, ...], Change | None]]:
+    """Return what a file holds of a tensor: name and shape of each part, and what is done to its values."""
+    if family.linear:
+        return [*file_parts(family.architecture, name, shape, config)]
+    if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
+        return [(name, shape, lambda values: permute(values, heads))]  # into GGUF's rotary order
+    if family.gemma and name.endswith("norm.weight"):
+        return [(name, shape, lambda values: values + np.float32(1))]
+    return [(name, shape, None)]
 
 
 def _mixed(outputs: list[_OutputTensor], mix: Mix) -> list[_OutputTensor]:
@@ -168,10 +174,8 @@ def _quantized(checkpoint: Checkpoint, output: _OutputTensor, importance: Floats
     if output.stack is None:
         assert output.source is not None
         values = checkpoint.decode(output.source, torch.float32).numpy()
-        if output.heads:
-            values = permute(values, output.heads)
-        if output.added:
-            values = values + np.float32(output.added)
+        if output.change:
+            values = output.change(values)
         columns = None if importance is None else importance[0]
         return quantize(values.reshape(-1, values.shape[-1]), output.quant, columns)
     stack = output.stack

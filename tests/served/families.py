@@ -40,6 +40,9 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mixtral": {"sliding_window": None},
     "olmoe": {"clip_qkv": None, "num_key_value_heads": 4},
+    "qwen3_5_moe_text": {"linear_value_head_dim": 16},
+    "qwen3_5_text": {"linear_value_head_dim": 16},  # llama.cpp's keys and values have the same size
+    "qwen3_next": {"linear_value_head_dim": 16},
 }
 """What a model must be like to be written as a GGUF file that llama.cpp reads, by model type."""
 
@@ -54,11 +57,6 @@ class ServedFamily:
     by_modules: bool
     file: ModelFamily | None
 
-    @property
-    def is_written(self) -> bool:
-        """Whether `ktqueue convert` writes its GGUF files."""
-        return self.file is not None and not self.file.linear
-
     def save(self, folder: Path) -> None:
         """Save the random model as transformers does, in float32, with a tokenizer."""
         sizes = {**COMMON, **self.sizes, **FILE_SIZES.get(self.model_type, {})}
@@ -71,10 +69,7 @@ def served_families() -> Iterator[ServedFamily]:
     models = list({**decoder_families.FAMILIES, **decoder_families.LATENT_FAMILIES}.values())
     for entry in MODEL_CLASSES:
         model_type, sizes = next((kind, sizes) for kind, sizes in models if CAUSAL_MODELS[kind] == entry.name)
-        by_class = {family.class_name: family for family in FILE_FAMILIES}
-        by_architecture = {family.architecture: family for family in FILE_FAMILIES}
-        # files of Qwen3-Next are loaded as another class
-        file = by_class.get(entry.name) or by_architecture.get(model_type.replace("_", ""))
+        file = next((family for family in FILE_FAMILIES if family.model_type == model_type), None)
         yield ServedFamily(entry.name, model_type, sizes, False, file)
     for model_type, sizes in BY_MODULES.items():
         yield ServedFamily(str(CAUSAL_MODELS[model_type]), model_type, sizes, True, None)

@@ -113,7 +113,7 @@ def _families(result: Mapping[str, Any]) -> list[str]:
                 "folder": lambda row: "yes" if "folder" in row else "-",
                 "GGUF": _architecture,
                 "CPU operator": _operators,
-                "GPU operator": lambda row: "GpuDecoder" if "gpu" in row else "modules (2)",
+                "GPU operator": lambda row: "GpuDecoder" if "gpu" in row else "modules (1)",
                 "equal to transformers": _equal,
                 "equal to llama.cpp on the same file": _llama,
             },
@@ -121,12 +121,11 @@ def _families(result: Mapping[str, Any]) -> list[str]:
             words=8,
         ),
         "",
-        "1. Such files are read. `ktqueue convert` does not write them, so this test has none.",
-        "2. The modules are those of transformers, with our attention and our experts and matrices on the CPU. They",
+        "1. The modules are those of transformers, with our attention and our experts and matrices on the CPU. They",
         "   were not run on a GPU for this page. Other causal models of transformers run in the same way, if their",
         "   attention is causal, is called once a layer, and keeps only keys and values: `ktqueue inspect` tells.",
-        "3. This llama.cpp cannot load the file.",
-        "4. Without YaRN. llama.cpp rounds the borders of YaRN's ramp to whole columns, as gpt-oss does not. With",
+        "2. This llama.cpp cannot load the file.",
+        "3. Without YaRN. llama.cpp rounds the borders of YaRN's ramp to whole columns, as gpt-oss does not. With",
         "   YaRN, 43 of the 1,024 tokens differ, in heads of 16 columns.",
         "",
         "GpuDecoder was run on the CPU, with the twins of its kernels and without CUDA graphs. Figures of GPUs are in",
@@ -141,9 +140,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def _architecture(row: Mapping[str, Any]) -> str:
-    if not row["architecture"]:
-        return "-"
-    return f"`{row['architecture']}`" + ("" if "gguf" in row else " (1)")
+    return f"`{row['architecture']}`" if row["architecture"] else "-"
 
 
 def _operators(row: Mapping[str, Any]) -> str:
@@ -170,8 +167,8 @@ def _llama(row: Mapping[str, Any]) -> str:
     if "llama" not in row:
         return "not run"
     found = row["llama"]
-    note = " (4)" if row["model_type"] == "gpt_oss" else ""
-    return f"{_counted(found)}; logits {found['relative_difference']:.0e}{note}" if found else "- (3)"
+    note = " (3)" if row["model_type"] == "gpt_oss" else ""
+    return f"{_counted(found)}; logits {found['relative_difference']:.0e}{note}" if found else "- (2)"
 
 
 def _files() -> list[str]:

@@ -60,7 +60,7 @@ def check(family: ServedFamily, folder: Path, llama_python: str | None, device: 
     row["folder"] = with_counts(*cpu_answers(model, prompts))
     if not family.by_modules:
         row["gpu"] = with_counts(*gpu_answers(model, prompts, device)) | {"device": device}
-    if family.is_written:
+    if family.file is not None:
         convert(model, file, experts="f32", dense="f32")
         answers, ran = cpu_answers(file, prompts)
         row["gguf"] = with_counts(answers, ran)

@@ -4,6 +4,7 @@ Knows nothing of tensor contents or tokenizers.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
@@ -197,6 +198,13 @@ FAMILIES = (
     _linear_family("qwen35moe"),
     _linear_family("qwen35", dense=True),
     _linear_family("qwen3next"),
+    replace(  # whose files are read by the entry above
+        _linear_family("qwen3next"),
+        model_type="qwen3_next",
+        class_name="Qwen3NextForCausalLM",
+        implied={"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True},
+        names="",
+    ),
     ModelFamily(
         architecture="hunyuan-moe",
         model_type="hunyuan_v1_moe",

@@ -131,7 +131,7 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
         width = metadata[f"{family.architecture}.expert_feed_forward_length"]
         metadata[f"{family.architecture}.expert_shared_feed_forward_length"] = shared * width
     if family.linear:
-        metadata |= linear_metadata(family.architecture, config)
+        metadata |= linear_metadata(family.architecture, config, source)
     if family.sigmoid:
         metadata[f"{family.architecture}.expert_gating_func"] = SIGMOID
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from decoder_families import LINEAR, answers, feed
+from tiny_tokenizer import write_tokenizer
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
-from ktqueue.loading.gguf.linear import linear_config
+from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.load import load_model
 
 SIZES: dict[str, Any] = {
@@ -24,6 +25,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "linear_num_value_heads": 6,
     "max_position_embeddings": 256,
     "initializer_range": 0.15,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -42,8 +44,8 @@ KEYS = {
     "ssm.conv_kernel": 4,
     "ssm.state_size": 16,
     "ssm.group_count": 2,
-    "ssm.time_step_rank": 4,
-    "ssm.inner_size": 128,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 192,
     "full_attention_interval": 4,
 }
 EXPERT_KEYS = {
@@ -85,8 +87,8 @@ NAMES = {
 
 
 def in_turns(x: torch.Tensor, dim: int, width: int) -> torch.Tensor:
-    """Put the 4 value heads of 2 key heads, `width` numbers each along `dim`, in the order 0, 2, 1, 3."""
-    heads = x.reshape(*x.shape[:dim], 2, 2, width, *x.shape[dim + 1 :])
+    """Put the 6 value heads of 2 key heads, `width` numbers each along `dim`, in the order 0, 3, 1, 4, 2, 5."""
+    heads = x.reshape(*x.shape[:dim], 2, 3, width, *x.shape[dim + 1 :])
     return heads.transpose(dim, dim + 1).reshape(x.shape)
 
 
@@ -109,8 +111,8 @@ def stored(name: str, x: torch.Tensor, *, tiled: bool) -> torch.Tensor:
 
 
 def split_projection(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Split Qwen3-Next's projection, [query, key, 2 values, 2 gates] of each of 2 key heads."""
-    groups = torch.split(x.reshape(2, -1, x.shape[1]), [16, 16, 64, 64], 1)
+    """Split Qwen3-Next's projection, [query, key, 3 values, 3 gates] of each of 2 key heads."""
+    groups = torch.split(x.reshape(2, -1, x.shape[1]), [16, 16, 96, 96], 1)
     query, key, value, gate = (part.flatten(0, 1) for part in groups)
     return {"in_proj_qkv": torch.cat([query, key, value]), "in_proj_z": gate}
 
@@ -153,11 +155,11 @@ def renamed(name: str, x: torch.Tensor, *, tiled: bool) -> list[tuple[str, torch
     return [(f"blk.{layer}.{NAMES[rest]}", x[0] if rest.endswith("shared_expert_gate.weight") else x)]
 
 
-def make(model_type: str) -> Any:
+def make(model_type: str, **changes: int) -> Any:
     torch.manual_seed(5)
     factory: Any = transformers.AutoModelForCausalLM
     make_config: Any = transformers.CONFIG_MAPPING[model_type]
-    model = factory.from_config(make_config(**SIZES)).eval()
+    model = factory.from_config(make_config(**{**SIZES, **changes})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "dt_bias", "A_log")):
@@ -165,10 +167,13 @@ def make(model_type: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     ("model_type", "architecture"),
     [("qwen3_next", "qwen3next"), ("qwen3_5_moe_text", "qwen35moe"), ("qwen3_5_text", "qwen35")],
 )
+
+
+@KINDS
 def test_logits_equal_those_of_transformers(model_type: str, architecture: str, write: Callable[..., Path]) -> None:
     model = make(model_type)
     loaded = load_model(str(write(model, architecture)))
@@ -181,9 +186,9 @@ def test_logits_equal_those_of_transformers(model_type: str, architecture: str, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ssm.inner_size": 130}, r"qwen3next\.ssm\.inner_size 130 must be a multiple of the 4 value heads"),
+        ({"ssm.inner_size": 130}, r"qwen3next\.ssm\.inner_size 130 must be a multiple of the 6 value heads"),
         ({"full_attention_interval": 9}, r"full_attention_interval 9 is above the 4 layers"),
-        ({"ssm.group_count": 3}, r"ssm_ba\.weight' is \[8, 64\], 8 rows for 3 key heads expected"),
+        ({"ssm.group_count": 4}, r"ssm_ba\.weight' is \[12, 64\], 12 rows for 4 key heads expected"),
     ],
 )
 def test_wrong_metadata_is_refused(changes: dict[str, int], message: str, write: Callable[..., Path]) -> None:
@@ -197,7 +202,29 @@ def test_every_fourth_layer_has_keys_if_a_file_does_not_say() -> None:
     assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == [3, 7]
 
 
-def test_such_files_are_not_written(tmp_path: Path) -> None:
-    make("qwen3_5_moe_text").save_pretrained(tmp_path / "folder")
-    with pytest.raises(CheckpointError, match="are read, but not written"):
-        convert(tmp_path / "folder", tmp_path / "model.gguf", experts="f32")
+@KINDS
+def test_a_folder_is_written_as_llama_cpp_does(model_type: str, architecture: str, tmp_path: Path) -> None:
+    """Each number is where llama.cpp's converter puts it, and the file is served like the folder."""
+    model, folder, file = make(model_type, vocab_size=384), tmp_path / "folder", tmp_path / "model.gguf"
+    model.save_pretrained(folder)
+    write_tokenizer(folder, 384)
+    convert(folder, file, experts="f32", dense="f32")
+    reader = gguf.GGUFReader(file)
+    found = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    tiled = architecture != "qwen3next"
+    wanted = dict(part for name, x in model.state_dict().items() for part in renamed(name, x, tiled=tiled))
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert found[name].shape == x.shape and torch.allclose(found[name], x, rtol=1e-6, atol=0), name
+    keys = {**KEYS, **(DENSE_KEYS if architecture == "qwen35" else EXPERT_KEYS)}
+    assert {key: reader.fields[f"{architecture}.{key}"].contents() for key in keys} == pytest.approx(keys)
+    assert (f"{architecture}.rope.dimension_sections" in reader.fields) == tiled
+    for name, logits in answers(model).items():
+        assert (feed(load_model(str(file)).module)[name] - logits).abs().max() < 3e-4 * logits.abs().max()
+
+
+def test_layers_that_are_no_pattern_are_not_written() -> None:
+    sizes = {"linear_value_head_dim": 16, "linear_num_value_heads": 2}
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    with pytest.raises(CheckpointError, match=r"folder: GGUF's qwen3next cannot express layer_types"):
+        linear_metadata("qwen3next", {**sizes, "layer_types": kinds}, "folder")
