@@ -19,6 +19,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.model_report import report_model
 from ktqueue.workers.startup.build import build
 from tests.served.families import VOCAB
 
@@ -44,12 +45,19 @@ def cpu_answers(model: Path, prompts: list[list[int]]) -> tuple[list[list[int]],
     return _answers(built.engine, built.model, prompts)
 
 
-def gpu_answers(folder: Path, prompts: list[list[int]], device: str) -> tuple[list[list[int]], dict[str, Any]]:
-    """The same with GpuDecoder and the engine of a GPU. On the device `cpu`, its kernels run as their twins."""
+def gpu_answers(
+    folder: Path, prompts: list[list[int]], device: str, dtype: torch.dtype = torch.float32, share: float = 0.0
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """The same with GpuDecoder and the engine of a GPU. On the device `cpu`, its kernels run as their twins.
+
+    `share` of the routed experts is in GPU memory.
+    """
     rules = folder / "gpu.yaml"
     rules.write_text(GPU_RULES)
-    config = EngineConfig(device=device, dtype="float32", **SETTINGS)
-    model = load_model(str(folder), rules=str(rules), device=device)
+    movable = report_model(str(folder), rules=str(rules), device=device, dtype=dtype).movable_bytes
+    name = "float32" if dtype == torch.float32 else "bfloat16"
+    config = EngineConfig(device=device, dtype=name, gpu_expert_memory_bytes=int(share * movable), **SETTINGS)
+    model = load_model(str(folder), rules=str(rules), device=device, dtype=dtype)
     return _answers(on_device(model, config), model, prompts)
 
 
@@ -70,15 +78,16 @@ def prompts_of_families() -> list[list[int]]:
     return make_prompts(VOCAB, LONGEST)
 
 
-def transformers_scores(folder: Path) -> Scores:
-    """Logits of the model of a folder as transformers loads and runs it, in float32."""
+def transformers_scores(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Scores:
+    """Logits of the model of a folder as transformers loads and runs it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).to(device)
 
     def run(ids: list[int]) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
-            return np.asarray(model(torch.tensor([ids]), output_router_logits=False, use_cache=False).logits[0])
+            found = model(torch.tensor([ids], device=device), output_router_logits=False, use_cache=False).logits[0]
+        return np.asarray(found.float().cpu())
 
     return run
 

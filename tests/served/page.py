@@ -1,5 +1,6 @@
 """Renders docs/reference/models.md from the results of `make models` and from the tables of the code."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ktqueue.loading.weight_formats import BLOCKS, FILE_BLOCKS, FOLDER_FORMATS, 
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
 RESULT = RESULTS / "models.json"
+ON_GPU = RESULTS / "families-on-gpu.json"
 KNOWN_AS = {
     "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi-K2 and the text of K2.5",
@@ -76,7 +78,16 @@ _SAMPLES: dict[str, dict[str, Any]] = {
 
 def render(result: Mapping[str, Any]) -> str:
     """Return the page. result: what `make models` has written."""
-    parts = (_head(result), _families(result), _files(), _folders(), _tokenizers(), _refused(), _shapes())
+    parts = (
+        _head(result),
+        _families(result),
+        *([_on_gpu(json.loads(ON_GPU.read_text()))] if ON_GPU.exists() else []),
+        _files(),
+        _folders(),
+        _tokenizers(),
+        _refused(),
+        _shapes(),
+    )
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -132,6 +143,49 @@ def _families(result: Mapping[str, Any]) -> list[str]:
         "[gpu.md](../../benchmarks/figures/gpu.md). Beside llama.cpp's counts is the largest difference of two logits,",
         "relative to the largest logit.",
     ]
+
+
+def _on_gpu(result: Mapping[str, Any]) -> list[str]:
+    """What `python -m tests.served.on_gpu` found, a line for each family."""
+    figures: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for row in result["figures"]:
+        figures.setdefault(row["class"], {})[row["dtype"], row["experts"]] = row
+    rows = [{"class": name, "found": found} for name, found in figures.items()]
+    device = result["device"]
+    return [
+        "## On a GPU",
+        "The same requests on a GPU, with captured steps, with all routed experts on the CPU, with half of them in GPU",
+        "memory, and with all of them there. A model without experts has one place. In bfloat16, all are compared with",
+        "float32 arithmetic on the same rounded weights; transformers reads our tokens and chooses its own.",
+        "",
+        f"Taken {result['machine']['taken']} on one {device['gpu']}, CUDA {device['cuda']}, triton {device['triton']},",
+        f"FlashInfer {device['flashinfer-python']}. `{result['command']}`",
+        "",
+        *table(
+            {
+                "family": _name,
+                "float32: experts on the CPU": lambda row: _place(row, "float32", "CPU"),
+                "both": lambda row: _place(row, "float32", "both"),
+                "GPU": lambda row: _place(row, "float32", "GPU"),
+                "bfloat16: CPU": lambda row: _place(row, "bfloat16", "CPU"),
+                " both": lambda row: _place(row, "bfloat16", "both"),
+                " GPU": lambda row: _place(row, "bfloat16", "GPU"),
+                "transformers": _transformers,
+            },
+            rows,
+            words=1,
+        ),
+    ]
+
+
+def _place(row: Mapping[str, Any], dtype: str, place: str) -> str:
+    found = row["found"].get((dtype, place)) or row["found"][dtype, "-"]  # of a model without experts
+    return "failed" if "error" in found else f"{found['equal'] + found['ties']:,}"
+
+
+def _transformers(row: Mapping[str, Any]) -> str:
+    counts = [found["transformers"]["equal"] for found in row["found"].values() if "transformers" in found]
+    return f"{min(counts):,} to {max(counts):,}" if min(counts) < max(counts) else f"{counts[0]:,}"
 
 
 def _name(row: Mapping[str, Any]) -> str:
