@@ -55,8 +55,12 @@ def gpu_answers(
     rules = folder / "gpu.yaml"
     rules.write_text(GPU_RULES)
     movable = report_model(str(folder), rules=str(rules), device=device, dtype=dtype).movable_bytes
-    name = "float32" if dtype == torch.float32 else "bfloat16"
-    config = EngineConfig(device=device, dtype=name, gpu_expert_memory_bytes=int(share * movable), **SETTINGS)
+    config = EngineConfig(
+        device=device,
+        dtype="float32" if dtype == torch.float32 else "bfloat16",
+        gpu_expert_memory_bytes=int(share * movable),
+        **SETTINGS,
+    )
     model = load_model(str(folder), rules=str(rules), device=device, dtype=dtype)
     return _answers(on_device(model, config), model, prompts)
 
@@ -82,7 +86,8 @@ def transformers_scores(folder: Path, dtype: torch.dtype = torch.float32, device
     """Logits of the model of a folder as transformers loads and runs it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).to(device)
+    )
+    model.to(torch.device(device))  # type: ignore[arg-type]
 
     def run(ids: list[int]) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
