@@ -77,6 +77,9 @@ def convert(
             help="Importance matrix, as llama-imatrix writes it.",
         ),
     ] = None,
+    no_mtp: Annotated[
+        bool, typer.Option("--no-mtp", help="Leave out layers that predict further tokens, which are not served.")
+    ] = False,
     layers: Annotated[
         int | None, typer.Option("--layers", help="Layers of a synthetic model.", min=1, show_default="the shape's")
     ] = None,
@@ -92,9 +95,9 @@ def convert(
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
     is_synthetic = source.startswith(SYNTHETIC_PREFIX)
-    if is_synthetic and (experts or dense or mix or importance):
+    if is_synthetic and (experts or dense or mix or importance or no_mtp):
         raise UsageFault(
-            "--type, --experts, --dense and --imatrix cannot be used with a synthetic model: "
+            "--type, --experts, --dense, --no-mtp and --imatrix cannot be used with a synthetic model: "
             "its name says the quantisation"
         )
     if mix and (experts or dense):
@@ -104,12 +107,17 @@ def convert(
     folder = Path() if is_synthetic else Path(on_this_machine(EngineConfig(model=source), say).model)
     if folder.is_file():
         raise UsageFault(f"{source} is already a GGUF file; convert needs a Hugging Face folder")
+    left_out = ""
     with Bar("converting") as bar:
         if is_synthetic:
             write_synthetic(source, target, layers=layers, progress=bar.update)
-        elif mix:
-            convert_model(folder, target, mix=mix.value, importance=importance, progress=bar.update)
         else:
             types = {"experts": (experts or Quantization.Q4_0).value, "dense": (dense or Quantization.F16).value}
-            convert_model(folder, target, **types, importance=importance, progress=bar.update)
+            if mix:
+                types = {"mix": mix.value}
+            left_out = convert_model(
+                folder, target, **types, importance=importance, next_tokens=not no_mtp, progress=bar.update
+            )
+    if left_out:
+        notes().print(left_out, markup=False)
     notes().print(f"{target}  {format_bytes(target.stat().st_size)}", markup=False)

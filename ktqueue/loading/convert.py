@@ -4,8 +4,9 @@ The file holds weights, config, tokenizer and chat template. It is written tenso
 most one packed tensor and one float32 matrix are in memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.importance import ImportanceMatrix, read_importance
 from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, TensorNameMap
 from ktqueue.loading.gguf.linear import CONVOLUTION, Change, file_parts
-from ktqueue.loading.gguf.metadata import metadata_from_config
+from ktqueue.loading.gguf.metadata import metadata_from_config, with_multi_token_layers
 from ktqueue.loading.gguf.mixes import BASES, Mix, fitting_format
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
 from ktqueue.loading.gguf.vocabulary import to_metadata
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.huggingface.checkpoint import open_folder
+from ktqueue.loading.huggingface.next_tokens import layer_count
 from ktqueue.loading.load import build_checked_skeleton
 from ktqueue.loading.quantize import WRITABLE, quantize
 from ktqueue.loading.tokenizer.files import vocabulary_of_folder
@@ -35,15 +37,13 @@ from ktqueue.operators.packed import PackedExperts
 
 @dataclass(frozen=True, slots=True)
 class _OutputTensor:
-    """One tensor to write. Exactly one of `source` (a transformers name), `stack` and `values` is set."""
+    """One tensor to write. Exactly one of `read`, which returns its values, and `stack` is set."""
 
     name: str
     quant: str
     shape: tuple[int, ...]
-    source: str | None = None
+    read: Callable[[], Floats] | None = None
     stack: PackedExperts | None = None
-    values: Floats | None = None
-    change: Change | None = None  # computes what is written from the values of the source
 
 
 def convert(
@@ -55,9 +55,10 @@ def convert(
     mix: str = "",
     importance: Path | None = None,
     name: str | None = None,
+    next_tokens: bool = True,
     license: str | None = None,  # noqa: A002  (the name of the metadata key)
     progress: Progress | None = None,
-) -> None:
+) -> str:
     """Convert the model in the folder `source` and write it to `target`.
 
     `experts` and `dense` are the formats of expert matrices and of other matrices, of WRITABLE. `mix`, one of
@@ -65,6 +66,8 @@ def convert(
     matrix whose rows are not a whole number of blocks gets the format that `fitting_format` names.
     `importance` is a file of llama-imatrix, whose columns weight the errors of quantisation. Raises CheckpointError
     that names what cannot be converted. `target` appears only if no error is raised.
+    Layers that predict further tokens are written if `next_tokens` is true and GGUF has names for them. Otherwise a line
+    is returned that says what is left out.
     """
     types = {"mix": mix.upper()} if mix else {"experts": experts.upper(), "dense": dense.upper()}
     for role, quant in types.items():
@@ -84,16 +87,48 @@ def convert(
     metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_output_tensors(checkpoint, family, config, types))
+    if family.rope_factors:
+        outputs = [*_rope_factors(config, str(source)), *outputs]
+    further, count, left_out = _next_token_outputs(source, family, config, types) if next_tokens else ([], 0, "")
+    if count:
+        outputs += further
+        metadata = with_multi_token_layers(family, metadata, count)
     shapes = {output.name: output.shape for output in outputs}
     if columns := read_importance(importance) if importance else None:
         columns.check(shapes)
     if mix:
-        outputs = _mixed(outputs, Mix.of_model(types["mix"], config, shapes, has_importance=columns is not None))
+        outputs = _mixed(
+            outputs, Mix.of_model(types["mix"], _with_layers(config, count), shapes, has_importance=columns is not None)
+        )
     file_type = types.get("mix") or types["experts" if family.has_experts else "dense"]
     with GgufWriter(target, family.architecture, file_type) as writer:
         writer.add_metadata(metadata)
-        writer.write_all(outputs, lambda output: _packed(checkpoint, output, columns), progress)
+        writer.write_all(outputs, lambda output: _packed(str(source), output, columns), progress)
     checkpoint.close()
+    return left_out
+
+
+def _with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return the config with `count` layers more."""
+    return {**config, "num_hidden_layers": config["num_hidden_layers"] + count}
+
+
+def _next_token_outputs(
+    source: Path, family: ModelFamily, config: dict[str, Any], types: dict[str, str]
+) -> tuple[list[_OutputTensor], int, str]:
+    """Return the tensors of the layers that predict further tokens, how many layers, and what is left out and why."""
+    count = 0
+    try:
+        checkpoint = open_folder(source, next_tokens=True)
+        count = layer_count(config, checkpoint.names())
+        if not count:
+            return [], 0, ""
+        if not family.next_tokens:
+            raise CheckpointError(f"GGUF's {family.architecture} has no place for {'it' if count == 1 else 'them'}")
+        return [*_output_tensors(checkpoint, family, _with_layers(config, count), types)], count, ""
+    except CheckpointError as error:
+        what = "1 layer that predicts further tokens is" if count == 1 else "layers that predict further tokens are"
+        return [], 0, f"{what} left out: {error}"
 
 
 def _output_tensors(
@@ -109,10 +144,6 @@ def _output_tensors(
             )
         return found
 
-    if family.rope_factors and (rope := rope_of_config(config))["rope_type"] == "llama3":
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        factors = llama3_factors(rope, head_dim, checkpoint.path)
-        yield _OutputTensor(FACTORS_TENSOR, "F32", factors.shape, values=factors)
     modules = checkpoint.expert_modules()
     fused = {f"{module}.{part}{ending}" for module in modules for part in (GATE_UP, DOWN) for ending in ("", BIAS)}
     for name in checkpoint.names():
@@ -124,8 +155,7 @@ def _output_tensors(
                 find(part),
                 "F32" if in_float32 else fitting_format(types.get("dense", "F16"), shape[-1]),
                 shape[1:] if part.endswith(ROW_VECTORS) else shape,
-                source=name,
-                change=change,
+                partial(_values, checkpoint, name, change),
             )
     for module in modules:
         weights = checkpoint.experts(module)
@@ -134,7 +164,20 @@ def _output_tensors(
             quant = fitting_format(types.get("experts", "F16"), stack.columns)
             yield _OutputTensor(find(f"{module}.{part}_proj.weight"), quant, shape, stack=stack)
             if stack.bias is not None:
-                yield _OutputTensor(find(f"{module}.{part}_proj.bias"), "F32", stack.bias.shape, values=stack.bias)
+                read = partial(np.copy, stack.bias)
+                yield _OutputTensor(find(f"{module}.{part}_proj.bias"), "F32", stack.bias.shape, read)
+
+
+def _rope_factors(config: dict[str, Any], source: str) -> Iterator[_OutputTensor]:
+    if (rope := rope_of_config(config))["rope_type"] == "llama3":
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        factors = llama3_factors(rope, head_dim, source)
+        yield _OutputTensor(FACTORS_TENSOR, "F32", factors.shape, lambda: factors)
+
+
+def _values(checkpoint: Checkpoint, name: str, change: Change | None) -> Floats:
+    values: Floats = checkpoint.decode(name, torch.float32).numpy()
+    return change(values) if change else values
 
 
 def _parts(
@@ -159,26 +202,22 @@ def _mixed(outputs: list[_OutputTensor], mix: Mix) -> list[_OutputTensor]:
     ]
 
 
-def _packed(checkpoint: Checkpoint, output: _OutputTensor, importance: ImportanceMatrix | None) -> Bytes:
+def _packed(source: str, output: _OutputTensor, importance: ImportanceMatrix | None) -> Bytes:
     columns = importance.of_tensor(output.name) if importance else None
     try:
-        return _quantized(checkpoint, output, columns)
+        return _quantized(output, columns)
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: tensor {output.name!r} as {output.quant}: {error}") from error
+        raise CheckpointError(f"{source}: tensor {output.name!r} as {output.quant}: {error}") from error
 
 
-def _quantized(checkpoint: Checkpoint, output: _OutputTensor, importance: Floats | None) -> Bytes:
+def _quantized(output: _OutputTensor, importance: Floats | None) -> Bytes:
     """Return the bytes of a tensor. `importance`: [1 or experts, columns], or None."""
-    if output.values is not None:
-        return quantize(output.values.reshape(-1, output.values.shape[-1]), output.quant)
-    if output.stack is None:
-        assert output.source is not None
-        values = checkpoint.decode(output.source, torch.float32).numpy()
-        if output.change:
-            values = output.change(values)
+    if output.read is not None:
+        values = output.read()
         columns = None if importance is None else importance[0]
         return quantize(values.reshape(-1, values.shape[-1]), output.quant, columns)
     stack = output.stack
+    assert stack is not None
     by_expert = [None] * len(stack.data) if importance is None else [*importance]
     return np.stack(
         [

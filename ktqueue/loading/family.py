@@ -47,7 +47,8 @@ class ModelFamily:
     `by_tensor`: config values that are true if a file has that tensor. `rope`: rotary parameters that the architecture
     fixes. `alternating`: every second layer, from the first on, has a sliding window. `windows_listed`: files say which
     layers have one. `softmax_of_chosen`: files may say that experts are scored by the softmax over the chosen ones.
-    `linear`: layers have linear attention. `gemma`: the model is a Gemma, see gguf/gemma.py. `names`: an architecture
+    `linear`: layers have linear attention. `next_tokens`: files may have layers behind the model's own that predict
+    further tokens. `gemma`: the model is a Gemma, see gguf/gemma.py. `names`: an architecture
     whose names of tensors the family has, if it is another.
     """
 
@@ -68,6 +69,7 @@ class ModelFamily:
     windows_listed: bool = False
     softmax_of_chosen: bool = False
     linear: bool = False
+    next_tokens: bool = False
     gemma: bool = False
     names: str = ""
 

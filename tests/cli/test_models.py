@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 import transformers
 from command_line import OpenTerminal, Run, Stack
 
@@ -213,9 +215,12 @@ def test_convert_makes_a_file_that_inspect_reads(here: Verb, tmp_path: Path) -> 
     model(config).save_pretrained(folder)
     train_byte_level(["There was a fox."] * 9, 300, "qwen2", ["<|im_end|>"]).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["mtp.fc.weight"] = torch.ones(256, 512)
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
     code, _, err = here("convert", folder, "out.gguf", "--experts", "q8_0", "--dense", "f16")
     assert code == 0, err
-    assert "MiB" in err
+    assert "MiB" in err and "1 layer that predicts further tokens is left out: GGUF's qwen3moe" in err
     _, out, _ = here("inspect", "out.gguf", "--json")
     assert ["Q8_0"] in [row["quants"] for row in json.loads(out)["rows"] if row["name"].endswith("experts")]
     assert here("convert", folder, "out.gguf")[0] == 2  # out.gguf already exists

@@ -64,6 +64,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     "dots1": {**SIGMOID, "head_dim": 16, "sliding_window": None},
+    "qwen3_next": {
+        **ROUTED,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "minimax_m2": {
         **ROUTED,
         "num_local_experts": 8,

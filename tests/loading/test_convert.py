@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.torch
+import torch
 from rope_parameters import LLAMA3_ROPE
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.gguf.header import read_header
 from ktqueue.loading.gguf.importance import ImportanceMatrix
 from ktqueue.loading.gguf.mixes import Mix
@@ -171,6 +173,69 @@ def test_an_importance_matrix_that_does_not_fit_is_refused(
     with pytest.raises(CheckpointError, match=words):
         convert(tiny, tmp_path / "model.gguf", mix="q4_k_m", importance=file)
     assert not list(tmp_path.glob("model.gguf*"))
+
+
+def add_next_token_layer(folder: Path, target: Path, names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Copy the folder with a layer that predicts further tokens, like the last one. `names`: of its other tensors, by
+    their ending in GGUF. Returns the added tensors by their name without the layer."""
+    copy_with({"num_nextn_predict_layers": 1}, folder, target)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    added = {name[15:]: tensor.clone() for name, tensor in weights.items() if name.startswith("model.layers.1.")}
+    layer = names["layer"]
+    weights |= {layer + name: tensor for name, tensor in added.items()}
+    added["eh_proj.weight"] = torch.arange(64.0 * 128).reshape(64, 128) / 8192
+    added |= {f"{part}.weight": torch.rand(64) for part in ("enorm", "hnorm", "shared_head.norm")}
+    weights |= {names.get(part, f"{layer}{part}"): added[part] for part in [*added][-4:]}
+    safetensors.torch.save_file(weights, target / "model.safetensors")
+    return added
+
+
+OF_QWEN = {
+    "layer": "mtp.layers.0.",
+    "eh_proj.weight": "mtp.fc.weight",
+    "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "shared_head.norm.weight": "mtp.norm.weight",
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "names", "plus"),
+    [("glm4_moe", "glm4moe", {"layer": "model.layers.2."}, 0), ("qwen3_next", "qwen3next", OF_QWEN, 1)],
+)
+def test_layers_that_predict_further_tokens_are_kept(
+    model_type: str,
+    architecture: str,
+    names: dict[str, str],
+    plus: int,
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """llama.cpp's converter gives them the same names; norms of Qwen3-Next are stored with 1 added."""
+    added = add_next_token_layer(make_model(model_type), tmp_path, names)
+    target = tmp_path / "model.gguf"
+    assert convert(tmp_path, target, experts="f32", dense="f32") == ""
+    reader = gguf.GGUFReader(target)
+    stored = {tensor.name: tensor.data for tensor in reader.tensors}
+    for key, count in (("block_count", 3), ("nextn_predict_layers", 1)):
+        assert reader.fields[f"{architecture}.{key}"].contents() == count
+    np.testing.assert_array_equal(stored["blk.2.nextn.eh_proj.weight"], added["eh_proj.weight"].numpy())
+    for part in ("enorm", "hnorm", "shared_head.norm"):
+        wanted = added[f"{part}.weight"].numpy() + np.float32(plus)
+        np.testing.assert_array_equal(stored[f"blk.2.nextn.{part.replace('.', '_')}.weight"], wanted)
+    down = added["mlp.experts.7.down_proj.weight"]
+    np.testing.assert_array_equal(stored["blk.2.ffn_down_exps.weight"][7], down.numpy())
+    served = {name for name in open_gguf(target).names() if "layers.2." in name or "nextn" in name}
+    assert not served and type(load_model(str(target)).module).__name__ == "CpuDecoder"
+    convert(tmp_path, target, mix="q4_k_m", next_tokens=False)
+    assert not any("blk.2." in tensor.name for tensor in gguf.GGUFReader(target).tensors)
+
+
+def test_layers_without_a_place_in_gguf_are_named(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    add_next_token_layer(make_model("dots1"), tmp_path, {"layer": "model.layers.2."})
+    left_out = convert(tmp_path, tmp_path / "model.gguf", experts="f16")
+    assert left_out == "1 layer that predicts further tokens is left out: GGUF's dots1 has no place for it"
+    load_model(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize(("model_type", "heads"), [("llama", 4), ("mixtral", 4)])

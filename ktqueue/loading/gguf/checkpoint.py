@@ -88,6 +88,7 @@ def build_checkpoint(
     """
     family = family_of_metadata(metadata, path)
     config = config_from_metadata(family, metadata, path)
+    _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(family, metadata, path))
     if family.rope_factors and (factors := tensors.pop(FACTORS_TENSOR, None)):
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if family.latent:
@@ -97,7 +98,6 @@ def build_checkpoint(
     if family.gemma:
         adapt_gemma_tensors(tensors)
     split_fused_tensors(path, tensors, config, attention=not family.linear)
-    _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(family, metadata, path))
     layers = _check_layers(path, config["num_hidden_layers"], tensors)
     single = take_single_experts(path, tensors)
     dense, stacks = _rename_tensors(path, family, config, tensors, layers)

@@ -75,6 +75,7 @@ def _linear_family(architecture: str, *, dense: bool = False) -> ModelFamily:
         layer_tensors=("linear_attn.A_log", "linear_attn.dt_bias"),
         implied={"hidden_act": "silu", "attention_bias": False},
         linear=True,
+        next_tokens=True,
         names="qwen35" if dense else "qwen35moe",
     )
 
@@ -137,6 +138,7 @@ FAMILIES = (
         implied={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
         latent=True,
         sigmoid=True,
+        next_tokens=True,
     ),
     ModelFamily(  # read as DeepSeek-V3, whose arithmetic is the same
         architecture="deepseek2",
@@ -148,6 +150,7 @@ FAMILIES = (
         implied={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
         latent=True,
         sigmoid=True,
+        next_tokens=True,
     ),
     ModelFamily(
         architecture="glm4moe",
@@ -162,6 +165,7 @@ FAMILIES = (
         },
         implied={"hidden_act": "silu"},
         sigmoid=True,
+        next_tokens=True,
     ),
     ModelFamily(
         architecture="dots1",
@@ -238,6 +242,7 @@ FAMILIES = (
         layer_tensors=("mlp.gate.e_score_correction_bias",),
         implied={"hidden_act": "silu"},
         sigmoid=True,
+        next_tokens=True,
         windows_listed=True,
     ),
     ModelFamily(

@@ -1,5 +1,7 @@
 """What the gguf library knows: names of tensors in transformers and in GGUF, and ggml's tensor types."""
 
+import re
+
 import gguf
 
 from ktqueue.core.errors import CheckpointError
@@ -23,6 +25,12 @@ ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.gate.wg.weight", ".bl
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
+_NEXT_TOKENS = re.compile(
+    r"model\.layers\.(\d+)\.(eh_proj|embed_tokens|enorm|hnorm|shared_head\.(?:head|norm))\.weight"
+)
+"""Tensors that only layers have which predict further tokens. The library knows them for some architectures."""
+
+
 class TensorNameMap:
     """Translates the tensor names of one architecture from transformers to GGUF. Raises CheckpointError for an unknown
     architecture."""
@@ -34,6 +42,8 @@ class TensorNameMap:
 
     def find(self, name: str) -> str | None:
         """Translate `model.norm.weight` to `output_norm.weight`; None if the architecture has no such tensor."""
+        if match := _NEXT_TOKENS.fullmatch(name):
+            return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
         library_name = name
         for spelling, in_tables in _SPELLINGS:
             library_name = library_name.replace(spelling, in_tables)

@@ -95,6 +95,12 @@ def _rotary_part(family: ModelFamily, metadata: Mapping[str, Any], config: Mappi
     return float(rotary_width / head_width)
 
 
+def with_multi_token_layers(family: ModelFamily, metadata: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return metadata of a model that has `count` layers behind its own that predict further tokens."""
+    layers = f"{family.architecture}.block_count"
+    return {**metadata, layers: metadata[layers] + count, f"{family.architecture}.{_MULTI_TOKEN_LAYERS}": count}
+
+
 def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Build GGUF metadata from a transformers config. Raises CheckpointError for what GGUF cannot express."""
     for key, value in family.implied.items():

@@ -19,6 +19,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, INTERLEAVED, Checkpoint, CheckpointTensor
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
+from ktqueue.loading.huggingface.next_tokens import next_token_names
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
 from ktqueue.loading.huggingface.text_part import text_part
@@ -32,16 +33,18 @@ from ktqueue.operators.packed import ExpertWeights, PackedExperts
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
 _EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-_UNUSED = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
-"""Frequencies in old files, which are always computed, and what predicts further tokens (Qwen3-Next)."""
-_LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
+_UNUSED = re.compile(r"rotary_emb\.inv_freq$")
+"""Frequencies in old files, which are always computed."""
 _BY_LAYER = ("num_experts", "moe_topk")
 _SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know, and the type that their folders' own code implements."""
 
 
-def open_folder(folder: Path) -> Checkpoint:
-    """Open a Hugging Face folder. Raises CheckpointError that names the file or tensor at fault."""
+def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
+    """Open a Hugging Face folder. Raises CheckpointError that names the file or tensor at fault.
+
+    `next_tokens`: the checkpoint holds only the layers that predict further tokens, which follow the model's own.
+    """
     config, text_name = text_part(read_json(folder / "config.json"))
     model_type = config.get("model_type")
     if isinstance(model_type, str):
@@ -52,18 +55,19 @@ def open_folder(folder: Path) -> Checkpoint:
     config.pop("quantization_config", None)  # of a kind that is read here
     tensors: dict[str, CheckpointTensor] = {}
     maps: list[Bytes] = []
-    multi_token_layers = _multi_token_layers(config)
+    next_token_name = next_token_names(config)
     module_name = module_name_function(config)
     for file in weight_files(folder):
         maps.append(map_file(file))
         for tensor in _read(file, maps[-1], raw=quantisation is not None):
             if (found := text_name(tensor.name)) is None:
                 continue
-            name = module_name(found)
+            if ((layer_name := next_token_name(found)) is not None) != next_tokens:
+                continue
+            name = module_name(layer_name or found)
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
-            layer = _LAYER.match(name)
-            if not _UNUSED.search(name) and not (layer and int(layer[1]) in multi_token_layers):
+            if not _UNUSED.search(name):
                 tensors[name] = tensor
     if quantisation is not None:
         tensors = join_quantised(str(folder), tensors, quantisation)
@@ -75,15 +79,6 @@ def _equal_in_all_layers(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a config states once for each layer, if all layers have the same: Hunyuan-A13B's."""
     lists = {name: stated for name in _BY_LAYER if isinstance(stated := config.get(name), list)}
     return {name: stated[0] for name, stated in lists.items() if stated and stated.count(stated[0]) == len(stated)}
-
-
-def _multi_token_layers(config: dict[str, Any]) -> range:
-    """Return the indices of the layers that predict further tokens (DeepSeek-V3).
-
-    They follow the model's own layers. transformers has no modules for them.
-    """
-    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
 
 
 def weight_files(folder: Path) -> list[Path]:

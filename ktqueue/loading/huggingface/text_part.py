@@ -12,7 +12,7 @@ TEXT_TYPES = (
 )
 """Model types of text models that compute the same alone. Others may need more than a position for each token."""
 _STATED_OUTSIDE = ("quantization_config", "tie_word_embeddings")
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head."))
+_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head."), ("mtp.", "mtp."))
 """Beginnings of names in the folder, and in the text model."""
 
 Rename = Callable[[str], str | None]
