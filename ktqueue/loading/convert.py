@@ -66,8 +66,8 @@ def convert(
     matrix whose rows are not a whole number of blocks gets the format that `fitting_format` names.
     `importance` is a file of llama-imatrix, whose columns weight the errors of quantisation. Raises CheckpointError
     that names what cannot be converted. `target` appears only if no error is raised.
-    Layers that predict further tokens are written if `next_tokens` is true and GGUF has names for them. Otherwise a line
-    is returned that says what is left out.
+    Layers that predict further tokens are written if `next_tokens` is true. If GGUF has no names for them, a line is
+    returned that says what is left out.
     """
     types = {"mix": mix.upper()} if mix else {"experts": experts.upper(), "dense": dense.upper()}
     for role, quant in types.items():
