@@ -24,11 +24,20 @@ from ktqueue.engine.sequence import Request, Sequence
 class Admission:
     """Checks requests: token ids, at most `max_model_len` tokens of prompt and completion, `max_num_seqs` choices."""
 
-    def __init__(self, vocabulary: Vocabulary, *, max_model_len: int, max_num_seqs: int, page_size: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        page_size: int,
+        original_length: int = 0,
+    ) -> None:
         self._vocabulary = vocabulary
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._page_size = page_size
+        self._original_length = original_length
         self._admitted = 0
 
     def admit(
@@ -113,7 +122,7 @@ class Admission:
             edits = LogitEdits(sampling, request.prompt, postponed, vocabulary.size, bad_words)
         token_bytes = vocabulary.token_bytes if sampling.skip_special_tokens else vocabulary.special_token_bytes
         detokenizer = Detokenizer(token_bytes, stops, keeps_stop=sampling.include_stop_str_in_output)
-        return Sequence(request, index, detokenizer, edits, self._page_size, matcher)
+        return Sequence(request, index, detokenizer, edits, self._page_size, matcher, self._original_length)
 
     def _prompt(self, ids: Many[int]) -> NDArray[np.int32]:
         if len(ids) == 0:

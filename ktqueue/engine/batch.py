@@ -20,9 +20,10 @@ from ktqueue.operators.step import StepContext
 class Batch:
     """Input of one step; all tensors are on the CPU.
 
-    input_ids, position_ids: [1, tokens] int64. scored: [scored] int64, rising indices of the tokens whose logits are
-    needed: the last token of each row that has no known tokens left, and tokens of prompts whose log probabilities are
-    wanted. `next_rows`: rows of the logits that belong to last tokens; None: all. `prompts`: the other rows.
+    input_ids, position_ids: [1, tokens] int64; positions have the `rotary_offset` of their sequence. scored: [scored]
+    int64, rising indices of the tokens whose logits are needed: the last token of each row that has no known tokens
+    left, and tokens of prompts whose log probabilities are wanted. `next_rows`: rows of the logits that belong to last
+    tokens; None: all. `prompts`: the other rows.
     """
 
     input_ids: torch.Tensor
@@ -62,23 +63,24 @@ class BatchBuilder:
         for row, (sequence, count) in zip(table, rows.items(), strict=True):
             row[: sequence.page_count] = sequence.pages[: sequence.page_count]
             first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+            offset = sequence.rotary_offset
             if count == 1:
                 input_ids.append(sequence.tokens[first])
-                positions.append(first)
+                positions.append(first + offset)
                 slots.append(int(row[first // page_size]) * page_size + first % page_size)
             else:
                 computed = np.arange(first, context)
                 input_ids += sequence.tokens[first:context].tolist()
-                positions += computed.tolist()
+                positions += (computed + offset).tolist()
                 slots += (row[computed // page_size] * page_size + computed % page_size).tolist()
             if positions_of_prompt := sequence.scored_positions(count):
-                offset = starts[-1] - first
+                start = starts[-1] - first
                 prompts.append(
                     PromptRows(
                         sequence, positions_of_prompt, range(len(scored), len(scored) + len(positions_of_prompt))
                     )
                 )
-                scored += [offset + position for position in positions_of_prompt]
+                scored += [start + position for position in positions_of_prompt]
             starts.append(len(input_ids))
             contexts.append(context)
             if context >= sequence.length and sequence.samples:

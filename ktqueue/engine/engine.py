@@ -87,6 +87,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=self._scheduler.max_num_seqs,
             page_size=layout.page_size,
+            original_length=layout.original_length,
         )
         self._builder = BatchBuilder(parts.kv)
         self._special_token_bytes = vocabulary.special_token_bytes

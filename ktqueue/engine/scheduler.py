@@ -19,7 +19,8 @@ from the prefix cache. A sequence that would have to preempt itself skips the st
 only if the pages for all its known tokens are available, otherwise it would be preempted at once. To make room for
 it, only sequences of a lower class are preempted.
 
-**States.** With linear attention a sequence also has a state (`states.py`).
+**States, angles.** With linear attention a sequence also has a state (`states.py`). With longrope, one that grows
+beyond the original length is restarted with other rotary angles, as in transformers.
 
 **Nothing starves.** The first running sequence in rank can take pages from all others, so it always progresses. Later
 arrivals rank behind it, and the earliest batch sequence ranks as interactive. So every sequence becomes the first.
@@ -113,6 +114,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, with the siblings in its `forks`."""
         self.schedule_version += 1
+        sequence.set_angles()
         sequence.status = SequenceStatus.WAITING
         insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
 
@@ -136,6 +138,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan a step: decode rows, then prefill chunks, then waiting sequences."""
+        for sequence in [running for running in self.running if running.rotary_offset != running.needed_offset]:
+            self._restart(sequence)
         self._sort()
         plan = StepPlan()
         decoding = [sequence for sequence in self.running if sequence.remaining == 1]
@@ -166,7 +170,7 @@ class Scheduler:
         missing = 0
         for sequence in self.running:
             place = sequence.num_computed_tokens // self._page_size
-            if sequence.remaining or sequence.ends_next:
+            if sequence.remaining or sequence.ends_next or sequence.length == sequence.original_length:
                 return None
             if place == sequence.page_count:
                 missing += 1
@@ -209,7 +213,9 @@ class Scheduler:
         if self._states is not None and sequence.length > len(sequence.request.prompt):
             self._hand_over_forks(sequence)  # which may need the state of an earlier token
             return []
-        sequence.forks = []
+        forks = [fork for fork in sequence.forks if fork.needed_offset == sequence.rotary_offset]
+        sequence.forks = [fork for fork in sequence.forks if fork not in forks]  # whose keys have other angles
+        self._hand_over_forks(sequence)
         for fork in forks:
             self._fork(sequence, fork)
         return forks
@@ -340,10 +346,14 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         plan.rows.pop(victim, None)
-        self.running.remove(victim)
-        self._free_pages(victim)
         self.preemptions += 1
-        self.add(victim)
+        self._restart(victim)
+
+    def _restart(self, sequence: Sequence) -> None:
+        """Let a running sequence wait without pages, to be computed again."""
+        self.running.remove(sequence)
+        self._free_pages(sequence)
+        self.add(sequence)
 
     def _free_pages(self, sequence: Sequence) -> None:
         # The last page first: the end of a cached prefix must be evicted before its beginning.

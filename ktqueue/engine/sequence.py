@@ -18,7 +18,7 @@ from ktqueue.engine.noise import stream
 from ktqueue.engine.pages import page_digest
 from ktqueue.engine.sampler import GREEDY_BELOW
 
-_ROOT = b""
+_ROOTS = {False: b"", True: b"rotated for long sequences"}  # what the digest of a first page follows
 NO_SLOT = -1
 """In place of a slot of `States`: a sequence without tokens, or without a planned step."""
 
@@ -110,11 +110,13 @@ class Sequence:
         "next_state",
         "noise_stream",
         "num_computed_tokens",
+        "original_length",
         "page_count",
         "pages",
         "registered_pages",
         "request",
         "resumed_text",
+        "rotary_offset",
         "state",
         "status",
         "tokens",
@@ -128,6 +130,7 @@ class Sequence:
         edits: LogitEdits | None,
         page_size: int,
         matcher: Matcher | None = None,
+        original_length: int = 0,
     ) -> None:
         capacity = len(request.prompt) + request.max_tokens
         self.request = request
@@ -146,6 +149,8 @@ class Sequence:
         self.pages = np.zeros(-(-capacity // page_size), dtype=np.int32)
         self.page_count = 0
         self.known_digests: list[bytes] = []  # digests of full pages of tokens[:length], computed so far
+        self.original_length = original_length  # see KVLayout
+        self.rotary_offset = 0  # which its positions have in a batch: see RotaryByLength
         self.registered_pages = 0  # pages that were registered in the prefix cache, or found there
         self.forks: list[Sequence] = []  # siblings that wait for the prompt, which this sequence computes
         self.state = self.next_state = NO_SLOT  # slots before and after the planned step, if the model has states
@@ -161,6 +166,17 @@ class Sequence:
     def samples(self) -> bool:
         """Whether the request wants any tokens. If not, it ends with its prompt."""
         return self.request.max_tokens > 0
+
+    @property
+    def needed_offset(self) -> int:
+        """The `rotary_offset` of a sequence of this length."""
+        return self.original_length if self.length > self.original_length else 0
+
+    def set_angles(self) -> None:
+        """Give a sequence without pages the rotary angles of its length."""
+        if self.rotary_offset != self.needed_offset:
+            self.rotary_offset = self.needed_offset
+            self.known_digests = []
 
     def scored_positions(self, count: int) -> range:
         """Positions among the next `count` tokens whose logits give a prompt token's log probability.
@@ -252,7 +268,7 @@ class Sequence:
         digests = self.known_digests
         while len(digests) < pages:
             start = len(digests) * page_size
-            parent = digests[-1] if digests else _ROOT
+            parent = digests[-1] if digests else _ROOTS[self.rotary_offset > 0]
             digests.append(page_digest(parent, self.tokens[start : start + page_size]))
         return digests[:pages]
 

@@ -90,12 +90,16 @@ class ModelFiles:
         return digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
-def digest_settings(plan: LoadPlan, *, dtype: str, kv_cache_dtype: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+def digest_settings(
+    plan: LoadPlan, *, dtype: str, kv_cache_dtype: str, packages: Sequence[str] = (), original_length: int = 0
+) -> dict[str, Any]:
     """Return the settings that decide tokens. Names of rule files and numbers of devices do not.
 
-    packages: names and versions of the installed packages whose code computes a part of the model.
+    packages: names and versions of the installed packages whose code computes a part of the model. original_length: see
+    KVLayout. Earlier releases compute nothing beyond it.
     """
-    settings = {"packages": [*packages]} if packages else {}  # other models keep their digests
+    added = {"packages": [*packages], "original_length": original_length}
+    settings: dict[str, Any] = {name: value for name, value in added.items() if value}  # others keep their digests
     return settings | {
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,

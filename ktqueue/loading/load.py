@@ -13,7 +13,7 @@ from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
-from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, SPARSE_MODEL_TYPES, longest_context
+from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, SPARSE_MODEL_TYPES
 from ktqueue.loading.inject import inject
 from ktqueue.loading.installed import FAMILIES, FORMATS, entry_names, package_of, package_of_module
 from ktqueue.loading.materialize import check_tensors, materialize
@@ -29,6 +29,7 @@ from ktqueue.operators.base import Operator
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.linear_attention import linear_attention_shape
 from ktqueue.operators.registry import OPERATORS, check_operator, operator_class, operator_names
+from ktqueue.operators.rotary import original_length
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _LATENT_OPERATORS = ("CpuDecoder", "GpuDecoder", "LatentAttention")
@@ -39,8 +40,7 @@ _LINEAR_OPERATORS = ("CpuDecoder", "GpuDecoder")
 class CardFacts:
     """What the model card says about the model.
 
-    `quantization` is the format of most expert bytes, or of most bytes in a model without experts. For
-    `max_position_embeddings` see `longest_context`.
+    `quantization` is the format of most expert bytes, or of most bytes in a model without experts.
     """
 
     architecture: str
@@ -125,6 +125,7 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
             dtype=dtype,
             latent=latent,
             index=config.index_head_dim if config.model_type in SPARSE_MODEL_TYPES else 0,
+            original_length=original_length(config),
         )
     return KVLayout(
         layers=config.num_hidden_layers - linear,
@@ -133,6 +134,7 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         page_size=page_size,
         dtype=dtype,
+        original_length=original_length(config),
     )
 
 
@@ -329,7 +331,7 @@ def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
         return CardFacts(
             architecture=(config.architectures or [type(config).__name__])[0],
             quantization=format_bytes.most_common(1)[0][0],
-            max_position_embeddings=longest_context(config),
+            max_position_embeddings=int(config.max_position_embeddings),
             vocab_size=int(config.vocab_size),
         )
     except (AttributeError, KeyError, TypeError, IndexError) as error:

@@ -24,8 +24,8 @@ from ktqueue.loading.huggingface.config_check import (
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
-from ktqueue.operators.decoder_facts import rotary_kinds, rotary_pairs
 from ktqueue.operators.model_classes import BY_NAME, is_partly_rotated
+from ktqueue.operators.rotary import rotary_kinds, rotary_pairs, separate_lengths
 
 Config = transformers.PretrainedConfig
 
@@ -79,6 +79,10 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
     _check_kind(model, config, source)
     _check_heads(model, config, source)
     _keep_in_float32(model, dtype)
+    try:
+        separate_lengths(model)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: a {config.model_type} is not supported, because {error}") from error
     return model.eval().requires_grad_(False)
 
 

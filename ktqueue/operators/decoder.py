@@ -14,13 +14,14 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of, rotary_pairs
+from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import LatentShape
 from ktqueue.operators.latent_weights import read_latent_attention
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts, PackedMatrix
+from ktqueue.operators.rotary import rotary_tables
 from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import StepContext
 
@@ -286,27 +287,6 @@ class CpuDecoder(Operator):
             bias=vector(router.bias) if router and router.bias else _NONE,
             jitter=router.jitter if router else 0.0,
         )
-
-
-def rotary_tables(rotary: Any, positions: int, kinds: tuple[str, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines, [tables, positions, pairs] float32 each, from a rotary module of transformers on the
-    CPU.
-
-    kinds: of layers, each of which has a table; empty: all layers have the same. Most modules return every number
-    twice, for both elements of its pair; gpt-oss's does not.
-    """
-    pairs = rotary_pairs(rotary, kinds)
-    cosines, sines = [], []
-    for arguments in [[kind] for kind in kinds] or [[]]:
-        with torch.no_grad():
-            places = torch.arange(positions)[None]
-            if hasattr(rotary, "mrope_section"):  # a position in time, height and width, which are equal for text
-                places = places.expand(3, 1, -1)
-            angles = rotary(torch.empty(0), places, *arguments)
-        cosine, sine = (angles.real, angles.imag) if isinstance(angles, torch.Tensor) else angles
-        cosines.append(cosine[0, :, :pairs])
-        sines.append(sine[0, :, :pairs])
-    return torch.stack(cosines), torch.stack(sines)
 
 
 def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> native.Floats:

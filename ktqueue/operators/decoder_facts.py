@@ -17,6 +17,7 @@ from ktqueue.operators.latent_shape import LatentShape, has_indexer, latent_shap
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
 from ktqueue.operators.model_classes import BY_NAME, SUPPORTED, ModelClass
 from ktqueue.operators.native import GateFacts
+from ktqueue.operators.rotary import rotary_kinds, rotary_pairs
 
 MOST_HEAD_DIM = 1024  # of the attention kernels, csrc/kernels
 
@@ -140,8 +141,6 @@ def facts_of(
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"it computes in {names}, but the model computes in another type")
     kinds = rotary_kinds(body.rotary_emb)
-    if _depends_on_length(body.rotary_emb, kinds):
-        raise ValueError("rotary embeddings of type 'longrope' depend on the longest sequence of a batch")
     (found_dtype,) = found
     attention = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
     if attention is None:
@@ -226,33 +225,6 @@ def _factor(config: Any, name: str) -> float:
     if factor <= 0:
         raise ValueError(f"{name} must be above 0, got {factor}")
     return factor
-
-
-def rotary_kinds(rotary: Any) -> tuple[str, ...]:
-    """Return the kinds of layers for which a rotary module of transformers has angles of their own."""
-    return () if isinstance(rotary.rope_type, str) else tuple(rotary.rope_type)
-
-
-def rotary_pairs(rotary: Any, kinds: tuple[str, ...]) -> int:
-    """Return how many pairs of columns of a head a rotary module of transformers rotates. Raises ValueError if that
-    depends on the kind of the layer."""
-    found = {int(getattr(rotary, f"{kind}_inv_freq").numel()) for kind in kinds} or {int(rotary.inv_freq.numel())}
-    if len(found) != 1:
-        raise ValueError(f"its layers rotate different numbers of columns: {sorted(2 * pairs for pairs in found)}")
-    return found.pop()
-
-
-def _depends_on_length(rotary: Any, kinds: tuple[str, ...]) -> bool:
-    """Return whether the angles change with the longest sequence of a batch.
-
-    Longrope has divisors for short and for long sequences. For a GGUF file (loading/gguf/rope.py) both are equal. Type
-    `dynamic` changes them beyond max_position_embeddings, which no sequence exceeds.
-    """
-    parameters = rotary.config.rope_parameters
-    return any(
-        rope["rope_type"] == "longrope" and rope["short_factor"] != rope["long_factor"]
-        for rope in ([parameters[kind] for kind in kinds] or [parameters])
-    )
 
 
 def _layer(name: str, layer: Any, config: Any, kind: ModelClass, kinds: tuple[str, ...]) -> LayerFacts:

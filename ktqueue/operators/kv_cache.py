@@ -21,6 +21,8 @@ class KVLayout:
     latent: None with grouped queries, whose keys and values have a tensor each, of `head_dim` columns. With multi-head
     latent attention there is one key head and no tensor of values: its values are the first `latent` columns of a key.
     index: columns of the key that an indexer has beside them; 0: there is none.
+
+    original_length: keys of sequences with more tokens than that are rotated by other angles; 0: all keys by the same.
     """
 
     layers: int
@@ -31,6 +33,7 @@ class KVLayout:
     latent: int | None = None
     index: int = 0
     linear: tuple[LinearAttentionShape, ...] = ()
+    original_length: int = 0
 
     @property
     def state_bytes(self) -> int:

@@ -187,3 +187,14 @@ def test_latent_attention_is_called_with_angles_and_the_step(model_type: str) ->
         else:
             torch.testing.assert_close(angles_of_the_call[0], torch.cat([angles, angles], -1)[None].cos())
             torch.testing.assert_close(angles_of_the_call[1], torch.cat([angles, angles], -1)[None].sin())
+
+
+def test_phimoe_uses_its_short_factors_for_all_lengths() -> None:
+    """Microsoft's code and earlier releases of transformers use the long ones, as RotaryByLength does. Once this fails,
+    tests can compare Phi-3.5-MoE with transformers as it is."""
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8, "short_mscale": 1.0, "long_mscale": 1.0}
+    values: dict[str, Any] = {**COMMON, "rope_parameters": {**longrope, **factors}}
+    rotary = _build(transformers.CONFIG_MAPPING["phimoe"](**values)).get_submodule("model.rotary_emb")
+    (short, _), (long, _) = (rotary(torch.empty(0), torch.arange(length)[None]) for length in (4, 8))
+    assert torch.equal(short, long[:, :4])

@@ -1,17 +1,20 @@
 """Tiny random models of every class that the decoders compute, and sequences fed to them in chunks of all kinds."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from latent_sizes import LATENT_SIZES
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.rotary import original_length
 from ktqueue.operators.step import StepContext
 
 VOCAB = 96
@@ -54,6 +57,9 @@ LINEAR = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+LONGROPE = {**YARN, **FACTORS, "rope_type": "longrope"}
+MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 32, "norm_topk_prob": True}),
     "qwen3_moe with dense layers": ("qwen3_moe", {**MOE, "head_dim": 16, "mlp_only_layers": [1]}),
@@ -160,6 +166,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", LINEAR),
     "qwen3_5": ("qwen3_5_text", LINEAR),
+    "qwen3 with longrope": ("qwen3", {"head_dim": 16, "rope_parameters": LONGROPE}),
+    "phimoe with longrope": ("phimoe", {"num_local_experts": 4, "rope_parameters": {**LONGROPE, **MSCALES}}),
     "qwen3 with dynamic": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
 }
@@ -246,6 +254,7 @@ class Cache:
             dtype=facts.dtype,
             latent=facts.latent.latent if facts.latent else None,
             index=facts.latent.indexer.key if facts.latent and facts.latent.indexer else 0,
+            original_length=0 if isinstance(decoder, PreTrainedModel) else original_length(decoder.rotary.config),
         )
         self.kv = KVCache(layout, pages, device, slots=2 * len(SEQUENCES) if linear else 0)
         self._slots: dict[str, tuple[int, int]] = {}  # a sequence's state moves to its other slot in each step
@@ -274,7 +283,9 @@ class Cache:
             while len(pages) * PAGE < after:
                 pages.append(self._free.pop())
             ids += chunk
-            positions += range(before, after)
+            offset = self.kv.layout.original_length
+            offset *= len(SEQUENCES.get(name, ())) > offset
+            positions += range(before + offset, after + offset)
             slots += [pages[position // PAGE] * PAGE + position % PAGE for position in range(before, after)]
             starts.append(len(ids))
             contexts.append(after)
@@ -357,11 +368,13 @@ def feed(
 
 def answers(model: Any) -> dict[str, torch.Tensor]:
     """Return the logits [tokens, vocab] that the model of transformers gives for each sequence, float32 on the CPU."""
-    with torch.no_grad():
-        return {
-            name: model(torch.tensor([ids], device=model.device)).logits[0].float().cpu()
-            for name, ids in SEQUENCES.items()
-        }
+    found, rotary = {}, model.model.rotary_emb
+    for name, ids in SEQUENCES.items():
+        if hasattr(rotary, "rope_init_fn") and rotary.rope_type != "default":  # see tests/contract/test_transformers.py
+            rotary.rope_init_fn = partial(ROPE_INIT_FUNCTIONS[rotary.rope_type], seq_len=len(ids))
+        with torch.no_grad():
+            found[name] = model(torch.tensor([ids], device=model.device)).logits[0].float().cpu()
+    return found
 
 
 def tolerance(family: str) -> float:

@@ -14,6 +14,7 @@ THEIRS = "tests/loading/injection/test_ktransformers.py"
 CUSTOM = "tests/loading/injection/test_custom_operators.py"
 
 DECODER = "tests/operators/test_decoder.py::test_logits_equal_those_of_transformers"
+LENGTH = "tests/engine/test_original_length.py::test_a_sequence_has_the_angles_of_its_own_length"
 REFUSED = "tests/loading/test_unsupported.py"
 
 MODELS: dict[str, Mutation] = {
@@ -30,6 +31,20 @@ MODELS: dict[str, Mutation] = {
         "    return HalvedRotaryRows(weights, head_dim, interleaved) if interleaved else weights",
         "    return weights",
         (f"{DECODER}[ernie4_5_moe]",),
+    ),
+    "pages are shared between short and long sequences": Mutation(
+        "a sequence of longrope has the angles of its own length",
+        "ktqueue/engine/sequence.py",
+        "_ROOTS[self.rotary_offset > 0]",
+        "_ROOTS[False]",
+        (f"{LENGTH}[exact on cpu]",),
+    ),
+    "a sequence keeps its angles when it grows": Mutation(
+        "a sequence of longrope has the angles of its own length",
+        "ktqueue/engine/scheduler.py",
+        "if running.rotary_offset != running.needed_offset]",
+        "if False]",
+        (f"{LENGTH}[exact on cpu]",),
     ),
     "the residual's factor leaves the epsilon as it is": Mutation(
         "a model with multipliers computes what transformers does",

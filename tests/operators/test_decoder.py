@@ -12,7 +12,6 @@ from decoder_families import (
     PAGE,
     SEQUENCES,
     VOCAB,
-    YARN,
     Cache,
     answers,
     feed,
@@ -275,8 +274,6 @@ def test_models_that_the_decoder_does_not_compute_are_refused(make_decoder: Make
     model = make_model("qwen3")
     model.config.residual_multiplier = 0.5
     refused(model, "a residual multiplier and norms of query and key are not computed together")
-    two_lists = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    refused(make_model("qwen3", rope_parameters={**YARN, **two_lists}), "of type 'longrope' depend on the longest")
     refused(make_model("qwen3"), "CpuDecoder knows no option 'speed'; it has: activations, isa", speed=1)
     refused(make_model("qwen3"), "activations must be int8 or float32, got 'int4'", activations="int4")
     with pytest.raises(RuntimeError, match="CpuDecoder has no weights yet"):

@@ -30,6 +30,7 @@ from ktqueue.loading.sampling_defaults import sampling_defaults
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.rotary import original_length
 from ktqueue.workers.startup.device import check_device_is_here, check_device_name
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.startup.host_memory import available_memory
@@ -92,6 +93,7 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
             dtype=str(dtype),
             kv_cache_dtype=str(cache_dtype(config, dtype)),
             packages=model.packages,
+            original_length=original_length(model.config),
         )
         return replace(built, card=replace(built.card, digest=files.digest(settings)))
 

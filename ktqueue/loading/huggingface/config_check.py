@@ -133,21 +133,6 @@ def check_config(config: Any, source: str) -> None:
         _check_indexer(config, source)
 
 
-def longest_context(config: Any) -> int:
-    """Return the number of tokens that a sequence may have, so that its results do not depend on other rows of its
-    step.
-
-    With longrope, rotary embeddings have other factors or scales for long sequences. transformers uses them for all
-    rows of a step that has a long sequence, so only short sequences are served if the two differ.
-    """
-    most = int(config.max_position_embeddings)
-    for rope in _rope_parameters({"rope_parameters": getattr(config, "rope_parameters", None)}):
-        differ = any(rope.get(f"short_{kind}") != rope.get(f"long_{kind}") for kind in ("factor", "mscale"))
-        if differ and rope.get("rope_type") not in (None, "default"):
-            most = min(most, int(rope["original_max_position_embeddings"]))
-    return most
-
-
 def _check_window(config: Any, source: str) -> None:
     """Check the sliding window of the layers that use one.
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder import DecoderOutput, rotary_tables
+from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import DecoderFacts, RouterFacts, facts_of
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
@@ -27,6 +27,7 @@ from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
+from ktqueue.operators.rotary import rotary_tables
 from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import StepContext
 

@@ -12,7 +12,7 @@ import transformers
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.metadata import config_from_metadata, metadata_from_config
-from ktqueue.loading.load import load_model
+from ktqueue.loading.load import load_model, prepare
 from ktqueue.loading.rules import DEFAULT_RULES
 from ktqueue.loading.skeleton import build_config
 
@@ -292,27 +292,32 @@ def test_latent_attention_that_does_not_fit_is_refused(model_type: str, values: 
         build_config({"model_type": model_type, **values}, "a model")
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+def longrope(original: int, *short: float) -> dict[str, Any]:
+    factors = {"short_factor": [*short], "long_factor": [4.0] * 8}
+    return {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
+
+
+def test_longrope_is_served_to_its_full_length(make_model: Callable[..., Path]) -> None:
+    for short, original in ((1.0, 16), (4.0, 0)):  # of equal lists, one serves all lengths
+        model = load_model(str(make_model("phi3", rope_parameters=longrope(16, *[short] * 8))))
+        assert model.card_facts.max_position_embeddings == 256
+        assert model.kv_layout(16).original_length == original
 
 
 @pytest.mark.parametrize(
-    ("model_type", "rope", "context"),
+    ("model_type", "rope", "message"),
     [
-        ("phi3", {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}, 16),
-        ("phi3", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8}, 256),
-        ("phimoe", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3}, 16),
-        ("phimoe", {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.3, "long_mscale": 1.3}, 256),
+        (
+            "gemma3_text",
+            {"full_attention": longrope(16, *[1.0] * 8), "sliding_attention": longrope(32, *[1.0] * 8)},
+            "its layers have different original_max_position_embeddings: \\[16, 32\\]",
+        ),
+        ("qwen3", {**longrope(16, *[1.0] * 8), "llama_4_scaling_beta": 0.5}, "longrope and llama_4_scaling_beta"),
     ],
 )
-def test_longrope_is_limited_to_its_original_context(
-    model_type: str,
-    rope: dict[str, Any],
-    context: int,
-    make_model: Callable[..., Path],
-    assert_equals_transformers: Callable[..., None],
+def test_positions_that_cannot_say_which_list_is_used_are_refused(
+    model_type: str, rope: dict[str, Any], message: str, make_model: Callable[..., Path]
 ) -> None:
-    """transformers chooses rotary embeddings by the longest sequence of a step, so longer sequences are not served."""
-    folder = make_model(model_type, rope_parameters={**LONG, **rope})
-    model = load_model(str(folder), rules=MODULES.replace("modules", "exact"))
-    assert model.card_facts.max_position_embeddings == context
-    assert_equals_transformers(model, folder, range(3, 3 + min(context, 40)))
+    folder = make_model(model_type, head_dim=16, rope_parameters=rope)
+    with pytest.raises(CheckpointError, match=message):
+        prepare(str(folder), rules=None, device="cpu", dtype=torch.float32)
