@@ -151,12 +151,14 @@ def _on_gpu(result: Mapping[str, Any]) -> list[str]:
     for row in result["figures"]:
         figures.setdefault(row["class"], {})[row["dtype"], row["experts"]] = row
     rows = [{"class": name, "found": found} for name, found in figures.items()]
-    device = result["device"]
+    device, most = result["device"], max(row.get("tokens", 0) for row in result["figures"])
     return [
         "## On a GPU",
         "The same requests on a GPU, with captured steps, with all routed experts on the CPU, with half of them in GPU",
-        "memory, and with all of them there. A model without experts has one place. In bfloat16, all are compared with",
-        "float32 arithmetic on the same rounded weights; transformers reads our tokens and chooses its own.",
+        f"memory, and with all of them there. Shown are the tokens, of {most:,}, that are equal to transformers' in",
+        "float32 on the CPU, with the same rounded weights. In bfloat16 transformers itself would choose others: it",
+        "reads our tokens, and the last column has how many of its own choices are equal. Gemma 2 caps logits, so that",
+        "many are the same number in bfloat16; our logits are float32.",
         "",
         f"Taken {result['machine']['taken']} on one {device['gpu']}, CUDA {device['cuda']}, triton {device['triton']},",
         f"FlashInfer {device['flashinfer-python']}. `{result['command']}`",
@@ -179,7 +181,8 @@ def _on_gpu(result: Mapping[str, Any]) -> list[str]:
 
 
 def _place(row: Mapping[str, Any], dtype: str, place: str) -> str:
-    found = row["found"].get((dtype, place)) or row["found"][dtype, "-"]  # of a model without experts
+    without_experts = row["found"].get((dtype, "-")) if place == "GPU" else None
+    found = without_experts or row["found"][dtype, place]
     return "failed" if "error" in found else f"{found['equal'] + found['ties']:,}"
 
 
