@@ -22,8 +22,8 @@ class DeviceUse:
     """GPU memory in bytes that is used before the cache is allocated.
 
     weights: dense weights, and everything else that was allocated before. experts: experts in GPU memory, and
-    everything else that the model prepares. workspaces: for the largest step and for libraries. graphs: captured steps.
-    states: of linear attention.
+    everything else that the model prepares, such as rotary tables. workspaces: for the largest step and for libraries.
+    graphs: captured steps. states: of linear attention.
     """
 
     weights: int

@@ -19,6 +19,7 @@ from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT, stays_quanti
 from ktqueue.operators.latent_shape import latent_shape
 from ktqueue.operators.latent_weights import up_matrix_bytes
 from ktqueue.operators.native import packed_bytes
+from ktqueue.operators.rotary import rotary_kinds, rotary_pairs
 
 ON_BOTH_SIDES = "GpuDecoder"
 """The operator with dense weights on its device, held as its option `dense` says, and with experts packed for the CPU.
@@ -59,6 +60,7 @@ class ModelReport:
     `source` is the file or folder. `rows` are in model order. `device_bytes` are the bytes of weights on each device.
     `refusal`: why loading would fail, or None. `cache_token_bytes` are the bytes of the cache per token, `state_bytes`
     those of a sequence's states in layers with linear attention.
+    `position_bytes` are the bytes of rotary tables on a GPU for each position. For `original_length` see KVLayout.
     `movable_bytes` are those of experts on the CPU that a GPU may hold too, `movable_layer_bytes` those of the largest
     layer.
     """
@@ -74,6 +76,8 @@ class ModelReport:
     experts_per_token: int
     cache_token_bytes: int
     state_bytes: int
+    position_bytes: int
+    original_length: int
     movable_bytes: int
     movable_layer_bytes: int
 
@@ -118,9 +122,20 @@ def report_model(
         experts_per_token=experts_per_token(prepared.config),
         cache_token_bytes=layout.page_bytes,
         state_bytes=layout.state_bytes,
+        position_bytes=_position_bytes(prepared),
+        original_length=layout.original_length,
         movable_bytes=sum(row.device_bytes for row in movable),
         movable_layer_bytes=max((row.largest_bytes for row in movable), default=0),
     )
+
+
+def _position_bytes(prepared: PreparedModel) -> int:
+    """Bytes of cosines and sines of a position; 0 for models without rotary tables."""
+    if all(replacement.op != ON_BOTH_SIDES for replacement in prepared.plan.replacements):
+        return 0
+    rotary = prepared.skeleton.get_submodule("model.rotary_emb")
+    kinds = rotary_kinds(rotary)
+    return 2 * 4 * max(1, len(kinds)) * rotary_pairs(rotary, kinds)
 
 
 def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:

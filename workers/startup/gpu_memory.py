@@ -103,6 +103,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     weights = memory.used()
     settings = GpuSettings(
         max_tokens=config.step_tokens,
+        positions=config.max_model_len or model.card_facts.max_position_embeddings,
         expert_memory_bytes=config.gpu_expert_memory_bytes,
         handoff=config.handoff,
         expert_streaming=config.expert_streaming,
@@ -191,7 +192,7 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
         device_bytes,
         DeviceUse(
             weights=sum(held for device, held in report.device_bytes.items() if device != "cpu"),
-            experts=_expert_bytes(report, config),
+            experts=_expert_bytes(report, config) + report.position_bytes * _positions(report, config),
             workspaces=CONTEXT_BYTES + step + estimate_selection(rows, vocabulary),
             graphs=estimate_graphs(captured, step, tokens, rows),
             states=SLOTS_PER_ROW * rows * report.state_bytes,
@@ -219,6 +220,11 @@ def _hands_over(report: ModelReport, config: EngineConfig) -> bool:
 def _placed_bytes(report: ModelReport, config: EngineConfig) -> int:
     """Bytes of the experts that are placed on the GPU."""
     return min(config.gpu_expert_memory_bytes, report.movable_bytes)
+
+
+def _positions(report: ModelReport, config: EngineConfig) -> int:
+    """Rows of the rotary tables."""
+    return (config.max_model_len or report.facts.max_position_embeddings) + report.original_length
 
 
 def _expert_bytes(report: ModelReport, config: EngineConfig) -> int:

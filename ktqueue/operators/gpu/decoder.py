@@ -24,7 +24,6 @@ from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.indexer import KeyChoice
-from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary import rotary_tables
@@ -52,7 +51,7 @@ class GpuDecoder(Operator):
         self._routed: list[RoutedLayer] = []
         self._dense_bytes = 0
         self._experts: ExpertMemory | None = None
-        self._tables: list[Rotary] = []  # of growing length
+        self._rotary: Rotary | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
@@ -110,12 +109,16 @@ class GpuDecoder(Operator):
         self._dense_bytes = dense.bytes
 
     def prepare_device(self, settings: GpuSettings) -> None:
-        """Put experts into GPU memory and connect the CPU's experts. Call it once, between `load` and the first step.
+        """Put rotary tables and experts into GPU memory and connect the CPU's experts. Call it once, between `load` and
+        the first step.
 
         Raises ValueError for a setting that this machine does not support, and torch.OutOfMemoryError.
         """
         if not self._layers:
             raise RuntimeError("GpuDecoder has no weights yet")
+        on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
+        tables = rotary_tables(on_host, settings.positions or self.facts.positions, self.facts.rotary_kinds)
+        self._rotary = Rotary(*(table.to(self.device) for table in tables))
         self._experts = ExpertMemory(self._routed, self.facts.hidden, self.facts.dtype, self.device, settings)
 
     @property
@@ -149,6 +152,7 @@ class GpuDecoder(Operator):
     def device_bytes(self) -> dict[str, int]:
         """Bytes by device: experts on the CPU; dense weights and the memory of `prepare_device` on this device."""
         on_device = self._dense_bytes + (self._experts.bytes if self._experts else 0)
+        on_device += 2 * self._rotary.cosine.nbytes if self._rotary else 0
         by_device = {"cpu": sum(layer.packed.bytes for layer in self._routed)}
         by_device[self.device] = by_device.get(self.device, 0) + on_device
         return by_device
@@ -164,7 +168,7 @@ class GpuDecoder(Operator):
     ) -> DecoderOutput:
         """Compute one step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising. All are
         on the device. Raises RuntimeError before `prepare_device`."""
-        if self._experts is None:
+        if self._experts is None or self._rotary is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
         residual, positions = self._embedding.embed(input_ids[0]), position_ids[0]
         if self.facts.embedding_scale != 1:
@@ -172,7 +176,8 @@ class GpuDecoder(Operator):
         tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
         experts = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
-        x = self._run_layers(residual, positions, step, logits_to_keep if scored < tokens else None, experts)
+        kept = logits_to_keep if scored < tokens else None
+        x = self._run_layers(residual, positions, self._rotary, step, kept, experts)
         if scored == 0:
             return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
         logits = self._head(x, dtype=torch.float32)
@@ -186,13 +191,13 @@ class GpuDecoder(Operator):
         self,
         residual: torch.Tensor,
         positions: torch.Tensor,
+        rotary: Rotary,
         step: StepContext,
         kept: torch.Tensor | None,
         experts: StepExperts,
     ) -> torch.Tensor:
         """Run all layers and the last norm: [scored, hidden]. kept: [scored] int64, the tokens that are scored; None:
         all. Writes to the residual [tokens, hidden]."""
-        rotary = self._rotary(step.kv)
         pending = PendingResidual()
         for layer in self._layers[:-1]:
             query = layer.attention.query(residual, pending, positions, rotary, step)
@@ -219,17 +224,7 @@ class GpuDecoder(Operator):
         """Stop the CPU's experts and free the memory of `prepare_device`."""
         if self._experts is not None:
             self._experts.close()
-            self._experts = None
-
-    def _rotary(self, kv: KVCache) -> Rotary:
-        """Rotary tables for all positions that the cache can hold. Earlier, shorter tables are kept, since captured
-        steps read them."""
-        positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
-        if not self._tables or self._tables[-1].cosine.shape[1] < positions:
-            on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
-            tables = rotary_tables(on_host, positions, self.facts.rotary_kinds)
-            self._tables.append(Rotary(*(table.to(self.device) for table in tables)))
-        return self._tables[-1]
+            self._experts = self._rotary = None
 
 
 def _scoring(layer: str, router: RouterFacts, weights: ModuleWeights, device: str) -> Scoring:

@@ -9,7 +9,8 @@ from ktqueue.core.settings.engine import AutoOnOff, HandoffMethod
 class GpuSettings:
     """The argument of a model's `prepare_device`, which is called before the first step.
 
-    max_tokens: of a step. expert_memory_bytes: GPU memory for experts; larger values than all experts need are allowed.
+    max_tokens: of a step. positions: tokens of the longest sequence; 0: as many as the model allows.
+    expert_memory_bytes: GPU memory for experts; larger values than all experts need are allowed.
     expert_streaming: whether long steps copy absent experts to the GPU; "auto": if that is faster. streaming_tokens:
     the smallest long step. streamed_share: the share of the absent experts that a long step copies; None: learned.
     fetched_shares: the share of its missing experts, from 0 to 1, that a short step copies to
@@ -18,6 +19,7 @@ class GpuSettings:
     """
 
     max_tokens: int
+    positions: int = 0
     expert_memory_bytes: int = 0
     handoff: HandoffMethod = "auto"
     expert_streaming: AutoOnOff = "auto"

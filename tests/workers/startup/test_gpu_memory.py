@@ -81,7 +81,8 @@ def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCap
     wrapped = Prepared(demo.module, prepare)
     layout = demo.kv_layout(16)
     gpu = prepare_gpu(replace(demo, module=wrapped), layout, CONFIG, memory)
-    assert seen == [GpuSettings(max_tokens=100, expert_memory_bytes=5 * MIB)]
+    longest = demo.config.max_position_embeddings
+    assert seen == [GpuSettings(max_tokens=100, positions=longest, expert_memory_bytes=5 * MIB)]
     assert wrapped.shapes == [(3, 99, 9)] and wrapped.steps == 1
     use, cache = gpu.plan.use, 9 * layout.page_bytes
     assert (use.weights, use.experts) == (100 * MIB, 7 * MIB)
@@ -144,19 +145,22 @@ def test_memory_can_be_planned_before_loading() -> None:
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 @pytest.mark.parametrize("placed", [0, 5 * MIB, 1 << 40])
 def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streaming: AutoOnOff, tmp_path: Path) -> None:
-    """Except for the table of their places, and the part of an expert that 5 MiB would still have room for."""
+    """With rotary tables, except for the table of places, and the part of an expert that 5 MiB have still room for."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
     decoder = load_model("demo", rules=str(rules)).module
     assert isinstance(decoder, GpuDecoder)
     before = sum(decoder.device_bytes().values())
-    decoder.prepare_device(GpuSettings(max_tokens=100, expert_memory_bytes=placed, expert_streaming=streaming))
+    settings = GpuSettings(max_tokens=100, positions=9000, expert_memory_bytes=placed, expert_streaming=streaming)
+    decoder.prepare_device(settings)
     taken = sum(decoder.device_bytes().values()) - before
     decoder.close()
     config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed, expert_streaming=streaming)
+    config = replace(config, max_model_len=9000)
     plan = plan_before_loading(report_model("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
     assert plan.use.experts == pytest.approx(taken, abs=0.2 * MIB)
-    assert (plan.use.experts == 0) == (placed == 0 and streaming == "off")
+    tables = 9000 * decoder.facts.head_dim * 4
+    assert (plan.use.experts == tables) == (placed == 0 and streaming == "off")
 
 
 @pytest.mark.parametrize(("placed", "handed_over"), [(0, True), (5 * MIB, True), (1 << 40, False)])
