@@ -42,6 +42,16 @@ struct BoundLinearAttention {
     }
 };
 
+// The indexer of a layer; its matrices are owned by Python.
+struct BoundIndexer {
+    Indexer indexer;
+
+    BoundIndexer(size_t heads, size_t columns, const BoundLinear& query, const BoundLinear& key,
+                 const BoundLinear& weights, const ReadOnly& norm, float epsilon)
+        : indexer{heads, columns, &query.linear(), &key.linear(), &weights.linear(), vector_of(norm, "norm"), epsilon} {
+    }
+};
+
 // Latent attention of a layer; its matrices are owned by Python.
 struct BoundLatentAttention {
     LatentAttention layer;
@@ -49,7 +59,8 @@ struct BoundLatentAttention {
     BoundLatentAttention(size_t heads, size_t latent, size_t plain, size_t rotary, size_t value,
                          const BoundLinear* low_rank, const BoundLinear& query, const BoundLinear& key,
                          const BoundLinear& absorb, const BoundLinear& expand, const ReadOnly& low_rank_norm,
-                         const ReadOnly& latent_norm, float epsilon, float growth, float period)
+                         const ReadOnly& latent_norm, float epsilon, float growth, float period, size_t chosen,
+                         const BoundIndexer* indexer)
         : layer{
               .shape = {heads, latent, plain, rotary, value},
               .low_rank = low_rank ? &low_rank->linear() : nullptr,
@@ -62,6 +73,8 @@ struct BoundLatentAttention {
               .epsilon = epsilon,
               .growth = growth,
               .period = period,
+              .chosen = chosen,
+              .indexer = indexer ? std::optional(indexer->indexer) : std::nullopt,
           } {}
 };
 
@@ -131,7 +144,8 @@ class BoundDecoder {
         rotary_ = {data<float>(cosine), data<float>(sine), cosine.shape(0), cosine.shape(1), cosine.shape(2)};
     }
 
-    void set_cache(const std::vector<Writable>& keys, const std::vector<Writable>& values) {
+    void set_cache(const std::vector<Writable>& keys, const std::vector<Writable>& values,
+                   const std::vector<Writable>& index_keys) {
         if (const size_t layers = decoder_.attention_layers(); keys.size() != layers || values.size() != layers)
             throw std::invalid_argument("the cache must have " + std::to_string(layers) + " layers, got " +
                                         std::to_string(keys.size()));
@@ -145,8 +159,20 @@ class BoundDecoder {
                                {pages, page_size, static_cast<int64_t>(kv_heads), static_cast<int64_t>(head_dim)});
                 (arrays == &keys ? key_data : value_data).push_back(data<float>(array));
             }
+        const size_t columns = decoder_.index_columns();
+        if (index_keys.size() != (columns ? keys.size() : 0))
+            throw std::invalid_argument("the cache must have an indexer's keys of " +
+                                        std::to_string(columns ? keys.size() : 0) + " layers, got " +
+                                        std::to_string(index_keys.size()));
+        std::vector<float*> index_data;
+        for (const Writable& array : index_keys) {
+            require<float>(array, "index_keys", {pages, page_size, static_cast<int64_t>(columns)});
+            index_data.push_back(data<float>(array));
+        }
         cache_ = keys;
         cache_.insert(cache_.end(), values.begin(), values.end());
+        cache_.insert(cache_.end(), index_keys.begin(), index_keys.end());
+        index_keys_ = std::move(index_data);
         keys_ = std::move(key_data);
         values_ = std::move(value_data);
         pages_ = static_cast<size_t>(pages);
@@ -216,6 +242,7 @@ class BoundDecoder {
                 },
             .cache_keys = keys_.data(),
             .cache_values = values_.data(),
+            .index_keys = index_keys_.data(),
             .slots = {data<int32_t>(state_sources), data<int32_t>(state_targets), slots_},
             .recent = recent_.data(),
             .states = states_.data(),
@@ -238,7 +265,7 @@ class BoundDecoder {
 
     ReadOnly embedding_, cosine_, sine_;
     std::vector<Writable> cache_, state_cache_;
-    std::vector<float*> keys_, values_, recent_, states_;
+    std::vector<float*> keys_, values_, index_keys_, recent_, states_;
     size_t pages_ = 0, page_size_ = 0, slots_ = 0;
     RotaryTables rotary_;
     Decoder decoder_;
@@ -254,15 +281,21 @@ void bind_decoder(nb::module_& module) {
              nb::arg("tiled"), nb::arg("qkv"), nb::arg("gate"), nb::arg("decay"), nb::arg("rate"),
              nb::arg("convolution"), nb::arg("decay_rates"), nb::arg("decay_biases"), nb::arg("norm"),
              nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
+    nb::class_<BoundIndexer>(module, "Indexer")
+        .def(nb::init<size_t, size_t, const BoundLinear&, const BoundLinear&, const BoundLinear&, const ReadOnly&,
+                      float>(),
+             nb::kw_only(), nb::arg("heads"), nb::arg("columns"), nb::arg("query"), nb::arg("key"), nb::arg("weights"),
+             nb::arg("norm"), nb::arg("epsilon"), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+             nb::keep_alive<1, 6>());
     nb::class_<BoundLatentAttention>(module, "LatentAttention")
-        .def(
-            nb::init<size_t, size_t, size_t, size_t, size_t, const BoundLinear*, const BoundLinear&, const BoundLinear&,
-                     const BoundLinear&, const BoundLinear&, const ReadOnly&, const ReadOnly&, float, float, float>(),
-            nb::kw_only(), nb::arg("heads"), nb::arg("latent"), nb::arg("plain"), nb::arg("rotary"), nb::arg("value"),
-            nb::arg("low_rank").none(), nb::arg("query"), nb::arg("key"), nb::arg("absorb"), nb::arg("expand"),
-            nb::arg("low_rank_norm"), nb::arg("latent_norm"), nb::arg("epsilon"), nb::arg("growth"), nb::arg("period"),
-            nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
-            nb::keep_alive<1, 11>());
+        .def(nb::init<size_t, size_t, size_t, size_t, size_t, const BoundLinear*, const BoundLinear&,
+                      const BoundLinear&, const BoundLinear&, const BoundLinear&, const ReadOnly&, const ReadOnly&,
+                      float, float, float, size_t, const BoundIndexer*>(),
+             nb::kw_only(), nb::arg("heads"), nb::arg("latent"), nb::arg("plain"), nb::arg("rotary"), nb::arg("value"),
+             nb::arg("low_rank").none(), nb::arg("query"), nb::arg("key"), nb::arg("absorb"), nb::arg("expand"),
+             nb::arg("low_rank_norm"), nb::arg("latent_norm"), nb::arg("epsilon"), nb::arg("growth"), nb::arg("period"),
+             nb::arg("chosen"), nb::arg("indexer").none(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+             nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 18>());
     nb::class_<BoundDecoder>(module, "Decoder")
         .def(nb::init<size_t, size_t, size_t, size_t, float, float, float, bool, float, float, const std::string&,
                       const ReadOnly&, const ReadOnly&, const BoundLinear&, float, const std::string&>(),
@@ -282,7 +315,7 @@ void bind_decoder(nb::module_& module) {
              nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>(),
              nb::keep_alive<1, 20>(), nb::keep_alive<1, 21>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
-        .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"))
+        .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"), nb::arg("index_keys"))
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))
         .def("forward", &BoundDecoder::forward, nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("scored"),
              nb::arg("query_starts"), nb::arg("context_lengths"), nb::arg("page_table"), nb::arg("slot_mapping"),

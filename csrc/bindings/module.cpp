@@ -103,6 +103,7 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
         .sliding_window = sliding_window,
         .sinks = sinks ? data<float>(*sinks) : nullptr,
         .output = data<float>(out),
+        .choice = nullptr,
     };
     const KernelTable& kernels = kernels_named(isa);
     nb::gil_scoped_release release;

@@ -75,6 +75,7 @@ constexpr KernelTable make_table(const char* isa) {
          activate_slabs<gate_swiglu_clamped>},
         {},
         attention,
+        index_scores,
         convolve,
         delta_rule,
         multiply_by_sigmoid,

@@ -89,12 +89,32 @@ struct AttentionTask {
     size_t head_dim;     // a multiple of 8, at most kMaxHeadDim
     float scaling;
     float score_cap;  // a score x becomes cap * tanh(x / cap); 0: it does not
+    // All vectors see exactly the keys in these slots of the cache, whose values are the keys. Null: the pages above.
+    const int32_t* slots;
+    size_t slot_count;
+    float* copies;  // room for kAttentionTile keys, slot_stride apart, if there are slots
 };
 
 inline constexpr size_t kMaxVectors = 32;
 inline constexpr size_t kMaxHeadDim = 1024;
+inline constexpr size_t kAttentionTile = 64;  // keys in a tile, at most
 
 using AttentionKernel = void (*)(const AttentionTask& task);
+
+// Scores of an indexer for keys first .. last - 1 of one sequence, each summed over the heads in order:
+//     out[t * out_stride + j] = sum over h of weights[t, h] * max(0, query[t, h] . key[first + j])
+struct IndexTask {
+    const float* query;             // [tokens, heads, key_dim]
+    const float* weights;           // [tokens, heads]
+    size_t tokens, heads, key_dim;  // key_dim: a multiple of 8
+    const float* keys;              // the cache: page p, slot s is at (p * page_size + s) * key_dim
+    const int32_t* pages;           // the sequence's page table
+    size_t page_size;
+    size_t first, last;
+    float* out;
+    size_t out_stride;  // floats
+};
+using IndexKernel = void (*)(const IndexTask& task);
 
 inline constexpr size_t kMaxTaps = 8;
 inline constexpr size_t kMaxDeltaDim = 512;
@@ -152,6 +172,7 @@ struct KernelTable {
     ActivationKernel activate[4];        // by Activation, to slabs
     ActivationKernel activate_tiles[4];  // by Activation, to shuffled rows; null as `shuffle`
     AttentionKernel attention;
+    IndexKernel index_scores;
     ConvolutionKernel convolve;
     DeltaKernel delta_rule;
     SigmoidKernel multiply_by_sigmoid;

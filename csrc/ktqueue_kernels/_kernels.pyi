@@ -118,6 +118,21 @@ class LinearAttention:
         norm: Any,
     ) -> None: ...
 
+class Indexer:
+    """The indexer of a layer of a Decoder: csrc/model/indexer.h. Raises ValueError when its layer is added."""
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        columns: int,
+        query: Linear,
+        key: Linear,
+        weights: Linear,
+        norm: Any,
+        epsilon: float,
+    ) -> None: ...
+
 class LatentAttention:
     """Latent attention of a layer of a Decoder: csrc/model/latent_attention.h. Raises ValueError when it is added."""
 
@@ -139,6 +154,8 @@ class LatentAttention:
         epsilon: float,
         growth: float,
         period: float,
+        chosen: int,
+        indexer: Indexer | None,
     ) -> None: ...
 
 class Decoder:
@@ -215,9 +232,9 @@ class Decoder:
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary tables, [tables, positions, half] each."""
 
-    def set_cache(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
+    def set_cache(self, keys: Sequence[Any], values: Sequence[Any], index_keys: Sequence[Any]) -> None:
         """Set the cache of the next steps, for each layer [pages, page_size, kv_heads, head_dim]. With latent attention
-        the values are the keys."""
+        the values are the keys. index_keys: with indexers, for each layer [pages, page_size, columns]; else empty."""
 
     def set_states(self, recent: Sequence[Any], states: Sequence[Any]) -> None:
         """Set the states of the next steps, for each layer with linear attention [slots, taps - 1, channels] and

@@ -28,16 +28,6 @@ bool is_norm(const std::vector<float>& norm, size_t hidden) {
     return norm.size() == hidden || norm.size() == 2 * hidden;
 }
 
-template <class T>
-T* grown(std::vector<T>& buffer, size_t count) {
-    if (buffer.size() < count) buffer.resize(count);
-    return buffer.data();
-}
-
-void add(float* x, const float* y, size_t count) {
-    for (size_t i = 0; i < count; ++i) x[i] += y[i];
-}
-
 void scale(float* values, size_t count, float factor) {
     if (factor == 1) return;
     for (size_t i = 0; i < count; ++i) values[i] *= factor;
@@ -47,18 +37,6 @@ void scale(float* values, size_t count, float factor) {
 void cap(float* values, size_t count, float limit) {
     if (limit == 0) return;
     for (size_t i = 0; i < count; ++i) values[i] = limit * std::tanh(values[i] / limit);
-}
-
-// Normalises the heads of one token, each head alone or all as one vector.
-void normalise_heads(float* heads, size_t count, size_t head_dim, const std::vector<float>& weight, float epsilon) {
-    if (weight.empty()) return;
-    for (size_t offset = 0; offset < count * head_dim; offset += weight.size())
-        rms_norm(heads + offset, weight.data(), weight.size(), epsilon, heads + offset);
-}
-
-void clamp(float* values, size_t count, float limit) {
-    if (limit == 0) return;
-    for (size_t i = 0; i < count; ++i) values[i] = std::clamp(values[i], -limit, limit);  // NaN stays NaN
 }
 
 }  // namespace
@@ -88,6 +66,13 @@ void Decoder::add_layer(DecoderLayer layer) {
         require(latent.heads == heads && kv_heads == 1 && latent.key() == head_dim, "latent attention");
         require(fits(layer.o, hidden, latent.values()), "o");
         require(!layer.gate, "the gate of attention");
+        const auto& indexer = layer.latent_attention->indexer;
+        const size_t columns = indexer ? indexer->columns : index_columns_;
+        require(layers_.empty() || layer.latent_attention->chosen == chosen_, "the number of chosen keys");
+        require(!layer.latent_attention->chosen || columns, "a first layer without an indexer");
+        require(!index_columns_ || columns == index_columns_, "the indexer");
+        chosen_ = layer.latent_attention->chosen;
+        index_columns_ = columns;
     } else {
         require(fits(layer.q, heads * head_dim, hidden), "q");
         require(fits(layer.k, kv_heads * head_dim, hidden), "k");
@@ -143,8 +128,9 @@ void Decoder::forward(const DecoderStep& step) {
     if (step.paged.tokens == 0) return;
     std::lock_guard lock(mutex_);
     const bool scored_only = step.scored_count != step.paged.tokens;
-    plan_attention(step.paged, shape_.attention, nullptr, 0, work_.all);
-    if (scored_only) plan_attention(step.paged, shape_.attention, step.scored, step.scored_count, work_.scored);
+    plan_attention(step.paged, shape_.attention, nullptr, 0, work_.all, chosen_);
+    if (scored_only)
+        plan_attention(step.paged, shape_.attention, step.scored, step.scored_count, work_.scored, chosen_);
     embed(step);
     size_t attentive = 0, linear = 0;  // layers before this one
     for (const DecoderLayer& layer : layers_) {
@@ -197,153 +183,6 @@ void Decoder::normalise_row(const std::vector<float>& weight, const float* row, 
         rms_norm(row, weight.data(), hidden, shape_.epsilon, out);
     else if (!weight.empty())
         layer_norm(row, weight.data(), weight.data() + hidden, hidden, shape_.epsilon, out);
-}
-
-// Moves the rows of the scored tokens to the front.
-void Decoder::keep_scored(const DecoderStep& step) {
-    const size_t hidden = shape_.hidden;
-    for (std::vector<float>* rows : {&work_.x, &work_.normed})
-        for (size_t i = 0; i < step.scored_count; ++i)  // scored[i] >= i, since the indices rise
-            std::copy_n(rows->data() + static_cast<size_t>(step.scored[i]) * hidden, hidden, rows->data() + i * hidden);
-}
-
-// Computes q of the wanted tokens, and k and v of all tokens, which go into the cache.
-void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
-    const auto [heads, kv_heads, head_dim] = shape_.attention;
-    const size_t tokens = step.paged.tokens, q_size = heads * head_dim, kv_size = kv_heads * head_dim;
-    const size_t wanted = scored_only ? step.scored_count : tokens;
-    float* q = grown(work_.q, wanted * q_size);
-    float* k = grown(work_.k, tokens * kv_size);
-    float* v = grown(work_.v, tokens * kv_size);
-    normalise(layer.attention_norm, 0, tokens);
-    const LinearCall calls[] = {{layer.k, k, kv_size},
-                                {layer.v, v, kv_size},
-                                {layer.q, q, q_size},
-                                {layer.gate, layer.gate ? grown(work_.gate, wanted * q_size) : nullptr, q_size}};
-    const size_t of_wanted = layer.gate ? 2 : 1;
-    run_linears(calls, scored_only ? 2 : 2 + of_wanted, work_.normed.data(), shape_.hidden, tokens);
-    if (scored_only) {
-        keep_scored(step);
-        if (wanted) run_linears(calls + 2, of_wanted, work_.normed.data(), shape_.hidden, wanted);
-    }
-    const RotaryTables& rotary = step.rotary;
-    const auto finish = [&](float* projected, size_t count, const std::vector<float>& norm, size_t token) {
-        if (!shape_.norm_after_rotary) normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
-        clamp(projected, count * head_dim, layer.clip);
-        const size_t position = layer.rotary_table * rotary.positions + static_cast<size_t>(step.positions[token]);
-        const size_t offset = position * rotary.half;
-        for (size_t head = 0; head < (layer.rotated ? count : 0); ++head)
-            rotate(projected + head * head_dim, rotary.cosine + offset, rotary.sine + offset, rotary.half);
-        if (shape_.norm_after_rotary) normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
-    };
-    for_tokens(tokens, q_size + 2 * kv_size, [&](size_t t) {
-        const size_t slot = static_cast<size_t>(step.paged.slot_mapping[t]) * kv_size;
-        finish(k + t * kv_size, kv_heads, layer.k_norm, t);
-        clamp(v + t * kv_size, kv_size, layer.clip);
-        std::copy_n(k + t * kv_size, kv_size, step.cache_keys[index] + slot);
-        std::copy_n(v + t * kv_size, kv_size, step.cache_values[index] + slot);
-        if (t < wanted)
-            finish(q + t * q_size, heads, layer.q_norm, scored_only ? static_cast<size_t>(step.scored[t]) : t);
-    });
-}
-
-// The same for latent attention: the keys of all tokens go into the cache, and the queries are absorbed.
-void Decoder::project_latent(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
-    const LatentAttention& latent = *layer.latent_attention;
-    const size_t hidden = shape_.hidden, tokens = step.paged.tokens, key = latent.shape.key();
-    const size_t wanted = scored_only ? step.scored_count : tokens, queries = latent.shape.queries();
-    const size_t rank = latent.low_rank_norm.size();
-    const size_t table = layer.rotary_table * step.rotary.positions * step.rotary.half;
-    const float *cosine = step.rotary.cosine + table, *sine = step.rotary.sine + table;
-    float* keys = grown(work_.k, tokens * key);
-    float* projected = grown(work_.projected, wanted * queries);
-    float* low_rank = grown(work_.low_rank, wanted * rank);
-    normalise(layer.attention_norm, 0, tokens);
-    const LinearCall calls[] = {
-        {latent.key, keys, key},
-        latent.low_rank ? LinearCall{latent.low_rank, low_rank, rank} : LinearCall{latent.query, projected, queries}};
-    run_linears(calls, scored_only ? 1 : 2, work_.normed.data(), hidden, tokens);
-    for_tokens(tokens, 2 * key, [&](size_t t) {
-        const size_t offset = static_cast<size_t>(step.positions[t]) * step.rotary.half;
-        finish_key(latent, cosine + offset, sine + offset, keys + t * key);
-        std::copy_n(keys + t * key, key,
-                    step.cache_keys[index] + static_cast<size_t>(step.paged.slot_mapping[t]) * key);
-    });
-    const int64_t* positions = step.positions;
-    if (scored_only) {
-        keep_scored(step);
-        int64_t* kept = grown(work_.positions, wanted);
-        for (size_t i = 0; i < wanted; ++i) kept[i] = step.positions[step.scored[i]];
-        positions = kept;
-        run_linears(calls + 1, 1, work_.normed.data(), hidden, wanted);
-    }
-    if (latent.low_rank) expand_queries(latent, wanted, low_rank, projected);
-    absorb_queries(latent, cosine, sine, positions, wanted, projected,
-                   grown(work_.q, wanted * latent.shape.heads * key));
-}
-
-void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
-    const auto [heads, kv_heads, head_dim] = shape_.attention;
-    const size_t q_size = heads * head_dim;
-    const AttentionPlan& plan = scored_only ? work_.scored : work_.all;
-    const size_t count = plan.queries.size();
-    float* attended = grown(work_.attended, count * q_size);
-    attend(step.paged, shape_.attention, plan,
-           {work_.q.data(), head_dim, q_size, step.cache_keys[index], step.cache_values[index], shape_.scaling,
-            shape_.score_cap, layer.sliding_window, layer.sinks.empty() ? nullptr : layer.sinks.data(), attended},
-           kernels_);
-    if (layer.gate)
-        for_tokens(count, 8 * q_size, [&](size_t t) {
-            kernels_.multiply_by_sigmoid(work_.gate.data() + t * q_size, q_size, attended + t * q_size);
-        });
-    if (!layer.latent_attention) return add_attended(layer, attended, q_size, count);
-    const size_t width = layer.latent_attention->shape.values();
-    float* values = grown(work_.v, count * width);
-    expand_values(*layer.latent_attention, attended, count, values);
-    add_attended(layer, values, width, count);
-}
-
-// Computes linear attention of all tokens, since each changes the state, and keeps the wanted ones.
-void Decoder::attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
-    const LinearAttention& attention = *layer.linear_attention;
-    const LinearAttentionShape& shape = attention.shape;
-    const size_t tokens = step.paged.tokens, values = shape.values(), heads = shape.value_heads;
-    normalise(layer.attention_norm, 0, tokens);
-    const LinearAttentionCall call = {
-        .qkv = grown(work_.q, tokens * shape.channels()),
-        .gate = grown(work_.gate, tokens * values),
-        .decay = grown(work_.decay, tokens * heads),
-        .rate = grown(work_.rate, tokens * heads),
-        .recent = step.recent[index],
-        .states = step.states[index],
-        .epsilon = shape_.epsilon,
-        .output = grown(work_.attended, tokens * values),
-    };
-    const LinearCall calls[] = {{attention.qkv, call.qkv, shape.channels()},
-                                {attention.gate, call.gate, values},
-                                {attention.decay, call.decay, heads},
-                                {attention.rate, call.rate, heads}};
-    run_linears(calls, 4, work_.normed.data(), shape_.hidden, tokens);
-    attend(step.paged, step.slots, attention, call, kernels_);
-    if (scored_only) {
-        keep_scored(step);
-        for (size_t i = 0; i < step.scored_count; ++i)
-            std::copy_n(call.output + static_cast<size_t>(step.scored[i]) * values, values, call.output + i * values);
-    }
-    add_attended(layer, call.output, values, scored_only ? step.scored_count : tokens);
-}
-
-// x += o(attended) for the first `count` rows of `width` numbers.
-void Decoder::add_attended(const DecoderLayer& layer, const float* attended, size_t width, size_t count) {
-    if (count == 0) return;
-    const size_t hidden = shape_.hidden;
-    float* out = grown(work_.out, count * hidden);
-    layer.o->forward(attended, width, count, out, hidden);
-    float* x = work_.x.data();
-    for_tokens(count, hidden, [&](size_t t) {
-        normalise_row(layer.attention_out_norm, out + t * hidden, out + t * hidden);
-        add(x + t * hidden, out + t * hidden, hidden);
-    });
 }
 
 // x += feed_forward(norm(x)) for tokens first .. first + count - 1.

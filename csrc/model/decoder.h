@@ -66,6 +66,7 @@ struct DecoderStep {
     PagedStep paged;
     float* const* cache_keys;    // per layer with attention: [pages, page_size, kv_heads, head_dim]
     float* const* cache_values;  // with latent attention the keys
+    float* const* index_keys;    // the same, of layers with an indexer [pages, page_size, columns]
     StateStep slots;             // of a model with linear attention
     float* const* recent;        // per layer with linear attention: see LinearAttentionCall
     float* const* states;
@@ -92,6 +93,8 @@ class Decoder {
     size_t attention_layers() const { return layers_.size() - linear_layers_.size(); }
     // The shapes of the layers with linear attention, in order.
     const std::vector<LinearAttentionShape>& linear_layers() const { return linear_layers_; }
+    // Columns of the keys of the indexers; 0: there are none.
+    size_t index_columns() const { return index_columns_; }
     size_t vocabulary() const { return head_.rows(); }
 
     // Layers with routed experts run so far, and the sum over these runs of the different experts used.
@@ -101,11 +104,23 @@ class Decoder {
   private:
     struct Workspace {
         std::vector<float> x, normed, low_rank, projected, q, k, v, gate, decay, rate, attended, out, router_logits,
-            scores, routing, shares, shared;
+            scores, routing, shares, shared, index_keys, index_queries, index_weights, index_scores;
         std::vector<int64_t> ids, zeros, positions;
-        std::vector<uint8_t> used;  // [experts]
+        std::vector<int32_t> choice;  // [tokens, chosen] slots: see ChoiceCall
+        std::vector<uint8_t> used;    // [experts]
         AttentionPlan all, scored;
     };
+
+    // Returns the buffer with room for `count` elements, whose contents are lost if it grows.
+    template <class T>
+    static T* grown(std::vector<T>& buffer, size_t count) {
+        if (buffer.size() < count) buffer.resize(count);
+        return buffer.data();
+    }
+
+    static void add(float* x, const float* y, size_t count) {
+        for (size_t i = 0; i < count; ++i) x[i] += y[i];
+    }
 
     void check(const DecoderStep& step) const;
     void embed(const DecoderStep& step);
@@ -128,6 +143,7 @@ class Decoder {
     const KernelTable& kernels_;
     std::vector<DecoderLayer> layers_;
     std::vector<LinearAttentionShape> linear_layers_;
+    size_t chosen_ = 0, index_columns_ = 0;  // of all layers: see LatentAttention
     std::mutex mutex_;
     Workspace work_;
     std::atomic<uint64_t> expert_layers_run_{0}, experts_used_{0};

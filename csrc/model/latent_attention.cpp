@@ -38,6 +38,8 @@ void check(const LatentAttention& layer, size_t hidden) {
     require(fits(layer.expand, shape.heads * block_rows(shape.value), shape.latent), "the matrix of values");
     require(layer.low_rank_norm.size() == rank, "the norm of the query");
     require(layer.latent_norm.size() == shape.latent, "the norm of the latent");
+    require(!layer.indexer || layer.chosen > 0, "the number of chosen keys");
+    if (layer.indexer) check(*layer.indexer, hidden, rank, shape.rotary);
 }
 
 void finish_key(const LatentAttention& layer, const float* cosine, const float* sine, float* key) {
@@ -46,13 +48,15 @@ void finish_key(const LatentAttention& layer, const float* cosine, const float* 
     rotate(key + shape.latent, cosine, sine, shape.rotary / 2);
 }
 
-void expand_queries(const LatentAttention& layer, size_t tokens, float* low_rank, float* projected) {
+void expand_queries(const LatentAttention& layer, size_t tokens, float* low_rank, float* projected, float* indexed) {
     const size_t rank = layer.low_rank_norm.size();
     for_tokens(tokens, rank, [&](size_t t) {
         float* row = low_rank + t * rank;
         rms_norm(row, layer.low_rank_norm.data(), rank, layer.epsilon, row);
     });
-    layer.query->forward(low_rank, rank, tokens, projected, layer.shape.queries());
+    LinearCall calls[2] = {{layer.query, projected, layer.shape.queries()}};
+    if (indexed) calls[1] = {layer.indexer->query, indexed, layer.indexer->heads * layer.indexer->columns};
+    run_linears(calls, indexed ? 2 : 1, low_rank, rank, tokens);
 }
 
 void absorb_queries(const LatentAttention& layer, const float* cosine, const float* sine, const int64_t* positions,

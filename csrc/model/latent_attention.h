@@ -6,8 +6,10 @@
 // depend on other rows, on the chunks of its row, or on the number of threads.
 #pragma once
 
+#include <optional>
 #include <vector>
 
+#include "model/indexer.h"
 #include "model/linear.h"
 #include "model/rotary.h"
 
@@ -37,6 +39,10 @@ struct LatentAttention {
     // A query at position p is multiplied by 1 + growth * log(1 + floor(p / period)) (Mistral 4).
     float growth = 0;
     float period = 1;
+    // A token that sees more keys attends to so many, as the indexer of this layer or of the last one before that has
+    // an indexer chooses. 0: it attends to all, and there is no indexer.
+    size_t chosen = 0;
+    std::optional<Indexer> indexer;
 };
 
 // Throws std::invalid_argument if the parts do not fit each other or `hidden`.
@@ -45,8 +51,9 @@ void check(const LatentAttention& layer, size_t hidden);
 // Normalises and rotates a token's key in place. key: [latent + rotary]; cosine, sine: of its position.
 void finish_key(const LatentAttention& layer, const float* cosine, const float* sine, float* key);
 
-// Normalises low-rank queries [tokens, rank] in place, and multiplies them: projected, [tokens, queries].
-void expand_queries(const LatentAttention& layer, size_t tokens, float* low_rank, float* projected);
+// Normalises low-rank queries [tokens, rank] in place, and multiplies them: projected, [tokens, queries]; indexed:
+// queries of the indexer [tokens, heads, columns], or null.
+void expand_queries(const LatentAttention& layer, size_t tokens, float* low_rank, float* projected, float* indexed);
 
 // Turns projected queries into those that the cache's keys are multiplied by. projected: [tokens, queries], overwritten;
 // absorbed: [tokens, heads, latent + rotary]; positions: [tokens]; cosine, sine: of all positions.

@@ -32,24 +32,30 @@ void attend_piece(const PagedStep& step, const AttentionShape& shape, const Atte
             if (layer.sinks) sinks[vectors] = layer.sinks[head];
             first_key[vectors] = layer.sliding_window && seen > layer.sliding_window ? seen - layer.sliding_window : 0;
         }
+    const Query& last = plan.queries[piece.last - 1];
+    const bool chooses = plan.chooses(last);
+    thread_local std::vector<float> copies;
+    if (chooses && copies.size() < kAttentionTile * shape.head_dim) copies.resize(kAttentionTile * shape.head_dim);
     const size_t kv_offset = piece.head / (shape.heads / shape.kv_heads) * shape.head_dim;
     kernels.attention({query, output, first_key, last_key, layer.sinks ? sinks : nullptr, vectors,
                        layer.cache_keys + kv_offset, layer.cache_values + kv_offset,
-                       step.page_table + plan.queries[piece.first].row * step.max_pages, step.page_size,
-                       shape.kv_heads * shape.head_dim, shape.head_dim, layer.scaling, layer.score_cap});
+                       step.page_table + last.row * step.max_pages, step.page_size, shape.kv_heads * shape.head_dim,
+                       shape.head_dim, layer.scaling, layer.score_cap,
+                       chooses ? layer.choice + last.token * plan.chosen : nullptr, plan.chosen, copies.data()});
 }
 
 // Cuts queries begin .. end - 1 of one row into pieces of at most kMaxVectors query vectors. The longest contexts come
-// first, so that the last tasks are short.
-void cut_row(const AttentionShape& shape, size_t begin, size_t end, std::vector<AttentionPiece>& pieces) {
+// first, so that the last tasks are short. Queries that choose their keys are alone in their pieces.
+void cut_row(const AttentionShape& shape, size_t begin, size_t end, AttentionPlan& plan) {
     const size_t group = shape.heads / shape.kv_heads;
     const size_t heads_at_once = std::min(group, kMaxVectors);
     const size_t queries_at_once = kMaxVectors / heads_at_once;
     for (size_t last = end; last > begin;) {
-        const size_t first = last - begin > queries_at_once ? last - queries_at_once : begin;
+        const size_t at_once = plan.chooses(plan.queries[last - 1]) ? 1 : queries_at_once;
+        const size_t first = last - begin > at_once ? last - at_once : begin;
         for (size_t shared = 0; shared < shape.heads; shared += group)
             for (size_t head = shared; head < shared + group; head += heads_at_once)
-                pieces.push_back({first, last, head, std::min(heads_at_once, shared + group - head)});
+                plan.pieces.push_back({first, last, head, std::min(heads_at_once, shared + group - head)});
         last = first;
     }
 }
@@ -94,7 +100,8 @@ void check(const PagedStep& step) {
 }
 
 void plan_attention(const PagedStep& step, const AttentionShape& shape, const int64_t* wanted, size_t count,
-                    AttentionPlan& plan) {
+                    AttentionPlan& plan, size_t chosen) {
+    plan.chosen = chosen;
     plan.queries.clear();
     plan.pieces.clear();
     size_t next = 0;  // index into `wanted`
@@ -103,14 +110,14 @@ void plan_attention(const PagedStep& step, const AttentionShape& shape, const in
         const size_t unseen =
             end - static_cast<size_t>(step.context_lengths[row]);  // may wrap below 0; seen = t + 1 - unseen
         const size_t begin = plan.queries.size();
+        const auto add = [&](size_t token) { plan.queries.push_back({token, row, token + 1 - unseen}); };
         if (wanted) {
             for (; next < count && static_cast<size_t>(wanted[next]) < end; ++next)
-                plan.queries.push_back({row, static_cast<size_t>(wanted[next]) + 1 - unseen});
+                add(static_cast<size_t>(wanted[next]));
         } else {
-            for (size_t t = static_cast<size_t>(step.query_starts[row]); t < end; ++t)
-                plan.queries.push_back({row, t + 1 - unseen});
+            for (size_t t = static_cast<size_t>(step.query_starts[row]); t < end; ++t) add(t);
         }
-        cut_row(shape, begin, plan.queries.size(), plan.pieces);
+        cut_row(shape, begin, plan.queries.size(), plan);
     }
 }
 

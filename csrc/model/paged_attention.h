@@ -32,9 +32,10 @@ struct AttentionShape {
 // Throws std::invalid_argument if the kernels do not support these heads.
 void check(const AttentionShape& shape);
 
-// One token whose attention is wanted: its row, and how many keys of the row it sees at most.
+// One token whose attention is wanted: its index in the packed batch, its row, and how many keys of the row it sees at
+// most.
 struct Query {
-    size_t row, seen;
+    size_t token, row, seen;
 };
 
 // Queries first .. last - 1, all of one row, at query heads head .. head + heads - 1, which share a key/value head.
@@ -46,11 +47,14 @@ struct AttentionPiece {
 struct AttentionPlan {
     std::vector<Query> queries;
     std::vector<AttentionPiece> pieces;
+    size_t chosen = 0;  // a token that sees more keys attends to so many, which an indexer chooses; 0: to all
+
+    bool chooses(const Query& query) const { return chosen && query.seen > chosen; }
 };
 
 // Plans the attention of the tokens in `wanted` ([count] indices in the packed batch, rising; null: all tokens).
 void plan_attention(const PagedStep& step, const AttentionShape& shape, const int64_t* wanted, size_t count,
-                    AttentionPlan& plan);
+                    AttentionPlan& plan, size_t chosen = 0);
 
 // The arrays of one layer. Strides are in floats; the last dimension (head_dim) is always dense.
 struct AttentionLayer {
@@ -62,6 +66,8 @@ struct AttentionLayer {
     size_t sliding_window;  // keys that a token sees at most, including itself; 0: no limit
     const float* sinks;     // [heads] a score of each head that takes a share of the softmax and has no value; or null
     float* output;          // [queries, heads, head_dim]
+    // [tokens, chosen] slots of the keys that a token attends to, if the plan has it choose; its values are the keys.
+    const int32_t* choice;
 };
 
 void attend(const PagedStep& step, const AttentionShape& shape, const AttentionPlan& plan, const AttentionLayer& layer,

@@ -140,8 +140,6 @@ def _problem(family: Family, model_type: str) -> str | None:
             return f"decoded is about {decoded.name}, but the model class is {name}"
         if decoded.latent:
             return "latent attention of packages is not supported: decoded.latent must be empty"
-        if decoded.indexed:
-            return "indexers of packages are not supported: decoded.indexed must be False"
         try:
             register(decoded)
         except ValueError as error:

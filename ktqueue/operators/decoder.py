@@ -16,8 +16,8 @@ from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.latent_shape import LatentShape
-from ktqueue.operators.latent_weights import read_latent_attention
+from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape
+from ktqueue.operators.latent_weights import read_indexer, read_latent_attention
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts, PackedMatrix
@@ -153,12 +153,15 @@ class CpuDecoder(Operator):
         tables = rotary_tables(self.rotary, positions, self.facts.rotary_kinds)
         decoder.set_rotary(*(table.numpy() for table in tables))
         keys = [keys.numpy() for keys in kv.keys]
-        decoder.set_cache(keys, keys if self.facts.latent else [values.numpy() for values in kv.values])
+        values = keys if self.facts.latent else [values.numpy() for values in kv.values]
+        decoder.set_cache(keys, values, [keys.numpy() for keys in kv.index_keys])
         decoder.set_states([recent.numpy() for recent in kv.recent], [states.numpy() for states in kv.states])
         self._kv = kv
 
     def _add_layer(self, decoder: _kernels.Decoder, layer: LayerFacts, weights: ModuleWeights) -> None:
         options = self._options
+        # For a router or an indexer, where nearly equal scores decide between experts or keys.
+        exact: KernelOptions = {**options, "activations": "float32"}
 
         def counted(packed: native.Linear) -> _kernels.Linear:
             self._dense_bytes += packed.bytes
@@ -232,6 +235,19 @@ class CpuDecoder(Operator):
             )
             return {**unused, "o": linear("linear_attn.out_proj"), "linear_attention": bound}
 
+        def indexer(shape: IndexerShape, rotary: int) -> _kernels.Indexer:
+            name = "self_attn.indexer"
+            parts = read_indexer(weights, f"{layer.name}.{name}", shape, rotary)
+            return _kernels.Indexer(
+                heads=shape.heads,
+                columns=shape.key,
+                query=matrix(parts.query),
+                key=matrix(parts.key),
+                weights=linear(f"{name}.weights_proj", exact),
+                norm=parts.norm,
+                epsilon=INDEX_NORM_EPSILON,
+            )
+
         def latent_attention(shape: LatentShape) -> dict[str, Any]:
             parts = read_latent_attention(weights, f"{layer.name}.self_attn", shape)
             bound = _kernels.LatentAttention(
@@ -250,6 +266,8 @@ class CpuDecoder(Operator):
                 epsilon=shape.epsilon,
                 growth=shape.growth,
                 period=shape.period,
+                chosen=shape.indexer.chosen if shape.indexer else 0,
+                indexer=indexer(shape.indexer, shape.rotary) if shape.indexer and layer.chooses else None,
             )
             return {**unused, "o": linear("self_attn.o_proj"), "latent_attention": bound}
 
@@ -275,8 +293,7 @@ class CpuDecoder(Operator):
             mlp_out_norm=norm(layer.mlp_out_norm) if layer.mlp_out_norm else _NONE,
             mlp=dense_mlp(mlp) if mlp else None,
             shared_gate=linear(f"{layer.shared}_gate") if layer.shared_gate else None,
-            # The router is never quantised, because nearly equal scores decide between experts.
-            router=linear(router.name, {**options, "activations": "float32"}) if router else None,
+            router=linear(router.name, exact) if router else None,
             experts=routed_experts() if router else None,
             experts_per_token=router.chosen if router else 0,
             renormalise=router is not None and router.renormalise,

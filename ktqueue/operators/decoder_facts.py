@@ -130,8 +130,6 @@ def facts_of(
     the decoder does not compute the model's class or a part of it."""
     kind = BY_NAME.get(type(model).__name__)
     if kind is None or kind.name not in SUPPORTED[decoder]:
-        if kind is not None and kind.indexed:
-            raise ValueError("an indexer chooses the keys of each token, which only a GPU's decoder computes")
         raise ValueError(f"it knows {', '.join(SUPPORTED[decoder])}")
     config: Any = model.config
     body: Any = model.model

@@ -15,12 +15,11 @@ from torch.nn import functional
 
 from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.dense import DenseWeights
-from ktqueue.operators.latent_shape import IndexerShape, rotate
+from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, rotate
 from ktqueue.operators.step import StepContext
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """A matrix: [tokens, columns] -> [tokens, rows]."""
-NORM_EPSILON = 1e-6  # as in transformers, whatever the config says
 _BYTES_AT_ONCE = 256 << 20
 _SCORE_BYTES = 16  # of a key, with what sorting needs
 
@@ -56,7 +55,7 @@ class Indexer:
         None: all tokens attend to all keys.
         """
         shape = self.shape
-        key = functional.layer_norm(self.key(x), (shape.key,), self.norm_weight, self.norm_bias, NORM_EPSILON)
+        key = functional.layer_norm(self.key(x), (shape.key,), self.norm_weight, self.norm_bias, INDEX_NORM_EPSILON)
         key = self._rotated(key, cosine, sine)
         step.kv.write_index_keys(layer, step.slot_mapping, key)
         if not has_choice(step, shape.chosen):
@@ -67,9 +66,9 @@ class Indexer:
         choice = torch.full((len(x), shape.chosen), -1, dtype=torch.int64, device=x.device)
         for tokens, pages, seen in _parts(step, shape.chosen, _SCORE_BYTES, 0):
             scores = index_scores(query[tokens], weights[tokens], keys, pages, seen)
-            best = scores.topk(min(shape.chosen, scores.shape[1]), dim=-1, sorted=False)
+            values, indices = _best(scores, min(shape.chosen, scores.shape[1]))
             # In the order of positions, so that sums over them do not depend on the last bits of scores.
-            found = best.indices.masked_fill(best.values == -torch.inf, -1).sort(dim=-1).values
+            found = indices.masked_fill(values == -torch.inf, -1).sort(dim=-1).values
             choice[tokens, : found.shape[1]] = found
         return choice
 
@@ -136,6 +135,16 @@ def attend_to_choice(
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
         weights = scores.softmax(-1).to(query.dtype)
         out[tokens] = torch.bmm(weights, found[..., :latent])
+
+
+def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best of scores [tokens, keys] and their places, [tokens, count] each; on a CPU the first of equal
+    ones, elsewhere those that torch.topk takes."""
+    if scores.device.type == "cpu":
+        values, indices = scores.sort(dim=-1, descending=True, stable=True)
+        return values[:, :count], indices[:, :count]
+    values, indices = scores.topk(count, dim=-1, sorted=False)
+    return values, indices
 
 
 def _gathered(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ tokens, rotary] each, in which both halves are equal."""
 
 GROWTH = "llama_4_scaling_beta"
 """The rotary parameter of models whose queries grow with their position."""
+INDEX_NORM_EPSILON = 1e-6
+"""Of the norm of an indexer's keys in transformers, whatever the config says."""
 
 
 @dataclass(frozen=True, slots=True)

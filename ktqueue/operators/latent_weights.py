@@ -1,11 +1,12 @@
-"""The matrices of multi-head latent attention in the form that the compiled decoder needs. Knows no kernel."""
+"""The matrices of multi-head latent attention, and of its indexer, in the form that the compiled decoder needs. Knows
+no kernel."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from ktqueue.operators import native
-from ktqueue.operators.latent_shape import LatentShape
+from ktqueue.operators.latent_shape import IndexerShape, LatentShape
 from ktqueue.operators.linear_attention import rows_of_parts, take_rows
 from ktqueue.operators.packed import Floats, JoinedMatrix, ModuleWeights, PackedMatrix
 
@@ -50,6 +51,28 @@ def read_latent_attention(weights: ModuleWeights, name: str, shape: LatentShape)
         absorb=_in_panels(absorb, shape.heads),
         expand=_in_panels(expand, shape.heads),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """The parts of an indexer. query: [heads * key, rank]; key: [key, hidden]; norm: of keys, weights and biases [2 *
+    key]. The pairs of rotary rows are half the rotary rows apart."""
+
+    query: PackedMatrix
+    key: PackedMatrix
+    norm: Floats
+
+
+def read_indexer(weights: ModuleWeights, name: str, shape: IndexerShape, rotary: int) -> IndexerWeights:
+    """Read the indexer with that name, whose queries and keys have `rotary` columns that are rotated, the first."""
+    query, key = weights.matrix(f"{name}.wq_b.weight"), weights.matrix(f"{name}.wk.weight")
+    norms = weights.vector(f"{name}.k_norm.weight"), weights.vector(f"{name}.k_norm.bias")
+    if shape.interleaved:
+        order = np.concatenate([np.arange(0, rotary, 2), np.arange(1, rotary, 2), np.arange(rotary, shape.key)])
+        query = take_rows(query, (np.arange(shape.heads)[:, None] * shape.key + order).reshape(-1))
+        key = take_rows(key, order)
+        norms = norms[0][order], norms[1][order]
+    return IndexerWeights(query, key, np.concatenate(norms))
 
 
 def split_up_rows(up: PackedMatrix, shape: LatentShape) -> tuple[PackedMatrix, PackedMatrix]:

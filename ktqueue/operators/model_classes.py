@@ -14,8 +14,7 @@ class ModelClass:
     partly_rotated: rotary embeddings may turn only the first columns of each head. interleaved: they turn pairs of
     adjacent columns, not columns half a head apart. norm_after_rotary: query and key are normalised after their
     rotation. windows_rotated: if the model has layers with sliding windows, only those rotate. latent: the name of the
-    class of its multi-head latent attention; empty: it has none. indexed: an indexer chooses the keys of a token,
-    which CpuDecoder does not compute.
+    class of its multi-head latent attention; empty: it has none.
     """
 
     name: str
@@ -24,7 +23,6 @@ class ModelClass:
     norm_after_rotary: bool = False
     windows_rotated: bool = False
     latent: str = ""
-    indexed: bool = False
 
 
 MODEL_CLASSES = (
@@ -32,7 +30,7 @@ MODEL_CLASSES = (
     ModelClass("AfmoeForCausalLM"),
     ModelClass("DeepseekV2ForCausalLM", latent="DeepseekV2Attention"),
     ModelClass("DeepseekV3ForCausalLM", latent="DeepseekV3Attention"),
-    ModelClass("DeepseekV32ForCausalLM", latent="DeepseekV32Attention", indexed=True),
+    ModelClass("DeepseekV32ForCausalLM", latent="DeepseekV32Attention"),
     ModelClass("Dots1ForCausalLM"),
     ModelClass("Ernie4_5ForCausalLM", interleaved=True),
     ModelClass("Ernie4_5_MoeForCausalLM", interleaved=True),
@@ -41,7 +39,7 @@ MODEL_CLASSES = (
     ModelClass("Gemma3ForCausalLM"),
     ModelClass("Glm4MoeForCausalLM", partly_rotated=True),
     ModelClass("Glm4MoeLiteForCausalLM", latent="Glm4MoeLiteAttention"),
-    ModelClass("GlmMoeDsaForCausalLM", latent="GlmMoeDsaAttention", indexed=True),
+    ModelClass("GlmMoeDsaForCausalLM", latent="GlmMoeDsaAttention"),
     ModelClass("GptOssForCausalLM"),
     ModelClass("GraniteForCausalLM"),
     ModelClass("GraniteMoeForCausalLM"),
@@ -70,7 +68,7 @@ MODEL_CLASSES = (
 
 BY_NAME = {entry.name: entry for entry in MODEL_CLASSES}
 SUPPORTED = {
-    "CpuDecoder": tuple(entry.name for entry in MODEL_CLASSES if not entry.indexed),
+    "CpuDecoder": tuple(BY_NAME),
     "GpuDecoder": tuple(BY_NAME),
     "LatentAttention": tuple(entry.latent for entry in MODEL_CLASSES if entry.latent),
 }

@@ -175,7 +175,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 LATENT = {**LATENT_SIZES, "routed_scaling_factor": 1.5}
 INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}  # of few heads, scores would tie at 0
-SHARED_CHOICE = {"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+SHARED_CHOICE = {"indexer_types": ["full", "full", "shared"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
 SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),

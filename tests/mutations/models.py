@@ -119,6 +119,13 @@ MODELS: dict[str, Mutation] = {
             "tests/operators/gpu/test_decoder.py::test_logits_equal_those_of_transformers[cpu-glm_moe_dsa]",
         ),
     ),
+    "the compiled decoder attends to all keys": Mutation(
+        "a token attends to the keys that the indexer chooses, on the CPU too",
+        "ktqueue/operators/decoder.py",
+        "                chosen=shape.indexer.chosen if shape.indexer else 0,",
+        "                chosen=1 << 20,",
+        (f"{DECODER}[deepseek_v32]",),
+    ),
     "rules are found only by path": Mutation(
         "a shipped rule file is found by its name in any folder",
         "ktqueue/loading/rules.py",

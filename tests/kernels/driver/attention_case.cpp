@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "cases.h"
+#include "model/indexer.h"
 #include "model/paged_attention.h"
 #include "threads/thread_pool.h"
 
@@ -69,6 +70,34 @@ struct AttentionCase {
     }
 };
 
+// The choices of an indexer with random queries and keys, which must be in order and of the row.
+std::vector<int32_t> choose(Random& random, const PagedStep& step, const AttentionPlan& plan,
+                            const KernelTable& kernels) {
+    Indexer indexer;
+    indexer.heads = random.number(1, 9);
+    indexer.columns = 8 * random.number(1, 5);
+    const std::vector<float> query = random.floats(plan.queries.size() * indexer.heads * indexer.columns);
+    const std::vector<float> weights = random.floats(plan.queries.size() * indexer.heads);
+    const std::vector<float> keys = random.floats(step.pages * step.page_size * indexer.columns);
+    std::vector<int32_t> slots(step.tokens * plan.chosen, -1);
+    std::vector<float> scores;
+    choose_keys(step, plan, indexer, {query.data(), weights.data(), keys.data(), slots.data()}, kernels, scores);
+    for (const Query& q : plan.queries) {
+        if (!plan.chooses(q)) continue;
+        size_t position = 0;
+        for (size_t i = 0; i < plan.chosen; ++i, ++position) {
+            const auto slot = static_cast<size_t>(slots[q.token * plan.chosen + i]);
+            const auto slot_of = [&](size_t at) {
+                const int32_t page = step.page_table[q.row * step.max_pages + at / step.page_size];
+                return static_cast<size_t>(page) * step.page_size + at % step.page_size;
+            };
+            while (position < q.seen && slot_of(position) != slot) ++position;
+            require(position < q.seen, "an indexer chose a key that its token does not see, or one twice");
+        }
+    }
+    return slots;
+}
+
 }  // namespace
 
 void run_attention(Random& random, const KernelTable& kernels) {
@@ -88,8 +117,9 @@ void run_attention(Random& random, const KernelTable& kernels) {
         if (random.chance(2)) wanted.push_back(static_cast<int64_t>(t));
     const bool all = wanted.empty() || random.chance(2);  // a null pointer means all of them
     const size_t queries = all ? tokens : wanted.size();
+    const bool chooses = shape.kv_heads == 1 && random.chance(2);
     AttentionPlan plan;
-    plan_attention(step, shape, all ? nullptr : wanted.data(), queries, plan);
+    plan_attention(step, shape, all ? nullptr : wanted.data(), queries, plan, chooses ? random.number(1, 40) : 0);
 
     const std::vector<float> key = random.floats(shape.kv_heads * tokens * dim);
     const std::vector<float> value = random.floats(shape.kv_heads * tokens * dim);
@@ -101,15 +131,27 @@ void run_attention(Random& random, const KernelTable& kernels) {
     write_cache(step, shape,
                 {key.data(), value.data(), kv_head, kv_token, kv_head, kv_token, keys.data(), values.data()});
 
-    const size_t window = random.chance(2) ? 0 : random.number(1, 40);
+    const std::vector<int32_t> choice = chooses ? choose(random, step, plan, kernels) : std::vector<int32_t>();
+    const size_t window = random.chance(2) || chooses ? 0 : random.number(1, 40);
     std::vector<float> outputs[2];
     for (const size_t threads : {3, 1}) {
         set_shared_pool(threads, 20, Pin::off);
         std::vector<float>& output = outputs[threads == 1];
         output.assign(queries * shape.heads * dim, std::numeric_limits<float>::quiet_NaN());
         attend(step, shape, plan,
-               {query.data(), head_first ? queries * dim : dim, head_first ? dim : shape.heads * dim, keys.data(),
-                values.data(), 1.0f / std::sqrt(static_cast<float>(dim)), window, nullptr, output.data()},
+               {
+                   .query = query.data(),
+                   .query_head_stride = head_first ? queries * dim : dim,
+                   .query_token_stride = head_first ? dim : shape.heads * dim,
+                   .cache_keys = keys.data(),
+                   .cache_values = chooses ? keys.data() : values.data(),
+                   .scaling = 1.0f / std::sqrt(static_cast<float>(dim)),
+                   .score_cap = 0,
+                   .sliding_window = window,
+                   .sinks = nullptr,
+                   .output = output.data(),
+                   .choice = choice.data(),
+               },
                kernels);
     }
     if (!outputs[0].empty() && std::memcmp(outputs[0].data(), outputs[1].data(), 4 * outputs[0].size()) != 0)

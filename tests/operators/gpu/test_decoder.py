@@ -89,6 +89,23 @@ def test_the_decoder_equals_that_of_the_cpu_on_quantised_weights(
     assert_close(fed(make_decoder(model, quant)), feed(other), 1e-5)
 
 
+def test_of_keys_with_equal_scores_the_first_are_chosen(
+    make_decoder: Callable[..., Any], given_weights: Callable[..., Any]
+) -> None:
+    """If all scores are 0, the first twelve keys are chosen, so a change behind them does not reach the last token."""
+    model = make_model("deepseek_v32", num_hidden_layers=1)
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.indexer.weights_proj.weight)
+    other = CpuDecoder.from_module(model)
+    other.load(given_weights(model, "F32"))
+    ids = SEQUENCES["s2"]
+    expected = Cache(other).step({"s2": ids})
+    for place, matters in ((11, True), (12, False), (38, False)):
+        changed = [*ids[:place], (ids[place] + 1) % VOCAB, *ids[place + 1 :]]
+        assert torch.equal(Cache(other).step({"s2": changed})[-1], expected[-1]) is not matters
+    found = fed(make_decoder(model), ALONE)["s2"]
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def record_bytes(decoder: GpuDecoder) -> int:
     """Bytes of all routed experts in GPU format."""
     return int(decoder.statistics()["expert_bytes"])
