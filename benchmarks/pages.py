@@ -48,6 +48,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
         {
             "accuracy": quality.accuracy,
             "perplexity": quality.perplexity,
+            "quantisers": quality.quantisers,
             "deferral": own_section,
         },
     ),

@@ -1,4 +1,4 @@
-"""The page of quality: sections for accuracy.json and perplexity.json."""
+"""The page of quality: sections for accuracy.json, perplexity.json and quantisers.json."""
 
 from typing import Any
 
@@ -55,4 +55,18 @@ def perplexity(result: dict[str, Any]) -> list[str]:
         },
         [{"format": name, **sources} for name, sources in figures.items()],
         words=1,
+    )
+
+
+def quantisers(result: dict[str, Any]) -> list[str]:
+    """Errors of our quantisers as a share of llama.cpp's, by weights and importance."""
+    formats = result["figures"][0]["ratios"]
+    return section(
+        "Quantisers",
+        "Sum of the squared errors of weights, each weighted by the importance of its column, as a share of the same "
+        f"sum for llama.cpp's quantiser with the same importance: below 1 ours is nearer. {software(result)}",
+        {"weights": "{weights}", "importance": "{importance}"}
+        | {quant: f"{{ratios[{quant}]:.3f}}" for quant in formats},
+        result["figures"],
+        words=2,
     )

@@ -10,24 +10,23 @@ and TEXT may hold .xz files.
 import hashlib
 import lzma
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
 from benchmarks.command import add_cpu_arguments, command_line
 from benchmarks.quality import accuracy
+from benchmarks.quality.quantisers import packed_by_llama
 from benchmarks.results import write
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.quantize import WRITABLE, quantize
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
-from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats, row_bytes
+from ktqueue.loading.weight_formats import BLOCKS, Bytes, Floats
 
 REFERENCE = "BF16"
 EMBEDDING = "token_embd.weight"
@@ -61,11 +60,7 @@ def _pack(values: Floats, quant: str, llama_python: str | None) -> Bytes:
         return quantize(values, quant)
     if llama_python is None:
         raise SystemExit(f"{quant} needs --llama-python")
-    columns = values.shape[1]
-    kind = int(gguf.GGMLQuantizationType[quant])
-    words = [llama_python, str(Path(__file__).with_name("ggml_quantize.py")), kind, columns, row_bytes(quant, columns)]
-    done = subprocess.run([str(word) for word in words], input=values.tobytes(), stdout=subprocess.PIPE, check=True)
-    return np.frombuffer(done.stdout, np.uint8)
+    return packed_by_llama(llama_python, quant, values)
 
 
 def _unpacked(folder: Path, target: Path) -> Path:

@@ -220,7 +220,7 @@ void row_weights(const float* values, const std::vector<float>& importance, std:
     const float inverse = mean > 1e-30 ? static_cast<float>(1 / mean) : 0;
     for (size_t i = 0; i < importance.size(); ++i) {
         const float relative = values[i] * inverse;
-        weights[i] = importance[i] * std::sqrt(1 + relative * relative);
+        weights[i] = importance[i] * std::sqrt(2 + relative * relative);
     }
 }
 

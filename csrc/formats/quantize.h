@@ -25,8 +25,9 @@ const Quantizer& find_quantizer(std::string_view name);
 // they are the same for any number of threads. `importance`: [columns] or null, the mean squares of the activations
 // that the columns are multiplied by; only their ratios matter, and nothing but zeros is the same as null.
 //
-// The weight of a squared error is importance * sqrt(mean square of the row + value^2). Large values count more because
-// they are often outliers that matter. (llama.cpp weights so when it has an importance matrix: ggml-quants.c.)
+// The weight of a squared error is importance * sqrt(2 * mean square of the row + value^2). Large values count more
+// because they are often outliers that matter. (llama.cpp weights so, by superblock, when it has an importance matrix:
+// ggml-quants.c.)
 //
 // Throws std::invalid_argument unless all values are between -kMostMagnitude and kMostMagnitude.
 void quantize(const Quantizer& quantizer, const float* values, size_t rows, size_t columns, const float* importance,
