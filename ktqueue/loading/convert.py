@@ -18,6 +18,7 @@ from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.importance import ImportanceMatrix, read_importance
+from ktqueue.loading.gguf.latent import split_latent_matrix
 from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, TensorNameMap
 from ktqueue.loading.gguf.linear import CONVOLUTION, Change, file_parts
 from ktqueue.loading.gguf.metadata import metadata_from_config, with_multi_token_layers
@@ -186,6 +187,8 @@ def _parts(
     """Return what a file holds of a tensor: name and shape of each part, and what is done to its values."""
     if family.linear:
         return [*file_parts(family.architecture, name, shape, config)]
+    if family.two_parts and name.endswith("self_attn.kv_b_proj.weight"):
+        return [*split_latent_matrix(name, shape, config)]
     if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
         return [(name, shape, lambda values: permute(values, heads))]  # into GGUF's rotary order

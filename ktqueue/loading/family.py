@@ -43,7 +43,8 @@ class ModelFamily:
     `implied`: config values that the GGUF architecture fixes. `layer_modules`: modules of a layer that hold weights,
     with transformers' names. `layer_tensors`: tensors of a layer whose names end neither in weight nor in bias.
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
-    frequencies. `latent`: the attention is multi-head latent attention. `sigmoid`: experts are scored by sigmoid.
+    frequencies. `latent`: the attention is multi-head latent attention. `indexed`: an indexer chooses the keys of a
+    token. `growing`: queries grow with their position. `sigmoid`: experts are scored by sigmoid.
     `by_tensor`: config values that are true if a file has that tensor. `rope`: rotary parameters that the architecture
     fixes. `alternating`: every second layer, from the first on, has a sliding window. `windows_listed`: files say which
     layers have one. `softmax_of_chosen`: files may say that experts are scored by the softmax over the chosen ones.
@@ -61,6 +62,8 @@ class ModelFamily:
     permuted: bool = False
     rope_factors: bool = False
     latent: bool = False
+    indexed: bool = False
+    growing: bool = False
     sigmoid: bool = False
     layer_tensors: tuple[str, ...] = ()
     by_tensor: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +75,11 @@ class ModelFamily:
     next_tokens: bool = False
     gemma: bool = False
     names: str = ""
+
+    @property
+    def two_parts(self) -> bool:
+        """Whether files hold the matrix that makes keys and values from latents in two parts."""
+        return self.indexed or self.growing
 
     @property
     def has_experts(self) -> bool:

@@ -25,7 +25,6 @@ class UnsupportedFamily:
 
 _STATE = "layers that keep a state instead of keys and values"
 _SPARSE = "sparse attention, where an indexer chooses the keys"
-_SPARSE_FILE = f"{_SPARSE}; only its folder is served"
 _OWN_CODE = "an architecture that transformers does not have"
 
 UNSUPPORTED = (
@@ -34,7 +33,6 @@ UNSUPPORTED = (
     UnsupportedFamily("Aria", "experts whose matrices are transposed", ("aria", "aria_text")),
     UnsupportedFamily("Bamba", f"{_STATE} (Mamba 2)", ("bamba",)),
     UnsupportedFamily("DBRX", "one matrix for query, key and value that is clamped", (), ("dbrx",)),
-    UnsupportedFamily("DeepSeek-V3.2", _SPARSE_FILE, (), ("deepseek32",)),
     UnsupportedFamily(
         "DeepSeek-V4",
         "attention to compressed keys, and experts that are chosen by token id",
@@ -55,7 +53,6 @@ UNSUPPORTED = (
         "attention to the keys and values of another model",
         ("gemma4_assistant", "gemma4_unified_assistant"),
     ),
-    UnsupportedFamily("GLM-5", _SPARSE_FILE, (), ("glm-dsa",)),
     UnsupportedFamily("GLM-5-Next", f"{_SPARSE}, and {_STATE}", ("glm5_next", "glm5_next_text")),
     UnsupportedFamily("Granite 4 hybrid", f"{_STATE} (Mamba 2)", (), ("granitehybrid",)),
     UnsupportedFamily("Grok", "a soft cap of attention scores and logits", (), ("grok",)),
@@ -96,9 +93,6 @@ UNSUPPORTED = (
         "MiniMax-M3",
         f"{_SPARSE}, and a gate with limits",
         ("minimax_m3", "minimax_m3_vl", "minimax_m3_vl_text"),
-    ),
-    UnsupportedFamily(
-        "Mistral 4", "queries that grow with their position; only its folder is served", (), ("mistral4",)
     ),
     UnsupportedFamily(
         "Nemotron-H",

@@ -201,7 +201,11 @@ OF_QWEN = {
 
 @pytest.mark.parametrize(
     ("model_type", "architecture", "names", "plus"),
-    [("glm4_moe", "glm4moe", {"layer": "model.layers.2."}, 0), ("qwen3_next", "qwen3next", OF_QWEN, 1)],
+    [
+        ("glm4_moe", "glm4moe", {"layer": "model.layers.2."}, 0),
+        ("deepseek_v32", "deepseek32", {"layer": "model.layers.2."}, 0),
+        ("qwen3_next", "qwen3next", OF_QWEN, 1),
+    ],
 )
 def test_layers_that_predict_further_tokens_are_kept(
     model_type: str,

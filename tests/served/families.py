@@ -32,12 +32,23 @@ BY_MODULES: dict[str, dict[str, Any]] = {
 """Sizes by model type. No decoder computes these families: their modules are those of transformers."""
 FILE_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": 64},  # llama.cpp knows the model without it by its number of layers
+    "deepseek_v32": {"index_head_dim": 64},  # llama.cpp turns the indexer's keys by a Hadamard matrix
     "dots1": {"sliding_window": None, "num_key_value_heads": 4},
     "ernie4_5_moe": {"use_bias": False},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 3},
+    "glm_moe_dsa": {"index_head_dim": 64},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral4": {  # llama.cpp takes the factors of yarn for 1
+        "rope_parameters": {
+            **decoder_families.YARN,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
+    },
     "mixtral": {"sliding_window": None},
     "olmoe": {"clip_qkv": None, "num_key_value_heads": 4},
     "qwen3_5_moe_text": {"linear_value_head_dim": 16},

@@ -24,6 +24,8 @@ from ktqueue.loading.gguf.fields import (
     HEAD_DIM,
     HUNYUAN,
     HUNYUAN_NORMS,
+    INDEXER,
+    INDEXER_MODULES,
     LATENT,
     LATENT_MODULES,
     LINEAR,
@@ -59,6 +61,24 @@ def _gemma_family(
         layer_modules=(*NORMS, *norms, "pre_feedforward_layernorm", "post_feedforward_layernorm", *ATTENTION, *MLP),
         implied={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
         gemma=True,
+    )
+
+
+def _indexed_family(architecture: str, model_type: str, class_name: str) -> ModelFamily:
+    """DeepSeek-V3.2 or GLM-5."""
+    return ModelFamily(
+        architecture=architecture,
+        model_type=model_type,
+        class_name=class_name,
+        fields=(*LATENT, *INDEXER),
+        layer_modules=(*LATENT_MODULES, *INDEXER_MODULES),
+        layer_tensors=("mlp.gate.e_score_correction_bias",),
+        implied={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        latent=True,
+        indexed=True,
+        sigmoid=True,
+        next_tokens=True,
+        names="glm-dsa",  # the library does not know deepseek32, whose names are the same
     )
 
 
@@ -151,6 +171,18 @@ FAMILIES = (
         latent=True,
         sigmoid=True,
         next_tokens=True,
+    ),
+    _indexed_family("deepseek32", "deepseek_v32", "DeepseekV32ForCausalLM"),
+    _indexed_family("glm-dsa", "glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+    ModelFamily(
+        architecture="mistral4",
+        model_type="mistral4",
+        class_name="Mistral4ForCausalLM",
+        fields=LATENT,
+        layer_modules=LATENT_MODULES,
+        implied={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+        latent=True,
+        growing=True,
     ),
     ModelFamily(
         architecture="glm4moe",

@@ -31,6 +31,11 @@ LATENT = (
     MetadataField("routed_scaling_factor", "expert_weights_scale", float, required=False),
     MetadataField("kv_lora_rank", "attention.kv_lora_rank"),
 )
+INDEXER = (
+    MetadataField("index_n_heads", "attention.indexer.head_count"),
+    MetadataField("index_head_dim", "attention.indexer.key_length"),
+    MetadataField("index_topk", "attention.indexer.top_k"),
+)
 SIGMOID_FIELDS = (
     *COMMON,
     MetadataField("n_routed_experts", EXPERT_KEY, aliases=("num_experts", "num_local_experts")),
@@ -94,6 +99,7 @@ LATENT_MODULES = (
     *SHARED_EXPERTS,
     *MLP,
 )
+INDEXER_MODULES = tuple(f"self_attn.indexer.{part}" for part in ("wq_b", "wk", "weights_proj", "k_norm"))
 
 LINEAR = (
     MetadataField("linear_conv_kernel_dim", "ssm.conv_kernel"),

@@ -1,12 +1,13 @@
-"""Multi-head latent attention and its router in GGUF files (architecture deepseek2): metadata keys and tensors.
+"""Multi-head latent attention and its router in GGUF files: metadata keys and tensors.
 
-Key names and meanings are those of llama.cpp's conversion/deepseek.py and src/models/deepseek2.cpp. Newer files have
-the widths of a head under keys with the suffix `_mla`, and the widths of a latent under keys without it. Older files
-have the widths of a head under keys without the suffix.
+Key names and meanings are those of llama.cpp's conversion/deepseek.py, glm.py and mistral3.py, and of deepseek2.cpp,
+deepseek32.cpp and glm-dsa.cpp in src/models. Newer files have the widths of a head under keys with the suffix `_mla`,
+and the widths of a latent under keys without it. Older files have the widths of a head under keys without the suffix.
 
 Files written since April 2025 store the matrix that makes keys and values in two parts (`attn_k_b` and `attn_v_b`).
 The part for keys is transposed per head, because absorbed attention multiplies it that way. transformers has one
-matrix, in which each head's rows for keys come before its rows for values.
+matrix, in which each head's rows for keys come before its rows for values. llama.cpp reads the architectures with an
+indexer only in two parts, so we write all but deepseek2 so.
 """
 
 import math
@@ -15,17 +16,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor, requantise_matrix
+from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.linear import Change
+from ktqueue.loading.weight_formats import Floats
 from ktqueue.operators.packed import JoinedMatrix, PackedMatrix
 
 SIGMOID = 2  # value of `expert_gating_func`; 1 or no value means softmax
 # Number of expert groups, and how many of them a token may use, by the number of experts. For files of DeepSeek-V2
 # (160 experts), V3 and R1 (256) that were written before these keys existed.
 _DEFAULT_GROUPS = {160: (8, 3), 256: (8, 4)}
+_SHARING_CONTEXT = 1 << 20  # a GLM-5.2, whose layers share choices, by its context length (llama.cpp)
+_TYPES = "attention.indexer.types"
+_SHARES = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset")
+_BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+_ANY_BETA = 0.1  # Mistral 4's; the first `_ORIGINAL` tokens do not depend on it
 
 # A config must have these keys: transformers' defaults are those of DeepSeek-V3, which GGUF readers do not know.
 _REQUIRED_WITH_SIGMOID = ("n_group", "topk_group", "routed_scaling_factor")
@@ -33,18 +43,21 @@ _REQUIRED_WITH_SIGMOID = ("n_group", "topk_group", "routed_scaling_factor")
 _KEYS_TENSOR = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")
 
 
-def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def latent_config(
+    family: ModelFamily, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
+) -> dict[str, Any]:
     """Return the config keys that only these families have.
 
     `config` holds the keys that were read before. Raises CheckpointError.
     """
+    prefix = family.architecture
 
     def width(name: str) -> int:
         key = f"{prefix}.attention.{name}_mla"
         key = key if key in metadata else f"{prefix}.attention.{name}"
         return int(metadata_number(metadata.get(key), int, key, source))
 
-    if metadata.get(key := f"{prefix}.attention.temperature_scale"):  # Mistral Large 3, of the same architecture
+    if metadata.get(key := f"{prefix}.attention.temperature_scale") and not family.growing:  # Mistral Large 3
         raise CheckpointError(f"{source}: {key} is not supported")
     key = f"{prefix}.rope.dimension_count"
     rotary_width, key_length = int(metadata_number(metadata.get(key), int, key, source)), width("key_length")
@@ -56,10 +69,9 @@ def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     groups = metadata_count(metadata, f"{prefix}.expert_group_count", source)
     used_groups = metadata_count(metadata, f"{prefix}.expert_group_used_count", source)
     if not groups:
-        groups, used_groups = _DEFAULT_GROUPS.get(experts, (1, 1))
+        groups, used_groups = (1, 1) if family.two_parts else _DEFAULT_GROUPS.get(experts, (1, 1))
     elif not used_groups:
         raise CheckpointError(f"{source}: metadata key {prefix}.expert_group_used_count is missing")
-    sigmoid = metadata.get(f"{prefix}.expert_gating_func") == SIGMOID
     normalised = bool(metadata.get(f"{prefix}.expert_weights_norm", False))
     latent_keys = {
         "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),
@@ -73,37 +85,126 @@ def latent_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
         "topk_group": used_groups,
         "norm_topk_prob": normalised,
     }
-    if sigmoid:
+    if family.indexed:
+        if metadata_count(metadata, key := f"{prefix}.expert_gating_func", source) not in (0, SIGMOID):
+            raise CheckpointError(f"{source}: {key} {metadata[key]} is not supported")
+        latent_keys |= _indexer_types(prefix, metadata, config, source)
+    if family.sigmoid or family.growing:
         return latent_keys
     if normalised:  # transformers' router of DeepSeek-V2 never normalises
         raise CheckpointError(f"{source}: {prefix}.expert_weights_norm with softmax scores is not supported")
     return latent_keys | {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
 
 
-def latent_metadata(prefix: str, config: Mapping[str, Any], source: str, *, sigmoid: bool) -> dict[str, Any]:
+def _indexer_types(
+    prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
+) -> dict[str, list[str]]:
+    """Return which layers have an indexer, and which share the choice of the layer before; empty: all have one."""
+    layers = int(config["num_hidden_layers"])
+    if (listed := metadata.get(key := f"{prefix}.{_TYPES}")) is None:
+        if prefix != "glm-dsa" or config["max_position_embeddings"] < _SHARING_CONTEXT:
+            return {}
+        listed = [layer < 2 or layer % 4 == 2 for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) < layers or not {*listed} <= {0, 1}:  # False is 0, True is 1
+        raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
+    return {"indexer_types": ["full" if value else "shared" for value in listed[:layers]]}
+
+
+def growth_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the context length and the rotary parameters of a model whose queries grow with their position (Mistral
+    4). `config` has its other rotary parameters.
+
+    llama.cpp's converter does not write how much they grow. In the original context they do not, so such a file has
+    this context. Raises CheckpointError.
+    """
+    rope, context = dict(config["rope_parameters"]), int(config["max_position_embeddings"])
+    key = f"{prefix}.attention.temperature_length"
+    period = int(metadata_number(metadata.get(key, rope.get(_ORIGINAL)), int, key, source))
+    if rope.setdefault(_ORIGINAL, period) != period:
+        raise CheckpointError(f"{source}: {key} must be {rope[_ORIGINAL]}, the original context, got {period}")
+    scale = metadata.get(key := f"{prefix}.attention.temperature_scale")
+    if scale is None:
+        context = min(context, period)
+    # The file has a float32; configs have at most six digits.
+    beta = _ANY_BETA if scale is None else round(float(metadata_number(scale, float, key, source)), 6)
+    return {"max_position_embeddings": context, "rope_parameters": {**rope, _BETA: beta}}
+
+
+def latent_metadata(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return GGUF metadata for a config: the inverse of `latent_config`.
 
-    The widths are written in the older meaning, since one matrix makes keys and values. Raises CheckpointError.
+    If one matrix makes keys and values, the widths are written in the older meaning. Raises CheckpointError.
     """
+    prefix, sigmoid = family.architecture, family.sigmoid
     for name in _REQUIRED_WITH_SIGMOID if sigmoid else ():
         if config.get(name) is None:
             raise CheckpointError(f"{source}: config key {name} is missing")
     rotary_width = int(config["qk_rope_head_dim"])
+    widths = int(config["qk_nope_head_dim"]) + rotary_width, int(config["v_head_dim"])
+    attention = {
+        "head_count_kv": int(config["num_attention_heads"]),
+        "key_length": widths[0],
+        "value_length": widths[1],
+    }
+    if family.two_parts:
+        latent = int(config["kv_lora_rank"])
+        attention = {"head_count_kv": 1, "key_length": latent + rotary_width, "value_length": latent}
+        attention |= {"key_length_mla": widths[0], "value_length_mla": widths[1]}
     metadata: dict[str, Any] = {
-        f"{prefix}.attention.head_count_kv": int(config["num_attention_heads"]),
-        f"{prefix}.attention.key_length": int(config["qk_nope_head_dim"]) + rotary_width,
-        f"{prefix}.attention.value_length": int(config["v_head_dim"]),
+        **{f"{prefix}.attention.{name}": value for name, value in attention.items()},
         f"{prefix}.rope.dimension_count": rotary_width,
-        f"{prefix}.leading_dense_block_count": int(config.get("first_k_dense_replace") or 0),
+        f"{prefix}.leading_dense_block_count": _dense_layers(config, source),
         f"{prefix}.expert_gating_func": SIGMOID if sigmoid else SIGMOID - 1,
-        f"{prefix}.expert_weights_norm": sigmoid and bool(config.get("norm_topk_prob", True)),
+        f"{prefix}.expert_weights_norm": (sigmoid or family.growing) and bool(config.get("norm_topk_prob", True)),
     }
     if config.get("q_lora_rank"):
         metadata[f"{prefix}.attention.q_lora_rank"] = int(config["q_lora_rank"])
     grouped = sigmoid or config.get("topk_method") == "group_limited_greedy"
     metadata[f"{prefix}.expert_group_count"] = int(config.get("n_group") or 1) if grouped else 1
     metadata[f"{prefix}.expert_group_used_count"] = int(config.get("topk_group") or 1) if grouped else 1
+    if family.indexed:
+        metadata |= _types_metadata(prefix, config, source)
+    if family.growing:
+        rope = config.get("rope_parameters") or {}
+        for name, key in ((_BETA, "temperature_scale"), (_ORIGINAL, "temperature_length")):
+            if (value := rope.get(name)) is None:
+                raise CheckpointError(f"{source}: rope {name} is missing")
+            metadata[f"{prefix}.attention.{key}"] = int(value) if name == _ORIGINAL else float(value)
     return metadata
+
+
+def _types_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict[str, list[bool]]:
+    if (types := config.get("indexer_types")) is not None:
+        return {f"{prefix}.{_TYPES}": [kind == "full" for kind in types]}
+    if shares := [name for name in _SHARES if config.get(name) is not None]:
+        raise CheckpointError(f"{source}: config key {shares[0]} cannot be written to GGUF without indexer_types")
+    return {f"{prefix}.{_TYPES}": [True] * int(config["num_hidden_layers"])} if prefix == "glm-dsa" else {}
+
+
+def _dense_layers(config: Mapping[str, Any], source: str) -> int:
+    """Return how many layers, the first, have no experts. Raises CheckpointError if others have none either."""
+    if (kinds := config.get("mlp_layer_types")) is None:
+        return int(config.get("first_k_dense_replace") or 0)
+    dense = [kind == "dense" for kind in kinds]
+    if dense != sorted(dense, reverse=True):
+        raise CheckpointError(f"{source}: GGUF cannot express mlp_layer_types {[*kinds]}")
+    return sum(dense)
+
+
+def split_latent_matrix(
+    name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> list[tuple[str, tuple[int, ...], Change]]:
+    """Return name, shape and change of the two parts that a file has of the matrix that makes keys and values."""
+    heads, plain, value = (int(config[key]) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+
+    def parts(values: Floats) -> tuple[Floats, Floats]:
+        keys, rest = np.split(values.reshape(heads, plain + value, -1), [plain], 1)
+        return np.ascontiguousarray(keys.transpose(0, 2, 1)), np.ascontiguousarray(rest)
+
+    return [
+        (name.replace("kv_b_proj", "k_b_proj"), (heads, shape[1], plain), lambda values: parts(values)[0]),
+        (name.replace("kv_b_proj", "v_b_proj"), (heads, value, shape[1]), lambda values: parts(values)[1]),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

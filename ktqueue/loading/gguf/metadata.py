@@ -7,7 +7,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.family import MetadataField, ModelFamily
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
-from ktqueue.loading.gguf.latent import SIGMOID, latent_config, latent_metadata
+from ktqueue.loading.gguf.latent import SIGMOID, growth_config, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
 from ktqueue.operators.model_classes import is_partly_rotated
@@ -36,13 +36,15 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
     if family.windows_listed:
         config["layer_types"] = _listed_windows(family, metadata, config["num_hidden_layers"], source)
     if family.latent:
-        config |= latent_config(family.architecture, metadata, config, source)
+        config |= latent_config(family, metadata, config, source)
     if family.linear:
         config |= linear_config(family.architecture, metadata, config, source)
     rope = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
     if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
         rope["partial_rotary_factor"] = part
     config["rope_parameters"] = {**rope, **family.rope}
+    if family.growing:
+        config |= growth_config(family.architecture, metadata, config, source)
     if family.gemma:
         config |= gemma_config(family.architecture, metadata, config, source)
     return config
@@ -126,7 +128,7 @@ def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source:
         family.architecture, config, source, latent=family.latent, factors=family.rope_factors, implied=family.rope
     )
     if family.latent:
-        return {**metadata, **latent_metadata(family.architecture, config, source, sigmoid=family.sigmoid), **rope}
+        return {**metadata, **latent_metadata(family, config, source), **rope}
     if (head_dim := config.get("head_dim")) is not None:
         metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
     if family.windows_listed:

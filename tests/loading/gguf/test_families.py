@@ -119,7 +119,19 @@ def test_windows_that_gguf_does_not_imply_are_not_written(make_model: Callable[.
         convert(folder, tmp_path / "file.gguf", experts="f32", dense="f32")
 
 
-@pytest.mark.parametrize("model_type", ["granite", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "granite",
+        "ernie4_5",
+        "seed_oss",
+        "hunyuan_v1_dense",
+        "glm4_moe_lite",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "mistral4",
+    ],
+)
 def test_logits_of_files_equal_transformers(
     model_type: str,
     make_model: Callable[..., Path],

@@ -164,7 +164,7 @@ def metadata_of(model_type: str, **changes: Any) -> dict[str, Any]:
         "n_group": 1, "topk_group": 1, **changes,
     }  # fmt: skip
     family = family_of_model_type(model_type, "folder")
-    return {"general.architecture": "deepseek2", **metadata_from_config(family, config, "folder")}
+    return {"general.architecture": family.architecture, **metadata_from_config(family, config, "folder")}
 
 
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -240,6 +240,56 @@ def test_old_files_have_default_groups(experts: int, groups: tuple[int, int]) ->
 def test_impossible_metadata_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         config_of({**metadata_of("deepseek_v2"), **changes})
+
+
+INDEXER = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "q_lora_rank": 48, "num_hidden_layers": 7}
+
+
+def test_layers_share_choices_as_a_file_or_its_context_says() -> None:
+    """GLM-5.2 has a context of a million tokens, and files that do not name its layers."""
+    metadata = metadata_of("glm_moe_dsa", **INDEXER, max_position_embeddings=1 << 20)
+    assert config_of(metadata)["indexer_types"] == ["full"] * 7
+    key = "glm-dsa.attention.indexer.types"
+    assert config_of({**metadata, key: [1, 0, 0, 1, 1, 1, 1, 0]})["indexer_types"][:4] == [
+        "full",
+        *["shared"] * 2,
+        "full",
+    ]
+    with pytest.raises(CheckpointError, match=f"{key} must be true or false for each of 7 layers"):
+        config_of({**metadata, key: [True]})
+    del metadata[key]
+    assert config_of(metadata)["indexer_types"] == [*["full"] * 3, *["shared"] * 3, "full"]
+    assert "indexer_types" not in config_of({**metadata, "glm-dsa.context_length": 1 << 17})
+    with pytest.raises(CheckpointError, match=r"glm-dsa\.expert_gating_func 1 is not supported"):
+        config_of({**metadata, "glm-dsa.expert_gating_func": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index_topk_freq": 4}, "index_topk_freq cannot be written to GGUF without indexer_types"),
+        ({"mlp_layer_types": ["sparse", "dense"]}, "GGUF cannot express mlp_layer_types"),
+    ],
+)
+def test_layers_that_gguf_cannot_express_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        metadata_of("glm_moe_dsa", **INDEXER, **change)
+
+
+def test_without_their_growth_queries_of_a_file_have_the_original_context() -> None:
+    """llama.cpp's converter leaves it out. Up to there queries do not grow."""
+    rope = {**YARN, "original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.3}
+    metadata = metadata_of("mistral4", rope_parameters=rope)
+    found = config_of(metadata)
+    assert (found["rope_parameters"], found["max_position_embeddings"]) == (rope, 4096)
+    assert found["norm_topk_prob"] is True
+    prefix = "mistral4.attention.temperature"
+    with pytest.raises(CheckpointError, match=f"{prefix}_length must be 128, the original context, got 64"):
+        config_of({**metadata, f"{prefix}_length": 64})
+    del metadata[f"{prefix}_scale"], metadata[f"{prefix}_length"]
+    assert config_of(metadata)["max_position_embeddings"] == 128
+    with pytest.raises(CheckpointError, match="rope llama_4_scaling_beta is missing"):
+        metadata_of("mistral4", rope_parameters=YARN)
 
 
 @pytest.mark.parametrize(
