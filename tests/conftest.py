@@ -166,6 +166,11 @@ def random_weights() -> Callable[..., np.ndarray[Any, np.dtype[np.uint8]]]:
         if quant == "NVFP4":
             blocks[:, :4] = random.integers(25, 39, (len(blocks), 4))  # 2^-5 to 2^-3
             return blocks.reshape(-1)
+        if quant == "FP4":  # d and r are those of all rows; the scale of a weight is 2^-5 to 2^-3, as of NVFP4
+            d = 0.0117 * random.uniform(0.5, 1.5)
+            blocks[:, :8] = np.array([d, np.float16(d / 100)], "<f4").view(np.uint8)
+            blocks[:, 8:12] = random.integers(76, 90, (len(blocks), 4))
+            return blocks.reshape(-1)
         if quant == "FP8":
             blocks[:, :4] = (random.uniform(0.5, 2.0, len(blocks)) * 0.001).astype("<f4").view(np.uint8).reshape(-1, 4)
             np.copyto(blocks[:, 4:], 8, where=(blocks[:, 4:] & 127) == 127)

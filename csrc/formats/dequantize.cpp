@@ -3,6 +3,7 @@
 // A decoder has kBlock (weights), kBytes, a constructor that reads a block's header, and decode(group, values), which
 // writes the 32 weights of a group. Products are computed from left to right as in formats/quant_format.h, so the
 // values equal those of the `gguf` package bit for bit.
+#include <cmath>
 #include <cstring>
 
 #include "formats/grid_block.h"
@@ -198,22 +199,42 @@ struct DecodeMXFP4 {
     }
 };
 
+// Two runs of 16 nibbles, the low ones of 8 bytes first, each with its step.
+inline void look_up_halves(const uint8_t* q, const float (&steps)[2], float* values) {
+    for (const float step : steps) {
+        for (size_t i = 0; i < 8; ++i) {
+            values[i] = step * static_cast<float>(kMXFP4Values[q[i] & 15]);
+            values[i + 8] = step * static_cast<float>(kMXFP4Values[q[i] >> 4]);
+        }
+        q += 8;
+        values += 16;
+    }
+}
+
 struct DecodeNVFP4 {
     static constexpr size_t kBlock = 64, kBytes = 36;
     const uint8_t* block;
     explicit DecodeNVFP4(const uint8_t* data) : block(data) {}
     void decode(size_t g, float* values) const {
-        for (size_t k = 2 * g; k < 2 * g + 2; ++k, values += 16) {
-            const uint16_t half = half_of_e4m3(block[k]);
-            uint8_t bytes[2];
-            std::memcpy(bytes, &half, 2);
-            const float step = half_to_float(bytes);
-            const uint8_t* q = block + 4 + 8 * k;
-            for (size_t i = 0; i < 8; ++i) {
-                values[i] = step * static_cast<float>(kMXFP4Values[q[i] & 15]);
-                values[i + 8] = step * static_cast<float>(kMXFP4Values[q[i] >> 4]);
-            }
-        }
+        const auto step = [&](size_t k) { return 0.5f * e4m3_to_float(scale_of_nvfp4(block[k])); };
+        look_up_halves(block + 4 + 16 * g, {step(2 * g), step(2 * g + 1)}, values);
+    }
+};
+
+struct DecodeFP4 {
+    static constexpr size_t kBlock = 64, kBytes = 44;
+    const uint8_t* block;
+    float d, r;
+    explicit DecodeFP4(const uint8_t* data) : block(data) {
+        std::memcpy(&d, data, 4);
+        std::memcpy(&r, data + 4, 4);
+    }
+    void decode(size_t g, float* values) const {
+        const auto step = [&](size_t k) {
+            const float scale = 0.5f * e4m3_to_float(block[8 + k] & 127);
+            return std::fma(scale, d, scale * r);
+        };
+        look_up_halves(block + 12 + 16 * g, {step(2 * g), step(2 * g + 1)}, values);
     }
 };
 
@@ -313,6 +334,7 @@ constexpr DequantizeKernel kKernels[kQuantCount] = {
     dequantize<DecodeWithMinimum<24>>,
     dequantize<DecodeUINT4>,
     dequantize<DecodeFP8>,
+    dequantize<DecodeFP4>,
 };
 
 }  // namespace

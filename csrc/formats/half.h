@@ -53,17 +53,10 @@ inline float e4m3_to_float(uint8_t number) {
     return small * 0x1p120f;
 }
 
-// Bits of the half that is half of an E4M3 number without a sign, as the scales of NVFP4 are. 127, NaN in that format,
-// is 0 as in the `gguf` package.
-inline uint16_t half_of_e4m3(uint8_t number) {
-    unsigned exponent = number >> 3 & 15u, mantissa = number & 7u;
-    if (number == 127 || (exponent == 0 && mantissa == 0)) return 0;
-    exponent += 7;        // the half's, whose bias is 8 more, of half the value
-    if (exponent == 7) {  // subnormal in E4M3, but not as a half
-        for (exponent = 8; mantissa < 8; mantissa <<= 1) --exponent;
-        mantissa &= 7u;
-    }
-    return static_cast<uint16_t>(exponent << 10 | mantissa << 7);
+// The scale of NVFP4 that a byte stands for, an E4M3 number without a sign. As in the `gguf` package, 127 is 0, and 255
+// is 480.
+inline uint8_t scale_of_nvfp4(uint8_t number) {
+    return number == 127 ? 0 : number & 127;
 }
 
 }  // namespace

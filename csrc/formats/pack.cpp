@@ -92,7 +92,9 @@ void write_planes(Quant quant, const RowBlock& row, size_t slabs, size_t r, uint
             write_scales(row.scales, slabs, 1, r, nibbles());
             break;
         case Quant::NVFP4:
-            write_scales(row.scales, 2 * slabs, 2, r, nibbles());
+            target = write_scales(row.scales, 2 * slabs, 1, r, nibbles());
+            target = write_scales(reinterpret_cast<const uint8_t*>(&row.factor), 1, 4, r, target);
+            write_scales(reinterpret_cast<const uint8_t*>(&row.rest), 1, 4, r, target);
             break;
         case Quant::Q4_1:
         case Quant::Q5_1:

@@ -30,7 +30,7 @@
 //                                              high: of the second); d
 //   IQ1_M   pairs 1024, deltas 64              as IQ2_S                                d / 4 * (s + 1/2) * (8 * pair +
 //                                                                                     2 * delta - 9)
-//   NVFP4   nibbles 2048                       half d per half slab                    d * table[c]
+//   NVFP4   nibbles 2048                       E4M3 s per half slab; float d, float r   (d + r) * s / 2 * table[c]
 //   Q4_1    nibbles 2048                       half d, half m per slab: first all d      d * c + m
 //   Q5_1    nibbles 2048, bits 512             as Q4_1                                  as Q4_1, c has five bits
 //   UINT4   nibbles 2048                       half d, u8 z per slab: first all d        d * (c - z)
@@ -40,7 +40,7 @@
 //   F16     [32][16] halves a slab             -                                        as stored
 //   BF16    [16][16][2] bf16 a slab: columns 2i and 2i + 1 of a row side by side        as stored
 //
-// IQ2_XXS and IQ2_XS are stored as IQ2_S is, and IQ1_S as IQ1_M is. Deltas: 2 bytes have a bit for each row, for lines 2j
+// IQ2_XXS and IQ2_XS are stored as IQ2_S is, IQ1_S as IQ1_M is, and FP4 as NVFP4 is, whose d is 1 and r 0. Deltas: 2 bytes have a bit for each row, for lines 2j
 // and 2j + 1 of a slab.
 //
 // F32, F16 and BF16 have no superblocks: a panel is a run of slabs, columns beyond the matrix zero.
@@ -72,6 +72,8 @@ constexpr Quant panel_format(Quant quant) {
             return Quant::IQ2_S;
         case Quant::IQ1_S:
             return Quant::IQ1_M;
+        case Quant::FP4:
+            return Quant::NVFP4;
         default:
             return quant;
     }
@@ -119,6 +121,7 @@ constexpr size_t slab_bytes(Quant quant) {
         case Quant::IQ1_M:
             return 128 + 8 + 16;
         case Quant::NVFP4:
+            return 256 + 32;
         case Quant::Q4_1:
             return 256 + 64;
         case Quant::Q5_1:
@@ -136,9 +139,11 @@ constexpr size_t slab_bytes(Quant quant) {
     }
 }
 
-// Bytes of the part that a superblock stores once: d and dmin.
+// Bytes of the part that a superblock stores once: d and dmin, or d and r.
 constexpr size_t superblock_extra(Quant quant) {
     switch (panel_format(quant)) {
+        case Quant::NVFP4:
+            return 128;
         case Quant::Q4_K:
         case Quant::Q5_K:
         case Quant::Q2_K:

@@ -25,6 +25,8 @@
 //   FP8      128     132    0: float d, 4: u8 q[128]                               d * e4m3(q[i])
 //   NVFP4     64      36    0: u8 e[4], 4: u8 q[32]                                 e4m3(e[i / 16]) / 2 *
 //                                                                                     kMXFP4Values[nibble]
+//   FP4       64      44    0: float d, 4: float r, 8: u8 e[4], 12: u8 q[32]        (d + r) * e4m3(e[i / 16]) / 2 *
+//                                                                                     kMXFP4Values[nibble]
 //   IQ2_XXS  256      66    0: half d, 2: {u8 index[4], u32 signs and scale}[8]     d / 8 * scale * sign * {8, 25, 43}
 //   IQ2_XS   256      74    0: half d, 2: u16 index and signs[32], 66: u8 s[8]      as IQ2_XXS
 //   IQ2_S    256      82    0: half d, 2: u8 index[32], 34: u8 signs[32],           as IQ2_XXS
@@ -35,7 +37,7 @@
 //   IQ1_S    256      50    0: half d, 2: u8 index[32], 34: u16 h[8]                d / 8 * scale * (8 * three +- 1)
 //   IQ1_M    256      56    0: u8 index[32], 32: u8 h[16], 48: u16 s[4]             as IQ1_S
 //
-// UINT4 and FP8 are not GGUF's: they hold weights of quantised Hugging Face folders (ktqueue's loader makes them).
+// UINT4, FP8 and FP4 are not GGUF's: they hold weights of quantised Hugging Face folders (ktqueue's loader makes them).
 //
 // Q4_0, Q4_1, Q5_1, UINT4, IQ4_NL, MXFP4: weights 0..15 are the low nibbles of q, 16..31 the high ones. Q5_1's fifth bit
 //   of weight i is bit i of h.
@@ -55,6 +57,8 @@
 //   four bits (IQ1: three). grid_block.cpp has the places of bits.
 // NVFP4: sub-block k of 16 weights has the 8 bytes q[8k ..], first the low nibbles, then the high ones. e has no sign; 127
 //   is 0.
+// FP4: as NVFP4, but 127 is NaN. All blocks of a row have the same d and r. r has up to 20 bits and d + r up to 44,
+//   so that its product with a scale is rounded once: it can stand for a division.
 // MXFP4: the scale is half of what the exponent byte of the OCP microscaling format says and the values are twice those
 //   of its E2M1, so both are whole. e = 255, NaN in that format, is 2^127 here as in the `gguf` package.
 #pragma once
@@ -91,10 +95,11 @@ enum class Quant : uint8_t {
     Q4_1,
     Q5_1,
     UINT4,
-    FP8
+    FP8,
+    FP4
 };
 
-inline constexpr size_t kQuantCount = 25;
+inline constexpr size_t kQuantCount = 26;
 inline constexpr size_t kGroup = 32;  // weights
 
 // The values of nibbles: of IQ4_NL and IQ4_XS, and of MXFP4 (twice the E2M1 values; the second 0 is -0 there).

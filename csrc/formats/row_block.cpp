@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 #include "formats/grid_block.h"
 #include "formats/half.h"
@@ -140,10 +141,23 @@ void read_q2_k(const uint8_t* source, RowBlock& out) {
 void read_nvfp4(const uint8_t* source, size_t slabs, RowBlock& out) {
     for (size_t k = 0; k < 2 * slabs; ++k) {
         const uint8_t* block = source + k / 4 * 36;
-        const uint16_t half = half_of_e4m3(block[k % 4]);
-        std::memcpy(out.scales + 2 * k, &half, 2);
+        out.scales[k] = scale_of_nvfp4(block[k % 4]);
         low_then_high(block + 4 + k % 4 * 8, 8, out.codes + 16 * k);
     }
+    out.factor = 1;
+    out.rest = 0;
+}
+
+void read_fp4(const uint8_t* source, size_t slabs, RowBlock& out) {
+    for (size_t k = 0; k < 2 * slabs; ++k) {
+        const uint8_t* block = source + k / 4 * 44;
+        if (std::memcmp(block, source, 8) != 0)
+            throw std::invalid_argument("blocks of a row of FP4 have different factors");
+        out.scales[k] = block[8 + k % 4] & 127;
+        low_then_high(block + 12 + k % 4 * 8, 8, out.codes + 16 * k);
+    }
+    std::memcpy(&out.factor, source, 4);
+    std::memcpy(&out.rest, source + 4, 4);
 }
 
 // The code of a value of GridBlock: the place of the value in the table of the format's panels.
@@ -205,6 +219,9 @@ void read_block(Quant quant, const uint8_t* source, size_t slabs, RowBlock& out)
         case Quant::NVFP4:
             read_nvfp4(source, slabs, out);
             break;
+        case Quant::FP4:
+            read_fp4(source, slabs, out);
+            break;
         case Quant::Q4_1:
             read_with_minimum(source, slabs, 20, out);
             break;
@@ -237,6 +254,9 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
             return true;
         case Quant::NVFP4:
             return true;
+        case Quant::FP4:  // 127 is NaN
+            return std::isfinite(block.factor) && std::isfinite(block.rest) &&
+                   std::none_of(block.scales, block.scales + 2 * slabs, [](uint8_t scale) { return scale == 127; });
         case Quant::Q4_1:
         case Quant::Q5_1:
             for (size_t s = 0; s < slabs; ++s)
@@ -258,9 +278,9 @@ bool block_is_finite(Quant quant, const RowBlock& block, size_t slabs) {
 
 float block_bound(Quant quant, const RowBlock& block, size_t slabs) {
     const float d = std::fabs(half_to_float(block.d)), dmin = std::fabs(half_to_float(block.dmin));
-    const auto slab_bound = [&](float code, size_t halves = 1, size_t first = 0) {
+    const auto slab_bound = [&](float code, size_t first = 0) {
         float most = 0;
-        for (size_t s = first; s < first + halves * slabs; ++s)
+        for (size_t s = first; s < first + slabs; ++s)
             most = std::max(most, std::fabs(half_to_float(block.scales + 2 * s)));
         return most * code;
     };
@@ -283,15 +303,25 @@ float block_bound(Quant quant, const RowBlock& block, size_t slabs) {
         case Quant::Q2_K:
             return 15 * 3 * d + 15 * dmin;
         case Quant::NVFP4:
-            return slab_bound(12, 2);
+        case Quant::FP4: {
+            const uint8_t largest = *std::max_element(block.scales, block.scales + 2 * slabs);
+            const float factor = std::fabs(block.factor) + std::fabs(block.rest);
+            return 6 * e4m3_to_float(largest) * factor * (1 + 0x1p-20f);  // of more bits than a float has
+        }
         case Quant::Q4_1:
-            return slab_bound(15) + slab_bound(1, 1, kSlabs);
+            return slab_bound(15) + slab_bound(1, kSlabs);
         case Quant::Q5_1:
-            return slab_bound(31) + slab_bound(1, 1, kSlabs);
+            return slab_bound(31) + slab_bound(1, kSlabs);
         case Quant::UINT4:
             return slab_bound(15 + static_cast<float>(*std::max_element(block.minimums, block.minimums + slabs)));
-        case Quant::FP8:  // no tiles read it
-            return 0;
+        case Quant::FP8: {
+            float largest = 0, d;
+            for (size_t s = 0; s < slabs; s += kFP8Slabs) {
+                std::memcpy(&d, block.scales + s, 4);
+                largest = std::max(largest, std::fabs(d));
+            }
+            return 448 * largest;
+        }
         default:  // with a grid: the largest scale times the largest value
             return grid_unit(quant) *
                    (quant == Quant::IQ3_XXS ? 31 * 62

@@ -165,6 +165,10 @@ inline Floats load_halves(const uint8_t* source) {
     return make<Floats>([&](size_t r) { return half_to_float(source + 2 * r); });
 }
 
+inline Floats load_e4m3_halves(const uint8_t* source) {  // E4M3 numbers without signs, times 2^-8
+    return make<Floats>([&](size_t r) { return e4m3_to_float(source[r]) * 0x1p-8f; });
+}
+
 inline Floats load_unsigned(const uint8_t* source) {
     return make<Floats>([&](size_t r) { return static_cast<float>(source[r]); });
 }

@@ -16,6 +16,7 @@
 #include <algorithm>
 
 #include "isa/cpu_features.h"
+#include "kernels/float_views.h"
 #include "kernels/kernel_table.h"
 #include "kernels/panel_views.h"
 #include "kernels/superblock_kernels.h"

@@ -1,5 +1,6 @@
-// The packed formats, each as a view of one superblock: its lines, its scales, its weights as floats.
-// Included only by translation units of one instruction set, after a lanes header; internal linkage.
+// The packed formats whose codes are whole numbers, each as a view of one superblock: its lines, its scales, its weights
+// as floats. kernels/float_views.h has the others. Included only by translation units of one instruction set, after a
+// lanes header; internal linkage.
 #pragma once
 
 #include "formats/activations.h"
@@ -166,11 +167,22 @@ struct PanelNVFP4 : Scaled<PanelNVFP4> {
     static constexpr Quant kQuant = Quant::NVFP4;
     Nibbles nibbles;
     const uint8_t* scales;
-    PanelNVFP4(const uint8_t* block, size_t slabs) : nibbles{block}, scales(block + 256 * slabs) {}
+    Floats d, r;  // for scales that are 2^-8 of what they stand for, and values that are twice it
+    PanelNVFP4(const uint8_t* block, size_t slabs)
+        : nibbles{block},
+          scales(block + 256 * slabs),
+          d(times(load_floats(factors(slabs)), splat_float(0x1p7f))),
+          r(times(load_floats(factors(slabs) + kPanelRows), splat_float(0x1p7f))) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
         nibbles.values(slab, j, kMXFP4Codes, even, odd);
     }
-    Floats scale(size_t slab, size_t half) const { return load_halves(scales + 64 * slab + 32 * half); }
+    Floats scale(size_t slab, size_t half) const {
+        const Floats s = load_e4m3_halves(scales + 32 * slab + 16 * half);
+        return fused(s, d, times(s, r));
+    }
+
+  private:
+    const float* factors(size_t slabs) const { return reinterpret_cast<const float*>(scales + 32 * slabs); }
 };
 
 struct PanelQ4_K : Scaled<PanelQ4_K> {
@@ -350,50 +362,6 @@ struct PanelUINT4 : Scaled<PanelUINT4> {
     Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
     Floats minimum(size_t slab, size_t) const { return times(scale(slab, 0), load_unsigned(row_zeros(slab))); }
     const uint8_t* row_zeros(size_t slab) const { return zeros + 16 * slab; }
-};
-
-// Float formats are stored as they are: their superblocks are plain runs of slabs.
-struct PanelF32 {
-    static constexpr Quant kQuant = Quant::F32;
-    const uint8_t* block;
-    PanelF32(const uint8_t* block, size_t) : block(block) {}
-    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
-        for (size_t i = 0; i < 8; ++i)
-            weights[i] = load_floats(reinterpret_cast<const float*>(block + slab * 2048 + (8 * j + i) * 64));
-    }
-};
-
-struct PanelF16 {
-    static constexpr Quant kQuant = Quant::F16;
-    const uint8_t* block;
-    PanelF16(const uint8_t* block, size_t) : block(block) {}
-    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
-        for (size_t i = 0; i < 8; ++i) weights[i] = load_halves(block + slab * 1024 + (8 * j + i) * 32);
-    }
-};
-
-struct PanelBF16 {
-    static constexpr Quant kQuant = Quant::BF16;
-    const uint8_t* block;
-    PanelBF16(const uint8_t* block, size_t) : block(block) {}
-    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
-        for (size_t i = 0; i < 8; i += 2)
-            load_bf16_pair(block + slab * 1024 + (8 * j + i) * 32, weights[i], weights[i + 1]);
-    }
-};
-
-// Multiplied by float activations, as floats are.
-struct PanelFP8 {
-    static constexpr Quant kQuant = Quant::FP8;
-    const uint8_t* block;
-    PanelFP8(const uint8_t* block, size_t) : block(block) {}
-    void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
-        const uint8_t* part = block + slab / kFP8Slabs * kFP8Bytes;
-        const Floats scale = load_floats(reinterpret_cast<const float*>(part + kFP8Bytes - 64));
-        const uint8_t* codes = part + slab % kFP8Slabs * 512 + j * 128;
-        const Bytes lines[2] = {load_bytes(codes), load_bytes(codes + 64)};
-        for (int i = 0; i < 8; ++i) weights[i] = times(scale, column_of_e4m3(lines[i / 4], i % 4));
-    }
 };
 
 }  // namespace

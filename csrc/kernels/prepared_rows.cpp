@@ -19,7 +19,7 @@ std::atomic<bool> batch_invariant = false;
 // The number of rows that share weights from which tiles multiply them.
 size_t tile_threshold(const KernelTable& kernels, Quant quant) {
     if (!batch_invariant) return kernels.tile_tokens[static_cast<size_t>(quant)];
-    return is_float(quant) ? 1 : std::numeric_limits<size_t>::max();
+    return takes_floats(quant) ? 1 : std::numeric_limits<size_t>::max();
 }
 
 }  // namespace

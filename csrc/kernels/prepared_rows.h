@@ -10,7 +10,7 @@ namespace ktqueue {
 enum class Precision : uint8_t { Fast, Exact };  // Fast: int8, or bf16 on tiles, if the format allows. Exact: float32
 
 // Whether a token's result is the same however many rows share the weights with it. Off by default: tiles multiply
-// where they are faster. On: block formats never use tiles, which would be slow for one row, and BF16 always does.
+// where they are faster. On: block formats never use tiles, which would be slow for one row. BF16 and FP8 always do.
 void set_batch_invariant(bool on);
 
 // How rows are prepared. Formats with equal forms share prepared rows.

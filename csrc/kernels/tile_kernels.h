@@ -309,7 +309,7 @@ void add_block_tiles(KernelTable& table, const size_t (&tokens)[kQuantCount]) {
         std::type_identity<PanelMXFP4>{}, std::type_identity<PanelIQ3<Quant::IQ3_XXS>>{},
         std::type_identity<PanelIQ3<Quant::IQ3_S>>{}, std::type_identity<PanelIQ2>{}, std::type_identity<PanelIQ1>{},
         std::type_identity<PanelNVFP4>{}, std::type_identity<PanelQ4_1>{}, std::type_identity<PanelQ5_1>{},
-        std::type_identity<PanelUINT4>{});
+        std::type_identity<PanelUINT4>{}, std::type_identity<PanelFP8>{});
     table.shuffle = shuffle;
     table.activate_tiles[0] = activate_tile_rows<quick_silu>;
     table.activate_tiles[1] = activate_tile_rows<gate_gelu>;

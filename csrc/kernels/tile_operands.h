@@ -11,7 +11,8 @@
 // - Weights in halves are multiplied by 2^16 / unit, a power of two that keeps the largest of the matrix below 2^15
 //   (tile_unit()). x is multiplied by `unit`.
 // - Cutting alone would make weights 0.25 % too small on average, so scales are made larger by that. This is nearly
-//   rounding: what bf16 holds exactly stays as it is.
+//   rounding: what bf16 holds exactly stays as it is. In formats whose scales may be few, errors of cutting do not
+//   average out, so their weights are rounded (rounds_weights()).
 // - Columns are in the tile as the bytes of a line give them. The 16-bit words of line l hold columns 4l and 4l + 2 of
 //   a row in their lower bytes, 4l + 1 and 4l + 3 in their upper ones. So each 8 columns are in the order 0, 2, 4, 6,
 //   1, 3, 5, 7, and x uses the same order (kOrder).
@@ -20,6 +21,7 @@
 #pragma once
 
 #include "kernels/expert_kernels.h"
+#include "kernels/float_views.h"
 #include "kernels/panel_views.h"
 
 namespace ktqueue {
@@ -53,6 +55,11 @@ constexpr bool has_table(Quant quant) {
     return quant == Quant::Q4_0 || quant == Quant::IQ4_NL || quant == Quant::IQ4_XS || quant == Quant::MXFP4;
 }
 
+// Formats of folders in which a whole matrix may have a single factor.
+constexpr bool rounds_weights(Quant quant) {
+    return quant == Quant::FP8 || quant == Quant::NVFP4;
+}
+
 constexpr HalfTable half_table(Quant quant) {
     constexpr int8_t kQ4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
     return quant == Quant::Q4_0 ? HalfTable(kQ4Values) : HalfTable(quant == Quant::MXFP4 ? kMXFP4Values : kIQ4Values);
@@ -66,7 +73,9 @@ inline __m512i masked_with(__m512i a, __m512i mask, __m512i bits) {  // a & mask
     return _mm512_ternarylogic_epi32(a, mask, bits, 0xea);
 }
 
+template <bool Rounds = false>
 inline __m512i cut_to_bf16(__m512i halves) {
+    if constexpr (Rounds) halves = _mm512_add_epi16(halves, words(4));
     return masked_with(_mm512_srai_epi16(halves, 3), words(0x8fff), words(0x3000));
 }
 
@@ -89,8 +98,10 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
     constexpr size_t kHalves = kKind.halves ? 2 : 1;
     constexpr bool kNibbles = Format::kQuant == Quant::Q4_K;
     constexpr bool kZeros = Format::kQuant == Quant::UINT4;  // subtracted from codes, which halves do exactly
+    constexpr bool kE4M3 = Format::kQuant == Quant::FP8;     // codes are numbers; their bits are those of 2^-8 of them
     const Format format(block, slabs);
-    const float weight_unit = 0x1p16f / unit * kCuttingCorrection;
+    constexpr bool kRounds = rounds_weights(Format::kQuant);
+    const float weight_unit = 0x1p16f / unit * (kRounds ? 1 : kCuttingCorrection) * (kE4M3 ? 0x1p8f : 1);
     __m512i factors[kHalves], offsets[kHalves];
 #pragma GCC unroll 2
     for (size_t h = 0; h < kHalves; ++h) {
@@ -127,6 +138,18 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
             store_bytes(out + 64, row(_mm512_srli_epi16(codes, 4)));
             store_bytes(out + 128, row(_mm512_srli_epi16(codes, 8)));
             store_bytes(out + 192, row(_mm512_srli_epi16(codes, 12)));
+        } else if constexpr (kE4M3) {
+            Bytes lines[2];
+            format.lines(slab, j, lines[0], lines[1]);
+            const auto row = [&](__m512i upper) {  // the bits in the upper bytes of words, below the sign
+                const __m512i half = _mm512_and_si512(_mm512_srai_epi16(upper, 1), words(0xbf80));
+                return cut_to_bf16<kRounds>(Half::times(half, factor));
+            };
+#pragma GCC unroll 2
+            for (size_t i = 0; i < 2; ++i) {
+                store_bytes(out + 64 * i, row(_mm512_slli_epi16(lines[i], 8)));
+                store_bytes(out + 64 * i + 128, row(lines[i]));
+            }
         } else {
             Bytes lines[2];
             format.lines(slab, j, lines[0], lines[1]);
@@ -141,7 +164,7 @@ void unpack_slab(const uint8_t* block, size_t slabs, size_t slab, float unit, ui
                 if constexpr (Format::kMinimums && !kZeros) {
                     return cut_to_bf16(Half::fused(code, factor, offsets[kKind.halves ? j / 2 : 0]));
                 } else {
-                    return cut_to_bf16(Half::times(code, factor));
+                    return cut_to_bf16<kRounds>(Half::times(code, factor));
                 }
             };
 #pragma GCC unroll 2

@@ -1,17 +1,19 @@
 """Stacks of experts as operators pack them, of experts that are stored one by one or converted when they are read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import overload
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.weight_formats import Bytes
+from ktqueue.operators import native
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 
 class ConvertedExperts(Sequence[Bytes]):
     """The data of experts, each asked for whenever it is read. What is converted for it is in memory only while its
-    layer is loaded."""
+    layer is loaded. Iteration converts on all threads of the kernels, which then wait to pack."""
 
     def __init__(self, count: int, convert: Callable[[int], Bytes]) -> None:
         self._count = count
@@ -19,6 +21,10 @@ class ConvertedExperts(Sequence[Bytes]):
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[Bytes]:
+        with ThreadPoolExecutor(native.threads()) as threads:
+            yield from threads.map(self._convert, range(self._count))
 
     @overload
     def __getitem__(self, index: int) -> Bytes: ...

@@ -46,12 +46,14 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "Q5_1": (32, 24),
     "UINT4": (32, 19),
     "FP8": (128, 132),
+    "FP4": (64, 44),
 }
-FOLDER_FORMATS = ("UINT4", "FP8")
+FOLDER_FORMATS = ("UINT4", "FP8", "FP4")
 """Formats of our own for weights of quantised Hugging Face folders that no format of GGUF holds exactly.
 
 UINT4: half d, u8 zero, 16 bytes with the codes in Q4_0's order; d * (code - zero). FP8: float d, 128 numbers in
-float8_e4m3fn; d * number.
+float8_e4m3fn; d * number. FP4: float d, float r, which are equal in all blocks of a row, then a block of NVFP4, whose
+scales are multiplied by d + r and rounded once. So d + r can stand for a division.
 """
 
 FILE_BLOCKS = {quant: size for quant, size in BLOCKS.items() if quant not in FOLDER_FORMATS}

@@ -28,7 +28,7 @@ Integers = npt.NDArray[np.int64]
 QUANTS = (
     *("F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
-    *("Q4_1", "Q5_1", "UINT4", "FP8"),
+    *("Q4_1", "Q5_1", "UINT4", "FP8", "FP4"),
 )
 ISAS = ("scalar", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets that kernels are written for, slowest first. csrc/isa/ladder.cpp names the CPUs that have each."""
@@ -38,8 +38,8 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
 """The activation of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit)
 + 1)."""
 ActivationType = Literal["int8", "float32"]
-"""The type in which activations are multiplied: int8 with a scale per 32 columns, or float32. With F32, F16 and BF16
-weights int8 also means float32. On AMX it may mean bf16: see `tile_rows` and `set_batch_invariant`."""
+"""The type in which activations are multiplied: int8 with a scale per 32 columns, or float32. With F32, F16, BF16
+and FP8 weights int8 also means float32. On AMX it may mean bf16: see `tile_rows` and `set_batch_invariant`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def set_batch_invariant(on: bool) -> None:
     """Choose whether a token's result has the same bits in every batch, for all kernels of this process.
 
     If off, AMX tiles multiply weights that enough rows share. This is faster, but rounds differently than for few rows.
-    If on, quantised formats never use tiles and BF16 always does.
+    If on, quantised formats never use tiles, and BF16 and FP8 always do.
     """
     _kernels.set_batch_invariant(on)
 

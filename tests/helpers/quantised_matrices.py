@@ -8,6 +8,8 @@ import torch
 
 Tensors = dict[str, torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""The numbers of float4_e2m1 by their codes."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +124,25 @@ def awq(group: int) -> Callable[[int, int, torch.Generator], tuple[Tensors, torc
 def nvfp4(*, modelopt: bool) -> Callable[[int, int, torch.Generator], tuple[Tensors, torch.Tensor]]:
     """NVFP4: a scale for 16 columns, and one for the matrix, which compressed-tensors divides by."""
     names = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
     def make(rows: int, columns: int, noise: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         codes = torch.randint(0, 16, (rows, columns), generator=noise, dtype=torch.uint8)
         scales = (torch.rand(rows, columns // 16, generator=noise) * 400).to(torch.float8_e4m3fn)
-        whole = torch.tensor(3e-5) if modelopt else torch.tensor([33_333.0])
+        # Each matrix has another one, and its quotients are not products with its reciprocal.
+        whole = torch.rand((), generator=noise) * 3e-5 if modelopt else 33_333 * (1 + torch.rand(1, generator=noise))
         parts = {names[0]: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, names[1]: whole}
         factors = scales.float() * whole if modelopt else scales.float() / whole
-        return parts, torch.cat([numbers, -numbers])[codes.int()] * factors.repeat_interleave(16, 1)
+        return parts, FLOAT4[codes.int()] * factors.repeat_interleave(16, 1)
 
     return make
+
+
+def mxfp4(rows: int, columns: int, noise: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """compressed-tensors' MXFP4: an exponent for 32 columns."""
+    codes = torch.randint(0, 16, (rows, columns), generator=noise, dtype=torch.uint8)
+    exponents = torch.randint(118, 123, (rows, columns // 32), generator=noise, dtype=torch.uint8)
+    values = FLOAT4[codes.int()] * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": exponents}, values
 
 
 def compressed(layout: str, kind: str, bits: int, **weights: Any) -> dict[str, Any]:
@@ -168,8 +178,9 @@ SCHEMES = {
         {**_GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, "UINT4", gptq(4, 64, sym=False, stored_less=0)
     ),
     "gptq int8": Scheme({**_GPTQ, "bits": 8}, "Q8_0", gptq(8, 64, sym=True)),
-    "compressed nvfp4": Scheme(compressed("nvfp4-pack-quantized", "float", 4), "F32", nvfp4(modelopt=False)),
-    "modelopt nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "F32", nvfp4(modelopt=True)),
+    "compressed nvfp4": Scheme(compressed("nvfp4-pack-quantized", "float", 4), "FP4", nvfp4(modelopt=False)),
+    "compressed mxfp4": Scheme(compressed("mxfp4-pack-quantized", "float", 4), "MXFP4", mxfp4),
+    "modelopt nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "FP4", nvfp4(modelopt=True)),
     "awq": Scheme({"quant_method": "awq", "bits": 4, "version": "gemm"}, "UINT4", awq(32)),
 }
 """Each layout that is read, by a name of the tests'."""

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import torch
 
-_OWN = {"UINT4": (32, 19), "FP8": (128, 132)}
+_OWN = {"UINT4": (32, 19), "FP8": (128, 132), "FP4": (64, 44)}
 
 Values = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -30,6 +30,13 @@ def values_of(quant: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> Values:
         blocks = data.reshape(-1, 132)
         numbers = torch.from_numpy(blocks[:, 4:].copy()).view(torch.float8_e4m3fn).float().numpy()
         values = blocks[:, :4].copy().view("<f4") * numbers
+    elif quant == "FP4":  # the blocks of NVFP4 with scales of 1, and the other scales in float64, rounded once
+        blocks = data.reshape(-1, 44)
+        d, r = blocks[:, :8].copy().view("<f4").astype(np.float64).T[..., None]
+        scales = torch.from_numpy(blocks[:, 8:12] & 127).view(torch.float8_e4m3fn).double().numpy()
+        ones = np.concatenate([np.full((len(blocks), 4), 0x38, np.uint8), blocks[:, 12:]], 1)
+        codes = gguf.dequantize(ones.reshape(-1), gguf.GGMLQuantizationType.NVFP4).reshape(-1, 4, 16)
+        values = (scales * (d + r)).astype(np.float32)[..., None] * codes
     else:
         values = gguf.dequantize(data, gguf.GGMLQuantizationType[quant])
     return values.reshape(-1)

@@ -17,7 +17,7 @@ BLOCK_QUANTS = [quant for quant, (elements, _) in BLOCKS.items() if elements > 1
 # the upper four bits of four words, from byte 48.
 HALFS = {"Q4_0": [0], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 HALFS |= {"IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [], "NVFP4": [], "IQ1_M": []}
-HALFS |= {"Q4_1": [0, 2], "Q5_1": [0, 2], "UINT4": [0], "FP8": []}
+HALFS |= {"Q4_1": [0, 2], "Q5_1": [0, 2], "UINT4": [0], "FP8": [], "FP4": []}
 HALFS |= {quant: [0] for quant in ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S")}
 
 
@@ -53,6 +53,8 @@ def test_each_bit_of_a_block_is_decoded(quant: str, random_weights: RandomWeight
     if quant == "FP8":  # the scale is 1; NaN is refused before, and not a number here
         blocks[:, :4] = np.frombuffer(np.float32(1).tobytes(), np.uint8)
         np.copyto(blocks[:, 4:], 0, where=(blocks[:, 4:] & 127) == 127)
+    if quant == "FP4":
+        blocks[:, :12] = np.frombuffer(np.array([1, 2**-30], "<f4").tobytes() + b"\x38" * 4, np.uint8)
     if quant == "IQ1_M":  # 0x3c00, which is 1
         blocks[:, 49::2] &= 15
         blocks[:, 53] |= 0xC0
@@ -81,6 +83,14 @@ def test_every_scale_of_nvfp4_is_decoded(random_weights: RandomWeights) -> None:
     blocks = random_weights("NVFP4", 256 * 64).reshape(-1, 36)
     blocks[:, :4] = np.arange(256)[:, None] + np.arange(4)
     assert_equals_gguf("NVFP4", blocks.reshape(-1))
+
+
+def test_every_scale_of_fp4_is_rounded_once(random_weights: RandomWeights) -> None:
+    blocks = random_weights("FP4", 254 * 64).reshape(-1, 44)
+    blocks[:, 8:12] = np.array([n for n in range(256) if n & 127 != 127], np.uint8)[:, None]
+    for d, r in ((1 / 3, 2**-29), (3e-5, 0), (0.7, -(2**-26))):
+        blocks[:, :8] = np.array([d, r], "<f4").view(np.uint8)
+        assert_equals_gguf("FP4", blocks.reshape(-1))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45, 1e-39, -1.5, 1e30, np.inf, np.nan])
@@ -185,6 +195,7 @@ def test_a_row_has_the_bytes_of_its_blocks() -> None:
         384,
         304,
         528,
+        352,
     ]
     with pytest.raises(ValueError, match="positive multiple of 1 weights for F32, got 0"):
         native.row_bytes("F32", 0)

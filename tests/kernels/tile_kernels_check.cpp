@@ -70,8 +70,8 @@ class Fenced {
     uint8_t* base_;
 };
 
-// GGUF blocks of random codes with scales of 2^-9 to 2^-8: any code, any scale of its few bits.
-std::vector<uint8_t> random_blocks(Quant quant, size_t weights) {
+// Blocks of random codes with scales of 2^-9 to 2^-8: any code, any scale of its few bits.
+std::vector<uint8_t> random_blocks(Quant quant, size_t weights, size_t columns) {
     const QuantFormat& format = quant_format(quant);
     std::vector<uint8_t> data(weights / format.block_weights * format.block_bytes);
     for (uint8_t& byte : data) byte = static_cast<uint8_t>(generator());
@@ -93,6 +93,21 @@ std::vector<uint8_t> random_blocks(Quant quant, size_t weights) {
             case Quant::NVFP4:
                 for (size_t k = 0; k < 4; ++k) block[k] = static_cast<uint8_t>(1 + generator() % 24);
                 break;
+            case Quant::FP8: {
+                const float d = 0.00002f * static_cast<float>(1 + generator() % 8);
+                std::memcpy(block, &d, sizeof(d));
+                for (size_t i = 4; i < 132; ++i)
+                    if ((block[i] & 127) == 127) block[i] = 0x7e;
+                break;
+            }
+            case Quant::FP4: {
+                const size_t row = at / row_bytes(quant, columns);  // its blocks have the same factors
+                const float d = 0.0001f * static_cast<float>(1 + std::fmod(0.618034 * static_cast<double>(row), 1.0));
+                const float factors[2] = {d, d * 0x1p-7f};
+                std::memcpy(block, factors, sizeof(factors));
+                for (size_t k = 8; k < 12; ++k) block[k] = static_cast<uint8_t>(60 + generator() % 24);
+                break;
+            }
             case Quant::IQ1_M:  // a digit of the half in each word
                 for (size_t k : {49, 51, 53, 55}) block[k] &= 15;
                 block[53] |= static_cast<uint8_t>((8 | generator() % 4) << 4);
@@ -132,8 +147,8 @@ struct Panels {
           stride(panel_bytes(quant, columns)),
           memory(kMaxPanels * stride),
           weights(kRows * columns) {
-        std::vector<uint8_t> rows =
-            quant == Quant::BF16 ? std::vector<uint8_t>(2 * weights.size()) : random_blocks(quant, weights.size());
+        std::vector<uint8_t> rows = quant == Quant::BF16 ? std::vector<uint8_t>(2 * weights.size())
+                                                         : random_blocks(quant, weights.size(), columns);
         for (size_t i = 0; quant == Quant::BF16 && i < weights.size(); ++i) {
             const uint16_t half = to_bf16(uniform(-1, 1));
             std::memcpy(rows.data() + 2 * i, &half, 2);

@@ -12,7 +12,8 @@ from ktqueue.loading.huggingface.quantisation import METHODS, read_quantisation
 from ktqueue.loading.synthetic.shapes import SHAPES
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.loading.unsupported import UNSUPPORTED, UnsupportedFamily
-from ktqueue.loading.weight_formats import BLOCKS, FILE_BLOCKS, FOLDER_FORMATS, loaded_format
+from ktqueue.loading.weight_formats import FILE_BLOCKS, FOLDER_FORMATS, loaded_format
+from ktqueue.operators.native import packed_bytes
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
 RESULT = RESULTS / "models.json"
@@ -59,7 +60,7 @@ KNOWN_AS = {
 """Names that people know. A class that is missing here is shown by its own name."""
 _READ_OF = {
     "awq": "4 bits",
-    "compressed-tensors": "FP8, INT8, INT4, NVFP4",
+    "compressed-tensors": "FP8, INT8, INT4, NVFP4, MXFP4",
     "gptq": "4 or 8 bits",
     "modelopt": "FP8, NVFP4",
     "mxfp4": "of gpt-oss",
@@ -251,7 +252,7 @@ def _files() -> list[str]:
 def _folders() -> list[str]:
     """The methods by which folders may be quantised, read and refused."""
     read = {method: _is_read(method) for method in METHODS}
-    own = ", ".join(f"{quant} ({8 * BLOCKS[quant][1] / BLOCKS[quant][0]:.4g} bits)" for quant in FOLDER_FORMATS)
+    own = ", ".join(f"{quant} ({packed_bytes(quant, 16, 256) / 512:.4g} bits)" for quant in FOLDER_FORMATS)
     return [
         "## Formats of folders",
         "Safetensors in F32, F16 or BF16, and folders that are quantised with one of these methods:",

@@ -18,6 +18,7 @@ from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, INTERLEAVED, Checkpoint, CheckpointTensor
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
+from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
 from ktqueue.loading.huggingface.next_tokens import next_token_names
 from ktqueue.loading.huggingface.quantisation import read_quantisation
@@ -51,7 +52,7 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
         config["model_type"] = _SAME_MODEL.get(model_type, model_type)
     config |= _equal_in_all_layers(config)
     check_model_type(config, str(folder))
-    quantisation = read_quantisation(config, str(folder))
+    quantisation = read_quantisation(_modelopt_config(folder) | config, str(folder))
     config.pop("quantization_config", None)  # of a kind that is read here
     tensors: dict[str, CheckpointTensor] = {}
     maps: list[Bytes] = []
@@ -73,6 +74,13 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
         tensors = join_quantised(str(folder), tensors, quantisation)
     dense, experts = _group(folder, tensors, interleaved=config.get("model_type") in INTERLEAVED)
     return Checkpoint(str(folder), config, dense, experts, maps)
+
+
+def _modelopt_config(folder: Path) -> dict[str, Any]:
+    """Return what a file of ModelOpt's says of the weights. Its older folders say it there, and not in config.json."""
+    path = folder / MODELOPT_FILE
+    stated = read_json(path).get("quantization") if path.exists() else None
+    return {"quantization_config": {"quant_method": "modelopt", **stated}} if isinstance(stated, dict) else {}
 
 
 def _equal_in_all_layers(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,9 @@ TOKENIZER_FILES = (
     *VOCABULARIES, "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "generation_config.json",
     "chat_template.jinja",
 )  # fmt: skip
-_FOLDER_FILES = frozenset(("config.json", *TOKENIZER_FILES))
+MODELOPT_FILE = "hf_quant_config.json"
+"""What ModelOpt says of quantised weights, in older folders only there."""
+_FOLDER_FILES = frozenset(("config.json", MODELOPT_FILE, *TOKENIZER_FILES))
 _WHOLE, _INDEX, _SHARD = "model.safetensors", "model.safetensors.index.json", re.compile(r"model-\d{5}-of-\d{5}")
 
 

@@ -12,7 +12,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.storage_format import StorageFormat, packaged_formats
 
 SUPPORTED = (
-    "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4), GPTQ and AWQ in 4 bits, "
+    "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4, MXFP4), GPTQ and AWQ in 4 bits, "
     "NVFP4 of ModelOpt, MXFP4 of gpt-oss, and GGUF files"
 )
 METHODS = {
@@ -35,7 +35,7 @@ _MXFP4 = ("mxfp4", "gpt_oss")
 """The method whose tensors are a part of gpt-oss's layout, and its model type."""
 _KEYS = ("quantization_config", "compression_config")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized")
-_PACKED, _NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
+_PACKED, _FLOAT4 = "pack-quantized", ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _read_compressed(value: Mapping[str, Any]) -> Quantisation | str:
         if not isinstance(weights, Mapping):
             continue
         kind = (weights.get("type"), weights.get("num_bits"))
-        kinds = {_PACKED: (("int", 4), ("int", 8)), _NVFP4: (("float", 4),)}
+        kinds = {_PACKED: (("int", 4), ("int", 8)), **dict.fromkeys(_FLOAT4, (("float", 4),))}
         known = kind in kinds.get(str(layout), (("float", 8), ("int", 8)))
         if layout not in (*_COMPRESSED_FORMATS, *kinds) or not known:
             return f"format {layout!r} with {kind[0]} of {kind[1]} bits"

@@ -8,7 +8,9 @@ A matrix `x.weight` is stored as (rows and columns are those of the matrix, word
   `x.weight_shape`, and if zero points are not all half of the codes, `x.weight_zero_point` [words, groups] along rows.
 - NVFP4 of compressed-tensors: `x.weight_packed` [rows, columns / 2] of codes of float4_e2m1, the first in the lower
   half of a byte, `x.weight_scale` [rows, columns / 16] in float8_e4m3fn, divided by the number `x.weight_global_scale`.
-- NVFP4 of ModelOpt: the same as `x.weight` and `x.weight_scale`, which is multiplied by the number `x.weight_scale_2`.
+- MXFP4 of compressed-tensors: the same codes, and `x.weight_scale` [rows, columns / 32] of bytes e for 2^(e - 127).
+- NVFP4 of ModelOpt: the codes of NVFP4 as `x.weight`, and `x.weight_scale`, multiplied by the number
+  `x.weight_scale_2`.
 - GPTQ: `x.qweight` [words, rows] along columns, `x.scales` [groups, rows], `x.qzeros` [groups, words] along rows, less
   one, and `x.g_idx` [columns], the group of each column. (AutoGPTQ's qlinear_cuda.py; gptq_v2 does not subtract one.)
 - AWQ: `x.qweight` [columns, words] along rows in an order of its own, `x.scales` and `x.qzeros` as GPTQ's, in the same
@@ -25,20 +27,26 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.huggingface.quantisation import Quantisation
 from ktqueue.loading.huggingface.quantised_blocks import (
+    FP4_BLOCK,
+    FP4_GROUP,
     FP8_BLOCK,
     GROUP,
     Halves,
     as_halves,
     awq_nibbles,
     eight_bit_blocks,
+    float4_blocks,
     float4_floats,
     float8_blocks,
     float8_floats,
     float8_values,
     four_bit_blocks,
+    mxfp4_blocks,
     nibbles,
+    reciprocal,
     signed_floats,
     spread,
+    transposed,
 )
 from ktqueue.loading.installed import FORMATS, describe
 from ktqueue.loading.storage_format import StorageFormat
@@ -54,7 +62,6 @@ _FLOAT4 = (
     ("weight_packed", "weight_scale", "weight_global_scale"),
     ("weight", "weight_scale", "weight_scale_2"),
 )  # fmt: skip
-_FLOAT4_GROUP = 16  # columns of NVFP4 that share a scale
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
 """Scales of activations and of a cache, which have types of our own here."""
 _INTEGERS = {"U8": "u1", "F8_E4M3": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8"}
@@ -97,6 +104,9 @@ def _join(source: str, module: str, parts: _Parts, quantisation: Quantisation) -
         if names[-1] in parts:
             _check_names(source, module, parts, names, ())
             return _from_float4(source, module, *(parts[part] for part in names))
+    if "weight_packed" in parts and parts["weight_packed"].quant == "U8":
+        _check_names(source, module, parts, ("weight_packed", "weight_scale"), ())
+        return _from_mxfp4(source, module, parts["weight_packed"], parts["weight_scale"])
     if "weight_packed" in parts:
         _check_names(source, module, parts, _PACKED, ("weight_zero_point", "weight_g_idx"))
         return _from_packed(source, module, parts)
@@ -235,26 +245,51 @@ def _from_packed(source: str, module: str, parts: _Parts) -> CheckpointTensor:
 def _from_float4(
     source: str, module: str, packed: CheckpointTensor, scale: CheckpointTensor, whole: CheckpointTensor
 ) -> CheckpointTensor:
-    """Return a matrix of NVFP4 as F32. whole: the scale of the whole matrix, which no format of blocks has."""
-    if packed.quant != "U8" or len(packed.shape) != 2 or packed.shape[1] * 2 % _FLOAT4_GROUP:
-        raise _refusal(source, packed, f"codes of 4 bits in U8 of a multiple of {_FLOAT4_GROUP} columns")
-    rows, columns = packed.shape[0], packed.shape[1] * 2
-    if scale.quant != "F8_E4M3" or scale.shape != (rows, columns // _FLOAT4_GROUP):
-        raise _refusal(source, scale, f"scales in F8_E4M3 {[rows, columns // _FLOAT4_GROUP]}")
+    """Return a matrix of NVFP4. whole: the scale of the whole matrix."""
+    rows, columns = _float4_shape(source, packed, scale, FP4_GROUP, "F8_E4M3")
     if whole.quant != "F32" or whole.shape != (1,):
         raise _refusal(source, whole, "one number in F32")
+    quant = "FP4" if columns % FP4_BLOCK == 0 else "F32"
+    is_divisor = whole.name.endswith("weight_global_scale")
 
     def convert() -> Bytes:
-        codes, number = scale.data.reshape(scale.shape), _floats(whole)[0]
-        if ((codes & 0x7F) == 0x7F).any():
-            raise CheckpointError(f"{source}: tensor {scale.name!r} has NaN")
-        if not (np.isfinite(number) and number > 0):
-            raise _refusal(source, whole, "a number above 0", f"is {number}")
-        scales = float8_values(codes)
-        is_divisor = whole.name.endswith("weight_global_scale")
-        return float4_floats(nibbles(packed.data.reshape(rows, -1)), scales / number if is_divisor else scales * number)
+        scales, number = scale.data.reshape(scale.shape), _floats(whole)[0]
+        if (scales >= 127).any():
+            raise CheckpointError(f"{source}: tensor {scale.name!r} has NaN or a number below 0")
+        if not 2.0**-60 <= number <= 2.0**60:
+            raise _refusal(source, whole, "a number from 2^-60 to 2^60", f"is {number}")
+        codes = nibbles(packed.data.reshape(rows, -1))
+        if quant == "F32":
+            values = float8_values(scales)
+            return float4_floats(codes, values / number if is_divisor else values * number)
+        try:
+            factors = reciprocal(float(number)) if is_divisor else (float(number), 0.0)
+        except ValueError as error:
+            raise CheckpointError(f"{source}: tensor {whole.name!r}: {error}") from error
+        return float4_blocks(codes, scales, factors)
 
-    return CheckpointTensor(f"{module}.weight", "F32", (rows, columns), convert)
+    return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
+
+
+def _from_mxfp4(source: str, module: str, packed: CheckpointTensor, scale: CheckpointTensor) -> CheckpointTensor:
+    rows, columns = _float4_shape(source, packed, scale, GROUP, "U8")
+
+    def convert() -> Bytes:
+        return mxfp4_blocks(nibbles(packed.data.reshape(rows, -1)), scale.data.reshape(scale.shape))
+
+    return CheckpointTensor(f"{module}.weight", "MXFP4", (rows, columns), convert)
+
+
+def _float4_shape(
+    source: str, packed: CheckpointTensor, scale: CheckpointTensor, group: int, scale_type: str
+) -> tuple[int, int]:
+    """Return the rows and columns of codes of float4_e2m1, which have a scale for each group of columns."""
+    if packed.quant != "U8" or len(packed.shape) != 2 or packed.shape[1] * 2 % group:
+        raise _refusal(source, packed, f"codes of 4 bits in U8 of a multiple of {group} columns")
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    if scale.quant != scale_type or scale.shape != (rows, columns // group):
+        raise _refusal(source, scale, f"scales in {scale_type} {[rows, columns // group]}")
+    return rows, columns
 
 
 def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
@@ -289,7 +324,7 @@ def _from_awq(source: str, module: str, parts: _Parts, quantisation: Quantisatio
     groups = _check_groups(source, parts, rows, columns, quantisation.bits)
 
     def convert() -> Bytes:
-        codes = np.ascontiguousarray(awq_nibbles(weight.data.reshape(columns, -1)).T)
+        codes = transposed(awq_nibbles(weight.data.reshape(columns, -1)))
         scales = _halves(source, parts["scales"], _floats(parts["scales"]).reshape(groups, rows).T)
         return four_bit_blocks(codes, scales, awq_nibbles(parts["qzeros"].data.reshape(groups, -1)).T)
 

@@ -41,6 +41,7 @@ _LAYOUTS: dict[str, list[Any]] = {
     "Q5_1": [("d", "<f2"), ("m", "<f2"), ("high", "u1", 4), ("q", "u1", 16)],
     "UINT4": [("d", "<f2"), ("zero", "u1"), ("q", "u1", 16)],
     "FP8": [("d", "<f4"), ("q", "u1", 128)],
+    "FP4": [("d", "<f4"), ("r", "<f4"), ("e", "u1", 4), ("q", "u1", 32)],
 }
 # The root mean square of weights of random bits for d = 1. It is sqrt(mean of the grid's squares) times that of scales.
 _GRID_UNITS = {
@@ -188,6 +189,13 @@ def _fp8(blocks: Blocks, deviation: float, random: Random) -> None:
     _scale(blocks, _rms((*values, 0)), deviation, random)
 
 
+def _fp4(blocks: Blocks, deviation: float, random: Random) -> None:
+    """All blocks have the same d, and scales near 100."""
+    unit = 100 * _rms(_MXFP4)
+    _nvfp4(blocks, unit, random)
+    blocks["d"], blocks["r"] = deviation / unit, 0
+
+
 def _grid(quant: str) -> Callable[[Blocks, float, Random], None]:
     def fill(blocks: Blocks, deviation: float, random: Random) -> None:
         _scale(blocks, _GRID_UNITS[quant], deviation, random)
@@ -222,4 +230,5 @@ _SET: dict[str, Callable[[Blocks, float, Random], None]] = {
     "Q5_1": _with_minimum(32),
     "UINT4": _uint4,
     "FP8": _fp8,
+    "FP4": _fp4,
 }

@@ -15,7 +15,8 @@ const KernelTable& emulated_kernels() {
         table.isa = "emulated";
         table.tiles[static_cast<size_t>(Quant::BF16)] = bf16_tile_panels<EmulatedTiles>;
         table.tile_tokens[static_cast<size_t>(Quant::BF16)] = 5;
-        constexpr size_t kTokens[kQuantCount] = {0, 0, 0, 5, 9, 6, 6, 5, 7, 5, 5, 5, 5, 5, 6, 5, 7, 5, 5, 6, 5};
+        constexpr size_t kTokens[kQuantCount] = {0, 0, 0, 5, 9, 6, 6, 5, 7, 5, 5, 5, 5,
+                                                 5, 6, 5, 7, 5, 5, 6, 5, 6, 5, 6, 4, 5};
         add_block_tiles<EmulatedTiles, EmulatedHalf>(table, kTokens);
         return table;
     }();

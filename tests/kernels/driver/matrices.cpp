@@ -54,6 +54,10 @@ void set_block(Random& random, Quant quant, Scales scales, uint8_t* block) {
         for (int k = 0; k < 4 && scales != Scales::any; ++k) block[k] &= 63;
         return;
     }
+    if (quant == Quant::FP4) {
+        for (int k = 8; k < 12 && scales != Scales::any; ++k) block[k] &= 63;
+        return;
+    }
     if (quant == Quant::FP8 && scales != Scales::any)
         for (size_t i = 4; i < 132; ++i)
             if ((block[i] & 0x7f) == 0x7f) block[i] = 0x7e;
@@ -87,6 +91,8 @@ void set_block(Random& random, Quant quant, Scales scales, uint8_t* block) {
 void make_bad(Random& random, Quant quant, uint8_t* block) {
     if (quant == Quant::MXFP4) {
         block[0] = 255;
+    } else if (quant == Quant::FP4) {
+        block[random.number(8, 11)] = 127;
     } else if (quant == Quant::F32 || quant == Quant::BF16 || quant == Quant::FP8) {
         const float values[] = {INFINITY, -INFINITY, NAN};
         const float value = random.element(values);
@@ -104,6 +110,8 @@ void make_bad(Random& random, Quant quant, uint8_t* block) {
 bool is_bad(Quant quant, const uint8_t* block) {
     if (quant == Quant::MXFP4) return block[0] == 255;
     if (quant == Quant::NVFP4) return false;
+    if (quant == Quant::FP4)
+        return std::any_of(block + 8, block + 12, [](uint8_t scale) { return (scale & 0x7f) == 0x7f; });
     if (quant == Quant::FP8)
         for (size_t i = 4; i < 132; ++i)
             if ((block[i] & 0x7f) == 0x7f) return true;
@@ -140,6 +148,10 @@ void Matrix::fill(Random& random) {
     const size_t bytes = quant_format(quant_).block_bytes, blocks = data_.size() / bytes;
     for (size_t i = 0; i < blocks; ++i) set_block(random, quant_, scales, data_.data() + i * bytes);
     if (blocks == 0) return;
+    for (size_t i = 0; quant_ == Quant::FP4 && i < blocks; ++i) {  // all blocks of a row have the same factors
+        const float d = 0.0001f * static_cast<float>(1 + i / (blocks / rows_) % 7), factors[2] = {d, d * 0x1p-7f};
+        std::memcpy(data_.data() + i * bytes, factors, sizeof(factors));
+    }
     if (scales == Scales::one_bad) make_bad(random, quant_, data_.data() + random.number(0, blocks - 1) * bytes);
     for (size_t i = 0; i < blocks; ++i)
         if (is_bad(quant_, data_.data() + i * bytes)) bad_rows_.insert(i / (blocks / rows_));

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,6 +16,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
 from ktqueue.loading.huggingface.checkpoint import open_folder
+from ktqueue.loading.huggingface.quantised_blocks import reciprocal
 from ktqueue.loading.load import LoadedModel, load_model, open_checkpoint
 from ktqueue.loading.model_report import report_model
 from ktqueue.loading.rules import SHIPPED_RULES
@@ -76,7 +78,8 @@ def test_a_folder_has_the_weights_and_the_tokens_of_its_float32(
     for dense in ("self_attn.k_proj.weight", "mlp.gate.weight"):
         stored = f"model.layers.1.{dense}"
         assert torch.equal(checkpoint.decode(stored, torch.float32), plain[stored])
-    if name in ("fp8 blocks", "compressed fp8", "compressed int4 zeros", "gptq", "awq"):  # one of each way to read
+    # One of each way to read.
+    if name in ("fp8 blocks", "compressed fp8", "compressed int4 zeros", "gptq", "awq", "modelopt nvfp4"):
         reference = write(tmp_path / "plain", source, {key: value.contiguous() for key, value in plain.items()})
         assert_equals_transformers(load_model(str(folder), rules=EXACT), reference)
 
@@ -88,12 +91,14 @@ def test_fp8_is_dequantised_as_transformers_does() -> None:
     assert torch.equal(found, values)
 
 
-def test_blocks_may_be_cut(make_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp8 blocks", "modelopt nvfp4"])
+def test_blocks_may_be_cut(name: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     """Rows of 96 columns are no whole blocks of ours: they are read as F32."""
     source = make_model("qwen3_moe", hidden_size=128, moe_intermediate_size=96, head_dim=32)
-    tensors, plain = quantised(source, SCHEMES["fp8 blocks"])
-    checkpoint = open_folder(write(tmp_path / "packed", source, tensors, SCHEMES["fp8 blocks"].config))
-    assert (checkpoint.quant(f"{EXPERTS}.gate_up_proj"), checkpoint.quant(f"{EXPERTS}.down_proj")) == ("FP8", "F32")
+    tensors, plain = quantised(source, SCHEMES[name])
+    checkpoint = open_folder(write(tmp_path / "packed", source, tensors, SCHEMES[name].config))
+    quants = (checkpoint.quant(f"{EXPERTS}.gate_up_proj"), checkpoint.quant(f"{EXPERTS}.down_proj"))
+    assert quants == (SCHEMES[name].quant, "F32")
     downs = torch.stack([plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)])
     assert torch.equal(checkpoint.decode(f"{EXPERTS}.down_proj", torch.float32), downs)
 
@@ -110,6 +115,16 @@ def test_a_quantised_folder_is_inspected_and_converted(source: Path, tmp_path: P
     downs = torch.stack([plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)])
     assert torch.equal(converted.decode(f"{EXPERTS}.down_proj", torch.float32), downs)
     assert torch.equal(converted.decode(K_PROJ, torch.float32), plain[K_PROJ])
+
+
+def test_modelopts_own_file_counts_if_the_config_says_nothing(source: Path, tmp_path: Path) -> None:
+    tensors, plain = quantised(source, SCHEMES["modelopt nvfp4"])
+    folder = write(tmp_path / "packed", source, tensors)
+    stated = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": stated}))
+    report = report_model(str(folder))
+    assert report.refusal is None and "FP4" in str(report)
+    assert torch.equal(open_folder(folder).decode(K_PROJ, torch.float32), plain[K_PROJ])
 
 
 def renamed(tensors: Tensors, **changes: torch.Tensor | None) -> None:
@@ -141,6 +156,7 @@ def renamed(tensors: Tensors, **changes: torch.Tensor | None) -> None:
         ("gptq", {"qzeros": None}, "has no qzeros, but"),
         ("gptq", {"qweight": torch.ones(32, 128).int()}, r"scales' is F16 \[2, 128\], expected|differs in .* shape"),
         ("gptq", {"qzeros": torch.ones(2, 8).int()}, r"expected zero points of 4 bits in I32 \[2, 16\]"),
+        ("compressed mxfp4", {"weight_scale": torch.ones(128, 4)}, r"F32 \[128, 4\], expected scales in U8 \[128, 4\]"),
         (
             "modelopt nvfp4",
             {"weight_scale": torch.ones(128, 8)},
@@ -179,9 +195,14 @@ def test_damaged_parts_are_refused_by_name(
         ),
         ("compressed int4", {"weight_g_idx": torch.zeros(128).int()}, "weight_g_idx.*desc_act"),
         ("fp8 blocks", {"weight": torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)}, "weight' has NaN"),
-        ("compressed nvfp4", {"weight_global_scale": torch.zeros(1)}, "is 0.0, expected a number above 0"),
+        (
+            "compressed nvfp4",
+            {"weight_scale": torch.full((128, 8), -1.0).to(torch.float8_e4m3fn)},
+            "weight_scale' has NaN or a number below 0",
+        ),
+        ("compressed nvfp4", {"weight_global_scale": torch.zeros(1)}, r"is 0.0, expected a number from 2\^-60"),
     ],
-    ids=["sorted", "other zeros", "large scale", "odd scale", "also sorted", "nan", "zero"],
+    ids=["sorted", "other zeros", "large scale", "odd scale", "also sorted", "nan", "below 0", "zero"],
 )
 def test_values_that_cannot_be_held_are_refused_when_they_are_read(
     name: str, changes: dict[str, torch.Tensor | None], message: str, source: Path, tmp_path: Path
@@ -191,6 +212,16 @@ def test_values_that_cannot_be_held_are_refused_when_they_are_read(
     folder = write(tmp_path / "damaged", source, tensors, SCHEMES[name].config)
     with pytest.raises(CheckpointError, match=f"3.down_proj.*{message}"):
         load_model(str(folder))
+
+
+def test_a_reciprocal_stands_for_a_division() -> None:
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()  # all but NaN
+    numbers = np.random.default_rng(3).uniform(1, 1e6, 300)
+    for divisor in np.array([2**-60, 1 / 3, 2688, 2**60, *numbers], np.float32):
+        d, r = reciprocal(float(divisor))
+        assert np.array_equal(np.array([d, r], np.float32), [d, r])
+        products = (scales * (d + r)).astype(np.float32)
+        np.testing.assert_array_equal(products, scales.astype(np.float32) / divisor)
 
 
 def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> None:
@@ -212,7 +243,7 @@ def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> 
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "ModelOpt"),
         ({"quant_method": "compressed-tensors"}, "without config_groups"),
-        (compressed("mxfp4-pack-quantized", "float", 4), "format 'mxfp4-pack-quantized' with float of 4 bits"),
+        (compressed("mxfp8-quantized", "float", 8), "format 'mxfp8-quantized' with float of 8 bits"),
         (compressed("pack-quantized", "int", 3), "format 'pack-quantized' with int of 3 bits"),
         (
             {**compressed("pack-quantized", "int", 4), "sparsity_config": {"format": "sparse-24-bitmask"}},

@@ -226,11 +226,12 @@ def panel_matrices() -> None:
         (4, 4096, [matrix("Q4_K", 2048, 4096)]),
         (2, 2880, [matrix("IQ4_NL", 100, 2880)]),
         (2, 2048, [matrix("UINT4", 512, 2048), matrix("Q5_1", 512, 2048)]),
+        (2, 2048, [matrix("FP4", 512, 2048)]),
     ):
         x = torch.zeros(tokens, columns, dtype=torch.float16 if columns == 2880 else torch.bfloat16)
         out = torch.zeros(tokens, sum(part.rows for part in parts), dtype=x.dtype)
         multiply_few(parts, x, out[0] if columns == 2880 else None, out)
-    for quant, ids in (("Q4_K", None), ("FP8", None), ("Q6_K", torch.zeros(3, dtype=torch.int64))):
+    for quant, ids in (("Q4_K", None), ("FP8", None), ("FP4", None), ("Q6_K", torch.zeros(3, dtype=torch.int64))):
         matrix(quant, 512, 2048).decode(torch.zeros(3, 2048, dtype=torch.bfloat16), ids=ids)
 
 

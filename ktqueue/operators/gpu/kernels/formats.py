@@ -59,6 +59,12 @@ def _halves(base, index):
 
 
 @triton.jit
+def _e4m3(bits):
+    """Return numbers of E4M3, whose bits are those of a float32 with an exponent that is smaller by 120."""
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
 def _pair_words(base, panel, slab, word, row, start):
     """Load lines 2j and 2j + 1 of a plane of bit pairs: the lowest four bits of each byte.
 
@@ -171,7 +177,14 @@ def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
         scale = tl.load(base.to(tl.pointer_type(tl.float32)) + index)
         minimum = tl.zeros_like(scale)
     elif FORMAT == "NVFP4":
-        scale = _halves(base, (panel + 256 * slabs) // 2 + slab * 32 + half * 16 + row)
+        start = panel + 256 * slabs
+        scale = _e4m3(tl.load(base + start + slab * 32 + half * 16 + row).to(tl.int32) << 20) * 0.5
+        factors = base.to(tl.pointer_type(tl.float32)) + (start + 32 * slabs) // 4 + row
+        factor, rest = tl.load(factors), tl.load(factors + 16)
+        if INTERPRETED:  # whose fma rounds twice
+            scale = (scale.to(tl.float64) * (factor.to(tl.float64) + rest.to(tl.float64))).to(tl.float32)
+        else:
+            scale = tl.fma(scale, factor, scale * rest)
         minimum = tl.zeros_like(scale)
     elif FORMAT == "MXFP4":
         exponent = tl.load(base + panel + 256 * slabs + slab * 16 + row).to(tl.int32)
@@ -203,9 +216,8 @@ def part(first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr
         return scale * number(first if odd == 0 else second, byte, 8, 128)
     if FORMAT == "Q4_0":
         return scale * number(first, nibble, 4, 8)
-    if FORMAT == "FP8":  # E4M3: its bits are those of a float32 whose exponent is smaller by 120
-        bits = (((first if odd == 0 else second) << (24 - byte)) >> 4) & -0x78100000
-        return scale * (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36)
+    if FORMAT == "FP8":
+        return scale * _e4m3((((first if odd == 0 else second) << (24 - byte)) >> 4) & -0x78100000)
     if (FORMAT == "Q4_K") or (FORMAT == "Q4_1") or (FORMAT == "UINT4"):
         return scale * number(first, nibble, 4, 0) - minimum
     if FORMAT == "Q2_K":

@@ -25,7 +25,7 @@ MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IQ3_XXS_VALUES = (-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31)
 IQ2_VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
 
-_SAME_PANELS = {"IQ2_XXS": "IQ2_S", "IQ2_XS": "IQ2_S", "IQ1_S": "IQ1_M"}
+_SAME_PANELS = {"IQ2_XXS": "IQ2_S", "IQ2_XS": "IQ2_S", "IQ1_S": "IQ1_M", "FP4": "NVFP4"}
 """The format that stands for all which have the same panels, by format."""
 
 # Bytes of the planes and scales of one slab, and of what is stored once per superblock.
@@ -47,7 +47,7 @@ _BYTES: dict[str, tuple[int, int]] = {
     "IQ3_S": (256 + 16, 32),
     "IQ2_S": (128 + 64 + 16, 32),
     "IQ1_M": (128 + 8 + 16, 32),
-    "NVFP4": (256 + 64, 0),
+    "NVFP4": (256 + 32, 128),
     "Q4_1": (256 + 64, 0),
     "Q5_1": (256 + 64 + 64, 0),
     "UINT4": (256 + 32 + 16, 0),
@@ -210,7 +210,9 @@ def _blocks(blocks: torch.Tensor, quant: str, slabs: int) -> torch.Tensor:
         return numbers.float() * scale.repeat_interleave(4 * SLAB, dim=2)
     if quant == "NVFP4":
         code = _lookup(MXFP4_VALUES, codes(_nibbles, 256))
-        return scales(2, torch.float16).float() * code
+        scale = scales(2, torch.uint8).contiguous().view(torch.float8_e4m3fn).double() / 2
+        d, r = take(8 * PANEL_ROWS).view(torch.float32).double().view(-1, 2, PANEL_ROWS, 1).unbind(1)
+        return (scale * (d + r)).float() * code  # rounded once, as one multiplication and addition does
     if quant == "IQ3_XXS":
         code = _lookup(IQ3_XXS_VALUES, codes(_nibbles, 256))
         scale = scales(1, torch.uint8)
