@@ -15,6 +15,7 @@ from torch import nn
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
+from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape
 from ktqueue.operators.latent_weights import read_indexer, read_latent_attention
@@ -68,6 +69,8 @@ class CpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Pack all matrices. The embedding keeps its stored format. Raises ValueError if a weight does not fit."""
         facts = self.facts
+        if facts.fused:
+            weights = SplitRows(weights, facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim)
         weights = in_rotary_order(weights, facts.head_dim, facts.interleaved)
         stored = weights.matrix("model.embed_tokens.weight")
         # A copy, because the file may be truncated or overwritten: reading its map would then raise SIGBUS or give

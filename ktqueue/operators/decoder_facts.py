@@ -86,7 +86,8 @@ class DecoderFacts:
     names below the attention of the norms of q and k, or empty; norm_after_rotary: they follow the rotation;
     interleaved: number of the first columns of each head of q and k whose rotary pairs are adjacent rows of their
     matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
-    whose rows alternate with those of the query; gate: name below the attention of a matrix of its own for that gate,
+    whose rows alternate with those of the query; fused: the rows of query, key and value are in one matrix, and so are
+    those of gate and up (Phi-3); gate: name below the attention of a matrix of its own for that gate,
     or empty; centred: norms multiply by 1 + weight; latent: the shape of latent
     attention, equal in all layers. With latent attention, kv_heads and head_dim describe its cache. rotary_kinds: kinds
     of layers that have rotary tables of their own; empty: all layers have the same. score_cap, logit_cap: a score of
@@ -111,6 +112,7 @@ class DecoderFacts:
     tied: bool
     layers: tuple[LayerFacts, ...]
     gated: bool = False
+    fused: bool = False
     gate: str = ""
     centred: bool = False
     latent: LatentShape | None = None
@@ -144,6 +146,7 @@ def facts_of(
     if attention is None:
         raise ValueError("none of its layers has keys and values")
     latent = latent_shape(attention) if kind.latent else None
+    fused = hasattr(attention, "qkv_proj")
     kv_heads, head_dim = (config.num_key_value_heads, attention.head_dim) if latent is None else (1, latent.key)
     if head_dim % 8 != 0:
         raise ValueError(f"its heads have {head_dim} dimensions, which is no multiple of 8")
@@ -181,7 +184,8 @@ def facts_of(
         rotary_kinds=kinds,
         tied=bool(config.tie_word_embeddings) and getattr(model.lm_head, "bias", None) is None,
         layers=tuple(_layer(f"model.layers.{i}", layer, config, kind, kinds) for i, layer in enumerate(body.layers)),
-        gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features if latent is None else False,
+        gated=latent is None and not fused and attention.q_proj.out_features == 2 * attention.o_proj.in_features,
+        fused=fused,
         gate=_GATE if hasattr(attention, _GATE) else "",
         centred=_is_centred(body.norm),
         latent=latent,

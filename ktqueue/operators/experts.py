@@ -45,7 +45,7 @@ def gate_facts(module: Any) -> GateFacts | None:
     gate = getattr(type(module), "_apply_gate", None)
     if gate is not None and gate.__name__ != "_default_apply_gate":
         return None
-    activation = activation_name(getattr(module, "act_fn", None))
+    activation = activation_name(getattr(module, "act_fn", getattr(module, "activation_fn", None)))
     return None if activation is None else GateFacts(activation)
 
 

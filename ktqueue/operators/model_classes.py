@@ -52,6 +52,7 @@ MODEL_CLASSES = (
     ModelClass("MistralForCausalLM"),
     ModelClass("MixtralForCausalLM"),
     ModelClass("OlmoeForCausalLM"),
+    ModelClass("Phi3ForCausalLM", partly_rotated=True),
     ModelClass("PhimoeForCausalLM"),
     ModelClass("Qwen2ForCausalLM"),
     ModelClass("Qwen2MoeForCausalLM"),

@@ -59,6 +59,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_ma
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 LONGROPE = {**YARN, **FACTORS, "rope_type": "longrope"}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 32, "norm_topk_prob": True}),
@@ -131,6 +132,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "router_jitter_noise": 0.3,
         },
     ),
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, "pad_token_id": 0}),
+    "phi3 with partial rotation": ("phi3", {"rope_parameters": PARTIAL, "sliding_window": 9, "pad_token_id": 0}),
     "afmoe": (
         "afmoe",
         {**MOE, "head_dim": 16, "num_shared_experts": 1, "route_scale": 1.5, "mup_enabled": True, **WINDOWS},

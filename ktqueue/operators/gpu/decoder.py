@@ -15,6 +15,7 @@ from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.decoder_facts import DecoderFacts, RouterFacts, facts_of
+from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
@@ -75,6 +76,8 @@ class GpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Put dense weights on the device and pack experts for the CPU. Raises ValueError if their shapes are wrong."""
         facts = self.facts
+        if facts.fused:
+            weights = SplitRows(weights, facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim)
         weights = in_rotary_order(weights, facts.head_dim, facts.interleaved)
         dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
         self._embedding = dense.linear("model.embed_tokens")
