@@ -51,7 +51,7 @@ class Sweep:
     """What to measure. `seconds`: time of the calls of each figure, without probes and packing.
 
     `memory`: least bytes of weights that each figure reads in turn. By default they are LEAST_WEIGHTS, but at least
-    CACHES times the last cache.
+    CACHES times the last cache. `batch_invariant`: see native.set_batch_invariant.
     """
 
     shape: LayerShape
@@ -60,6 +60,12 @@ class Sweep:
     loads: tuple[Load, ...]
     seconds: float
     memory: int | None = None
+    batch_invariant: bool = False
+
+    def tile_rows(self, quant: str, isa: str) -> int:
+        """Return from how many rows of an expert on AMX tiles run; 0: never."""
+        rows = native.tile_rows(quant, isa)
+        return min(rows, int(quant in FLOATS)) if self.batch_invariant else rows
 
     def __len__(self) -> int:
         return len(self.quants) * len(self.isas) * len(self.loads)
@@ -150,8 +156,12 @@ def sweep_memory(sweep: Sweep, caches: dict[str, int]) -> int:
 def run_sweep(
     sweep: Sweep, probes: Probes, progress: Callable[[int, str], None] = lambda _done, _note: None
 ) -> Iterator[KernelFigure]:
-    """Measure all figures, format by format. Calls `progress(figures done, what is next)`. Raises ValueError."""
+    """Measure all figures, format by format. Calls `progress(figures done, what is next)`. Raises ValueError.
+
+    Sets batch invariance for all kernels of this process.
+    """
     done = 0
+    native.set_batch_invariant(sweep.batch_invariant)
     for quant in sweep.quants:
         shape, count = _layer_set(sweep, quant, probes.caches)
         for isa in sweep.isas:
@@ -185,7 +195,7 @@ def _measure(
         if load.routed
         else same_experts(load.rows, shape.experts_per_token)
     )
-    peak_isa, arithmetic = arithmetic_of(quant, isa, pattern.pairs / pattern.touched)
+    peak_isa, arithmetic = arithmetic_of(quant, isa, pattern.pairs / pattern.touched, tile_rows=sweep.tile_rows)
     bandwidths: list[float] = []
     peaks: list[float] = []
 
@@ -274,6 +284,7 @@ def sweep_report(
         "machine": asdict(machine),
         "shape": asdict(sweep.shape),
         "seconds_per_point": sweep.seconds,
+        "batch_invariant": sweep.batch_invariant,
         "points": [
             {
                 **asdict(point),

@@ -9,6 +9,7 @@ from ktqueue.bench.experts import Load, Sweep, arithmetic_of, best_seconds, swee
 from ktqueue.bench.machine import cache_sizes
 from ktqueue.bench.random_layers import expert_bytes, same_experts, uniform
 from ktqueue.bench.roofline import Bound, LayerShape, LayerWork, Limits, layer_work
+from ktqueue.operators import native
 
 QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)
 MIB = 1 << 20
@@ -81,6 +82,16 @@ def test_formats_are_compared_with_the_arithmetic_that_their_kernels_use() -> No
     assert arithmetic("Q4_K", "amx", 32) == ("amx", "bf16")
     assert arithmetic("BF16", "amx", 8) == ("amx", "bf16")
     assert arithmetic("F16", "amx", 512) == ("avx512", "fp32")
+
+
+@pytest.mark.parametrize(("invariant", "rows"), [(False, (8, 8, 24, 0)), (True, (1, 1, 0, 0))])
+def test_batch_invariance_decides_on_tiles(
+    invariant: bool, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thresholds = {"BF16": 8, "FP8": 8, "Q6_K": 24, "F32": 0}
+    monkeypatch.setattr(native, "tile_rows", lambda quant, _isa: thresholds[quant])
+    sweep = Sweep(shape=QWEN, quants=(), isas=(), loads=(), seconds=0.0, batch_invariant=invariant)
+    assert tuple(sweep.tile_rows(quant, "amx") for quant in thresholds) == rows
 
 
 def test_calls_are_taken_in_turn() -> None:

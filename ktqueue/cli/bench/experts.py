@@ -52,6 +52,14 @@ def experts(
     full: Annotated[
         bool, typer.Option("--full", help="All formats, instruction sets and rows.", rich_help_panel=_WHAT)
     ] = False,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Give a row the same bits in every batch, as a worker on a CPU does. It matters on AMX.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, metavar="N", show_default="the cores", help="CPU threads.")
     ] = None,
@@ -101,6 +109,7 @@ def experts(
         isas=_names("--isa", (isa or ("all" if full else _best_isa())).lower(), native.isas()),
         loads=tuple(loads),
         seconds=seconds,
+        batch_invariant=batch_invariant,
         memory=None if memory is None else size("--memory", memory),
     )
     _check_memory(sweep)
