@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.mapped_file import release_pages
 from ktqueue.loading.weight_formats import (
     FILE_BLOCKS,
@@ -31,8 +32,6 @@ CHUNK_ELEMENTS = 4 << 20  # decoded at once, which limits the float32 buffer to 
 Progress = Callable[[int, int, str], None]  # amount done, total amount, name of the next tensor
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # the fused parameters of a transformers experts module
 BIAS = "_bias"  # the ending of the names of their biases
-INTERLEAVED = ("gpt_oss",)
-"""Model types whose experts module has its matrices transposed, with columns of gate and up in turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class Checkpoint:
         self._config = config
         self._tensors = dict(tensors)
         self._experts = dict(experts)
-        self._interleaved = config.get("model_type") in INTERLEAVED
+        self._interleaved = family_of_type(config.get("model_type")).transposed_experts
         for module, weights in experts.items():
             gate, up = ([len(stack.data), stack.rows, stack.columns] for stack in (weights.gate, weights.up))
             if gate != up:  # `shape` assumes so

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import Family
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
-from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.importance import ImportanceMatrix, read_importance
 from ktqueue.loading.gguf.latent import split_latent_matrix
@@ -85,15 +85,15 @@ def convert(
     if license:
         metadata["general.license"] = license
     metadata |= metadata_from_config(family, config, str(source))
-    metadata[f"{family.architecture}.vocab_size"] = int(config["vocab_size"])
+    metadata[f"{family.layout.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_output_tensors(checkpoint, family, config, types))
-    if family.rope_factors:
+    if family.layout.rope_factors:
         outputs = [*_rope_factors(config, str(source)), *outputs]
     further, count, left_out = _next_token_outputs(source, family, config, types) if next_tokens else ([], 0, "")
     if count:
         outputs += further
-        metadata = with_multi_token_layers(family, metadata, count)
+        metadata = with_multi_token_layers(family.layout, metadata, count)
     shapes = {output.name: output.shape for output in outputs}
     if columns := read_importance(importance) if importance else None:
         columns.check(shapes)
@@ -101,8 +101,8 @@ def convert(
         outputs = _mixed(
             outputs, Mix.of_model(types["mix"], _with_layers(config, count), shapes, has_importance=columns is not None)
         )
-    file_type = types.get("mix") or types["experts" if family.has_experts else "dense"]
-    with GgufWriter(target, family.architecture, file_type) as writer:
+    file_type = types.get("mix") or types["experts" if family.layout.has_experts else "dense"]
+    with GgufWriter(target, family.layout.architecture, file_type) as writer:
         writer.add_metadata(metadata)
         writer.write_all(outputs, lambda output: _packed(str(source), output, columns), progress)
     checkpoint.close()
@@ -115,7 +115,7 @@ def _with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _next_token_outputs(
-    source: Path, family: ModelFamily, config: dict[str, Any], types: dict[str, str]
+    source: Path, family: Family, config: dict[str, Any], types: dict[str, str]
 ) -> tuple[list[_OutputTensor], int, str]:
     """Return the tensors of the layers that predict further tokens, how many layers, and what is left out and why."""
     count = 0
@@ -124,8 +124,10 @@ def _next_token_outputs(
         count = layer_count(config, checkpoint.names())
         if not count:
             return [], 0, ""
-        if not family.next_tokens:
-            raise CheckpointError(f"GGUF's {family.architecture} has no place for {'it' if count == 1 else 'them'}")
+        if not family.layout.next_tokens:
+            raise CheckpointError(
+                f"GGUF's {family.layout.architecture} has no place for {'it' if count == 1 else 'them'}"
+            )
         return [*_output_tensors(checkpoint, family, _with_layers(config, count), types)], count, ""
     except CheckpointError as error:
         what = "1 layer that predicts further tokens is" if count == 1 else "layers that predict further tokens are"
@@ -133,15 +135,16 @@ def _next_token_outputs(
 
 
 def _output_tensors(
-    checkpoint: Checkpoint, family: ModelFamily, config: dict[str, Any], types: dict[str, str]
+    checkpoint: Checkpoint, family: Family, config: dict[str, Any], types: dict[str, str]
 ) -> Iterator[_OutputTensor]:
-    names = TensorNameMap(family.names or family.architecture, config["num_hidden_layers"])
+    layout = family.layout
+    names = TensorNameMap(layout.names or layout.architecture, config["num_hidden_layers"])
 
     def find(name: str) -> str:
         found = names.find(name)
         if found is None:
             raise CheckpointError(
-                f"{checkpoint.path}: tensor {name!r} does not exist in the {family.architecture} architecture"
+                f"{checkpoint.path}: tensor {name!r} does not exist in the {layout.architecture} architecture"
             )
         return found
 
@@ -182,17 +185,17 @@ def _values(checkpoint: Checkpoint, name: str, change: Change | None) -> Floats:
 
 
 def _parts(
-    name: str, shape: tuple[int, ...], family: ModelFamily, config: dict[str, Any]
+    name: str, shape: tuple[int, ...], family: Family, config: dict[str, Any]
 ) -> list[tuple[str, tuple[int, ...], Change | None]]:
     """Return what a file holds of a tensor: name and shape of each part, and what is done to its values."""
     if family.linear:
-        return [*file_parts(family.architecture, name, shape, config)]
-    if family.two_parts and name.endswith("self_attn.kv_b_proj.weight"):
+        return [*file_parts(family.layout, name, shape, config)]
+    if family.layout.two_parts and name.endswith("self_attn.kv_b_proj.weight"):
         return [*split_latent_matrix(name, shape, config)]
-    if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
+    if family.layout.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
         return [(name, shape, lambda values: permute(values, heads))]  # into GGUF's rotary order
-    if family.gemma and name.endswith("norm.weight"):
+    if family.layout.gemma and name.endswith("norm.weight"):
         return [(name, shape, lambda values: values + np.float32(1))]
     return [(name, shape, None)]
 

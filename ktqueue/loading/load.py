@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from ktqueue.core.errors import CheckpointError, RuleError
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
-from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, SPARSE_MODEL_TYPES
+from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION
 from ktqueue.loading.inject import inject
 from ktqueue.loading.installed import FAMILIES, FORMATS, entry_names, package_of, package_of_module
 from ktqueue.loading.materialize import check_tensors, materialize
@@ -124,7 +125,7 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
             page_size=page_size,
             dtype=dtype,
             latent=latent,
-            index=config.index_head_dim if config.model_type in SPARSE_MODEL_TYPES else 0,
+            index=config.index_head_dim if family_of_type(config.model_type).indexed else 0,
             original_length=original_length(config),
         )
     return KVLayout(

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import yaml
 
 from ktqueue.core.errors import RuleError
+from ktqueue.families.table import SUPPORTED
 from ktqueue.loading.ktransformers import KTransformersRule, Placement, has_ktransformers_form, read_placement
-from ktqueue.operators.model_classes import SUPPORTED
 
 KEEP = "default"  # the op that leaves a module as it is
 SUPPORTED_CLASSES = "supported"  # instead of a pattern of class names

@@ -13,18 +13,12 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.table import BY_CLASS, FAMILIES, family_of_type
 from ktqueue.loading.huggingface.causal_models import config_class_of
-from ktqueue.loading.huggingface.config_check import (
-    DERIVED_KEY,
-    LATENT_MODEL_TYPES,
-    check_config,
-    check_values,
-    ignored_keys,
-)
+from ktqueue.loading.huggingface.config_check import DERIVED_KEY, check_config, check_values, ignored_keys
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
-from ktqueue.operators.model_classes import BY_NAME, is_partly_rotated
 from ktqueue.operators.rotary import rotary_kinds, rotary_pairs, separate_lengths
 
 Config = transformers.PretrainedConfig
@@ -37,14 +31,15 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig does
         model_type = "ministral"
     config_class = config_class_of(model_type, source)
-    if values.get("kv_lora_rank") and model_type not in LATENT_MODEL_TYPES:
-        known = ", ".join(LATENT_MODEL_TYPES)
+    family = family_of_type(model_type)
+    if values.get("kv_lora_rank") and not family.latent:
+        known = ", ".join(known.model_type for known in FAMILIES if known.latent)
         raise CheckpointError(f"{source}: multi-head latent attention is supported for {known}, not for {model_type}")
     read_quantisation(values, source)
     check_values(values, source)
-    if model_type == "minimax_m2" and values.get("rotary_dim") and values.get("head_dim"):
-        # The published name, which this version of transformers does not read.
-        values = {"partial_rotary_factor": values["rotary_dim"] / values["head_dim"], **values}
+    key = family.rotated_key
+    if key and values.get(key) and values.get("head_dim"):
+        values = {"partial_rotary_factor": values[key] / values["head_dim"], **values}
     try:
         values = Config._decode_special_floats(dict(values))  # transformers encodes infinity and NaN, which JSON lacks
         config: Config = config_class.from_dict(dict(values))
@@ -131,22 +126,22 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
 
     Otherwise every step would fail. Raises CheckpointError.
     """
-    latent = config.model_type in LATENT_MODEL_TYPES
-    if not latent and type(model).__name__ not in BY_NAME:
+    family = BY_CLASS.get(type(model).__name__)
+    if family is None:
         return
     layers: Any = model.get_submodule("model.layers")
     attention: Any = next((layer.self_attn for layer in layers if hasattr(layer, "self_attn")), None)
     if attention is None:
         raise CheckpointError(f"{source}: a {config.model_type} of which no layer has keys and values is not supported")
-    name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if latent else ("head_dim", attention.head_dim)
-    if is_partly_rotated(type(model).__name__):
+    name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if family.latent else ("head_dim", attention.head_dim)
+    if family.partly_rotated:
         width = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
     rotary = model.get_submodule("model.rotary_emb")
     try:
         widths = {"rotary embeddings": 2 * rotary_pairs(rotary, rotary_kinds(rotary))}
     except ValueError as error:
         raise CheckpointError(f"{source}: a {config.model_type} is not supported, because {error}") from error
-    if type(model).__name__ == "OlmoeForCausalLM":  # one norm over all heads, with its own width
+    if family.single_norms:
         widths["norms"] = attention.q_norm.weight.numel() // config.num_attention_heads
     for what, columns in widths.items():
         if columns != width:

@@ -55,7 +55,7 @@ class CpuDecoder(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Build from a model of one of model_classes.SUPPORTED. Options: `activations`, `isa`. Raises ValueError."""
+        """Build from a model of one of the SUPPORTED classes. Options: `activations`, `isa`. Raises ValueError."""
         chosen = kernel_options("CpuDecoder", options)
         try:
             facts = facts_of(module)

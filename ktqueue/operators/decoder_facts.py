@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktqueue.families.family import Family
+from ktqueue.families.table import BY_CLASS, SUPPORTED
 from ktqueue.operators.attention import cap_of, window_of
 from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, has_indexer, latent_shape
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
-from ktqueue.operators.model_classes import BY_NAME, SUPPORTED, ModelClass
 from ktqueue.operators.native import GateFacts
 from ktqueue.operators.rotary import rotary_kinds, rotary_pairs
 
@@ -130,8 +131,8 @@ def facts_of(
 ) -> DecoderFacts:
     """Return the facts of a model that computes in one of `dtypes`, for CpuDecoder or GpuDecoder. Raises ValueError if
     the decoder does not compute the model's class or a part of it."""
-    kind = BY_NAME.get(type(model).__name__)
-    if kind is None or kind.name not in SUPPORTED[decoder]:
+    family = BY_CLASS.get(type(model).__name__)
+    if family is None or family.class_name not in SUPPORTED[decoder]:
         raise ValueError(f"it knows {', '.join(SUPPORTED[decoder])}")
     config: Any = model.config
     body: Any = model.model
@@ -145,7 +146,7 @@ def facts_of(
     attention = next((layer.self_attn for layer in body.layers if hasattr(layer, "self_attn")), None)
     if attention is None:
         raise ValueError("none of its layers has keys and values")
-    latent = latent_shape(attention) if kind.latent else None
+    latent = latent_shape(attention) if family.latent else None
     fused = hasattr(attention, "qkv_proj")
     kv_heads, head_dim = (config.num_key_value_heads, attention.head_dim) if latent is None else (1, latent.key)
     if head_dim % 8 != 0:
@@ -158,7 +159,7 @@ def facts_of(
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
     qk_norm = next((names for names in _QK_NORMS if hasattr(attention, names[0])), ())
     rotary_columns = 2 * rotary_pairs(body.rotary_emb, kinds)
-    if kind.norm_after_rotary and rotary_columns != head_dim:
+    if family.norm_after_rotary and rotary_columns != head_dim:
         raise ValueError(f"only {rotary_columns} of {head_dim} columns are rotated before the norm of a head")
     added = _factor(config, "residual_multiplier")
     if added != 1 and qk_norm:
@@ -175,15 +176,15 @@ def facts_of(
         epsilon=epsilons.pop() / added**2,
         clip=getattr(config, "clip_qkv", None) or 0.0,
         qk_norm=qk_norm,
-        norm_after_rotary=kind.norm_after_rotary,
-        interleaved=rotary_columns if kind.interleaved else 0,
+        norm_after_rotary=family.norm_after_rotary,
+        interleaved=rotary_columns if family.interleaved else 0,
         embedding_scale=_embedding_scale(model, found_dtype) / added,
         logit_scale=1 / _factor(config, "logits_scaling"),
         logit_cap=_logit_cap(config),
         score_cap=cap_of(attention),
         rotary_kinds=kinds,
         tied=bool(config.tie_word_embeddings) and getattr(model.lm_head, "bias", None) is None,
-        layers=tuple(_layer(f"model.layers.{i}", layer, config, kind, kinds) for i, layer in enumerate(body.layers)),
+        layers=tuple(_layer(f"model.layers.{i}", layer, config, family, kinds) for i, layer in enumerate(body.layers)),
         gated=latent is None and not fused and attention.q_proj.out_features == 2 * attention.o_proj.in_features,
         fused=fused,
         gate=_GATE if hasattr(attention, _GATE) else "",
@@ -229,7 +230,7 @@ def _factor(config: Any, name: str) -> float:
     return factor
 
 
-def _layer(name: str, layer: Any, config: Any, kind: ModelClass, kinds: tuple[str, ...]) -> LayerFacts:
+def _layer(name: str, layer: Any, config: Any, family: Family, kinds: tuple[str, ...]) -> LayerFacts:
     mlp_name = next(child for child in _MLPS if hasattr(layer, child))
     mlp = getattr(layer, mlp_name)
     linear = getattr(layer, "linear_attn", None)
@@ -240,7 +241,7 @@ def _layer(name: str, layer: Any, config: Any, kind: ModelClass, kinds: tuple[st
     if len(gates) != 1 or (gate := gates.pop()) is None:
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
     window = window_of(layer.self_attn, config) if linear is None else 0
-    rotary = bool(window) or not kind.windows_rotated or layer.self_attn.sliding_window is None
+    rotary = bool(window) or not family.windows_rotated or layer.self_attn.sliding_window is None
     norms = {}
     if hasattr(mlp, _POST):  # A.X-K1
         norms = {"mlp_out_norm": f"{mlp_name}.{_POST}"}

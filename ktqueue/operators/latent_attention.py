@@ -69,7 +69,7 @@ class LatentAttention(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Take the sizes from an attention of transformers that model_classes.py lists. Options for packed matrices:
+        """Take the sizes from a latent attention of transformers: see families/table.py. Options for packed matrices:
         `activations`, `isa`. Raises ValueError for any other module."""
         chosen = kernel_options("LatentAttention", options)
         try:

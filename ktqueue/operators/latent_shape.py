@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ktqueue.families.table import family_of_type
+
 Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The result of transformers' rotary modules: a complex tensor [1, tokens, rotary / 2], or cosines and sines [1,
 tokens, rotary] each, in which both halves are equal."""
@@ -90,7 +92,7 @@ def _indexer_shape(config: Any) -> IndexerShape:
         heads=config.index_n_heads,
         key=config.index_head_dim,
         chosen=config.index_topk,
-        interleaved=config.model_type == "glm_moe_dsa",
+        interleaved=family_of_type(config.model_type).indexer_interleaved,
     )
 
 

@@ -371,7 +371,7 @@ def feed(
 
 def answers(model: Any) -> dict[str, torch.Tensor]:
     """Return the logits [tokens, vocab] that the model of transformers gives for each sequence, float32 on the CPU."""
-    found, rotary = {}, model.model.rotary_emb
+    found, rotary = {}, getattr(model.model, "language_model", model.model).rotary_emb  # of a model with encoders
     for name, ids in SEQUENCES.items():
         if hasattr(rotary, "rope_init_fn") and rotary.rope_type != "default":  # see tests/contract/test_transformers.py
             rotary.rope_init_fn = partial(ROPE_INIT_FUNCTIONS[rotary.rope_type], seq_len=len(ids))

@@ -137,9 +137,9 @@ def test_an_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path:
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
     known = (
-        "qwen3moe, qwen2moe, llama, olmoe, deepseek2, deepseek32, glm-dsa, mistral4, glm4moe, dots1, "
-        "minimax-m2, gpt-oss, qwen35moe, qwen35, qwen3next, hunyuan-moe, ernie4_5-moe, exaone-moe, granitemoe, "
-        "granite, ernie4_5, seed_oss, hunyuan-dense, qwen3, qwen2, gemma3, gemma2"
+        "deepseek2, deepseek32, dots1, ernie4_5, ernie4_5-moe, exaone-moe, gemma2, gemma3, glm-dsa, glm4moe, gpt-oss, "
+        "granite, granitemoe, hunyuan-dense, hunyuan-moe, llama, minimax-m2, mistral4, olmoe, qwen2, qwen2moe, qwen3, "
+        "qwen35, qwen35moe, qwen3moe, qwen3next, seed_oss"
     )
     with pytest.raises(CheckpointError, match=rf"'deepseek' is not supported; known: {known}$"):
         open_checkpoint(str(path))

@@ -7,10 +7,10 @@ import pytest
 from torch import nn
 
 from ktqueue.core.errors import RuleError
+from ktqueue.families.table import SUPPORTED
 from ktqueue.loading.load import load_model
 from ktqueue.loading.plan import LoadPlan, make_plan
 from ktqueue.loading.rules import DEFAULT_RULES, SHIPPED_RULES, Rule, load_rules, rules_file
-from ktqueue.operators.model_classes import SUPPORTED
 
 OPERATORS = ("CpuExperts", "Other")
 WHOLE = (*OPERATORS, "CpuDecoder", "CpuLinear", "GpuDecoder", "LatentAttention")

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.families import FAMILIES, family_of_metadata
+from ktqueue.families.table import FAMILIES, family_of_type
+from ktqueue.families.unsupported import UNSUPPORTED
+from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.skeleton import build_config
-from ktqueue.loading.unsupported import UNSUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,6 @@ def test_no_family_is_both_supported_and_refused() -> None:
     model_types = [model_type for family in UNSUPPORTED for model_type in family.model_types]
     architectures = [architecture for family in UNSUPPORTED for architecture in family.architectures]
     assert len({*model_types}) == len(model_types) and len({*architectures}) == len(architectures)
-    assert not {*model_types} & {family.model_type for family in FAMILIES}
-    assert not {*architectures} & {family.architecture for family in FAMILIES}
+    assert not any(family_of_type(model_type).model_type for model_type in model_types)
+    assert not {*architectures} & {family.gguf.architecture for family in FAMILIES if family.gguf}
     assert all(family.model_types or family.architectures for family in UNSUPPORTED)

@@ -56,7 +56,7 @@ MODELS: dict[str, Mutation] = {
     "layers without a window rotate": Mutation(
         "a model whose layers rotate only with a window computes what transformers does",
         "ktqueue/operators/decoder_facts.py",
-        "bool(window) or not kind.windows_rotated or ",
+        "bool(window) or not family.windows_rotated or ",
         "True or ",
         (f"{DECODER}[exaone_moe]",),
     ),

@@ -8,10 +8,9 @@ from typing import Any
 import decoder_families
 from tiny_tokenizer import write_tokenizer
 
-from ktqueue.loading.family import ModelFamily
-from ktqueue.loading.gguf.families import FAMILIES as FILE_FAMILIES
+from ktqueue.families.family import GgufLayout
+from ktqueue.families.table import FAMILIES
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
-from ktqueue.operators.model_classes import MODEL_CLASSES
 
 VOCAB = 384
 COMMON = {**decoder_families.COMMON, "vocab_size": VOCAB, "initializer_range": 0.3}  # answers differ more
@@ -26,7 +25,6 @@ BY_MODULES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96},
     "ministral": {"head_dim": 16, **WINDOWS},
-    "phi3": {"pad_token_id": 0},
     "smollm3": {**WINDOWS, "pad_token_id": 0},
 }
 """Sizes by model type. No decoder computes these families: their modules are those of transformers."""
@@ -60,13 +58,13 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServedFamily:
-    """One family. `file`: what describes its GGUF files; None if there are none that we read."""
+    """One family. `file`: how GGUF files hold it; None if there are none that we read."""
 
     class_name: str
     model_type: str
     sizes: dict[str, Any]
     by_modules: bool
-    file: ModelFamily | None
+    file: GgufLayout | None
 
     def save(self, folder: Path) -> None:
         """Save the random model as transformers does, in float32, with a tokenizer."""
@@ -76,11 +74,10 @@ class ServedFamily:
 
 
 def served_families() -> Iterator[ServedFamily]:
-    """Yield the classes of model_classes.py in their order, then the families that run by modules."""
+    """Yield our families in the order of their classes, then the families that run by modules."""
     models = list({**decoder_families.FAMILIES, **decoder_families.LATENT_FAMILIES}.values())
-    for entry in MODEL_CLASSES:
-        model_type, sizes = next((kind, sizes) for kind, sizes in models if CAUSAL_MODELS[kind] == entry.name)
-        file = next((family for family in FILE_FAMILIES if family.model_type == model_type), None)
-        yield ServedFamily(entry.name, model_type, sizes, False, file)
+    for family in FAMILIES:
+        sizes = next(sizes for model_type, sizes in models if model_type == family.model_type)
+        yield ServedFamily(family.class_name, family.model_type, sizes, False, family.gguf)
     for model_type, sizes in BY_MODULES.items():
         yield ServedFamily(str(CAUSAL_MODELS[model_type]), model_type, sizes, True, None)

@@ -8,56 +8,18 @@ from benchmarks.machine import ROOT
 from benchmarks.results import RESULTS
 from benchmarks.tables import table
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import UnsupportedFamily
+from ktqueue.families.table import BY_CLASS
+from ktqueue.families.unsupported import UNSUPPORTED
 from ktqueue.loading.huggingface.quantisation import METHODS, read_quantisation
 from ktqueue.loading.synthetic.shapes import SHAPES
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-from ktqueue.loading.unsupported import UNSUPPORTED, UnsupportedFamily
 from ktqueue.loading.weight_formats import FILE_BLOCKS, FOLDER_FORMATS, loaded_format
 from ktqueue.operators.native import packed_bytes
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
 RESULT = RESULTS / "models.json"
 ON_GPU = RESULTS / "families-on-gpu.json"
-KNOWN_AS = {
-    "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite",
-    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Kimi-K2 and the text of K2.5",
-    "DeepseekV32ForCausalLM": "DeepSeek-V3.2",
-    "AfmoeForCausalLM": "AFMoE (Arcee's Trinity)",
-    "AXK1ForCausalLM": "A.X K1",
-    "Dots1ForCausalLM": "dots.llm1",
-    "Ernie4_5ForCausalLM": "ERNIE 4.5, dense",
-    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5",
-    "ExaoneMoeForCausalLM": "K-EXAONE",
-    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7, 4.5-Air",
-    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
-    "Gemma2ForCausalLM": "Gemma 2",
-    "Gemma3ForCausalLM": "Gemma 3, its text",
-    "GlmMoeDsaForCausalLM": "GLM-5",
-    "GptOssForCausalLM": "gpt-oss",
-    "GraniteForCausalLM": "Granite, dense",
-    "GraniteMoeForCausalLM": "Granite MoE",
-    "HYV3ForCausalLM": "Hunyuan 3",
-    "HunYuanDenseV1ForCausalLM": "Hunyuan, dense",
-    "HunYuanMoEV1ForCausalLM": "Hunyuan-A13B",
-    "LlamaForCausalLM": "Llama 2, 3",
-    "MiniMaxM2ForCausalLM": "MiniMax-M2",
-    "Mistral4ForCausalLM": "Mistral 4, its text",
-    "MistralForCausalLM": "Mistral",
-    "MixtralForCausalLM": "Mixtral",
-    "OlmoeForCausalLM": "OLMoE",
-    "PhimoeForCausalLM": "Phi-3.5-MoE",
-    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
-    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE",
-    "Qwen3ForCausalLM": "Qwen3, dense",
-    "Qwen3MoeForCausalLM": "Qwen3 MoE",
-    "Qwen3NextForCausalLM": "Qwen3-Next",
-    "Qwen3_5ForCausalLM": "Qwen3.5 and 3.6, dense, their text",
-    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, its text",
-    "SeedOssForCausalLM": "Seed-OSS",
-    "SolarOpenForCausalLM": "Solar-Open",
-    "YoutuForCausalLM": "Youtu",
-}
-"""Names that people know. A class that is missing here is shown by its own name."""
 _READ_OF = {
     "awq": "4 bits",
     "compressed-tensors": "FP8, INT8, INT4, NVFP4, MXFP4",
@@ -194,7 +156,7 @@ def _transformers(row: Mapping[str, Any]) -> str:
 
 def _name(row: Mapping[str, Any]) -> str:
     name = str(row["class"])
-    return KNOWN_AS.get(name, name.removesuffix("ForCausalLM"))
+    return BY_CLASS[name].name if name in BY_CLASS else name.removesuffix("ForCausalLM")
 
 
 def _architecture(row: Mapping[str, Any]) -> str:

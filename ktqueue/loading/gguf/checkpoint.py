@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import GgufLayout
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
-from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
 from ktqueue.loading.gguf.header import DEFAULT_ALIGNMENT, GgufHeader, read_header
@@ -87,22 +87,22 @@ def build_checkpoint(
     with `path`.
     """
     family = family_of_metadata(metadata, path)
-    config = config_from_metadata(family, metadata, path)
-    _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(family, metadata, path))
-    if family.rope_factors and (factors := tensors.pop(FACTORS_TENSOR, None)):
+    layout, config = family.layout, config_from_metadata(family, metadata, path)
+    _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(layout, metadata, path))
+    if layout.rope_factors and (factors := tensors.pop(FACTORS_TENSOR, None)):
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if family.latent:
         join_latent_tensors(path, tensors)
     if family.linear:  # whose attn_qkv is another matrix
         adapt_linear_tensors(path, tensors, config)
-    if family.gemma:
+    if layout.gemma:
         adapt_gemma_tensors(tensors)
     split_fused_tensors(path, tensors, config, attention=not family.linear)
     layers = _check_layers(path, config["num_hidden_layers"], tensors)
     single = take_single_experts(path, tensors)
-    dense, stacks = _rename_tensors(path, family, config, tensors, layers)
+    dense, stacks = _rename_tensors(path, layout, config, tensors, layers)
     _finish_config(path, config, metadata, dense)
-    config |= {key: name in dense for key, name in family.by_tensor.items()}
+    config |= {key: name in dense for key, name in layout.by_tensor.items()}
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
     experts |= {name: stack_experts(path, name, parts) for name, parts in single.items()}
     return Checkpoint(path, config, dense, experts, files)
@@ -175,27 +175,27 @@ def _check_layers(path: str, layers: int, tensors: dict[str, CheckpointTensor]) 
 
 
 def _rename_tensors(
-    path: str, family: ModelFamily, config: dict[str, Any], stored: dict[str, CheckpointTensor], layers: int
+    path: str, layout: GgufLayout, config: dict[str, Any], stored: dict[str, CheckpointTensor], layers: int
 ) -> tuple[dict[str, CheckpointTensor], dict[str, dict[str, CheckpointTensor]]]:
-    names = gguf_names(family, layers)
+    names = gguf_names(layout, layers)
     dense: dict[str, CheckpointTensor] = {}
     stacks: dict[str, dict[str, CheckpointTensor]] = {}
     for stored_name, tensor in stored.items():
         name = names.get(stored_name)
         if name is None:
             raise CheckpointError(
-                f"{path}: tensor {stored_name!r} is unknown in the architecture {family.architecture}"
+                f"{path}: tensor {stored_name!r} is unknown in the architecture {layout.architecture}"
             )
         if split := split_expert_name(name):
             module, part = split
             stacks.setdefault(module, {})[part] = tensor
         else:
-            dense[name] = _adapt_tensor(path, tensor, name, family, config)
+            dense[name] = _adapt_tensor(path, tensor, name, layout, config)
     return dense, stacks
 
 
 def _adapt_tensor(
-    path: str, tensor: CheckpointTensor, name: str, family: ModelFamily, config: dict[str, Any]
+    path: str, tensor: CheckpointTensor, name: str, layout: GgufLayout, config: dict[str, Any]
 ) -> CheckpointTensor:
     """Adapt what GGUF stores differently from transformers.
 
@@ -204,7 +204,7 @@ def _adapt_tensor(
     shape, heads = tensor.shape, 0
     if name.endswith(ROW_VECTORS) and len(shape) == 1:
         shape = (1, *shape)
-    if family.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
+    if layout.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
         if shape[0] % (2 * heads):
             raise CheckpointError(

@@ -6,13 +6,14 @@ with the 1 that transformers adds. The scale of queries follows from the size of
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import GemmaLayout, GgufLayout
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 
@@ -22,24 +23,12 @@ _PATTERN, _LOCAL_THETA = "attention.sliding_window_pattern", "rope.freq_base_swa
 _DEFAULT_LOCAL_THETA, _DEFAULT_THETA = 10_000.0, 1_000_000.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """period: the last of so many layers sees all keys, the others a window. largest: number of layers of the model
-    whose queries are scaled by hidden_size / num_attention_heads, all others by head_dim. local_rope: layers with a
-    window have a rotary base of their own."""
-
-    period: int
-    largest: int
-    local_rope: bool
-
-
-_VERSIONS = {"gemma2": _Version(2, 46, local_rope=False), "gemma3": _Version(6, 62, local_rope=True)}
-
-
-def gemma_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def gemma_config(
+    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
+) -> dict[str, Any]:
     """Return the config keys that only Gemma has. `config` holds the keys that were read before, with flat
     rope_parameters. Raises CheckpointError."""
-    version, layers = _VERSIONS[prefix], int(config["num_hidden_layers"])
+    prefix, version, layers = layout.architecture, _version(layout), int(config["num_hidden_layers"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     kinds = _kinds(version, layers)
     if isinstance(listed := metadata.get(key := f"{prefix}.{_PATTERN}"), list):
@@ -63,12 +52,12 @@ def gemma_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, 
     }
 
 
-def gemma_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def gemma_metadata(layout: GgufLayout, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return GGUF metadata for a config of transformers: see `gemma_config`.
 
     Raises CheckpointError for what GGUF cannot express.
     """
-    version, layers = _VERSIONS[prefix], int(config["num_hidden_layers"])
+    prefix, version, layers = layout.architecture, _version(layout), int(config["num_hidden_layers"])
     implied: dict[str, Any] = {
         "query_pre_attn_scalar": _query_scale(version, config),
         "layer_types": _kinds(version, layers),
@@ -78,15 +67,15 @@ def gemma_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict[
     for name, value in implied.items():
         if (stated := config.get(name)) not in (None, value):
             raise CheckpointError(f"{source}: {name} is {stated!r}; GGUF's {prefix} implies {value!r}")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping") if prefix == "gemma2" else ():
+    for name in ("attn_logit_softcapping", "final_logit_softcapping") if version.capped else ():
         if config.get(name, 1.0) is None:
             raise CheckpointError(f"{source}: {name} is None, but GGUF's {prefix} implies a number")
     return {f"{prefix}.{_LOCAL_THETA}": float(_ropes(config)[_SLIDING]["rope_theta"])} if version.local_rope else {}
 
 
-def plain_rope(prefix: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def plain_rope(layout: GgufLayout, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config of transformers whose rotary parameters are those of the layers without a window."""
-    return {**config, "rope_parameters": _ropes(config)[_FULL]} if _VERSIONS[prefix].local_rope else config
+    return {**config, "rope_parameters": _ropes(config)[_FULL]} if _version(layout).local_rope else config
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -106,11 +95,16 @@ def adapt_gemma_tensors(tensors: dict[str, CheckpointTensor]) -> None:
             tensors[name] = CheckpointTensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
 
 
-def _kinds(version: _Version, layers: int) -> list[str]:
+def _version(layout: GgufLayout) -> GemmaLayout:
+    assert layout.gemma is not None
+    return layout.gemma
+
+
+def _kinds(version: GemmaLayout, layers: int) -> list[str]:
     return [_SLIDING if (i + 1) % version.period else _FULL for i in range(layers)]
 
 
-def _query_scale(version: _Version, config: Mapping[str, Any]) -> int:
+def _query_scale(version: GemmaLayout, config: Mapping[str, Any]) -> int:
     """Return query_pre_attn_scalar."""
     if config["num_hidden_layers"] == version.largest:
         return int(config["hidden_size"]) // int(config["num_attention_heads"])

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import Family
 from ktqueue.loading.checkpoint import CheckpointTensor, requantise_matrix
-from ktqueue.loading.family import ModelFamily
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.linear import Change
 from ktqueue.loading.weight_formats import Floats
@@ -44,13 +44,13 @@ _KEYS_TENSOR = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")
 
 
 def latent_config(
-    family: ModelFamily, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
+    family: Family, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
 ) -> dict[str, Any]:
     """Return the config keys that only these families have.
 
     `config` holds the keys that were read before. Raises CheckpointError.
     """
-    prefix = family.architecture
+    prefix = family.layout.architecture
 
     def width(name: str) -> int:
         key = f"{prefix}.attention.{name}_mla"
@@ -69,7 +69,7 @@ def latent_config(
     groups = metadata_count(metadata, f"{prefix}.expert_group_count", source)
     used_groups = metadata_count(metadata, f"{prefix}.expert_group_used_count", source)
     if not groups:
-        groups, used_groups = (1, 1) if family.two_parts else _DEFAULT_GROUPS.get(experts, (1, 1))
+        groups, used_groups = (1, 1) if family.layout.two_parts else _DEFAULT_GROUPS.get(experts, (1, 1))
     elif not used_groups:
         raise CheckpointError(f"{source}: metadata key {prefix}.expert_group_used_count is missing")
     normalised = bool(metadata.get(f"{prefix}.expert_weights_norm", False))
@@ -89,7 +89,7 @@ def latent_config(
         if metadata_count(metadata, key := f"{prefix}.expert_gating_func", source) not in (0, SIGMOID):
             raise CheckpointError(f"{source}: {key} {metadata[key]} is not supported")
         latent_keys |= _indexer_types(prefix, metadata, config, source)
-    if family.sigmoid or family.growing:
+    if family.layout.sigmoid or family.growing:
         return latent_keys
     if normalised:  # transformers' router of DeepSeek-V2 never normalises
         raise CheckpointError(f"{source}: {prefix}.expert_weights_norm with softmax scores is not supported")
@@ -130,12 +130,12 @@ def growth_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     return {"max_position_embeddings": context, "rope_parameters": {**rope, _BETA: beta}}
 
 
-def latent_metadata(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def latent_metadata(family: Family, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return GGUF metadata for a config: the inverse of `latent_config`.
 
     If one matrix makes keys and values, the widths are written in the older meaning. Raises CheckpointError.
     """
-    prefix, sigmoid = family.architecture, family.sigmoid
+    prefix, sigmoid = family.layout.architecture, family.layout.sigmoid
     for name in _REQUIRED_WITH_SIGMOID if sigmoid else ():
         if config.get(name) is None:
             raise CheckpointError(f"{source}: config key {name} is missing")
@@ -146,7 +146,7 @@ def latent_metadata(family: ModelFamily, config: Mapping[str, Any], source: str)
         "key_length": widths[0],
         "value_length": widths[1],
     }
-    if family.two_parts:
+    if family.layout.two_parts:
         latent = int(config["kv_lora_rank"])
         attention = {"head_count_kv": 1, "key_length": latent + rotary_width, "value_length": latent}
         attention |= {"key_length_mla": widths[0], "value_length_mla": widths[1]}

@@ -5,10 +5,10 @@ import re
 import gguf
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.family import ModelFamily
-from ktqueue.loading.gguf.families import MODEL_MODULES
+from ktqueue.families.family import GgufLayout
 from ktqueue.loading.storage_format import packaged_formats
 
+MODEL_MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 _Q2_0 = 42  # a type of llama.cpp that the library lacks
 _SPELLINGS = (
@@ -51,20 +51,20 @@ class TensorNameMap:
         return f"{found}.weight" if found and name.endswith(".sinks") else found
 
 
-def gguf_names(family: ModelFamily, layers: int) -> dict[str, str]:
+def gguf_names(layout: GgufLayout, layers: int) -> dict[str, str]:
     """Map each GGUF tensor name that a model of `layers` layers may have to its transformers name.
 
     The three expert tensors of a layer appear as `...experts.gate_proj.weight`, `up_proj` and `down_proj`.
     """
-    names = TensorNameMap(family.names or family.architecture, layers)
-    modules = [*MODEL_MODULES, *(f"model.layers.{i}.{m}" for i in range(layers) for m in family.layer_modules)]
+    names = TensorNameMap(layout.names or layout.architecture, layers)
+    modules = [*MODEL_MODULES, *(f"model.layers.{i}.{m}" for i in range(layers) for m in layout.modules)]
     transformers_names: dict[str, str] = {}
     for module in modules:
         for part in ("weight", "bias"):
             name = names.find(f"{module}.{part}")
             if name is not None:
                 transformers_names[name] = f"{module}.{part}"
-    for tensor in (f"model.layers.{i}.{t}" for i in range(layers) for t in family.layer_tensors):
+    for tensor in (f"model.layers.{i}.{t}" for i in range(layers) for t in layout.tensors):
         if (name := names.find(tensor)) is not None:
             transformers_names[name] = tensor
     return transformers_names

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import GgufLayout
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION
@@ -24,7 +25,6 @@ from ktqueue.operators.linear_attention import TILED, rows_of_parts
 
 CONVOLUTION = "linear_attn.conv1d.weight"
 Change = Callable[[Floats], Floats]
-TILED_ARCHITECTURES = ("qwen35", "qwen35moe")
 _SECTIONS = (11, 11, 10)  # pairs of columns of a head that a position in time, height and width turns, if not stated
 _INTERVAL = 4  # every fourth layer has keys and values, if a file does not say
 _NORM = re.compile(r"(output_norm|blk\.\d+\.(attn|post_attention|attn_q|attn_k)_norm)\.weight")
@@ -33,11 +33,14 @@ _CONVOLUTION = re.compile(r"blk\.\d+\.ssm_conv1d\.weight")
 _BOTH_SCALARS = re.compile(r"(blk\.\d+)\.ssm_ba\.weight")
 
 
-def linear_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def linear_config(
+    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
+) -> dict[str, Any]:
     """Return the config keys that only these families have. `config` holds the keys that were read before.
 
     Raises CheckpointError.
     """
+    prefix = layout.architecture
     key, heads = f"{prefix}.ssm.inner_size", int(config["linear_num_value_heads"])
     inner = int(metadata_number(metadata.get(key), int, key, source))
     if inner % heads:
@@ -47,11 +50,12 @@ def linear_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     if interval > layers:
         raise CheckpointError(f"{source}: {prefix}.full_attention_interval {interval} is above the {layers} layers")
     kinds = ["full_attention" if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(layers)]
-    return {"linear_value_head_dim": inner // heads, "layer_types": kinds, TILED: prefix in TILED_ARCHITECTURES}
+    return {"linear_value_head_dim": inner // heads, "layer_types": kinds, TILED: layout.tiled}
 
 
-def linear_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def linear_metadata(layout: GgufLayout, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the metadata that `linear_config` reads. Raises CheckpointError for what it cannot say."""
+    prefix = layout.architecture
     kinds = config.get("layer_types") or [LINEAR_ATTENTION] * (_INTERVAL - 1) + ["full_attention"]
     interval = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
     if not interval or any((kind != LINEAR_ATTENTION) != ((i + 1) % interval == 0) for i, kind in enumerate(kinds)):
@@ -60,14 +64,14 @@ def linear_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict
         f"{prefix}.ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
         f"{prefix}.full_attention_interval": interval,
     }
-    if prefix in TILED_ARCHITECTURES:  # llama.cpp needs it, although the positions of text have no sections
+    if layout.tiled:  # llama.cpp needs it, although the positions of text have no sections
         sections = (config.get("rope_parameters") or {}).get("mrope_section") or _SECTIONS
         metadata[f"{prefix}.rope.dimension_sections"] = [*sections, 0, 0, 0, 0][:4]
     return metadata
 
 
 def file_parts(
-    architecture: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+    layout: GgufLayout, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
 ) -> list[tuple[str, tuple[int, ...], Change]]:
     """Return what a file holds of a transformers tensor: parts with their transformers name and shape, and a function
     that computes each from the float32 values. All other tensors are one part, as they are."""
@@ -85,7 +89,7 @@ def file_parts(
 
     def in_turns(values: Floats, width: int, first: int = 0) -> Floats:
         """Order the value heads along the first axis, of which each has `width` numbers, from the index `first` on."""
-        if architecture not in TILED_ARCHITECTURES:
+        if not layout.tiled:
             return values
         heads = values[first:].reshape(keys, values_of_key, width, -1).swapaxes(0, 1)
         return np.concatenate([values[:first], heads.reshape(values[first:].shape)])

@@ -4,27 +4,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.family import MetadataField, ModelFamily
+from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, growth_config, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
-from ktqueue.operators.model_classes import is_partly_rotated
 
 _MULTI_TOKEN_LAYERS = "nextn_predict_layers"
 _WINDOW_PATTERN = "attention.sliding_window_pattern"
 _SLIDING = "sliding_attention"
 
 
-def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Build a transformers config from GGUF metadata, without vocabulary size, token ids and tied embeddings.
 
     Raises CheckpointError that names the missing or invalid key.
     """
-    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **family.implied}
-    for entry in family.fields:
-        key = f"{family.architecture}.{entry.key}"
+    layout = family.layout
+    config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **layout.implied}
+    for entry in layout.fields:
+        key = f"{layout.architecture}.{entry.key}"
         if key not in metadata:
             if entry.required:
                 raise CheckpointError(f"{source}: metadata key {key} is missing")
@@ -32,38 +32,38 @@ def config_from_metadata(family: ModelFamily, metadata: Mapping[str, Any], sourc
                 config[entry.config] = entry.absent
             continue
         config[entry.config] = _field_value(entry, metadata, key, source)
-    config["num_hidden_layers"] -= multi_token_layers(family, metadata, source)
-    if family.windows_listed:
-        config["layer_types"] = _listed_windows(family, metadata, config["num_hidden_layers"], source)
+    config["num_hidden_layers"] -= multi_token_layers(layout, metadata, source)
+    if layout.windows_listed:
+        config["layer_types"] = _listed_windows(layout, metadata, config["num_hidden_layers"], source)
     if family.latent:
         config |= latent_config(family, metadata, config, source)
     if family.linear:
-        config |= linear_config(family.architecture, metadata, config, source)
-    rope = rope_from_metadata(family.architecture, metadata, source, latent=family.latent)
+        config |= linear_config(layout, metadata, config, source)
+    rope = rope_from_metadata(layout.architecture, metadata, source, latent=family.latent)
     if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
         rope["partial_rotary_factor"] = part
-    config["rope_parameters"] = {**rope, **family.rope}
+    config["rope_parameters"] = {**rope, **layout.rope}
     if family.growing:
-        config |= growth_config(family.architecture, metadata, config, source)
-    if family.gemma:
-        config |= gemma_config(family.architecture, metadata, config, source)
+        config |= growth_config(layout.architecture, metadata, config, source)
+    if layout.gemma:
+        config |= gemma_config(layout, metadata, config, source)
     return config
 
 
-def _listed_windows(family: ModelFamily, metadata: Mapping[str, Any], layers: int, source: str) -> list[str]:
+def _listed_windows(layout: GgufLayout, metadata: Mapping[str, Any], layers: int, source: str) -> list[str]:
     """Return the kind of each layer from the list of those that have a sliding window. Raises CheckpointError."""
-    listed = metadata.get(key := f"{family.architecture}.{_WINDOW_PATTERN}")
+    listed = metadata.get(key := f"{layout.architecture}.{_WINDOW_PATTERN}")
     if not isinstance(listed, list) or len(listed) < layers or not all(isinstance(value, bool) for value in listed):
         raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
     return [_SLIDING if value else "full_attention" for value in listed[:layers]]
 
 
-def multi_token_layers(family: ModelFamily, metadata: Mapping[str, Any], source: str) -> int:
+def multi_token_layers(layout: GgufLayout, metadata: Mapping[str, Any], source: str) -> int:
     """Return how many of a file's last layers predict further tokens. They are not part of the model that we serve.
 
     Raises CheckpointError.
     """
-    prefix = family.architecture
+    prefix = layout.architecture
     layers = metadata_count(metadata, key := f"{prefix}.{_MULTI_TOKEN_LAYERS}", source)
     if layers and layers >= metadata_count(metadata, f"{prefix}.block_count", source):
         raise CheckpointError(f"{source}: metadata key {key} is {layers}, which is not below {prefix}.block_count")
@@ -81,12 +81,12 @@ def _field_value(entry: MetadataField, metadata: Mapping[str, Any], key: str, so
     )
 
 
-def _rotary_part(family: ModelFamily, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> float:
+def _rotary_part(family: Family, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> float:
     """Return the part of a head that rotary embeddings turn: 1, or less in the families that have such a config."""
-    key = f"{family.architecture}.rope.dimension_count"
+    key = f"{family.layout.architecture}.rope.dimension_count"
     head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotary_width = metadata_count(metadata, key, source) or head_width
-    partial = is_partly_rotated(family.class_name) and rotary_width < head_width and rotary_width % 2 == 0
+    partial = family.partly_rotated and rotary_width < head_width and rotary_width % 2 == 0
     if rotary_width != head_width and not partial:
         raise CheckpointError(
             f"{source}: metadata key {key} must be the width of a head, {head_width}, got {rotary_width}",
@@ -97,63 +97,64 @@ def _rotary_part(family: ModelFamily, metadata: Mapping[str, Any], config: Mappi
     return float(rotary_width / head_width)
 
 
-def with_multi_token_layers(family: ModelFamily, metadata: Mapping[str, Any], count: int) -> dict[str, Any]:
+def with_multi_token_layers(layout: GgufLayout, metadata: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return metadata of a model that has `count` layers behind its own that predict further tokens."""
-    layers = f"{family.architecture}.block_count"
-    return {**metadata, layers: metadata[layers] + count, f"{family.architecture}.{_MULTI_TOKEN_LAYERS}": count}
+    layers = f"{layout.architecture}.block_count"
+    return {**metadata, layers: metadata[layers] + count, f"{layout.architecture}.{_MULTI_TOKEN_LAYERS}": count}
 
 
-def metadata_from_config(family: ModelFamily, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def metadata_from_config(family: Family, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Build GGUF metadata from a transformers config. Raises CheckpointError for what GGUF cannot express."""
-    for key, value in family.implied.items():
+    layout = family.layout
+    for key, value in layout.implied.items():
         if config.get(key, value) != value:
-            raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {family.architecture} implies {value!r}")
+            raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {layout.architecture} implies {value!r}")
     metadata: dict[str, Any] = {}
-    if family.gemma:
-        metadata = gemma_metadata(family.architecture, config, source)
-        config = plain_rope(family.architecture, config)
+    if layout.gemma:
+        metadata = gemma_metadata(layout, config, source)
+        config = plain_rope(layout, config)
     else:
-        _check_windows(family, config, source)
+        _check_windows(layout, config, source)
     if config.get("use_sliding_window"):
         raise CheckpointError(
-            f"{source}: use_sliding_window is true, which GGUF's {family.architecture} cannot express"
+            f"{source}: use_sliding_window is true, which GGUF's {layout.architecture} cannot express"
         )
-    for entry in family.fields:
+    for entry in layout.fields:
         value = next((config[name] for name in (entry.config, *entry.aliases) if config.get(name) is not None), None)
         if value is None and entry.required:
             raise CheckpointError(f"{source}: config key {entry.config} is missing")
         if value is not None:
-            metadata[f"{family.architecture}.{entry.key}"] = entry.kind(value)
+            metadata[f"{layout.architecture}.{entry.key}"] = entry.kind(value)
     rope = rope_to_metadata(
-        family.architecture, config, source, latent=family.latent, factors=family.rope_factors, implied=family.rope
+        layout.architecture, config, source, latent=family.latent, factors=layout.rope_factors, implied=layout.rope
     )
     if family.latent:
         return {**metadata, **latent_metadata(family, config, source), **rope}
     if (head_dim := config.get("head_dim")) is not None:
-        metadata[f"{family.architecture}.attention.value_length"] = int(head_dim)
-    if family.windows_listed:
+        metadata[f"{layout.architecture}.attention.value_length"] = int(head_dim)
+    if layout.windows_listed:
         if len(kinds := config.get("layer_types") or ()) != config["num_hidden_layers"]:
             raise CheckpointError(f"{source}: config key layer_types must name the kind of each layer")
-        metadata[f"{family.architecture}.{_WINDOW_PATTERN}"] = [kind == _SLIDING for kind in kinds]
-    if shared := metadata.get(f"{family.architecture}.expert_shared_count"):  # llama.cpp needs it for ERNIE
-        width = metadata[f"{family.architecture}.expert_feed_forward_length"]
-        metadata[f"{family.architecture}.expert_shared_feed_forward_length"] = shared * width
+        metadata[f"{layout.architecture}.{_WINDOW_PATTERN}"] = [kind == _SLIDING for kind in kinds]
+    if shared := metadata.get(f"{layout.architecture}.expert_shared_count"):  # llama.cpp needs it for ERNIE
+        width = metadata[f"{layout.architecture}.expert_feed_forward_length"]
+        metadata[f"{layout.architecture}.expert_shared_feed_forward_length"] = shared * width
     if family.linear:
-        metadata |= linear_metadata(family.architecture, config, source)
-    if family.sigmoid:
-        metadata[f"{family.architecture}.expert_gating_func"] = SIGMOID
+        metadata |= linear_metadata(layout, config, source)
+    if layout.sigmoid:
+        metadata[f"{layout.architecture}.expert_gating_func"] = SIGMOID
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]
     part = rope_of_config(config).get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1
     rotary_width = config.get("rotary_dim") or dimensions * part
-    metadata[f"{family.architecture}.rope.dimension_count"] = int(rotary_width)
+    metadata[f"{layout.architecture}.rope.dimension_count"] = int(rotary_width)
     return {**metadata, **rope}
 
 
-def _check_windows(family: ModelFamily, config: Mapping[str, Any], source: str) -> None:
+def _check_windows(layout: GgufLayout, config: Mapping[str, Any], source: str) -> None:
     """Check that the layers with a sliding window are those that GGUF implies. Raises CheckpointError."""
     kinds = config.get("layer_types") or ()
-    if family.windows_listed:
+    if layout.windows_listed:
         return
-    wanted = [family.alternating and i % 2 == 0 for i in range(len(kinds))]
+    wanted = [layout.alternating and i % 2 == 0 for i in range(len(kinds))]
     if [kind == _SLIDING for kind in kinds] != wanted:
-        raise CheckpointError(f"{source}: GGUF's {family.architecture} cannot express layer_types {[*kinds]}")
+        raise CheckpointError(f"{source}: GGUF's {layout.architecture} cannot express layer_types {[*kinds]}")

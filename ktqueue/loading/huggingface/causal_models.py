@@ -5,12 +5,15 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.family import packaged_family
-from ktqueue.loading.installed import FAMILIES, describe
+from ktqueue.families.table import FAMILIES
+from ktqueue.loading.installed import FAMILIES as ENTRIES
+from ktqueue.loading.installed import describe
+from ktqueue.loading.packaged_families import packaged_family
 
 __all__ = ["CAUSAL_MODELS", "config_class_of"]
 
-CAUSAL_MODELS.setdefault("mistral4", "Mistral4ForCausalLM")  # of mistral3; AutoModelForCausalLM reads the same table
+for known in FAMILIES:  # Mistral 4 is missing; AutoModelForCausalLM reads the same table
+    CAUSAL_MODELS.setdefault(known.model_type, known.class_name)
 
 
 def config_class_of(model_type: object, source: str) -> type[transformers.PretrainedConfig]:
@@ -24,11 +27,11 @@ def config_class_of(model_type: object, source: str) -> type[transformers.Pretra
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         )
-    if family is None:
+    if family is None or family.config is None:
         if model_type not in CAUSAL_MODELS:
             raise CheckpointError(f"{source}: a model of type {model_type} is not a causal language model")
         return transformers.CONFIG_MAPPING[model_type]
-    where = describe(FAMILIES, model_type)
+    where = describe(ENTRIES, model_type)
     bases = {"config": transformers.PretrainedConfig, "model": transformers.PreTrainedModel}
     for part, base in bases.items():
         if not issubclass(found := getattr(family, part), base):

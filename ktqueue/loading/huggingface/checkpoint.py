@@ -16,7 +16,8 @@ from transformers.core_model_loading import WeightRenaming
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.checkpoint import DOWN, GATE_UP, INTERLEAVED, Checkpoint, CheckpointTensor
+from ktqueue.families.table import family_of_type
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
 from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
@@ -37,8 +38,6 @@ _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_
 _UNUSED = re.compile(r"rotary_emb\.inv_freq$")
 """Frequencies in old files, which are always computed."""
 _BY_LAYER = ("num_experts", "moe_topk")
-_SAME_MODEL = {"kimi_k2": "deepseek_v3"}
-"""Model types that transformers does not know, and the type that their folders' own code implements."""
 
 
 def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
@@ -47,9 +46,9 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     `next_tokens`: the checkpoint holds only the layers that predict further tokens, which follow the model's own.
     """
     config, text_name = text_part(read_json(folder / "config.json"))
-    model_type = config.get("model_type")
-    if isinstance(model_type, str):
-        config["model_type"] = _SAME_MODEL.get(model_type, model_type)
+    family = family_of_type(config.get("model_type"))
+    if family.model_type:  # it may be an alias
+        config["model_type"] = family.model_type
     config |= _equal_in_all_layers(config)
     check_model_type(config, str(folder))
     quantisation = read_quantisation(_modelopt_config(folder) | config, str(folder))
@@ -72,7 +71,7 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
                 tensors[name] = tensor
     if quantisation is not None:
         tensors = join_quantised(str(folder), tensors, quantisation)
-    dense, experts = _group(folder, tensors, interleaved=config.get("model_type") in INTERLEAVED)
+    dense, experts = _group(folder, tensors, interleaved=family.transposed_experts)
     return Checkpoint(str(folder), config, dense, experts, maps)
 
 

@@ -9,16 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-
-SPARSE_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
-"""Model types with an indexer, which chooses the keys that each token attends to: see docs/adr/0046."""
-LATENT_MODEL_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu", *SPARSE_MODEL_TYPES)
-"""Model types whose attention LatentAttention computes."""
+from ktqueue.families.family import Family
+from ktqueue.families.table import family_of_type
 
 LINEAR_ATTENTION = "linear_attention"
 """The kind of the layers that keep a state instead of keys and values."""
-LINEAR_MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Model types whose linear attention the decoders compute."""
 MOST_LINEAR_DIM, MOST_TAPS = 512, 8  # as in csrc/kernels/kernel_table.h
 
 _COUNTS = (
@@ -115,34 +110,35 @@ def check_config(config: Any, source: str) -> None:
     for name, causal in _CAUSAL.items():
         if bool(stated := getattr(config, name, causal)) is not causal:
             raise _refusal(source, name, f"{causal}, for attention to be causal", stated)
+    family = family_of_type(config.model_type)
     heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if heads and kv_heads and config.model_type not in LATENT_MODEL_TYPES and heads % kv_heads:
+    if heads and kv_heads and not family.latent and heads % kv_heads:
         raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", experts)  # some families use another name
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
         raise _refusal(source, "num_experts_per_tok", f"from 1 to {experts}, the number of experts", chosen)
-    _check_window(config, source)
-    if config.model_type in LINEAR_MODEL_TYPES:
+    _check_window(config, family, source)
+    if family.linear:
         _check_linear(config, source)
-    if config.model_type in LATENT_MODEL_TYPES and config.model_type != "youtu":  # which has no experts
-        _check_groups(config, source)
-    if config.model_type == "mistral4":
+    if family.group_score:
+        _check_groups(config, family.group_score, source)
+    if family.growing:
         _check_growth(config, source)
-    if config.model_type in SPARSE_MODEL_TYPES:
+    if family.indexed:
         _check_indexer(config, source)
 
 
-def _check_window(config: Any, source: str) -> None:
+def _check_window(config: Any, family: Family, source: str) -> None:
     """Check the sliding window of the layers that use one.
 
     These are the layers that layer_types names, or all layers if there is no layer_types.
     """
     window, kinds = vars(config).get("sliding_window"), getattr(config, "layer_types", None)
     known: tuple[str, ...] = _KINDS
-    if config.model_type in LINEAR_MODEL_TYPES:
+    if family.linear:
         known = (*_KINDS, LINEAR_ATTENTION)
-    elif config.model_type in SPARSE_MODEL_TYPES:
+    elif family.indexed:
         known = ("deepseek_sparse_attention",)
     if unknown := [kind for kind in kinds or () if kind not in known]:
         if LINEAR_ATTENTION in unknown:  # transformers' name for layers of Mamba too
@@ -187,10 +183,12 @@ def _check_indexer(config: Any, source: str) -> None:
         raise _refusal(source, "indexer_types", "full in the first layer", kinds[0])
 
 
-def _check_groups(config: Any, source: str) -> None:
-    """Check the expert groups of a latent model, whose router would otherwise fail in the first step."""
-    sigmoid = config.model_type != "deepseek_v2"  # the other routers have only this method
-    method = "group_limited_greedy" if sigmoid else config.topk_method
+def _check_groups(config: Any, group_score: int, source: str) -> None:
+    """Check the expert groups of a model, whose router would otherwise fail in the first step.
+
+    group_score: the score of a group is the sum of its best so many experts.
+    """
+    method = config.topk_method if group_score == 1 else "group_limited_greedy"  # routers of sums have only this
     if method not in ("greedy", "group_limited_greedy"):
         raise _refusal(source, "topk_method", "greedy or group_limited_greedy", method)
     if method == "greedy":
@@ -199,7 +197,7 @@ def _check_groups(config: Any, source: str) -> None:
     groups, used = config.n_group or 0, config.topk_group or 0
     if groups < 1 or experts % groups:
         raise _refusal(source, "n_group", f"a divisor of n_routed_experts, {experts}", groups)
-    if sigmoid and experts == groups:  # the score of a group is the sum of its best two experts
+    if experts < groups * group_score:
         raise _refusal(source, "n_group", f"below {experts}, since a group needs at least two experts", groups)
     if not 1 <= used <= groups:
         raise _refusal(source, "topk_group", f"from 1 to n_group, {groups}", used)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.storage_format import StorageFormat, packaged_formats
 
 SUPPORTED = (
@@ -31,8 +32,6 @@ METHODS = {
     "torchao": "torchao",
 }
 """Methods by their names in configs, read or refused, and as their authors write them."""
-_MXFP4 = ("mxfp4", "gpt_oss")
-"""The method whose tensors are a part of gpt-oss's layout, and its model type."""
 _KEYS = ("quantization_config", "compression_config")
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized")
 _PACKED, _FLOAT4 = "pack-quantized", ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -69,7 +68,7 @@ def read_quantisation(config: Mapping[str, Any], source: str) -> Quantisation | 
             if not (value := values.get(key)):
                 continue
             name = str(value.get("quant_method") or value.get("quant_algo")).lower() if isinstance(value, dict) else ""
-            if (name, values.get("model_type")) == _MXFP4:
+            if name and name == family_of_type(values.get("model_type")).quant_method:
                 continue
             quantisation = _read(name, value) if values is config and isinstance(value, dict) else None
             if not isinstance(quantisation, Quantisation):

@@ -106,10 +106,10 @@ def _parse(
     config["num_hidden_layers"] = int(stated)
     family = family_of_model_type(config["model_type"], name)
     metadata = {
-        "general.architecture": family.architecture,
+        "general.architecture": family.layout.architecture,
         "general.name": name,
         **metadata_from_config(family, config, name),
-        f"{family.architecture}.vocab_size": config["vocab_size"],
+        f"{family.layout.architecture}.vocab_size": config["vocab_size"],
         **to_metadata(build_vocabulary(config["vocab_size"])),
     }
     return config, quant.upper(), metadata

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ktqueue.loading.checkpoint import INTERLEAVED
+from ktqueue.families.family import Family
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.library import ROW_VECTORS, TensorNameMap
 from ktqueue.loading.skeleton import build_config, build_skeleton, tied_names
@@ -156,18 +156,18 @@ def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
     """
     family = family_of_model_type(config["model_type"], "a synthetic model")
     layers = config["num_hidden_layers"]
-    names = TensorNameMap(family.names or family.architecture, layers)
+    names = TensorNameMap(family.layout.names or family.layout.architecture, layers)
     skeleton = build_skeleton(build_config(config, "a synthetic model"), torch.float32, "a synthetic model")
     tied = tied_names(skeleton)
     for name, tensor in skeleton.state_dict().items():
         if name not in tied:
-            for part, shape in _stored_parts(name, tuple(tensor.shape), config["model_type"]):
+            for part, shape in _stored_parts(name, tuple(tensor.shape), family):
                 found = names.find(part)
                 assert found is not None, part
                 yield _tensor(found, shape, quant, layers)
 
 
-def _stored_parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _stored_parts(name: str, shape: tuple[int, ...], family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of the tensors in which a file holds a tensor of transformers."""
     module, _, leaf = name.rpartition(".")
     if not module.endswith(".experts"):
@@ -176,7 +176,7 @@ def _stored_parts(name: str, shape: tuple[int, ...], model_type: str) -> Iterato
         yield name, shape[1:] if name.endswith(ROW_VECTORS) else shape
         return
     kind = "bias" if leaf.endswith("_bias") else "weight"
-    if model_type in INTERLEAVED and kind == "weight":
+    if family.transposed_experts and kind == "weight":
         shape = (shape[0], shape[2], shape[1])
     if leaf.startswith("down"):
         yield f"{module}.down_proj.{kind}", shape

@@ -56,7 +56,7 @@ class GpuDecoder(Operator):
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
-        """Make one for a model of one of the classes that model_classes.py lists.
+        """Make one for a model of one of the SUPPORTED classes.
 
         Options: `dense`, a DenseType, and `activations` and `isa` for the CPU's experts. Raises ValueError.
         """

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
@@ -156,7 +157,7 @@ def test_gemma_files_imply_windows_and_the_scale_of_queries(parts_of: Callable[[
         built(parts, **{key: [True]})
     sizes = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "rope_parameters": {}}
     for layers, scale in ((62, 168), (48, 128)):
-        config = gemma_config("gemma3", {}, {**sizes, "num_hidden_layers": layers}, "file")
+        config = gemma_config(family_of_type("gemma3_text").layout, {}, {**sizes, "num_hidden_layers": layers}, "file")
         assert config["query_pre_attn_scalar"] == scale and {*config["layer_types"]} == {"full_attention"}
         assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 10_000.0
 

@@ -164,7 +164,7 @@ def metadata_of(model_type: str, **changes: Any) -> dict[str, Any]:
         "n_group": 1, "topk_group": 1, **changes,
     }  # fmt: skip
     family = family_of_model_type(model_type, "folder")
-    return {"general.architecture": family.architecture, **metadata_from_config(family, config, "folder")}
+    return {"general.architecture": family.layout.architecture, **metadata_from_config(family, config, "folder")}
 
 
 def config_of(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from decoder_families import LINEAR, answers, feed
 from tiny_tokenizer import write_tokenizer
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.load import load_model
@@ -198,7 +199,8 @@ def test_wrong_metadata_is_refused(changes: dict[str, int], message: str, write:
 
 def test_every_fourth_layer_has_keys_if_a_file_does_not_say() -> None:
     config = {"linear_num_value_heads": 4, "num_hidden_layers": 8}
-    kinds = linear_config("qwen3next", {"qwen3next.ssm.inner_size": 128}, config, "file")["layer_types"]
+    layout = family_of_type("qwen3_next").layout
+    kinds = linear_config(layout, {"qwen3next.ssm.inner_size": 128}, config, "file")["layer_types"]
     assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == [3, 7]
 
 
@@ -227,4 +229,4 @@ def test_layers_that_are_no_pattern_are_not_written() -> None:
     sizes = {"linear_value_head_dim": 16, "linear_num_value_heads": 2}
     kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     with pytest.raises(CheckpointError, match=r"folder: GGUF's qwen3next cannot express layer_types"):
-        linear_metadata("qwen3next", {**sizes, "layer_types": kinds}, "folder")
+        linear_metadata(family_of_type("qwen3_next").layout, {**sizes, "layer_types": kinds}, "folder")

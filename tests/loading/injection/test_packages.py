@@ -228,14 +228,20 @@ def _changed(**changes: Any) -> Callable[[Any], Any]:
     ("make", "words"),
     [
         (lambda package: package.WARM, "the config's model_type is 'warm_moe', which must be the name"),
-        (lambda package: "Qwen3", "is str, not ktqueue.loading.family.Family"),
+        (lambda package: "Qwen3", "is str, not ktqueue.families.family.Family"),
         (lambda package: replace(package.PLAIN, model=package.Qwen3MoeForCausalLM), "must be a class of the package"),
-        (lambda package: replace(package.PLAIN, gguf=package.WARM.gguf), "gguf is about warm_moe"),
-        (lambda package: replace(package.PLAIN, model=package.WarmMoeForCausalLM, decoded=None), "config_class"),
+        (_changed(class_name="MoeForCausalLM"), "class_name is MoeForCausalLM, but the model class is PlainMoe"),
+        (_changed(latent=True), "latent is only for families of ktqueue"),
+        (
+            lambda package: replace(
+                package.PLAIN, model=(other := package.WarmMoeForCausalLM), class_name=other.__name__, decoded=None
+            ),
+            "config_class",
+        ),
         (_changed(decoded=None, config=type("C", (), {"model_type": "plain_moe"})), "must be a subclass of Pre"),
         (lambda package: package.MISSING, "cannot be imported: AttributeError"),
     ],
-    ids=["name", "type", "of transformers", "another row", "another config", "no config", "import"],
+    ids=["name", "type", "of transformers", "class name", "latent", "another config", "no config", "import"],
 )
 def test_a_family_that_is_wrong_is_named(
     make: Callable[[Any], Any],

@@ -6,9 +6,8 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from ktqueue.loading.family import Family, MetadataField
-from ktqueue.loading.gguf.families import family_of_model_type
-from ktqueue.operators.model_classes import ModelClass
+from ktqueue.families.family import Family, MetadataField
+from ktqueue.families.qwen import QWEN3_MOE
 
 
 class WarmMoeConfig(Qwen3MoeConfig):  # type: ignore[no-untyped-call]  # transformers is not typed
@@ -45,17 +44,25 @@ class PlainMoeForCausalLM(Qwen3MoeForCausalLM):  # type: ignore[no-untyped-call]
     config: PlainMoeConfig
 
 
-_QWEN3 = family_of_model_type("qwen3_moe", "warm_moe")
-WARM = Family(
+WARM = replace(
+    QWEN3_MOE,
+    name="Warm MoE",
+    model_type="warm_moe",
+    class_name="WarmMoeForCausalLM",
     config=WarmMoeConfig,
     model=WarmMoeForCausalLM,
     gguf=replace(
-        _QWEN3,
+        QWEN3_MOE.layout,
         architecture="warm-moe",
         names="qwen3moe",
-        model_type="warm_moe",
-        class_name="WarmMoeForCausalLM",
-        fields=(*_QWEN3.fields, MetadataField("router_temperature", "router_temperature", float)),
+        fields=(*QWEN3_MOE.layout.fields, MetadataField("router_temperature", "router_temperature", float)),
     ),
 )
-PLAIN = Family(config=PlainMoeConfig, model=PlainMoeForCausalLM, decoded=ModelClass("PlainMoeForCausalLM"))
+PLAIN = Family(
+    "Plain MoE",
+    "plain_moe",
+    "PlainMoeForCausalLM",
+    config=PlainMoeConfig,
+    model=PlainMoeForCausalLM,
+    decoded=True,
+)

@@ -1,0 +1,27 @@
+"""GLM, and Solar-Open, whose layers are GLM-4.5's."""
+
+from dataclasses import replace
+
+from ktqueue.families.deepseek import INDEXED_LAYOUT, V3_LAYOUT
+from ktqueue.families.family import Family
+from ktqueue.families.parts import SIGMOID_LAYOUT
+
+GLM = (
+    Family(
+        "GLM-4.5, 4.6, 4.7, 4.5-Air", "glm4_moe", "Glm4MoeForCausalLM",
+        replace(SIGMOID_LAYOUT, architecture="glm4moe", next_tokens=True, by_tensor={
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias",
+            "use_qk_norm": "model.layers.0.self_attn.q_norm.weight",
+        }),
+        partly_rotated=True,
+    ),
+    Family(
+        "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", replace(V3_LAYOUT, loaded_as="deepseek_v3"),
+        latent=True, group_score=2,
+    ),
+    Family(
+        "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM", replace(INDEXED_LAYOUT, architecture="glm-dsa"),
+        latent=True, group_score=2, indexed=True, indexer_interleaved=True,
+    ),
+    Family("Solar-Open", "solar_open", "SolarOpenForCausalLM", partly_rotated=True),
+)  # fmt: skip

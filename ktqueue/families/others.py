@@ -1,0 +1,146 @@
+"""Families of makers with one or two of them, by name."""
+
+from dataclasses import replace
+
+from ktqueue.families.family import Family, GgufLayout, MetadataField
+from ktqueue.families.parts import (
+    DENSE,
+    EXPERT_STACKS,
+    EXPERT_WIDTH,
+    EXPERTS,
+    HEAD_DIM,
+    LAYER,
+    LOCAL_EXPERTS,
+    MLP,
+    ONE_WIDTH,
+    QK_NORMS,
+    ROUTED,
+    SHARED_EXPERTS,
+    SIGMOID_LAYOUT,
+    SIGMOID_SIZES,
+    SILU,
+    SIZES,
+    UNBIASED,
+    WIDTH,
+    WINDOW,
+    below,
+    chosen_count,
+    expert_count,
+)
+
+_ERNIE = {**SILU, "use_bias": False}
+_GRANITE_SIZES = (
+    WIDTH,
+    MetadataField("attention_multiplier", "attention.scale", float),
+    MetadataField("embedding_multiplier", "embedding_scale", float),
+    MetadataField("residual_multiplier", "residual_scale", float),
+    MetadataField("logits_scaling", "logit_scale", float),
+)
+_GRANITE_EXPERTS = tuple(name.replace("mlp", "block_sparse_moe") for name in ("mlp.router", *EXPERT_STACKS))
+_HUNYUAN_LAYER = (*LAYER, "self_attn.query_layernorm", "self_attn.key_layernorm")
+
+OTHERS = (
+    Family("AFMoE (Arcee's Trinity)", "afmoe", "AfmoeForCausalLM"),
+    Family(
+        "dots.llm1", "dots1", "Dots1ForCausalLM",
+        replace(SIGMOID_LAYOUT, architecture="dots1", implied={**UNBIASED, "sliding_window": None}),
+    ),
+    Family(
+        "ERNIE 4.5, dense", "ernie4_5", "Ernie4_5ForCausalLM",
+        GgufLayout("ernie4_5", DENSE, (*LAYER, *MLP), implied=_ERNIE),
+        interleaved=True,
+    ),
+    Family(
+        "ERNIE 4.5", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
+        GgufLayout(
+            "ernie4_5-moe",
+            (
+                *DENSE, expert_count("moe_num_experts"), chosen_count("moe_k"), EXPERT_WIDTH,
+                MetadataField("moe_num_shared_experts", "expert_shared_count", least=0, required=False, absent=0),
+                MetadataField("moe_layer_start_index", "leading_dense_block_count", least=0),
+                MetadataField("moe_layer_interval", "interleave_moe_layer_step", required=False, absent=1),
+            ),
+            (*LAYER, *EXPERTS, *SHARED_EXPERTS, *MLP),
+            tensors=("mlp.gate.moe_statics.e_score_correction_bias",), implied=_ERNIE,
+        ),
+        interleaved=True,
+    ),
+    Family(
+        "K-EXAONE", "exaone_moe", "ExaoneMoeForCausalLM",
+        replace(
+            SIGMOID_LAYOUT, architecture="exaone-moe", windows_listed=True, next_tokens=True,
+            fields=(
+                *SIGMOID_SIZES, expert_count("num_experts"), WINDOW,
+                MetadataField("num_shared_experts", "expert_shared_count"),
+            ),
+        ),
+        windows_rotated=True,
+    ),
+    Family(
+        "gpt-oss", "gpt_oss", "GptOssForCausalLM",
+        GgufLayout(
+            "gpt-oss", (*LOCAL_EXPERTS, WINDOW), (*LAYER, "mlp.router", *EXPERT_STACKS), tensors=("self_attn.sinks",),
+            implied={**SILU, "attention_bias": True}, rope={"truncate": False},
+            alternating=True, softmax_of_chosen=True,
+        ),
+        transposed_experts=True, quant_method="mxfp4",
+    ),
+    Family(
+        "Granite, dense", "granite", "GraniteForCausalLM",
+        GgufLayout(
+            "granite", (*SIZES, *_GRANITE_SIZES), (*LAYER, *MLP),
+            implied={**UNBIASED, "mlp_bias": False}, permuted=True,
+        ),
+    ),
+    Family(
+        "Granite MoE", "granitemoe", "GraniteMoeForCausalLM",
+        GgufLayout(
+            "granitemoe", (*ROUTED, expert_count("num_local_experts"), *_GRANITE_SIZES), (*LAYER, *_GRANITE_EXPERTS),
+            implied=UNBIASED, permuted=True,
+        ),
+    ),
+    Family("Hunyuan 3", "hy_v3", "HYV3ForCausalLM"),
+    Family(
+        "Hunyuan, dense", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM",
+        GgufLayout("hunyuan-dense", DENSE, (*_HUNYUAN_LAYER, *MLP), implied=UNBIASED),
+        norm_after_rotary=True,
+    ),
+    Family(
+        "Hunyuan-A13B", "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM",
+        GgufLayout(
+            "hunyuan-moe",
+            (*SIZES, expert_count("num_experts"), chosen_count("moe_topk"), *ONE_WIDTH, HEAD_DIM),
+            (
+                *_HUNYUAN_LAYER, "mlp.gate.wg", *EXPERT_STACKS,
+                *below("mlp.shared_mlp", "gate_proj", "up_proj", "down_proj"),
+            ),
+            implied=UNBIASED,
+        ),
+        norm_after_rotary=True,
+    ),
+    Family(
+        "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM",
+        GgufLayout(
+            "minimax-m2", LOCAL_EXPERTS, (*LAYER, *QK_NORMS, *EXPERTS), tensors=("mlp.e_score_correction_bias",),
+            implied=SILU, sigmoid=True,
+        ),
+        partly_rotated=True, rotated_key="rotary_dim",
+    ),
+    Family(
+        "OLMoE", "olmoe", "OlmoeForCausalLM",
+        GgufLayout(
+            "olmoe", (*ROUTED, expert_count("num_experts"), WIDTH), (*LAYER, *QK_NORMS, *EXPERTS),
+            implied={**UNBIASED, "norm_topk_prob": False, "clip_qkv": None},
+        ),
+        single_norms=True,
+    ),
+    Family("Phi-3, Phi-4-mini", "phi3", "Phi3ForCausalLM", partly_rotated=True),
+    Family("Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM"),
+    Family(
+        "Seed-OSS", "seed_oss", "SeedOssForCausalLM",
+        GgufLayout(
+            "seed_oss", DENSE, (*LAYER, *MLP),
+            implied={**SILU, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        ),
+    ),
+)  # fmt: skip
