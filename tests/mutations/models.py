@@ -321,9 +321,16 @@ MODELS: dict[str, Mutation] = {
     "codes of AWQ are in the order of their bits": Mutation(
         "weights of a quantised folder are those that its method gives them",
         "ktqueue/loading/huggingface/quantised_blocks.py",
-        "    out[..., _AWQ_ORDER] = words\n",
-        "    out[...] = words\n",
+        "    return nibbles((even | odd << np.uint32(4)).view(np.uint8))",
+        "    return nibbles(words.view(np.uint8))",
         (f"{FOLDERS}::test_a_folder_has_the_weights_and_the_tokens_of_its_float32[awq]",),
+    ),
+    "a reciprocal is a single number": Mutation(
+        "weights of a quantised folder are those that its method gives them",
+        "ktqueue/loading/huggingface/quantised_blocks.py",
+        "            return d, factor - d\n",
+        "            return d, 0.0\n",
+        (f"{FOLDERS}::test_a_folder_has_the_weights_and_the_tokens_of_its_float32[compressed nvfp4]",),
     ),
     "columns of GPTQ may be sorted": Mutation(
         "columns that desc_act sorted are refused",
