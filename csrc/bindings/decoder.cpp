@@ -101,11 +101,12 @@ class BoundDecoder {
     void add_layer(const ReadOnly& attention_norm, const BoundLinear* q, const BoundLinear* k, const BoundLinear* v,
                    const BoundLinear& o, const BoundLinear* gate, const BoundLinearAttention* linear_attention,
                    const BoundLatentAttention* latent_attention, const ReadOnly& q_norm, const ReadOnly& k_norm,
-                   float clip, bool rotated, size_t rotary_table, size_t sliding_window, const ReadOnly& sinks,
-                   const ReadOnly& mlp_norm, const BoundExpertLayer* mlp, const BoundLinear* shared_gate,
-                   const BoundLinear* router, const BoundExpertLayer* experts, size_t experts_per_token,
-                   bool renormalise, bool sigmoid, float scale, size_t groups, size_t groups_used, const ReadOnly& bias,
-                   float jitter, const ReadOnly& attention_out_norm, const ReadOnly& mlp_out_norm) {
+                   float clip, bool rotated, size_t rotary_table, size_t sliding_window, size_t chunk, float growth,
+                   float period, const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
+                   const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
+                   size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
+                   size_t groups_used, const ReadOnly& bias, float jitter, const ReadOnly& attention_out_norm,
+                   const ReadOnly& mlp_out_norm) {
         const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
         decoder_.add_layer({
             .attention_norm = vector_of(attention_norm, "attention_norm"),
@@ -122,6 +123,9 @@ class BoundDecoder {
             .rotated = rotated,
             .rotary_table = rotary_table,
             .sliding_window = sliding_window,
+            .chunk = chunk,
+            .growth = growth,
+            .period = period,
             .sinks = vector_of(sinks, "sinks"),
             .mlp_norm = vector_of(mlp_norm, "mlp_norm"),
             .attention_out_norm = vector_of(attention_out_norm, "attention_out_norm"),
@@ -307,13 +311,14 @@ void bind_decoder(nb::module_& module) {
              nb::arg("k").none(), nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(),
              nb::arg("linear_attention").none(), nb::arg("latent_attention").none(), nb::arg("q_norm"),
              nb::arg("k_norm"), nb::arg("clip"), nb::arg("rotated"), nb::arg("rotary_table"), nb::arg("sliding_window"),
-             nb::arg("sinks"), nb::arg("mlp_norm"), nb::arg("mlp").none(), nb::arg("shared_gate").none(),
-             nb::arg("router").none(), nb::arg("experts").none(), nb::arg("experts_per_token"), nb::arg("renormalise"),
-             nb::arg("sigmoid"), nb::arg("scale"), nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"),
-             nb::arg("jitter"), nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::keep_alive<1, 3>(),
-             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
-             nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 18>(), nb::keep_alive<1, 19>(),
-             nb::keep_alive<1, 20>(), nb::keep_alive<1, 21>())
+             nb::arg("chunk"), nb::arg("growth"), nb::arg("period"), nb::arg("sinks"), nb::arg("mlp_norm"),
+             nb::arg("mlp").none(), nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
+             nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
+             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"),
+             nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+             nb::keep_alive<1, 9>(), nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 23>(),
+             nb::keep_alive<1, 24>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"), nb::arg("index_keys"))
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))

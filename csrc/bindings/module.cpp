@@ -52,7 +52,7 @@ void bound_quantize(const std::string& quant, const ReadOnly& values, const std:
 void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly& value, const Writable& cache_keys,
                      const Writable& cache_values, const ReadOnly& query_starts, const ReadOnly& context_lengths,
                      const ReadOnly& page_table, const ReadOnly& slot_mapping, float scaling, float score_cap,
-                     size_t sliding_window, const std::optional<ReadOnly>& sinks, const Writable& out,
+                     size_t sliding_window, size_t chunk, const std::optional<ReadOnly>& sinks, const Writable& out,
                      const std::string& isa) {
     require<float>(query, "query", {kAny, kAny, kAny}, false);
     const auto heads = static_cast<int64_t>(query.shape(0)), tokens = static_cast<int64_t>(query.shape(1)),
@@ -101,6 +101,7 @@ void bound_attention(const ReadOnly& query, const ReadOnly& key, const ReadOnly&
         .scaling = scaling,
         .score_cap = score_cap,
         .sliding_window = sliding_window,
+        .chunk = chunk,
         .sinks = sinks ? data<float>(*sinks) : nullptr,
         .output = data<float>(out),
         .choice = nullptr,
@@ -164,7 +165,8 @@ NB_MODULE(_kernels, module) {
     module.def("paged_attention", &bound_attention, nb::arg("query"), nb::arg("key"), nb::arg("value"),
                nb::arg("cache_keys"), nb::arg("cache_values"), nb::arg("query_starts"), nb::arg("context_lengths"),
                nb::arg("page_table"), nb::arg("slot_mapping"), nb::arg("scaling"), nb::arg("score_cap"),
-               nb::arg("sliding_window"), nb::arg("sinks").none(), nb::arg("out"), nb::arg("isa") = "");
+               nb::arg("sliding_window"), nb::arg("chunk"), nb::arg("sinks").none(), nb::arg("out"),
+               nb::arg("isa") = "");
     module.def("mask_logits", &bound_mask_logits, nb::arg("logits"), nb::arg("masks"), nb::arg("rows"));
     bind_weights(module);
     bind_decoder(module);

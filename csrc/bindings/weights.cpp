@@ -58,12 +58,13 @@ Precision parse_precision(const std::string& activations) {
 }  // namespace
 
 BoundExpertLayer::BoundExpertLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down,
-                                   const std::string& activation, float alpha, float limit,
+                                   const std::string& activation, float alpha, float limit, bool weighted_input,
                                    const std::string& activations, const std::string& isa) {
     std::vector<ReadOnly> held;
     ExpertMatrices three[] = {parse_matrices(gate, "gate", held), parse_matrices(up, "up", held),
                               parse_matrices(down, "down", held)};
-    const ExpertOptions options{parse_activation(activation), alpha, limit, parse_precision(activations)};
+    const ExpertOptions options{parse_activation(activation), alpha, limit, parse_precision(activations),
+                                weighted_input};
     const KernelTable& kernels = kernels_named(isa);
     nb::gil_scoped_release release;
     layer_.emplace(std::move(three[0]), std::move(three[1]), std::move(three[2]), options, kernels);
@@ -127,10 +128,10 @@ void bind_weights(nb::module_& module) {
         },
         nb::arg("quant"), nb::arg("rows"), nb::arg("columns"));
     nb::class_<BoundExpertLayer>(module, "ExpertLayer")
-        .def(nb::init<const nb::tuple&, const nb::tuple&, const nb::tuple&, const std::string&, float, float,
+        .def(nb::init<const nb::tuple&, const nb::tuple&, const nb::tuple&, const std::string&, float, float, bool,
                       const std::string&, const std::string&>(),
              nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"),
-             nb::arg("activations"), nb::arg("isa"))
+             nb::arg("weighted_input"), nb::arg("activations"), nb::arg("isa"))
         .def("forward", &BoundExpertLayer::forward, nb::arg("hidden_states"), nb::arg("top_k_index"),
              nb::arg("top_k_weights"), nb::arg("out"))
         .def("ranges", &BoundExpertLayer::ranges, nb::arg("expert"))

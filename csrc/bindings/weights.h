@@ -18,7 +18,8 @@ class BoundExpertLayer {
   public:
     // Each matrix: (quant name, rows, columns, one uint8 array per expert, bias [experts, rows] float32 or None).
     BoundExpertLayer(const nb::tuple& gate, const nb::tuple& up, const nb::tuple& down, const std::string& activation,
-                     float alpha, float limit, const std::string& activations, const std::string& isa);
+                     float alpha, float limit, bool weighted_input, const std::string& activations,
+                     const std::string& isa);
 
     void forward(const ReadOnly& x, const ReadOnly& ids, const ReadOnly& weights, const Writable& out) const;
 

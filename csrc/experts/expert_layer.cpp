@@ -71,6 +71,7 @@ struct ExpertLayer::Workspace {
     AlignedBuffer<uint8_t> activated;        // [pairs] prepared for down, sorted
     AlignedBuffer<const void*> activated_x;  // [pairs] sorted
     AlignedBuffer<float> partial;            // [pairs, hidden up to 16], sorted
+    AlignedBuffer<float> factors;            // [pairs] of gate and up, sorted; only with weighted inputs
     size_t activated_bytes = 0, partial_stride = 0;
 };
 
@@ -256,6 +257,11 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
     space.partial.grow(pairs * space.partial_stride);
     for (size_t position = 0; position < pairs; ++position)
         space.activated_x[position] = space.activated.data() + position * space.activated_bytes;
+    if (options_.weighted_input) {
+        space.factors.grow(pairs);
+        for (size_t pair = 0; pair < tokens * slots; ++pair)
+            if (space.position[pair] != kSkipped) space.factors[space.position[pair]] = weights[pair];
+    }
 
     const std::shared_ptr<ThreadPool> pool = shared_pool();
     const bool tiles = std::ranges::any_of(space.tiled, [](const auto& tiled) { return tiled[0] || tiled[1]; });
@@ -306,6 +312,8 @@ void ExpertLayer::gate_up(const Span& span, size_t first, size_t last, const Wor
         }
         for (size_t t = 0; t < tokens; ++t) {
             float* row = both + t * stride;
+            if (options_.weighted_input)  // gate and up are linear, so their factor is that of the input
+                for (size_t i = 0; i < stride; ++i) row[i] *= space.factors[begin + t];
             for (size_t r = 0; r < count && !gate_.bias.empty(); ++r)
                 row[r / kPanelRows * kPairRows + r % kPanelRows] +=
                     gate_.bias[span.expert * intermediate() + column + r];
@@ -354,7 +362,7 @@ void ExpertLayer::merge(const float* weights, size_t first, size_t last, float* 
     for (size_t pair = first; pair < last; ++pair) {
         if (space.position[pair] == kSkipped) continue;
         terms[count] = space.partial.data() + space.position[pair] * space.partial_stride;
-        factors[count++] = weights[pair];
+        factors[count++] = options_.weighted_input ? 1.0f : weights[pair];
     }
     kernels_.merge({terms, factors, count, out, hidden()});
 }

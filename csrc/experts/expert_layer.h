@@ -26,6 +26,7 @@ struct ExpertOptions {
     Activation activation = Activation::Silu;
     float alpha = 0, limit = 0;  // of SwigluClamped
     Precision precision = Precision::Fast;
+    bool weighted_input = false;  // a slot adds expert(weight * x) instead of weight * expert(x)
 };
 
 class ExpertLayer {

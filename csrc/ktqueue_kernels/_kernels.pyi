@@ -31,6 +31,7 @@ def paged_attention(
     scaling: float,
     score_cap: float,
     sliding_window: int,
+    chunk: int,
     sinks: Any | None,
     out: Any,
     isa: str = "",
@@ -54,6 +55,7 @@ class ExpertLayer:
         activation: str,
         alpha: float,
         limit: float,
+        weighted_input: bool,
         activations: str,
         isa: str,
     ) -> None: ...
@@ -205,6 +207,9 @@ class Decoder:
         rotated: bool,
         rotary_table: int,
         sliding_window: int,
+        chunk: int,
+        growth: float,
+        period: float,
         sinks: Any,
         mlp_norm: Any,
         mlp: ExpertLayer | None,
@@ -224,10 +229,11 @@ class Decoder:
     ) -> None:
         """Append a layer. gate: of the output of attention; linear_attention, latent_attention: takes the place of q, k
         and v; q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not
-        clamped; rotated: q and k have rotary embeddings, of the table rotary_table; sliding_window 0: no limit; sinks:
-        empty or [heads]; mlp: the dense MLP or the shared expert, as a layer of one expert; router, experts: of the
-        routed experts; the rest: how the router chooses among them, with a bias that is empty or [experts];
-        attention_out_norm, mlp_out_norm: of what either part adds to the residual, or empty."""
+        clamped; rotated: q and k have rotary embeddings, of the table rotary_table; sliding_window 0: no limit; chunk:
+        a token at position p sees keys from p // chunk * chunk on, 0: all; growth, period: of queries, see
+        csrc/model/growth.h; sinks: empty or [heads]; mlp: the dense MLP or the shared expert, as a layer of one expert;
+        router, experts: of the routed experts; the rest: how the router chooses among them, with a bias that is empty
+        or [experts]; attention_out_norm, mlp_out_norm: of what either part adds to the residual, or empty."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary tables, [tables, positions, half] each."""

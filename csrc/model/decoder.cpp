@@ -84,6 +84,7 @@ void Decoder::add_layer(DecoderLayer layer) {
         return norm.empty() || norm.size() == head_dim || norm.size() == count * head_dim;
     };
     require(whole_or_head(layer.q_norm, heads) && whole_or_head(layer.k_norm, kv_heads), "the norm of q or k");
+    require(layer.period > 0, "the period of queries");
     require(layer.sinks.empty() || layer.sinks.size() == heads, "the sinks");
     require(layer.mlp ? layer.mlp->hidden() == hidden && layer.mlp->experts() == 1 : layer.experts != nullptr,
             "the MLP");

@@ -31,12 +31,14 @@ struct DecoderLayer {
     std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
     std::optional<LatentAttention> latent_attention;  // then q, k, v, gate, their norms and clip are unused
     std::vector<float> q_norm, k_norm;                // empty, [head_dim] for each head, or of the whole projection
-    float clip = 0;               // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
-    bool rotated = true;          // q and k have rotary embeddings
-    size_t rotary_table = 0;      // which of the step's rotary tables
-    size_t sliding_window = 0;    // as in AttentionLayer
-    std::vector<float> sinks;     // [heads] as in AttentionLayer, or empty
-    std::vector<float> mlp_norm;  // of the input of the feed-forward part: see Decoder
+    float clip = 0;                // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
+    bool rotated = true;           // q and k have rotary embeddings
+    size_t rotary_table = 0;       // which of the step's rotary tables
+    size_t sliding_window = 0;     // as in AttentionLayer
+    size_t chunk = 0;              // as in AttentionLayer
+    float growth = 0, period = 1;  // q at position p is multiplied by growth_factor(growth, period, p + 1)
+    std::vector<float> sinks;      // [heads] as in AttentionLayer, or empty
+    std::vector<float> mlp_norm;   // of the input of the feed-forward part: see Decoder
     std::vector<float> attention_out_norm, mlp_out_norm;  // of what either part adds to x, or empty
     // The dense MLP, or the shared expert of a layer with routed experts: a layer of one expert. Null if there is none.
     const ExpertLayer* mlp = nullptr;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "model/decoder.h"
+#include "model/growth.h"
 #include "model/rms_norm.h"
 #include "threads/thread_pool.h"
 
@@ -66,8 +67,12 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
         clamp(v + t * kv_size, kv_size, layer.clip);
         std::copy_n(k + t * kv_size, kv_size, step.cache_keys[index] + slot);
         std::copy_n(v + t * kv_size, kv_size, step.cache_values[index] + slot);
-        if (t < wanted)
-            finish(q + t * q_size, heads, layer.q_norm, scored_only ? static_cast<size_t>(step.scored[t]) : t);
+        if (t >= wanted) return;
+        const size_t token = scored_only ? static_cast<size_t>(step.scored[t]) : t;
+        finish(q + t * q_size, heads, layer.q_norm, token);
+        if (layer.growth == 0) return;
+        const float factor = growth_factor(layer.growth, layer.period, step.positions[token] + 1);
+        for (size_t i = 0; i < q_size; ++i) q[t * q_size + i] *= factor;
     });
 }
 
@@ -141,8 +146,8 @@ void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, s
     float* attended = grown(work_.attended, count * q_size);
     attend(step.paged, shape_.attention, plan,
            {work_.q.data(), head_dim, q_size, step.cache_keys[index], step.cache_values[index], shape_.scaling,
-            shape_.score_cap, layer.sliding_window, layer.sinks.empty() ? nullptr : layer.sinks.data(), attended,
-            work_.choice.data()},
+            shape_.score_cap, layer.sliding_window, layer.chunk, layer.sinks.empty() ? nullptr : layer.sinks.data(),
+            attended, work_.choice.data()},
            kernels_);
     if (layer.gate)
         for_tokens(count, 8 * q_size, [&](size_t t) {

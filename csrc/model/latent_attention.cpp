@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "model/growth.h"
 #include "model/rms_norm.h"
 #include "threads/thread_pool.h"
 
@@ -18,11 +19,6 @@ void require(bool fits, const char* what) {
 
 bool fits(const Linear* linear, size_t rows, size_t columns) {
     return linear && linear->rows() == rows && linear->columns() == columns;
-}
-
-float growth_at(const LatentAttention& layer, int64_t position) {
-    const float periods = std::floor(static_cast<float>(position) / layer.period);
-    return 1.0f + layer.growth * std::log(1.0f + periods);
 }
 
 }  // namespace
@@ -66,7 +62,7 @@ void absorb_queries(const LatentAttention& layer, const float* cosine, const flo
     for_tokens(tokens, shape.queries(), [&](size_t t) {
         float* query = projected + t * shape.queries();
         if (layer.growth != 0) {
-            const float factor = growth_at(layer, positions[t]);
+            const float factor = growth_factor(layer.growth, layer.period, positions[t]);
             for (size_t i = 0; i < shape.queries(); ++i) query[i] *= factor;
         }
         const size_t offset = static_cast<size_t>(positions[t]) * half;

@@ -36,7 +36,7 @@ struct LatentAttention {
     std::vector<float> low_rank_norm;  // [rank], or empty
     std::vector<float> latent_norm;    // [latent]
     float epsilon = 0;                 // of both norms
-    // A query at position p is multiplied by 1 + growth * log(1 + floor(p / period)) (Mistral 4).
+    // A query at position p is multiplied by growth_factor(growth, period, p).
     float growth = 0;
     float period = 1;
     // A token that sees more keys attends to so many, as the indexer of this layer or of the last one before that has

@@ -31,6 +31,7 @@ void attend_piece(const PagedStep& step, const AttentionShape& shape, const Atte
             last_key[vectors] = seen;
             if (layer.sinks) sinks[vectors] = layer.sinks[head];
             first_key[vectors] = layer.sliding_window && seen > layer.sliding_window ? seen - layer.sliding_window : 0;
+            if (layer.chunk) first_key[vectors] = std::max(first_key[vectors], (seen - 1) / layer.chunk * layer.chunk);
         }
     const Query& last = plan.queries[piece.last - 1];
     const bool chooses = plan.chooses(last);

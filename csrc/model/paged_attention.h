@@ -64,6 +64,7 @@ struct AttentionLayer {
     float scaling;
     float score_cap;        // a score x becomes cap * tanh(x / cap); 0: it does not
     size_t sliding_window;  // keys that a token sees at most, including itself; 0: no limit
+    size_t chunk;           // a token at position p sees keys from p / chunk * chunk on; 0: all keys
     const float* sinks;     // [heads] a score of each head that takes a share of the softmax and has no value; or null
     float* output;          // [queries, heads, head_dim]
     // [tokens, chosen] slots of the keys that a token attends to, if the plan has it choose; its values are the keys.

@@ -109,14 +109,14 @@ class Family:
 
     Only families of ktqueue have the rest. `latent`: its attention is multi-head latent attention, whose class is named
     like the model's. `linear`: some layers have linear attention. `indexed`: an indexer chooses the keys of a token.
-    `indexer_interleaved`: the indexer's queries and keys are `interleaved`.
-    `growing`: queries grow with their position. `group_score`: the score of a group of experts is the sum of its best
-    so many, and the config's groups are checked; 0: they are not. `single_norms`: one norm of q, and one of k, spans
-    all heads and hidden_size. `transposed_experts`: matrices of experts are transposed, with columns of gate and up in
-    turns. `quant_method`: a quantisation whose tensors belong to its own layout. `rotated_key`: the published config
-    key of the number of rotated columns, which transformers does not read. `text`: it may be the text model of a folder
-    that also holds encoders, because a position for each token is all that it needs. `aliases`: other model types,
-    which transformers does not know, of folders whose own code computes the same.
+    `indexer_interleaved`: the indexer's queries and keys are `interleaved`. `chunked`: some layers attend within
+    chunks. `growing`: queries grow with their position. `group_score`: the score of a group of experts is the sum of
+    its best so many, and the config's groups are checked; 0: they are not. `single_norms`: one norm of q, and one of k,
+    spans all heads and hidden_size. `transposed_experts`: matrices of experts are transposed. `experts_in_turns`: and
+    columns of gate and up are in turns. `quant_method`: a quantisation whose tensors belong to its own layout.
+    `rotated_key`: the published config key of the number of rotated columns, which transformers does not read. `text`:
+    it may be the text model of a folder that also holds encoders, because a position for each token is all that it
+    needs. `aliases`: other model types, which transformers does not know, of folders whose own code computes the same.
     """
 
     name: str
@@ -135,10 +135,12 @@ class Family:
     linear: bool = False
     indexed: bool = False
     indexer_interleaved: bool = False
+    chunked: bool = False
     growing: bool = False
     group_score: int = 0
     single_norms: bool = False
     transposed_experts: bool = False
+    experts_in_turns: bool = False
     quant_method: str = ""
     rotated_key: str = ""
     text: bool = False

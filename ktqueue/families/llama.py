@@ -3,8 +3,28 @@
 from dataclasses import replace
 
 from ktqueue.families.deepseek import V3_LAYOUT
-from ktqueue.families.family import Family, GgufLayout
-from ktqueue.families.parts import DENSE, EXPERTS, HEAD_DIM, LAYER, MLP, ROUTED, SILU, UNBIASED, WIDTH, expert_count
+from ktqueue.families.family import Family, GgufLayout, MetadataField
+from ktqueue.families.parts import (
+    DENSE,
+    EXPERTS,
+    HEAD_DIM,
+    LAYER,
+    MLP,
+    ROUTED,
+    SILU,
+    UNBIASED,
+    WIDTH,
+    below,
+    expert_count,
+)
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_PARTS4 = ("feed_forward", "feed_forward.experts", "feed_forward.shared_expert")
+_SIZES4 = (
+    MetadataField("intermediate_size", "expert_feed_forward_length"),
+    MetadataField("intermediate_size_mlp", "feed_forward_length"),
+    MetadataField("interleave_moe_layer_step", "interleave_moe_layer_step"),
+)
 
 LLAMA = (
     Family(
@@ -14,6 +34,19 @@ LLAMA = (
             implied={**UNBIASED, "mlp_bias": False}, permuted=True, rope_factors=True,
         ),
         text=True,
+    ),
+    Family(
+        "Llama 4, its text", "llama4_text", "Llama4ForCausalLM",
+        GgufLayout(
+            "llama4", (*ROUTED, expert_count("num_local_experts"), *_SIZES4, HEAD_DIM),
+            (*LAYER, "feed_forward.router", *(name for part in _PARTS4 for name in below(part, *_MLP))),
+            implied={
+                **UNBIASED, "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192,
+                "attn_scale": 0.1,
+            },
+            rope_factors=True,
+        ),
+        interleaved=True, norm_after_rotary=True, chunked=True, transposed_experts=True, text=True,
     ),
     Family("Mistral", "mistral", "MistralForCausalLM", text=True),
     Family(

@@ -83,7 +83,7 @@ OTHERS = (
             implied={**SILU, "attention_bias": True}, rope={"truncate": False},
             alternating=True, softmax_of_chosen=True,
         ),
-        transposed_experts=True, quant_method="mxfp4",
+        transposed_experts=True, experts_in_turns=True, quant_method="mxfp4",
     ),
     Family(
         "Granite, dense", "granite", "GraniteForCausalLM",

@@ -39,10 +39,6 @@ UNSUPPORTED = (
         "Ling", _OWN_CODE, ("bailing_moe", "bailing_moe_v2", "bailing_hybrid"), ("bailingmoe", "bailingmoe2"),
     ),
     UnsupportedFamily(
-        "Llama 4", "chunked attention, and routers that scale the input of experts",
-        ("llama4", "llama4_text"), ("llama4",),
-    ),
-    UnsupportedFamily(
         "LongCat", "two attention layers in each layer, and experts that copy their input", ("longcat_flash",),
     ),
     UnsupportedFamily("Mamba", _STATE, ("mamba", "mamba2"), ("mamba", "mamba2")),

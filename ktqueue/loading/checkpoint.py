@@ -166,7 +166,8 @@ class Checkpoint:
         self._config = config
         self._tensors = dict(tensors)
         self._experts = dict(experts)
-        self._interleaved = family_of_type(config.get("model_type")).transposed_experts
+        family = family_of_type(config.get("model_type"))
+        self._transposed, self._in_turns = family.transposed_experts, family.experts_in_turns
         for module, weights in experts.items():
             gate, up = ([len(stack.data), stack.rows, stack.columns] for stack in (weights.gate, weights.up))
             if gate != up:  # `shape` assumes so
@@ -196,7 +197,7 @@ class Checkpoint:
         rows = (2 if part.startswith(GATE_UP) else 1) * stack.rows
         if part.endswith(BIAS):
             return (len(stack.data), rows)
-        return (len(stack.data), stack.columns, rows) if self._interleaved else (len(stack.data), rows, stack.columns)
+        return (len(stack.data), stack.columns, rows) if self._transposed else (len(stack.data), rows, stack.columns)
 
     def quant(self, name: str) -> str:
         """Return the storage format, such as `Q4_K`. Raises CheckpointError for an unknown name."""
@@ -228,11 +229,11 @@ class Checkpoint:
         experts, part = found
         out = torch.empty(self.shape(name), dtype=dtype)
         biased = part.endswith(BIAS)
-        rows = out.mT if self._interleaved and not biased else out  # [experts, rows, columns] or [experts, rows]
+        rows = out.mT if self._transposed and not biased else out  # [experts, rows, columns] or [experts, rows]
         fill = _fill_biases if biased else _fill
         if part.startswith(DOWN):
             fill(rows, experts.down)
-        elif self._interleaved:
+        elif self._in_turns:
             fill(rows[:, ::2], experts.gate)
             fill(rows[:, 1::2], experts.up)
         else:

@@ -25,7 +25,7 @@ from ktqueue.loading.rules import load_rules, rules_file
 from ktqueue.loading.skeleton import Config, build_config, build_skeleton, ignorable_names, tied_names
 from ktqueue.loading.synthetic.checkpoint import open_synthetic
 from ktqueue.loading.weight_formats import check_packages
-from ktqueue.operators.attention import cap_of, window_of
+from ktqueue.operators.attention import cap_of, chunk_of, window_of
 from ktqueue.operators.base import Operator
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.linear_attention import linear_attention_shape
@@ -34,7 +34,7 @@ from ktqueue.operators.rotary import original_length
 
 _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 _LATENT_OPERATORS = ("CpuDecoder", "GpuDecoder", "LatentAttention")
-_LINEAR_OPERATORS = ("CpuDecoder", "GpuDecoder")
+_DECODERS = ("CpuDecoder", "GpuDecoder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class AttentionFacts:
     """What an attention plan on a GPU needs to know. `heads` are those of the query.
 
     `windows` are the sliding windows of all layers, in keys; 0 means no window. `sinks`: heads have a score without a
-    value. `cap`: see ScoreOptions.
+    value. `cap`, `chunk`: see ScoreOptions; some layers may have no chunks.
     """
 
     heads: int
@@ -63,6 +63,7 @@ class AttentionFacts:
     windows: frozenset[int]
     sinks: bool = False
     cap: float = 0.0
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +142,15 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
     """Return the facts of all attention modules."""
-    scalings, windows, caps, sinks = set(), set(), {0.0}, False
+    scalings, windows, caps, chunks, sinks = set(), set(), {0.0}, {0}, False
     for _, module in _attention_modules(skeleton):
         sinks |= any("sink" in name for name, _ in module.named_parameters(recurse=False))
         windows.add(window_of(module, config))
         caps.add(cap_of(module))
+        chunks.add(chunk_of(module, config))
         scalings.add(float(module.scaling))
     scaling = max(scalings, default=1.0)
-    return AttentionFacts(config.num_attention_heads, scaling, frozenset(windows or {0}), sinks, max(caps))
+    return AttentionFacts(config.num_attention_heads, scaling, frozenset(windows or {0}), sinks, max(caps), max(chunks))
 
 
 def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -172,8 +174,8 @@ def prepare(path: str, *, rules: str | None, device: str, dtype: torch.dtype) ->
     layout = kv_layout(config, 1, dtype)
     if layout.latent:
         _check_replaced(_attention_modules(skeleton), _LATENT_OPERATORS, plan, str(file))
-    if layout.linear:
-        _check_replaced([("", skeleton)], _LINEAR_OPERATORS, plan, str(file))
+    if layout.linear or family_of_type(config.model_type).chunked:
+        _check_replaced([("", skeleton)], _DECODERS, plan, str(file))
     try:
         _check_one_device(skeleton, plan, str(file), device)
         plan = rehearse_without_weights(skeleton, plan, layout, checkpoint.path)

@@ -86,6 +86,7 @@ def attend(
             scaling=options.scaling,
             score_cap=options.cap,
             sliding_window=options.sliding_window,
+            chunk=options.chunk,
             sinks=None if options.sinks is None else native.as_array(options.sinks),
         )
         return out[..., : step.kv.layout.value_dim]
@@ -101,6 +102,7 @@ def attend(
         sliding_window=options.sliding_window or None,
         sinks=options.sinks,
         cap=options.cap,
+        chunk=options.chunk,
     )
 
 
@@ -127,6 +129,12 @@ def window_of(module: nn.Module, config: Any, passed: int | None = None) -> int:
     if not kinds:  # Qwen2-MoE has a window in its config but does not pass it
         stated = passed or getattr(module, "sliding_window", stated)
     return stated or 0
+
+
+def chunk_of(module: nn.Module, config: Any) -> int:
+    """Return the chunk of ScoreOptions for a layer that `config` calls chunked; 0 for any other."""
+    kinds = getattr(config, "layer_types", None)
+    return int(config.attention_chunk_size) if kinds and kinds[module.layer_idx] == "chunked_attention" else 0
 
 
 def cap_of(module: nn.Module) -> float:

@@ -17,7 +17,7 @@ from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape
+from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape, growth_factors
 from ktqueue.operators.latent_weights import read_indexer, read_latent_attention
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
@@ -176,16 +176,16 @@ class CpuDecoder(Operator):
         def matrix(stored: PackedMatrix, bias: native.Floats | None = None) -> _kernels.Linear:
             return counted(pack_linear(stored, bias, **options))
 
-        def expert_layer(experts: ExpertWeights) -> native.ExpertLayer:
-            return native.ExpertLayer(experts, layer.gate, **options)
+        def expert_layer(experts: ExpertWeights, gate: native.GateFacts) -> native.ExpertLayer:
+            return native.ExpertLayer(experts, gate, **options)
 
         def dense_mlp(name: str) -> _kernels.ExpertLayer:
-            packed = expert_layer(_one_expert(weights, f"{layer.name}.{name}"))
+            packed = expert_layer(_one_expert(weights, f"{layer.name}.{name}"), layer.gate)
             self._dense_bytes += packed.bytes
             return packed.bound
 
         def routed_experts() -> _kernels.ExpertLayer:
-            packed = expert_layer(weights.experts(f"{layer.name}.{layer.mlp}.experts"))
+            packed = expert_layer(weights.experts(f"{layer.name}.{layer.mlp}.experts"), layer.expert_gate)
             self.expert_bytes += packed.bytes
             return packed.bound
 
@@ -200,6 +200,7 @@ class CpuDecoder(Operator):
             if self.facts.gate:
                 queries["gate"] = linear(f"self_attn.{self.facts.gate}")
             norms = self.facts.qk_norm
+            ones = np.ones(self.facts.head_dim, np.float32) if layer.unit_norms else _NONE
             return {
                 **queries,
                 "k": linear("self_attn.k_proj"),
@@ -207,8 +208,8 @@ class CpuDecoder(Operator):
                 "o": linear("self_attn.o_proj"),
                 "linear_attention": None,
                 "latent_attention": None,
-                "q_norm": norm(f"self_attn.{norms[0]}") if norms else _NONE,
-                "k_norm": norm(f"self_attn.{norms[1]}") if norms else _NONE,
+                "q_norm": norm(f"self_attn.{norms[0]}") if norms else ones,
+                "k_norm": norm(f"self_attn.{norms[1]}") if norms else ones,
                 "sinks": vector("self_attn.sinks") if layer.sinks else _NONE,
             }
 
@@ -291,6 +292,9 @@ class CpuDecoder(Operator):
             rotary_table=layer.rotary_table,
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
+            chunk=layer.chunk,
+            growth=layer.growth,
+            period=layer.period,
             mlp_norm=norm(layer.mlp_norm),
             attention_out_norm=norm(layer.attention_out_norm) if layer.attention_out_norm else _NONE,
             mlp_out_norm=norm(layer.mlp_out_norm) if layer.mlp_out_norm else _NONE,
@@ -307,6 +311,20 @@ class CpuDecoder(Operator):
             bias=vector(router.bias) if router and router.bias else _NONE,
             jitter=router.jitter if router else 0.0,
         )
+
+
+def query_growth(facts: DecoderFacts, positions: int) -> torch.Tensor:
+    """Return the factors of the queries in layers that have them, [positions] float32; empty if no layer has them.
+
+    Raises ValueError if layers differ.
+    """
+    kinds = {(layer.growth, layer.period) for layer in facts.layers if layer.growth}
+    if not kinds:
+        return torch.empty(0)
+    if len(kinds) > 1:
+        raise ValueError(f"queries of its layers grow differently: {sorted(kinds)}")
+    ((growth, period),) = kinds
+    return growth_factors(torch.arange(1, positions + 1), growth, period)
 
 
 def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> native.Floats:

@@ -5,7 +5,7 @@ Reads the module tree and the config, and refuses with a reason what the decoder
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from torch import nn
 
 from ktqueue.families.family import Family
 from ktqueue.families.table import BY_CLASS, SUPPORTED
-from ktqueue.operators.attention import cap_of, window_of
+from ktqueue.operators.attention import cap_of, chunk_of, window_of
 from ktqueue.operators.experts import gate_facts, known_activations
 from ktqueue.operators.latent_shape import LatentShape, has_indexer, latent_shape
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
 from ktqueue.operators.native import GateFacts
-from ktqueue.operators.rotary import rotary_kinds, rotary_pairs
+from ktqueue.operators.rotary import original_length, rotary_kinds, rotary_pairs
 
 MOST_HEAD_DIM = 1024  # of the attention kernels, csrc/kernels
 
@@ -27,7 +27,7 @@ _FLOAT32 = re.compile(r"\.(?:gate|router)\.|\.indexer\.weights_proj\.|norm\.weig
 _QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 _GATE, _LOGIT_CAP = "gate_proj", "final_logit_softcapping"
 _EMBEDDING, _POST, _POST_ATTENTION = "embedding_multiplier", "post_mlp_layernorm", "post_attention_layernorm"
-_MLPS = ("mlp", "block_sparse_moe")
+_MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
 
@@ -38,7 +38,8 @@ class RouterFacts:
     name: of the router's module below the layer; chosen: experts of a token; renormalise: the weights of the chosen
     experts add up to 1; sigmoid: an expert's score is the sigmoid of its logit, otherwise the softmax over all; bias:
     name below the layer of the vector that is added to the scores only to choose, or empty; scale: factor of the final
-    weights; groups, groups_used: only experts of the best groups are chosen; jitter: see csrc/model/router.h.
+    weights; groups, groups_used: only experts of the best groups are chosen; jitter: see csrc/model/router.h;
+    weighted_input: the weights multiply the input of the experts, not what they add.
     """
 
     name: str
@@ -51,6 +52,7 @@ class RouterFacts:
     groups: int = 1
     groups_used: int = 1
     jitter: float = 0.0
+    weighted_input: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,9 @@ class LayerFacts:
     the experts; router None: the MLP is dense; gate: of the experts or of the dense MLP; shared: name below the layer
     of an expert that sees every token, or empty; shared_gate: that expert has a gate; chooses: it has an indexer;
     mlp_norm, attention_out_norm, mlp_out_norm: names below the layer of the norms of the MLP's input and of what
-    attention and MLP add to the residual; empty: none; rotary_table: index of its kind in DecoderFacts.rotary_kinds."""
+    attention and MLP add to the residual; empty: none; rotary_table: index of its kind in DecoderFacts.rotary_kinds;
+    chunk: see ScoreOptions; unit_norms: each head of query and key has a norm without weights; growth, period: a query
+    at position p is multiplied by 1 + growth * log(1 + floor((p + 1) / period))."""
 
     name: str
     sliding_window: int
@@ -77,6 +81,15 @@ class LayerFacts:
     attention_out_norm: str = ""
     mlp_out_norm: str = ""
     rotary_table: int = 0
+    chunk: int = 0
+    unit_norms: bool = False
+    growth: float = 0.0
+    period: float = 1.0
+
+    @property
+    def expert_gate(self) -> GateFacts:
+        """The gate of the routed experts."""
+        return replace(self.gate, weighted_input=self.router is not None and self.router.weighted_input)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +177,9 @@ def facts_of(
     added = _factor(config, "residual_multiplier")
     if added != 1 and qk_norm:
         raise ValueError("a residual multiplier and norms of query and key are not computed together")
+    layers = tuple(_layer(f"model.layers.{i}", layer, config, family, kinds) for i, layer in enumerate(body.layers))
+    if any(layer.growth for layer in layers) and original_length(config):
+        raise ValueError("longrope and queries that grow with their position are not computed together")
     return DecoderFacts(
         dtype=found_dtype,
         hidden=config.hidden_size,
@@ -184,7 +200,7 @@ def facts_of(
         score_cap=cap_of(attention),
         rotary_kinds=kinds,
         tied=bool(config.tie_word_embeddings) and getattr(model.lm_head, "bias", None) is None,
-        layers=tuple(_layer(f"model.layers.{i}", layer, config, family, kinds) for i, layer in enumerate(body.layers)),
+        layers=layers,
         gated=latent is None and not fused and attention.q_proj.out_features == 2 * attention.o_proj.in_features,
         fused=fused,
         gate=_GATE if hasattr(attention, _GATE) else "",
@@ -242,6 +258,12 @@ def _layer(name: str, layer: Any, config: Any, family: Family, kinds: tuple[str,
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
     window = window_of(layer.self_attn, config) if linear is None else 0
     rotary = bool(window) or not family.windows_rotated or layer.self_attn.sliding_window is None
+    growth, period = 0.0, 1.0
+    attention: Any = getattr(layer, "self_attn", None)
+    if type(attention).__name__ == "Llama4TextAttention":
+        rotary = bool(attention.use_rope)
+        if attention.attn_temperature_tuning and not rotary:
+            growth, period = float(attention.attn_scale), float(attention.floor_scale)
     norms = {}
     if hasattr(mlp, _POST):  # A.X-K1
         norms = {"mlp_out_norm": f"{mlp_name}.{_POST}"}
@@ -264,6 +286,10 @@ def _layer(name: str, layer: Any, config: Any, family: Family, kinds: tuple[str,
         linear=None if linear is None else linear_attention_shape(config),
         chooses=linear is None and has_indexer(layer.self_attn),
         rotary_table=kinds.index(layer.self_attn.layer_type) if kinds else 0,
+        chunk=0 if linear is not None else chunk_of(layer.self_attn, config),
+        unit_norms=hasattr(attention, "qk_norm"),
+        growth=growth,
+        period=period,
         **norms,
     )
 
@@ -287,18 +313,20 @@ def _router(mlp: Any, mlp_name: str) -> RouterFacts:
         if router.top_k != 2 or router.router_jitter_noise <= 0:
             raise ValueError("its routers choose two experts within a positive router_jitter_noise, these do not")
         facts = {"jitter": float(router.router_jitter_noise)}
+    elif type(router).__name__ == "Llama4Router":
+        facts = {"weighted_input": True}
     return RouterFacts(
         name=".".join([mlp_name, name, *(child for child in ("wg", "gate") if hasattr(router, child))]),
         experts=router.num_experts,
         chosen=router.top_k,
         renormalise=_renormalises(router),
-        sigmoid=bool(bias) and statics is None,
+        sigmoid=(bool(bias) and statics is None) or "weighted_input" in facts,
         bias=bias,
         **facts,
     )
 
 
 def _renormalises(router: Any) -> bool:
-    if type(router).__name__ == "DeepseekV2TopkRouter":  # never, whatever its config says
+    if type(router).__name__ in ("DeepseekV2TopkRouter", "Llama4Router"):  # never, whatever the config says
         return False
     return bool(getattr(router, "norm_topk_prob", True))  # some always do, without an attribute

@@ -109,8 +109,12 @@ def grown(query: torch.Tensor, positions: torch.Tensor, shape: LatentShape) -> t
     """Scale queries [tokens, any] by their positions [tokens]: see LatentShape."""
     if not shape.growth:
         return query
-    scale = 1 + shape.growth * torch.log(1 + torch.floor(positions / shape.period))
-    return query * scale[:, None].to(query.dtype)
+    return query * growth_factors(positions, shape.growth, shape.period)[:, None].to(query.dtype)
+
+
+def growth_factors(places: torch.Tensor, growth: float, period: float) -> torch.Tensor:
+    """Return the factors of queries at `places`, any integers, in their shape and float32: see csrc/model/growth.h."""
+    return 1 + growth * torch.log1p(torch.floor(places.float() / period))
 
 
 def cosines_and_sines(angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:

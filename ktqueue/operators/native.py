@@ -47,12 +47,15 @@ class GateFacts:
     """How the gate and up of an MLP are joined.
 
     alpha, limit: of swiglu_clamped, which is gate * sigmoid(alpha * gate) * (up + 1) after gate is clamped to at most
-    limit and up to -limit .. limit. Source: GptOssExperts of transformers.
+    limit and up to -limit .. limit. Source: GptOssExperts of transformers. weighted_input: the weight of a routed
+    expert multiplies its input, not its output (Llama 4). The products with gate and up are linear, so these are
+    multiplied instead, before their biases are added.
     """
 
     activation: ActivationName
     alpha: float = 0.0
     limit: float = 0.0
+    weighted_input: bool = False
 
 
 SILU = GateFacts("silu")
@@ -203,7 +206,7 @@ class ExpertLayer:
             for matrix in (weights.gate, weights.up, weights.down)
         )
         self._layer = _kernels.ExpertLayer(
-            gate, up, down, joining.activation, joining.alpha, joining.limit, activations, isa
+            gate, up, down, joining.activation, joining.alpha, joining.limit, joining.weighted_input, activations, isa
         )
 
     @property
@@ -222,7 +225,8 @@ class ExpertLayer:
         return str(self._layer.isa)
 
     def forward(self, hidden_states: Floats, top_k_index: Integers, top_k_weights: Floats, out: Floats) -> None:
-        """Compute out[t] = sum over slots of weight * expert(hidden_states[t]), adding slots in order.
+        """Compute out[t] = sum over slots of weight * expert(hidden_states[t]), adding slots in order; with
+        `weighted_input` the sum of expert(weight * hidden_states[t]).
 
         hidden_states, out: [tokens, hidden] float32; top_k_index: [tokens, slots] int64, -1 if a slot has no expert;
         top_k_weights: [tokens, slots] float32. All contiguous. Raises ValueError.
@@ -299,6 +303,7 @@ def paged_attention(
     scaling: float,
     score_cap: float = 0.0,
     sliding_window: int = 0,
+    chunk: int = 0,
     sinks: Floats | None = None,
     isa: str = "",
 ) -> None:
@@ -306,7 +311,7 @@ def paged_attention(
 
     query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], any strides with a dense last dimension;
     caches: [pages, page_size, kv_heads, head_dim]; the four index arrays as in StepContext; out: [tokens, heads,
-    head_dim]. score_cap, sliding_window, sinks: see ScoreOptions. A token's result does not depend on other
+    head_dim]. score_cap, sliding_window, chunk, sinks: see ScoreOptions. A token's result does not depend on other
     rows, chunk borders or the thread count. Raises ValueError.
     """
     _kernels.paged_attention(
@@ -322,6 +327,7 @@ def paged_attention(
         scaling,
         score_cap,
         sliding_window,
+        chunk,
         sinks,
         out,
         isa,

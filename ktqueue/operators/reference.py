@@ -87,12 +87,13 @@ def paged_attention(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """Attend causally over pages that already hold the step's keys and values.
 
     query [heads, tokens, head_dim]; keys [pages, page_size, kv_heads, head_dim] and values [..., value_dim] of any
     dtype -> [tokens, heads, value_dim] in the dtype of `query`. A token at position p sees keys max(0, p + 1 -
-    sliding_window) .. p of its row. sinks, cap: see ScoreOptions.
+    sliding_window) .. p of its row. chunk, sinks, cap: see ScoreOptions.
     """
     heads, tokens, _ = query.shape
     page_size, groups = keys.shape[1], heads // keys.shape[2]
@@ -111,6 +112,8 @@ def paged_attention(
         hidden = key_position > position
         if sliding_window is not None:
             hidden |= key_position <= position - sliding_window
+        if chunk:
+            hidden |= key_position < position // chunk * chunk
         scores = (query[:, begin:end] @ k.transpose(1, 2)) * scaling  # [heads, chunk, context]
         if cap:
             scores = (scores / cap).tanh() * cap

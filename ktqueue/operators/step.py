@@ -11,15 +11,17 @@ from ktqueue.operators.kv_cache import KVCache
 class ScoreOptions(NamedTuple):
     """How the attention of a layer makes weights of scores.
 
-    scaling: factor of the scores. sliding_window: keys that a token sees at most, including itself; 0: no limit. sinks:
-    [heads] float32, a further score in the softmax of each head that has no value (gpt-oss); None: there is none. cap:
-    a score x becomes cap * tanh(x / cap) (Gemma 2); 0: it does not.
+    scaling: factor of the scores. sliding_window: keys that a token sees at most, including itself; 0: no limit. chunk:
+    a token at position p sees keys from p // chunk * chunk on (Llama 4); 0: from 0 on. sinks: [heads]
+    float32, a further score in the softmax of each head that has no value (gpt-oss); None: there is none. cap: a score
+    x becomes cap * tanh(x / cap) (Gemma 2); 0: it does not.
     """
 
     scaling: float
     sliding_window: int = 0
     sinks: torch.Tensor | None = None
     cap: float = 0.0
+    chunk: int = 0
 
 
 class AttentionPlan(Protocol):

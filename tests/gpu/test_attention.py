@@ -59,6 +59,7 @@ def same(
     window: int,
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
+    chunk: int = 0,
 ) -> None:
     """`got` is what the reference attends over layer 0, in float32 on the CPU."""
     twin = reference.paged_attention(
@@ -72,6 +73,7 @@ def same(
         sliding_window=window or None,
         sinks=None if sinks is None else sinks.cpu(),
         cap=cap,
+        chunk=chunk,
     )
     assert got.dtype == query.dtype and got.shape == query.shape
     bound = BOUNDS[query.dtype]
@@ -101,9 +103,10 @@ def planner(
     *,
     sinks: bool = False,
     cap: float = 0.0,
+    chunk: int = 0,
 ) -> AttentionPlanner:
     """One planner for each case, because FlashInfer's buffers are large."""
-    key = (layout, backend, heads, dtype, sinks, cap, *sorted(windows))
+    key = (layout, backend, heads, dtype, sinks, cap, chunk, *sorted(windows))
     if key not in PLANNERS:
         PLANNERS[key] = make_planner(
             layout,
@@ -115,6 +118,7 @@ def planner(
             dtype=dtype,
             sinks=sinks,
             cap=cap,
+            chunk=chunk,
         )
     return PLANNERS[key]
 
@@ -208,6 +212,36 @@ def test_sinks_eager_and_captured(dtype: torch.dtype, cache: torch.dtype) -> Non
         graph.replay()
         for got, option in zip(results, options, strict=True):
             same(got, step, query, 0.125, option.sliding_window, sinks)
+
+
+@pytest.mark.parametrize("chunk", [96, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunks_eager_and_captured(dtype: torch.dtype, chunk: int) -> None:
+    """Heads as in Llama 4. A chunk may be no multiple of a block of keys, and rows cross its borders."""
+    layout = KVLayout(layers=1, kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
+    plans = planner(layout, "auto", 40, dtype, {0}, chunk=chunk)
+    assert plans.backend == "triton"
+    kv = random_cache(layout, 600)
+    options = [ScoreOptions(0.125, chunk=size) for size in (0, chunk)]
+    for kind in STEPS:
+        step = make_step(kv, *STEPS[kind])
+        query = torch.randn(len(step.slot_mapping), 40, 128, device="cuda").to(dtype)
+        plan = plans.plan(step)
+        with no_waiting():
+            results = [plan.attend(0, query, kv, option) for option in options]
+        for got, option in zip(results, options, strict=True):
+            same(got, step, query, 0.125, 0, chunk=option.chunk)
+    query = torch.randn(6, 40, 128, device="cuda").to(dtype)
+    decode = plans.decode_plan(6, 300)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode.attend(0, query, kv, option) for option in options]
+    for contexts in ([1, chunk, chunk + 1, 4, 5, 6], STEPS["decode"][1]):
+        step = make_step(kv, [1] * 6, contexts)
+        decode.update(step)
+        graph.replay()
+        for got, option in zip(results, options, strict=True):
+            same(got, step, query, 0.125, 0, chunk=option.chunk)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

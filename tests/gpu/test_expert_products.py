@@ -12,7 +12,7 @@ from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.packed import Bytes
 
-from ..operators.gpu.kernels.panel_pools import make_pool, route, small
+from ..operators.gpu.kernels.panel_pools import WEIGHTED, make_pool, route, small
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -31,15 +31,23 @@ def on_gpu(pairs: ExpertPairs) -> ExpertPairs:
     return ExpertPairs(pairs.pool.cuda(), pairs.offsets.cuda(), pairs.ids.cuda(), pairs.record)
 
 
-def assert_experts(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -> None:
+def on_either_side(weights: torch.Tensor, gate: native.GateFacts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The weights of gate and up, and those of down."""
+    return (weights, None) if gate.weighted_input else (None, weights)
+
+
+def assert_experts(
+    pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor, gate: native.GateFacts = native.SILU
+) -> None:
     """Both products on the GPU, against the twins of the same inputs."""
-    there = on_gpu(pairs)
-    mid = products.gate_up(there, x.cuda(), native.SILU)
-    partials = products.down(there, mid, weights.cuda())
+    there, (of_input, of_output) = on_gpu(pairs), on_either_side(weights.cuda(), gate)
+    mid = products.gate_up(there, x.cuda(), gate, of_input)
+    partials = products.down(there, mid, of_output)
+    of_input, of_output = on_either_side(weights, gate)
     computed = (pairs.ids >= 0) & (pairs.offsets[pairs.ids.clamp(min=0)] >= 0)
-    expected = products.gate_up(pairs, x, native.SILU)
+    expected = products.gate_up(pairs, x, gate, of_input)
     assert_close(mid.cpu()[computed], expected[computed], x.dtype)
-    wanted = products.down(pairs, mid.cpu().nan_to_num(), weights)
+    wanted = products.down(pairs, mid.cpu().nan_to_num(), of_output)
     assert_close(partials, wanted, x.dtype)
     assert partials.cpu()[~computed].eq(0).all()
 
@@ -80,18 +88,22 @@ def test_records_far_away(random_weights: Callable[..., Bytes]) -> None:
     assert torch.equal(*(products.down(pairs, mids[0], weights.cuda()) for pairs in (near, distant)))
 
 
-def assert_rounded(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -> None:
+def assert_rounded(
+    pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor, gate: native.GateFacts = native.SILU
+) -> None:
     """Each launch of the integer kernel, against plain torch of the same inputs; and all of them in one call."""
     there, ids, record = on_gpu(pairs), pairs.ids, pairs.record
     rows, lists = expert_int8.prepare(there, x.cuda())
     expected = Int8Rows.quantise(x)
     assert (rows.codes.cpu().int() - expected.codes.int()).abs().max() <= 1
     x = Int8Rows(*(part.cpu() for part in (rows.codes, rows.scales, rows.sums))).floats()
-    mid = expert_int8.gate_up(there, lists, rows, native.SILU)
-    got = expert_int8.down(there, lists, mid, weights.cuda())
+    of_input, of_output = on_either_side(weights.cuda(), gate)
+    mid = expert_int8.gate_up(there, lists, rows, gate, of_input)
+    got = expert_int8.down(there, lists, mid, of_output)
+    of_input, of_output = on_either_side(weights, gate)
     computed = ((ids >= 0) & (pairs.offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
-    products.gate_up_twin(pairs, x, native.SILU, exact)
+    products.gate_up_twin(pairs, x, gate, exact, of_input)
     between = Int8Rows(*(part.cpu() for part in (mid.codes, mid.scales, mid.sums)))
     wanted = Int8Rows.quantise(exact.view(-1, record.intermediate))
     torch.testing.assert_close(
@@ -100,7 +112,7 @@ def assert_rounded(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor) -
     assert (between.codes.int() - wanted.codes.int())[computed].abs().max() <= 1
     assert (between.codes != wanted.codes)[computed].float().mean() < 1e-2
     partials = torch.empty(*ids.shape, record.hidden)
-    products.down_twin(pairs, between.floats().nan_to_num(), weights, partials)
+    products.down_twin(pairs, between.floats().nan_to_num(), of_output, partials)
     assert_close(got, partials, torch.float32)
     assert got.cpu().flatten(0, 1)[~computed].eq(0).all()
 
@@ -116,6 +128,16 @@ def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[
             x, (ids, weights) = torch.randn(tokens, hidden).bfloat16(), route(tokens, EXPERTS, SLOTS, tokens)
             ids[-1, 0] = -1
             assert_rounded(pool.pairs(ids, offsets), x, weights)
+
+
+@pytest.mark.parametrize("tokens", [2, 40, 600])
+def test_weights_may_multiply_the_input(tokens: int, random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
+    x, (ids, weights) = torch.randn(tokens, 512), route(tokens, EXPERTS, 1, tokens)
+    for dtype in BOUNDS:
+        assert_experts(pool.pairs(ids), x.to(dtype), weights, WEIGHTED)
+    if tokens < 600:
+        assert_rounded(pool.pairs(ids), x.bfloat16(), weights, WEIGHTED)
 
 
 def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:

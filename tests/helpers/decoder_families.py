@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 from latent_sizes import LATENT_SIZES
+from llama4_sizes import LLAMA4_SIZES
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -171,6 +172,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", LINEAR),
     "qwen3 with longrope": ("qwen3", {"head_dim": 16, "rope_parameters": LONGROPE}),
     "phimoe with longrope": ("phimoe", {"num_local_experts": 4, "rope_parameters": {**LONGROPE, **MSCALES}}),
+    "llama4": ("llama4_text", {**LLAMA4_SIZES, "moe_layers": [0, 1]}),
+    "llama4 without norms": ("llama4_text", {**LLAMA4_SIZES, "num_experts_per_tok": 2, "use_qk_norm": False}),
     "qwen3 with dynamic": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
 }
@@ -179,6 +182,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 LATENT = {**LATENT_SIZES, "routed_scaling_factor": 1.5}
 INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}  # of few heads, scores would tie at 0
 SHARED_CHOICE = {"indexer_types": ["full", "full", "shared"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+GROWING = {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
 SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),
@@ -196,15 +200,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, **INDEXER, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
     ),
     "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **INDEXER, **SHARED_CHOICE, "q_lora_rank": 64, "n_shared_experts": 1}),
-    "mistral4": (
-        "mistral4",
-        {
-            **LATENT,
-            "q_lora_rank": 64,
-            "n_shared_experts": 1,
-            "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
-        },
-    ),
+    "mistral4": ("mistral4", {**LATENT, "q_lora_rank": 64, "n_shared_experts": 1, "rope_parameters": GROWING}),
     "axk1": ("axk1", {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}),
     "youtu": ("youtu", {**LATENT, "q_lora_rank": 64}),
     "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
@@ -239,6 +235,7 @@ def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> Atte
     """Make the planner that a worker would make."""
     windows = frozenset(layer.sliding_window for layer in facts.layers)
     scores: Any = {"windows": windows, "sinks": any(layer.sinks for layer in facts.layers), "cap": facts.score_cap}
+    scores["chunk"] = max(layer.chunk for layer in facts.layers)
     return make_planner(layout, heads=facts.heads, scaling=facts.scaling, device=device, **scores)
 
 
@@ -371,7 +368,9 @@ def feed(
 
 def answers(model: Any) -> dict[str, torch.Tensor]:
     """Return the logits [tokens, vocab] that the model of transformers gives for each sequence, float32 on the CPU."""
-    found, rotary = {}, getattr(model.model, "language_model", model.model).rotary_emb  # of a model with encoders
+    found: dict[str, torch.Tensor] = {}
+    parts: Any = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
+    rotary = parts["rotary_emb"]
     for name, ids in SEQUENCES.items():
         if hasattr(rotary, "rope_init_fn") and rotary.rope_type != "default":  # see tests/contract/test_transformers.py
             rotary.rope_init_fn = partial(ROPE_INIT_FUNCTIONS[rotary.rope_type], seq_len=len(ids))

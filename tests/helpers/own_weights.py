@@ -33,8 +33,11 @@ class OwnWeights:
         prefix = f"{name}." if name else ""
         down = f"{prefix}down_proj"
         if not self.has(f"{down}_bias"):
-            gate, up = self._take(f"{prefix}gate_up_proj").chunk(2, dim=1)
-            return ExpertWeights(self._stack(gate), self._stack(up), self._stack(self._take(down)))
+            both, last = self._take(f"{prefix}gate_up_proj"), self._take(down)
+            if both.shape[2] == 2 * last.shape[1]:  # Llama 4: transposed
+                both, last = both.mT, last.mT
+            gate, up = both.chunk(2, dim=1)
+            return ExpertWeights(self._stack(gate), self._stack(up), self._stack(last))
         # gpt-oss: transposed, and columns of gate and up alternate
         both, bias = self._take(f"{prefix}gate_up_proj").mT, self._take(f"{prefix}gate_up_proj_bias")
         return ExpertWeights(

@@ -26,10 +26,11 @@ class Case:
         page_size: int = 16,
         window: int = 0,
         cap: float = 0.0,
+        chunk: int = 0,
         seed: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.page_size, self.window, self.cap = page_size, window, cap
+        self.page_size, self.window, self.cap, self.chunk = page_size, window, cap, chunk
         self.scaling = 1.1 * head_dim**-0.5  # not a power of two, so that it rounds
         used = [-(-context // page_size) for context in contexts]
         order = (torch.randperm(sum(used), generator=generator) + 1).int()
@@ -59,7 +60,8 @@ class Case:
     def run(self, isa: str = "") -> torch.Tensor:
         out = torch.full((self.query.shape[1], self.query.shape[0], self.query.shape[2]), torch.nan)
         arrays = (*self.arrays(), out.numpy())
-        native.paged_attention(*arrays, scaling=self.scaling, score_cap=self.cap, sliding_window=self.window, isa=isa)
+        options: dict[str, Any] = {"score_cap": self.cap, "sliding_window": self.window, "chunk": self.chunk}
+        native.paged_attention(*arrays, scaling=self.scaling, **options, isa=isa)
         return out
 
     def expected(self) -> torch.Tensor:
@@ -76,6 +78,7 @@ class Case:
             scaling=self.scaling,
             sliding_window=self.window or None,
             cap=self.cap,
+            chunk=self.chunk,
         )
 
     def rows(self, *rows: int) -> "Case":
@@ -120,6 +123,13 @@ def test_attention_equals_the_twin(
     )
     expected = case.expected()
     assert (case.run(isa) - expected).abs().max() <= BOUND
+
+
+@pytest.mark.parametrize(("chunk", "page_size"), [(1, 16), (16, 16), (7, 5), (100, 16)])
+def test_chunks_equal_the_twin(chunk: int, page_size: int, isa: str) -> None:
+    """Rows cross borders of chunks within a step and between steps."""
+    case = Case(*ragged(2), chunk=chunk, page_size=page_size)
+    assert (case.run(isa) - case.expected()).abs().max() <= BOUND
 
 
 @pytest.mark.parametrize("cap", [0.01, 0.5, 30.0])

@@ -91,6 +91,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "bos_token_id": None,
     },
     "gpt_oss": {**ROUTED, "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "sliding_window": 7},
+    "llama4_text": {  # as GGUF files imply
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "qwen3": {"intermediate_size": 96, "head_dim": 32},
     "qwen2": {"intermediate_size": 96},
     "granite": {

@@ -44,7 +44,7 @@ def rule_file(tmp_path: Path) -> Callable[[str], str]:
     "model_type",
     [
         *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss"),
-        *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe", "exaone_moe", "gemma2", "gemma3_text"),
+        *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe", "exaone_moe", "gemma2", "gemma3_text", "llama4_text"),
     ],
 )
 @pytest.mark.parametrize("source", ["folder", "gguf"])
@@ -360,7 +360,6 @@ def test_tensors_that_do_not_fit_are_named(fault: str, tiny: Path, tmp_path: Pat
         ({"model_type": "recurrent_gemma"}, "a recurrent_gemma keeps more than keys and values"),
         ({"model_type": "qwen3_next"}, "a qwen3_next of which no layer has keys and values is not supported"),
         ({"model_type": "mamba"}, "Mamba is not supported: it has layers that keep a state"),
-        ({"model_type": "llama4_text"}, "Llama 4 is not supported: it has chunked attention"),
         ({"model_type": "gptj"}, "a gptj uses its own kind of attention"),
         ({"kv_lora_rank": 16}, "latent attention"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),

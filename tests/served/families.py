@@ -28,6 +28,14 @@ BY_MODULES: dict[str, dict[str, Any]] = {
     "smollm3": {**WINDOWS, "pad_token_id": 0},
 }
 """Sizes by model type. No decoder computes these families: their modules are those of transformers."""
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 8192,
+    "no_rope_layers": None,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "moe_layers": None,
+}
 FILE_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": 64},  # llama.cpp knows the model without it by its number of layers
     "deepseek_v32": {"index_head_dim": 64},  # llama.cpp turns the indexer's keys by a Hadamard matrix
@@ -38,6 +46,7 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"index_head_dim": 64},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama": {"attention_bias": False, "mlp_bias": False},
+    "llama4_text": LLAMA4,
     "mistral4": {  # llama.cpp takes the factors of yarn for 1
         "rope_parameters": {
             **decoder_families.YARN,

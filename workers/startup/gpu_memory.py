@@ -259,6 +259,7 @@ def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Atte
             windows=facts.windows,
             sinks=facts.sinks,
             cap=facts.cap,
+            chunk=facts.chunk,
             device=config.device,
             dtype=model.dtype,
             backend=config.attention_backend,

@@ -21,7 +21,10 @@ _SPELLINGS = (
 """What names of transformers have, and the library's tables instead."""
 ROW_VECTORS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 """Endings of the names of matrices of one row, which GGUF files have as vectors."""
-ROUTERS = (".mlp.gate.weight", ".mlp.router.weight", ".mlp.gate.wg.weight", ".block_sparse_moe.router.weight")
+ROUTERS = (
+    *(".mlp.gate.weight", ".mlp.router.weight", ".mlp.gate.wg.weight"),
+    *(".block_sparse_moe.router.weight", ".feed_forward.router.weight"),
+)
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 

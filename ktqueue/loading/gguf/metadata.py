@@ -9,6 +9,7 @@ from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, growth_config, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
+from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
 
 _MULTI_TOKEN_LAYERS = "nextn_predict_layers"
@@ -39,6 +40,8 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
         config |= latent_config(family, metadata, config, source)
     if family.linear:
         config |= linear_config(layout, metadata, config, source)
+    if family.chunked:
+        config |= llama4_config(layout, metadata, config, source)
     rope = rope_from_metadata(layout.architecture, metadata, source, latent=family.latent)
     if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
         rope["partial_rotary_factor"] = part
@@ -125,6 +128,8 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
             raise CheckpointError(f"{source}: config key {entry.config} is missing")
         if value is not None:
             metadata[f"{layout.architecture}.{entry.key}"] = entry.kind(value)
+    if family.chunked:
+        check_llama4(layout.architecture, config, source)
     rope = rope_to_metadata(
         layout.architecture, config, source, latent=family.latent, factors=layout.rope_factors, implied=layout.rope
     )

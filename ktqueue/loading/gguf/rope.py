@@ -136,7 +136,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int, source: str) -> Float
     """Return the factors, [head_dim / 2], of `rope_type` llama3. Formula: Meta's Llama 3.1 reference.
 
     Frequencies with many periods in the original context are kept, those with few are divided by `factor`. Between the
-    two bounds the frequency is interpolated linearly. Raises CheckpointError.
+    two bounds, which may be equal (Llama 4), the frequency is interpolated linearly. Raises CheckpointError.
     """
     try:
         factor, low, high, theta, context = (
@@ -151,13 +151,13 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int, source: str) -> Float
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: rope_type llama3: a number is missing: {error}") from error
-    if not (factor > 0 and theta > 0 and high > low):
+    if not (factor > 0 and theta > 0 and high >= low):
         raise CheckpointError(
-            f"{source}: rope_type llama3 needs factor > 0, rope_theta > 0 and high_freq_factor > low_freq_factor"
+            f"{source}: rope_type llama3 needs factor > 0, rope_theta > 0 and high_freq_factor >= low_freq_factor"
         )
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     periods = context * frequencies / (2 * math.pi)
-    kept = np.clip((periods - low) / (high - low), 0.0, 1.0)
+    kept = np.clip((periods - low) / (high - low), 0.0, 1.0) if high > low else (periods >= low).astype(np.float64)
     factors: Floats = (1.0 / ((1.0 - kept) / factor + kept)).astype(np.float32)
     return factors
 

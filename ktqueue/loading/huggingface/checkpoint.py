@@ -2,8 +2,8 @@
 
 A safetensors file is a length, a JSON header and raw little-endian data. The header is not trusted. Tensors are views
 of the mapped file. Experts are stored one by one (`experts.3.up_proj.weight`, Mixtral's `w1 w3 w2`) or fused
-(`experts.gate_up_proj`); nothing is copied in either case. Weights that are quantised in a way of their own are
-converted whenever they are read. Knows no GGUF.
+(`experts.gate_up_proj`); nothing is copied in either case, unless fused ones are transposed. Weights that are quantised
+in a way of their own are converted whenever they are read. Knows no GGUF.
 """
 
 import re
@@ -16,15 +16,22 @@ from transformers.core_model_loading import WeightRenaming
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import Family
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
-from ktqueue.loading.huggingface.interleaved_experts import BLOCKS, PARTS, SCALES, interleaved_experts
 from ktqueue.loading.huggingface.next_tokens import next_token_names
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
 from ktqueue.loading.huggingface.text_part import text_part
+from ktqueue.loading.huggingface.transposed_experts import (
+    BLOCKS,
+    PARTS,
+    SCALES,
+    interleaved_experts,
+    transposed_experts,
+)
 from ktqueue.loading.json_file import read_json
 from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.single_experts import stack_experts
@@ -71,7 +78,7 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
                 tensors[name] = tensor
     if quantisation is not None:
         tensors = join_quantised(str(folder), tensors, quantisation)
-    dense, experts = _group(folder, tensors, interleaved=family.transposed_experts)
+    dense, experts = _group(folder, tensors, family)
     return Checkpoint(str(folder), config, dense, experts, maps)
 
 
@@ -140,7 +147,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any, raw: bool)
 
 
 def _group(
-    folder: Path, tensors: dict[str, CheckpointTensor], *, interleaved: bool
+    folder: Path, tensors: dict[str, CheckpointTensor], family: Family
 ) -> tuple[dict[str, CheckpointTensor], dict[str, ExpertWeights]]:
     """Split tensors into dense ones and the experts of each module, in expert order."""
     dense: dict[str, CheckpointTensor] = {}
@@ -154,14 +161,16 @@ def _group(
                 raise CheckpointError(
                     f"{folder}: tensors {existing.name!r} and {name!r} are the same weights of one expert"
                 )
-        elif module.endswith(".experts") and part in (PARTS if interleaved else (GATE_UP, DOWN)):
+        elif module.endswith(".experts") and part in (PARTS if family.experts_in_turns else (GATE_UP, DOWN)):
             fused.setdefault(module, {})[part] = tensor
         else:
             dense[name] = tensor
     if both := sorted(single.keys() & fused.keys()):
         raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and fused")
     experts = {module: stack_experts(str(folder), module, parts) for module, parts in single.items()}
-    from_parts = interleaved_experts if interleaved else _from_fused
+    from_parts = _from_fused
+    if family.transposed_experts:
+        from_parts = interleaved_experts if family.experts_in_turns else transposed_experts
     experts.update({module: from_parts(folder, module, parts) for module, parts in fused.items()})
     return dense, experts
 

@@ -14,6 +14,8 @@ from ktqueue.families.table import family_of_type
 
 LINEAR_ATTENTION = "linear_attention"
 """The kind of the layers that keep a state instead of keys and values."""
+CHUNKED_ATTENTION = "chunked_attention"
+"""The kind of the layers that attend within chunks of `attention_chunk_size` tokens."""
 MOST_LINEAR_DIM, MOST_TAPS = 512, 8  # as in csrc/kernels/kernel_table.h
 
 _COUNTS = (
@@ -39,6 +41,8 @@ _COUNTS = (
     "index_topk",
     "index_head_dim",
     "index_n_heads",
+    "attention_chunk_size",
+    "floor_scale",
 )
 _ANY_COUNTS = (  # may be 0
     "num_experts",
@@ -47,7 +51,11 @@ _ANY_COUNTS = (  # may be 0
     "n_shared_experts",
     "shared_expert_intermediate_size",
 )
-_WIDTHS = ("intermediate_size", "moe_intermediate_size")  # may be 0; some families have a list with one per layer
+_WIDTHS = (
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+)  # may be 0; some families have a list with one per layer
 _MOST = (1 << 31) - 1
 _POSITIVE = ("rms_norm_eps", "clip_qkv")
 _POSITIVE_ROPE = (
@@ -140,6 +148,10 @@ def _check_window(config: Any, family: Family, source: str) -> None:
         known = (*_KINDS, LINEAR_ATTENTION)
     elif family.indexed:
         known = ("deepseek_sparse_attention",)
+    elif family.chunked:
+        known = ("full_attention", CHUNKED_ATTENTION)
+        if CHUNKED_ATTENTION in (kinds or ()) and config.attention_chunk_size is None:
+            raise _refusal(source, "attention_chunk_size", "at least 1", None)
     if unknown := [kind for kind in kinds or () if kind not in known]:
         if LINEAR_ATTENTION in unknown:  # transformers' name for layers of Mamba too
             raise CheckpointError(

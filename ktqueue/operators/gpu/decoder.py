@@ -13,7 +13,7 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder import DecoderOutput
+from ktqueue.operators.decoder import DecoderOutput, query_growth
 from ktqueue.operators.decoder_facts import DecoderFacts, RouterFacts, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
@@ -91,12 +91,12 @@ class GpuDecoder(Operator):
                 quants = experts.gate.quant, experts.up.quant, experts.down.quant
                 self._routed.append(
                     RoutedLayer(
-                        packed=native.ExpertLayer(experts, layer.gate, **self._options),
+                        packed=native.ExpertLayer(experts, layer.expert_gate, **self._options),
                         record=ExpertRecord(*quants, hidden=facts.hidden, intermediate=experts.gate.rows),
                         experts=layer.router.experts,
                         experts_per_token=layer.router.chosen,
                         renormalise=layer.router.renormalise,
-                        gate=layer.gate,
+                        gate=layer.expert_gate,
                         exact=self._options["activations"] == "float32",
                         scoring=_scoring(layer.name, layer.router, weights, self.device),
                         biases=dense.expert_biases(experts),
@@ -120,7 +120,8 @@ class GpuDecoder(Operator):
         if not self._layers:
             raise RuntimeError("GpuDecoder has no weights yet")
         on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
-        tables = rotary_tables(on_host, settings.positions or self.facts.positions, self.facts.rotary_kinds)
+        positions = settings.positions or self.facts.positions
+        tables = *rotary_tables(on_host, positions, self.facts.rotary_kinds), query_growth(self.facts, positions)
         self._rotary = Rotary(*(table.to(self.device) for table in tables))
         self._experts = ExpertMemory(self._routed, self.facts.hidden, self.facts.dtype, self.device, settings)
 
@@ -155,7 +156,7 @@ class GpuDecoder(Operator):
     def device_bytes(self) -> dict[str, int]:
         """Bytes by device: experts on the CPU; dense weights and the memory of `prepare_device` on this device."""
         on_device = self._dense_bytes + (self._experts.bytes if self._experts else 0)
-        on_device += 2 * self._rotary.cosine.nbytes if self._rotary else 0
+        on_device += self._rotary.bytes if self._rotary else 0
         by_device = {"cpu": sum(layer.packed.bytes for layer in self._routed)}
         by_device[self.device] = by_device.get(self.device, 0) + on_device
         return by_device

@@ -3,6 +3,7 @@
 The output of a sublayer is not added to the residual at once: the kernel of the next norm adds it. Knows no file.
 """
 
+import numpy as np
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
@@ -45,10 +46,13 @@ class SelfAttention:
         self._qkv = self._with_gate(weights, names) if facts.gated else weights.linear(*names)
         self._o = weights.linear(f"{module}.o_proj")
         sinks = weights.vector(f"{module}.sinks").float() if layer.sinks else None
-        self._scores = ScoreOptions(facts.scaling, layer.sliding_window, sinks, facts.score_cap)
+        self._scores = ScoreOptions(facts.scaling, layer.sliding_window, sinks, facts.score_cap, layer.chunk)
         norms = facts.qk_norm
         self._q_norm = weights.norm(f"{module}.{norms[0]}", centred=centred) if norms else None
         self._k_norm = weights.norm(f"{module}.{norms[1]}", centred=centred) if norms else None
+        if layer.unit_norms:
+            self._q_norm = self._k_norm = weights.numbers(np.ones(facts.head_dim, np.float32)).to(facts.dtype)
+        self._grows = layer.growth != 0
         self._rotary_pairs = None if layer.rotary else 0
         self._rotary_table = layer.rotary_table
         self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim]
@@ -77,7 +81,7 @@ class SelfAttention:
         if facts.gated or facts.gate:
             width = facts.heads * facts.head_dim
             qkv, self._gate = qkv[:, :-width], qkv[:, -width:]
-        return qk_norm_rope_append(
+        query = qk_norm_rope_append(
             qkv,
             heads=facts.heads,
             kv_heads=facts.kv_heads,
@@ -86,13 +90,14 @@ class SelfAttention:
             epsilon=facts.epsilon,
             cosine=rotary.cosine[self._rotary_table, :, : self._rotary_pairs],
             sine=rotary.sine[self._rotary_table, :, : self._rotary_pairs],
-            norm_after_rotary=facts.norm_after_rotary,
+            norm_after_rotary=facts.norm_after_rotary and self._q_norm is not None,
             positions=positions,
             slot_mapping=step.slot_mapping,
             keys=kv.keys[self._index],
             values=kv.values[self._index],
             clip=facts.clip,
         )
+        return query.mul_(rotary.growth[positions, None, None]) if self._grows else query
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""

@@ -12,9 +12,12 @@ from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
+from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.gemma import gemma_config
+from ktqueue.loading.gguf.metadata import config_from_metadata
 from ktqueue.loading.load import load_model
 
+LLAMA4 = family_of_model_type("llama4_text", "file")
 Parts = tuple[dict[str, Any], dict[str, CheckpointTensor]]
 
 
@@ -99,6 +102,28 @@ def test_a_file_may_list_the_layers_with_windows(parts_of: Callable[[str], Parts
     for wrong in ([True], [1, 0], 2, None):
         with pytest.raises(CheckpointError, match="sliding_window_pattern must be true or false for each of 2 layers"):
             built((parts[0], dict(parts[1])), **{key: wrong})
+
+
+def test_llama4_files_imply_chunks_and_norms(
+    parts_of: Callable[[str], Parts], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """llama.cpp ignores the size of chunks in a file, and gives no norms to models with 128 experts."""
+    parts = parts_of("llama4_text")
+    config = built((parts[0], dict(parts[1]))).config()
+    assert (config["attention_chunk_size"], config["floor_scale"], config["use_qk_norm"]) == (8192, 8192, True)
+    assert not config_from_metadata(LLAMA4, {**parts[0], "llama4.expert_count": 128}, "file")["use_qk_norm"]
+    for key, size in (("attention.sliding_window", 0), ("attention.chunk_size", 4096)):
+        with pytest.raises(CheckpointError, match=rf"llama4\.{key} must be 8192, got {size}"):
+            built((parts[0], dict(parts[1])), **{f"llama4.{key}": size})
+    for name, value in {
+        "attention_chunk_size": 4096,
+        "use_qk_norm": False,
+        "no_rope_layers": [1, 1, 0, 1],
+        "layer_types": ["full_attention"] * 4,
+        "moe_layers": [0],
+    }.items():
+        with pytest.raises(CheckpointError, match=rf"{name} is .*; GGUF's llama4 implies "):
+            convert(make_model("llama4_text", **{name: value}), tmp_path / "file.gguf", experts="f32")
 
 
 def test_biases_of_experts_must_be_whole(parts_of: Callable[[str], Parts]) -> None:

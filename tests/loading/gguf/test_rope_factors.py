@@ -73,6 +73,8 @@ def test_factors_range_from_one_to_the_scaling_factor() -> None:
     kept = (periods[1:3] - 1) / 3
     np.testing.assert_allclose(got[1:3], 1 / ((1 - kept) / 8 + kept), rtol=1e-6)
     assert got[0] == 1 and (got[3:] == 8).all()
+    equal = llama3_factors({**LLAMA3_ROPE, "low_freq_factor": 4.0}, 16, "here")  # as Llama 4 has them
+    assert equal[0] == 1 and (equal[1:] == 8).all()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -96,7 +98,7 @@ def test_factors_with_another_scaling_are_refused(model_file: Path, rules: str, 
         load_model(str(target), rules=rules)
 
 
-@pytest.mark.parametrize("change", [{"factor": None}, {"factor": 0}, {"low_freq_factor": 4.0}])
+@pytest.mark.parametrize("change", [{"factor": None}, {"factor": 0}, {"low_freq_factor": 4.1}])
 def test_unusable_llama3_parameters_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="here: rope_type llama3"):
         llama3_factors({**LLAMA3_ROPE, **change}, 16, "here")

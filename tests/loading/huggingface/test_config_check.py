@@ -71,6 +71,9 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ("mixtral", "num_experts_per_tok", -1, "from 1 to 4, the number of experts"),
         ("deepseek_v3", "num_experts_per_tok", None, "from 1 to 8, the number of experts"),
         ("mixtral", "sliding_window", -1, "at least 1"),
+        ("llama4_text", "attention_chunk_size", 0, f"a whole number from 1 to {MOST}"),
+        ("llama4_text", "attention_chunk_size", None, "at least 1"),
+        ("llama4_text", "floor_scale", 0, f"a whole number from 1 to {MOST}"),
         ("mixtral", "sliding_window", 0, "at least 1"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from decoder_families import COMMON, LINEAR, answers, feed
+from llama4_sizes import LLAMA4_SIZES
 from safetensors.torch import load_file, save_file
 
 from ktqueue.core.errors import CheckpointError
@@ -15,15 +16,21 @@ from ktqueue.loading.huggingface.text_part import text_part
 from ktqueue.loading.load import load_model
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+LLAMA4_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+PARTS: dict[str, dict[str, Any]] = {
+    "Qwen3_5Moe": {"text_config": {**COMMON, **LINEAR}, "vision_config": VISION},
+    "Qwen3_5": {"text_config": {**COMMON, **LINEAR}, "vision_config": VISION},
+    "Llama4": {"text_config": {**COMMON, **LLAMA4_SIZES}, "vision_config": {**LLAMA4_VISION, "vision_output_dim": 64}},
+}
 
 
 @pytest.fixture(params=["Qwen3_5Moe"])
 def whole(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A tiny Qwen3.5-MoE, or a dense one, with its encoder of images, saved in `tmp_path`."""
+    """A tiny Qwen3.5-MoE, or another of PARTS, with its encoder of images, saved in `tmp_path`."""
     make_config: Any = getattr(transformers, f"{request.param}Config")
     torch.manual_seed(3)
     make: Any = getattr(transformers, f"{request.param}ForConditionalGeneration")
-    model = make(make_config(text_config={**COMMON, **LINEAR}, vision_config=VISION)).eval()
+    model = make(make_config(**PARTS[request.param])).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "A_log", "dt_bias")):
@@ -42,7 +49,7 @@ def assert_equal(folder: Path, model: Any) -> None:
         assert (found[name] - logits).abs().max() < 3e-4 * logits.abs().max()
 
 
-@pytest.mark.parametrize("whole", ["Qwen3_5Moe", "Qwen3_5"], indirect=True)
+@pytest.mark.parametrize("whole", [*PARTS], indirect=True)
 def test_the_text_model_of_a_folder_is_served(whole: Any, tmp_path: Path) -> None:
     assert_equal(tmp_path, whole)
 

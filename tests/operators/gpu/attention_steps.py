@@ -66,6 +66,7 @@ def attended(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """What the reference computes in float32 on the CPU."""
     return reference.paged_attention(
@@ -79,6 +80,7 @@ def attended(
         sliding_window=window or None,
         sinks=sinks,
         cap=cap,
+        chunk=chunk,
     )
 
 
@@ -97,7 +99,8 @@ def check_plan(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
+    chunk: int = 0,
 ) -> None:
     """The plan of a model of `make_shape` attends in layer 1 as the reference does."""
-    got = plan.attend(1, query, step.kv, ScoreOptions(0.2, window, sinks, cap))
-    assert_attended(got, step, query, layer=1, scaling=0.2, window=window, sinks=sinks, cap=cap)
+    got = plan.attend(1, query, step.kv, ScoreOptions(0.2, window, sinks, cap, chunk))
+    assert_attended(got, step, query, layer=1, scaling=0.2, window=window, sinks=sinks, cap=cap, chunk=chunk)

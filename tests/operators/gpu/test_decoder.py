@@ -38,6 +38,7 @@ HALF_PRECISION = (
     "minimax_m2",
     "dots1",
     "gpt_oss",
+    "llama4",
     "phimoe",
     "qwen3_next",
     "llama",
@@ -115,7 +116,7 @@ def record_bytes(decoder: GpuDecoder) -> int:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("family", "quant"),
-    [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32"), ("deepseek_v3", "Q8_0")],
+    [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32"), ("deepseek_v3", "Q8_0"), ("llama4", "Q8_0")],
 )
 def test_experts_in_gpu_memory_change_nothing(
     family: str,

@@ -36,13 +36,14 @@ def make_planner(
     dtype: torch.dtype | None = None,
     sinks: bool = False,
     cap: float = 0.0,
+    chunk: int = 0,
 ) -> AttentionPlanner:
     """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none).
 
-    `scaling` multiplies the scores. sinks: the softmax of each head has a further score. cap: see ScoreOptions. `dtype`
-    is that of the queries; None: that of the cache, or bfloat16 for a float8 cache. On a GPU, all kernels are compiled
-    and run once here. Raises ValueError with the reason for a backend that is not available; "auto" logs a warning and
-    takes the next one.
+    `scaling` multiplies the scores. sinks: the softmax of each head has a further score. cap: see ScoreOptions. chunk:
+    of the layers that have chunks; 0: none has. `dtype` is that of the queries; None: that of the cache, or bfloat16
+    for a float8 cache. On a GPU, all kernels are compiled and run once here. Raises ValueError with the reason for a
+    backend that is not available; "auto" logs a warning and takes the next one.
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
@@ -57,13 +58,14 @@ def make_planner(
         dtype=dtype or (torch.bfloat16 if layout.dtype.itemsize == 1 else layout.dtype),
         sinks=sinks,
         cap=cap,
+        chunk=chunk,
     )
     on_gpu = is_gpu(device)
     if backend == "torch" or (backend == "auto" and not on_gpu):
         return TorchPlanner(layout.page_size)
     if not on_gpu:
         raise ValueError(f"attention backend {backend} needs a GPU, the device is {device}")
-    supported = shape.dtype != torch.float32 and layout.latent is None and not sinks
+    supported = shape.dtype != torch.float32 and layout.latent is None and not sinks and not chunk
     if backend == "flashinfer" or (backend == "auto" and supported):
         try:
             return _warmed_up(_flashinfer(shape), shape)
@@ -80,6 +82,8 @@ def _flashinfer(shape: AttentionShape) -> AttentionPlanner:
         raise ValueError("latent attention needs our own kernels")
     if shape.sinks:
         raise ValueError("its kernels have no sinks")
+    if shape.chunk:
+        raise ValueError("its kernels have no chunks")
     if shape.layout.head_dim not in flashinfer.HEAD_DIMS:
         raise ValueError(f"its kernels support heads of {flashinfer.HEAD_DIMS}, not {shape.layout.head_dim}")
     if shape.dtype not in flashinfer.DTYPES:
@@ -100,7 +104,7 @@ def _warmed_up(planner: AttentionPlanner, shape: AttentionShape) -> AttentionPla
     query = torch.zeros(3, shape.heads, shape.layout.head_dim, dtype=shape.dtype, device=shape.device)
     sinks = torch.zeros(shape.heads, device=shape.device) if shape.sinks else None
     for plan, tokens in ((planner.plan(step), 3), (planner.decode_plan(2, 1), 2)):
-        for window in shape.windows:
-            plan.attend(0, query[:tokens], kv, ScoreOptions(shape.scaling, window, sinks, shape.cap))
+        for window, chunk in [*((window, 0) for window in shape.windows), *([(0, shape.chunk)] if shape.chunk else [])]:
+            plan.attend(0, query[:tokens], kv, ScoreOptions(shape.scaling, window, sinks, shape.cap, chunk))
     torch.cuda.synchronize(shape.device)
     return planner

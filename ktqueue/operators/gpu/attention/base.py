@@ -63,6 +63,8 @@ class AttentionShape:
     """Whether the softmax of each head has a further score without a value."""
     cap: float = 0.0
     """The soft limit of scores: see ScoreOptions."""
+    chunk: int = 0
+    """Of the layers that attend within chunks: see ScoreOptions. 0: none does."""
 
 
 class SharedWorkspace:

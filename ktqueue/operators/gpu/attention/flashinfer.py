@@ -65,9 +65,10 @@ class FlashInferPlan:
         self._planned = shape.scaling, shape.cap
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
-        """See AttentionPlan. Raises ValueError for sinks, and for a window, scaling or cap that was not planned."""
-        if options.sinks is not None:
-            raise ValueError("FlashInfer's kernels have no sinks")
+        """See AttentionPlan. Raises ValueError for sinks or a chunk, and for a window, scaling or cap that was not
+        planned."""
+        if options.sinks is not None or options.chunk:
+            raise ValueError("FlashInfer's kernels have no sinks and no chunks")
         wrapper = self._wrappers.get(options.sliding_window)
         if wrapper is None or (options.scaling, options.cap) != self._planned:
             raise ValueError(

@@ -48,7 +48,7 @@ def _latent_split(
     split = tl.program_id(2)
     row = looked_up(row_of, token)
     context = tl.load(contexts + token)
-    _, share = key_share(context, splits, 0, BLOCK)
+    _, share = key_share(context, splits, 0, 0, BLOCK)
     first = split * share
     end = tl.minimum(context, first + share)
     if first < end:
@@ -132,7 +132,7 @@ def attend(
         num_stages=2,
     )  # fmt: skip
     if splits > 1:
-        join(parts, levels, tables, replace(decode_rows, rows=None), out, window=0, block=block)
+        join(parts, levels, tables, replace(decode_rows, rows=None), out, ScoreOptions(scaling), block=block)
 
 
 def split_count(tokens: int, heads: int, max_keys: int, processors: int) -> int:

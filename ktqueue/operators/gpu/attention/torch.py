@@ -29,6 +29,7 @@ class TorchPlan:
             sliding_window=options.sliding_window or None,
             sinks=options.sinks,
             cap=options.cap,
+            chunk=options.chunk,
         )
 
 

@@ -72,6 +72,7 @@ def fold(
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BOUNDED: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -101,6 +102,8 @@ def fold(
         seen = index[None, :] <= position[:, None]
         if WINDOW > 0:
             seen = seen & (index[None, :] > position[:, None] - WINDOW)
+        if CHUNK > 0:
+            seen = seen & (index[None, :] >= position[:, None] // CHUNK * CHUNK)
         scores = tl.where(seen, scores, float("-inf"))
     elif BOUNDED:
         scores = tl.where(exists[None, :], scores, float("-inf"))

@@ -23,11 +23,13 @@ MAX_SPLITS = 128
 
 
 @triton.jit
-def key_share(context, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+def key_share(context, splits, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Return (first key that a decode row sees, keys of each split: whole blocks)."""
     first = context * 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
+    if CHUNK > 0:
+        first = tl.maximum(first, (context - 1) // CHUNK * CHUNK)
     return first, tl.cdiv(tl.cdiv(context - first, splits), BLOCK) * BLOCK
 
 
@@ -38,7 +40,7 @@ def _decode_split(
     levels,  # [items, heads, splits] float32: log2 of the sum of exponentials
     scale, splits, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of one decode row for the heads of one key/value head. Empty splits return immediately."""
     item = tl.program_id(0)
@@ -47,7 +49,7 @@ def _decode_split(
     row = looked_up(rows, item)
     token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
-    seen_from, share = key_share(context, splits, WINDOW, BLOCK)
+    seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
     first = seen_from + split * share
     end = tl.minimum(context, first + share)
     if first < end:
@@ -66,7 +68,7 @@ def _decode_split(
         for block in range(first, end, BLOCK):
             best, total, sums = fold(
                 states, best, total, sums, block, end, place, row_keys, row_values, row_pages, page_stride, slot_stride,
-                scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, False, PRECISION,
+                scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, True, False, PRECISION,
             )  # fmt: skip
         part = (item.to(tl.int64) * HEADS + head) * splits + split
         tl.store(parts + part[:, None] * WIDTH + column[None, :], sums / total[:, None], mask=(place < GROUP)[:, None])
@@ -76,8 +78,8 @@ def _decode_split(
 @triton.jit(do_not_specialize=["splits"])
 def _decode_join(
     query_starts, contexts, rows, parts, levels, sinks, out, splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one head of one decode row: their sum, weighted by their shares of the exponentials."""
     item = tl.program_id(0)
@@ -85,7 +87,7 @@ def _decode_join(
     row = looked_up(rows, item)
     token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
-    seen_from, share = key_share(context, splits, WINDOW, BLOCK)
+    seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
     used = tl.cdiv(context - seen_from, share)
     first = (item.to(tl.int64) * HEADS + head) * splits
     every = tl.arange(0, MOST)
@@ -140,12 +142,13 @@ def decode(
         WIDTH=width,
         PAGE_SIZE=page_size,
         WINDOW=options.sliding_window,
+        CHUNK=options.chunk,
         BLOCK=block,
         PRECISION=precision(query.dtype),
         num_warps=8 if exact and width > 128 else 4,
         num_stages=2 if exact else 3,
     )  # fmt: skip
-    join(parts, levels, tables, decode_rows, out, window=options.sliding_window, block=block, sinks=options.sinks)
+    join(parts, levels, tables, decode_rows, out, options, block=block)
 
 
 def join(
@@ -154,17 +157,17 @@ def join(
     tables: Tables,
     decode_rows: DecodeRows,
     out: torch.Tensor,
+    options: ScoreOptions,
     *,
-    window: int,
     block: int,
-    sinks: torch.Tensor | None = None,
 ) -> None:
     """Join the splits of `decode_rows` into out [tokens, heads, head_dim]. `block`: keys of a block of the splits."""
     heads, head_dim = out.shape[1:]
     _decode_join[(decode_rows.items, heads)](
-        tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, sinks, out,
+        tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, options.sinks, out,
         decode_rows.splits,
-        HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), WINDOW=window, BLOCK=block, MOST=MAX_SPLITS, STEP=16,
+        HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), WINDOW=options.sliding_window, CHUNK=options.chunk,
+        BLOCK=block, MOST=MAX_SPLITS, STEP=16,
         LOG2=LOG2_E,
         num_warps=4,
     )  # fmt: skip

@@ -13,8 +13,8 @@ def _prefill_tile(
     tiles,  # [tiles, 2]: row, and the first token of the tile, counted within the row
     sinks, out, scale, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    LOG2: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
     """Compute TOKENS tokens of one row for the heads of one key/value head: first the keys that all of them see."""
     tile = tl.program_id(0)
@@ -44,19 +44,25 @@ def _prefill_tile(
     row_pages = pages + tl.load(page_starts + row)
     row_keys = keys + kv_head * HEAD_DIM
     row_values = values + kv_head * HEAD_DIM
+    first = lowest * 0
     if WINDOW > 0:
-        masked_from = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK * BLOCK
-    else:
+        first = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK * BLOCK
+    if CHUNK > 0:
+        first = tl.maximum(first, lowest // CHUNK * CHUNK // BLOCK * BLOCK)
+    masked_from = first
+    if WINDOW == 0 and CHUNK % BLOCK == 0:
         masked_from = (lowest + 1) // BLOCK * BLOCK
-        for block in range(0, masked_from, BLOCK):
+        if CHUNK > 0:  # a tile that reaches into the next chunk is masked whole
+            masked_from = tl.where((end - 1) // CHUNK * CHUNK == first, masked_from, first)
+        for block in range(first, masked_from, BLOCK):
             best, total, sums = fold(
                 states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride,
-                slot_stride, scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, False, False, PRECISION,
+                slot_stride, scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, False, False, PRECISION,
             )  # fmt: skip
     for block in range(masked_from, end, BLOCK):
         best, total, sums = fold(
             states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride, slot_stride,
-            scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, BLOCK, True, True, PRECISION,
+            scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, True, True, PRECISION,
         )  # fmt: skip
     tl.store(out + cells, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -92,6 +98,7 @@ def prefill(
         WIDTH=width,
         PAGE_SIZE=page_size,
         WINDOW=options.sliding_window,
+        CHUNK=options.chunk,
         BLOCK=block_keys(width, query.dtype),
         PRECISION=precision(query.dtype),
         LOG2=LOG2_E,

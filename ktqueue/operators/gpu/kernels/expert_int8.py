@@ -155,6 +155,7 @@ def _experts_kernel(
     slots,  # pairs that share a row of x
     start,  # byte of a record where the matrix begins
     zero_pairs,  # pairs whose rows a program sets to zero if they are skipped
+    WEIGHTED: tl.constexpr,  # rows are multiplied by pair_weights, before biases of gate and up, after that of down
     ACTIVATION: tl.constexpr,  # "": one matrix, otherwise gate and up
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -230,13 +231,17 @@ def _experts_kernel(
             live = done + m < count
             pair = pair_of[m].to(tl.int64)
             value = tl.sum(gates[m], 0)
+            weight = 1.0
+            if WEIGHTED:
+                weight = tl.load(pair_weights + pair)
+            if ACTIVATION != "":
+                value *= weight
             if bias is not None:
                 value += tl.load(bias + tl.maximum(expert, 0) * ROWS + n, mask=n < ROWS, other=0.0)
             if ACTIVATION == "":
-                value *= tl.load(pair_weights + pair)
-                tl.store(out + pair * ROWS + n, value, mask=(n < ROWS) & live)
+                tl.store(out + pair * ROWS + n, value * weight, mask=(n < ROWS) & live)
             else:
-                up = tl.sum(ups[m], 0)
+                up = tl.sum(ups[m], 0) * weight
                 if up_bias is not None:
                     up += tl.load(up_bias + tl.maximum(expert, 0) * ROWS + n, mask=n < ROWS, other=0.0)
                 value = joined(value, up, ACTIVATION, ALPHA, LIMIT)
@@ -278,7 +283,7 @@ def _launch(
     *,
     start: int,
     gate: GateFacts | None,
-    weights: torch.Tensor,
+    weights: torch.Tensor | None,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> None:
     """quants, biases: of gate and up, or of one matrix, whose format is given twice. gate None: there is one matrix.
@@ -291,9 +296,11 @@ def _launch(
     tiles = TILES_OF_MANY if average > MANY_PAIRS else TILES
     tile = tiles.gate_up if gate else tiles.down
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
-        pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums, weights, *biases, *outs,
+        pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
+        x.scales if weights is None else weights, *biases, *outs,
         *(lists or 3 * (pairs.ids,)),
         number, number // tokens, start, triton.cdiv(number, programs),
+        WEIGHTED=weights is not None,
         ACTIVATION=gate.activation if gate else "",
         ALPHA=gate.alpha if gate else 0.0,
         LIMIT=gate.limit if gate else 0.0,
@@ -311,21 +318,24 @@ def _launch(
     )  # fmt: skip
 
 
-def gate_up(pairs: ExpertPairs, lists: SortedPairs | None, x: Int8Rows, gate: GateFacts) -> Int8Rows:
+def gate_up(
+    pairs: ExpertPairs, lists: SortedPairs | None, x: Int8Rows, gate: GateFacts, weights: torch.Tensor | None = None
+) -> Int8Rows:
     """Return gate x and up x, joined as `gate` says and quantised: rows of pairs [tokens * k, intermediate].
 
-    Rows of skipped pairs are undefined.
+    weights: [tokens, k] float32, of the pairs if they multiply x; None: they do not. Rows of skipped pairs are
+    undefined.
     """
     record = pairs.record
     mid = Int8Rows.empty(pairs.ids.numel(), record.intermediate, pairs.ids.device)
     outs, quants = (mid.codes, mid.scales, mid.sums), (record.gate, record.up)
     biases = (None, None) if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
-    _launch(pairs, lists, x, quants, outs, start=0, gate=gate, weights=x.scales, biases=biases)
+    _launch(pairs, lists, x, quants, outs, start=0, gate=gate, weights=weights, biases=biases)
     return mid
 
 
-def down(pairs: ExpertPairs, lists: SortedPairs | None, mid: Int8Rows, weights: torch.Tensor) -> torch.Tensor:
-    """Return weight * (down mid): [tokens, k, hidden] float32, zero where the pair is skipped."""
+def down(pairs: ExpertPairs, lists: SortedPairs | None, mid: Int8Rows, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return weight * (down mid): [tokens, k, hidden] float32, zero where the pair is skipped. weights None: all 1."""
     record = pairs.record
     out = torch.empty(pairs.ids.numel(), record.hidden, dtype=torch.float32, device=pairs.ids.device)
     outs, quants = (out, mid.scales, mid.sums), (record.down, record.down)

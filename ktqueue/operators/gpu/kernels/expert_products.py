@@ -30,34 +30,37 @@ def experts(
 ) -> torch.Tensor:
     """Return weight * expert(x) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
 
-    Arguments as in `gate_up` and `down`. `down` uses `down_offsets` in place of the offsets in `pairs`; both are
-    negative for the same experts. x and the rows between the two products are quantised (see expert_int8.py) where that
-    is faster: with few tokens per expert, unless x is float32, a matrix has one of FLOAT_PRODUCTS, or `exact`. Raises
-    ValueError as `gate_up` does.
+    If the gate says so, it is expert(weight * x). Arguments as in `gate_up` and `down`. `down` uses `down_offsets` in
+    place of the offsets in `pairs`; both are negative for the same experts. x and the rows between the two products are
+    quantised (see expert_int8.py) where that is faster: with few tokens per expert, unless x is float32, a matrix has
+    one of FLOAT_PRODUCTS, or `exact`. Raises ValueError as `gate_up` does.
     """
     record, down_pairs = pairs.record, pairs._replace(offsets=down_offsets)
+    weights = weights.contiguous()
+    of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
     floats = any(quant in panel_layout.FLOAT_PRODUCTS for quant in (record.gate, record.up, record.down))
     few = pairs.ids.numel() <= min(MAX_FEW_PAIRS, FEW_PAIRS_PER_EXPERT * pairs.offsets.numel())
     if exact or floats or x.dtype == torch.float32 or not few:
-        return down(down_pairs, gate_up(pairs, x, gate), weights)
+        return down(down_pairs, gate_up(pairs, x, gate, of_input), of_output)
     _check_input(pairs, x)
     x = x.contiguous()
     if runs_kernel(x) and pairs.ids.numel():
         rows, lists = expert_int8.prepare(pairs, x)
-        rows = expert_int8.gate_up(pairs, lists, rows, gate)
-        return expert_int8.down(down_pairs, lists, rows, weights.contiguous())
+        rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input)
+        return expert_int8.down(down_pairs, lists, rows, of_output)
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)
-    gate_up_twin(pairs, Int8Rows.quantise(x).floats(), gate, mid)
+    gate_up_twin(pairs, Int8Rows.quantise(x).floats(), gate, mid, of_input)
     partials = torch.empty(*pairs.ids.shape, record.hidden)
-    down_twin(down_pairs, Int8Rows.quantise(mid.view(-1, record.intermediate)).floats(), weights, partials)
+    down_twin(down_pairs, Int8Rows.quantise(mid.view(-1, record.intermediate)).floats(), of_output, partials)
     return partials
 
 
-def gate_up(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts) -> torch.Tensor:
+def gate_up(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return gate x and up x, joined as `gate` says, of every pair: [tokens, k, intermediate] in the dtype of `x`.
 
-    x: [tokens, hidden] bfloat16, float16 or float32. Computed in float32. Rows of skipped pairs are undefined. Raises
-    ValueError for shapes that disagree.
+    x: [tokens, hidden] bfloat16, float16 or float32. weights: [tokens, k] float32, of the pairs if they multiply x;
+    None: they do not. Computed in float32. Rows of skipped pairs are undefined. Raises ValueError for shapes that
+    disagree.
     """
     _check_input(pairs, x)
     record, x = pairs.record, x.contiguous()
@@ -65,16 +68,18 @@ def gate_up(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts) -> torch.Tenso
     if runs_kernel(x):
         rows = mid.view(-1, record.intermediate)
         biases = (None, None) if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
-        expert_tensor_cores.launch(pairs, x, rows, (record.gate, record.up), gate=gate, biases=biases)
+        quants = record.gate, record.up
+        expert_tensor_cores.launch(pairs, x, rows, quants, gate=gate, biases=biases, weights=weights)
     else:
-        gate_up_twin(pairs, x, gate, mid)
+        gate_up_twin(pairs, x, gate, mid, weights)
     return mid
 
 
-def down(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def down(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """Return weight * (down mid) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
 
-    mid: [tokens, k, intermediate]; weights: [tokens, k] float32. Raises ValueError for shapes that disagree.
+    mid: [tokens, k, intermediate]; weights: [tokens, k] float32; None: all 1. Raises ValueError for shapes that do
+    not fit.
     """
     record = pairs.record
     _check_shapes(pairs.ids, mid, record.intermediate)
@@ -83,7 +88,7 @@ def down(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor) -> torch.
     if runs_kernel(mid):
         expert_tensor_cores.launch(
             pairs, rows, partials.view(-1, record.hidden), (record.down,),
-            start=record.down_start, weights=weights.contiguous(), zero_skipped=True,
+            start=record.down_start, weights=weights, zero_skipped=True,
             biases=(None if pairs.biases is None else pairs.biases.down, None),
         )  # fmt: skip
     else:
@@ -91,7 +96,9 @@ def down(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor) -> torch.
     return partials
 
 
-def gate_up_twin(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts, mid: torch.Tensor) -> None:
+def gate_up_twin(
+    pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts, mid: torch.Tensor, weights: torch.Tensor | None = None
+) -> None:
     """Write what `gate_up` computes to `mid`, in plain torch and float32. Rows of skipped pairs stay as they are."""
     record = pairs.record
     for expert, offset, tokens, slots in _used_experts(pairs):
@@ -103,13 +110,15 @@ def gate_up_twin(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts, mid: torc
                 (record.up, panels[:, record.gate_panel_bytes :]),
             )
         )
+        if weights is not None:
+            gate_rows, up_rows = (rows * weights[tokens, slots, None] for rows in (gate_rows, up_rows))
         if pairs.biases is not None:
             gate_rows, up_rows = gate_rows + pairs.biases.gate[expert], up_rows + pairs.biases.up[expert]
         both = reference.activate(gate.activation, gate_rows, up_rows, gate.alpha, gate.limit)
         mid[tokens, slots] = both.to(mid.dtype)
 
 
-def down_twin(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor, partials: torch.Tensor) -> None:
+def down_twin(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor | None, partials: torch.Tensor) -> None:
     """Write what `down` computes to `partials`, in plain torch and float32. mid: [tokens * k, intermediate]."""
     record = pairs.record
     partials.zero_()
@@ -120,7 +129,7 @@ def down_twin(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor, part
         rows = mid[tokens * pairs.ids.shape[1] + slots].float() @ matrix.T
         if pairs.biases is not None:
             rows = rows + pairs.biases.down[expert]
-        partials[tokens, slots] = rows * weights[tokens, slots, None]
+        partials[tokens, slots] = rows if weights is None else rows * weights[tokens, slots, None]
 
 
 def _used_experts(pairs: ExpertPairs) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:

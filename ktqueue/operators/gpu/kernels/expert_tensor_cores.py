@@ -119,7 +119,7 @@ def _panels_kernel(
     UP_IS_FLOAT: tl.constexpr,
     UP_SUPERBLOCK_BYTES: tl.constexpr,
     UP_PANEL_BYTES: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr,  # rows are multiplied by pair_weights, before biases of gate and up, after that of down
     FIND: tl.constexpr,
     SCAN: tl.constexpr,  # pairs, or experts for SORTED, rounded up to a power of two
     ZERO: tl.constexpr,
@@ -212,13 +212,17 @@ def _panels_kernel(
                     x_rows, live, here + PANEL_BYTES, panel * both_bytes, local % 16,
                     COLUMNS, UP_FORMAT, UP_IS_FLOAT, UP_SUPERBLOCK_BYTES, BLOCK_M, BLOCK_N, PERMUTED, STAGES,
                 )  # fmt: skip
+            if WEIGHTED:
+                weight = tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
+                gate *= weight
+                up *= weight
             if bias is not None:
                 gate += tl.load(bias + expert * ROWS + n, mask=n < ROWS, other=0.0)[None, :]
                 up += tl.load(up_bias + expert * ROWS + n, mask=n < ROWS, other=0.0)[None, :]
             acc = joined(gate, up, ACTIVATION, ALPHA, LIMIT)
         if ACTIVATION == "" and bias is not None:
             acc += tl.load(bias + expert * ROWS + n, mask=n < ROWS, other=0.0)[None, :]
-        if WEIGHTED:
+        if WEIGHTED and ACTIVATION == "":
             acc *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
         target = out + pair[:, None].to(tl.int64) * ROWS + n[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < ROWS)[None, :])
@@ -251,8 +255,8 @@ def launch(
     """Write x times the transposed weights of each pair's expert to out [pairs, rows].
 
     quants, biases: of one matrix, or of gate and up, which are joined as `gate` says. start: byte of a record where the
-    matrix begins. x [pairs / slots, columns]: `slots` pairs share a row. weights [pairs]: factors of the rows.
-    zero_skipped: rows of skipped pairs become zero; otherwise they are undefined.
+    matrix begins. x [pairs / slots, columns]: `slots` pairs share a row. weights [pairs]: factors of the rows, of gate
+    and up before they are joined. zero_skipped: rows of skipped pairs become zero; otherwise they are undefined.
     """
     number, rows = out.shape
     if number == 0:

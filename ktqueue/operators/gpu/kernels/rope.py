@@ -18,11 +18,20 @@ _FEW_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary tables on a device, [tables, positions, rotary / 2] float32 each, for the columns of a head that are
-    rotated."""
+    """Tables of positions on a device, float32.
+
+    cosine, sine: [tables, positions, rotary / 2], for the columns of a head that are rotated. growth: [positions], the
+    factors of queries in layers whose queries grow; empty if there are none.
+    """
 
     cosine: torch.Tensor
     sine: torch.Tensor
+    growth: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tables."""
+        return self.cosine.nbytes + self.sine.nbytes + self.growth.nbytes
 
 
 @triton.jit

@@ -65,6 +65,14 @@ def test_sinks_equal_the_reference(window: int) -> None:
     check_plan(planner(kv, 6).plan(step), step, random_query(step, 6), window, sinks)
 
 
+@pytest.mark.parametrize("chunk", [6, 32])
+def test_attention_within_chunks_equals_the_reference(chunk: int) -> None:
+    """With chunks of whole blocks of keys, tiles within a chunk need no mask before their own tokens."""
+    kv = make_cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, pages=40)
+    step = make_step(kv, [40, 1, 33, 1, 2], [130, 70, 34, 65, 64])
+    check_plan(planner(kv, 4).plan(step), step, random_query(step, 4), chunk=chunk)
+
+
 @pytest.mark.parametrize("window", [0, 7])
 def test_scores_with_a_soft_limit_equal_the_reference(window: int) -> None:
     """Most scores are above the limit."""

@@ -14,7 +14,8 @@ from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
-GATES = [*(native.GateFacts(name) for name in ACTIVATIONS), native.GateFacts("swiglu_clamped", 1.702, 1.5)]
+WEIGHTED = native.GateFacts("silu", weighted_input=True)
+GATES = [*(native.GateFacts(name) for name in ACTIVATIONS), native.GateFacts("swiglu_clamped", 1.702, 1.5), WEIGHTED]
 """All ways to join gate and up that experts have."""
 
 
@@ -40,10 +41,11 @@ def make_pool(
     intermediate: int,
     *,
     biased: bool = False,
+    gate: native.GateFacts = native.SILU,
 ) -> Pool:
     """Pack random experts. `quants`: the format of all three matrices, or those of gate, up and down."""
-    gate, up, down = (quants,) * 3 if isinstance(quants, str) else quants
-    shapes = ((gate, intermediate, hidden), (up, intermediate, hidden), (down, hidden, intermediate))
+    three = (quants,) * 3 if isinstance(quants, str) else quants
+    sizes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     noise = np.random.default_rng(experts)
     parts = [
         PackedExperts(
@@ -53,11 +55,11 @@ def make_pool(
             [random_weights(quant, rows * columns, 10 * i + e) for e in range(experts)],
             noise.normal(size=(experts, rows)).astype(np.float32) if biased else None,
         )
-        for i, (quant, rows, columns) in enumerate(shapes)
+        for i, (quant, (rows, columns)) in enumerate(zip(three, sizes, strict=True))
     ]
-    layer = native.ExpertLayer(ExpertWeights(*parts), activations="float32")
+    layer = native.ExpertLayer(ExpertWeights(*parts), gate, activations="float32")
     records = [b"".join(ctypes.string_at(*part) for part in layer.ranges(expert)) for expert in range(experts)]
-    record = ExpertRecord(gate, up, down, hidden, intermediate)
+    record = ExpertRecord(*three, hidden, intermediate)
     assert all(len(packed) == record.bytes for packed in records)
     pool = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8)
     biases = [torch.from_numpy(part.bias) for part in parts if part.bias is not None]

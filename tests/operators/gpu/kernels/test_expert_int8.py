@@ -47,10 +47,11 @@ def assert_experts(
     assert torch.equal(rows.codes, expected.codes)
     assert torch.equal(rows.sums, expected.sums)
     torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
-    mid = by_kernel(expert_int8.gate_up, step, lists, rows, gate)
+    of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
+    mid = by_kernel(expert_int8.gate_up, step, lists, rows, gate, of_input)
     computed = ((ids >= 0) & (offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
-    products.gate_up_twin(step, rows.floats(), gate, exact)
+    products.gate_up_twin(step, rows.floats(), gate, exact, of_input)
     exact = exact.view(-1, record.intermediate)
     wanted = Int8Rows.quantise(exact)
     if computed.any():
@@ -62,9 +63,9 @@ def assert_experts(
         assert (mid.codes != wanted.codes)[computed].float().mean() < 1e-2
         again = mid.codes[computed].int().view(len(mid.sums[computed]), -1, 2, 16).sum(3, dtype=torch.int32)
         assert torch.equal(mid.sums[computed], again[:, :, 0] + 65536 * again[:, :, 1])
-    got = by_kernel(expert_int8.down, step, lists, mid, weights)
+    got = by_kernel(expert_int8.down, step, lists, mid, of_output)
     partials = torch.empty(*ids.shape, record.hidden)
-    products.down_twin(step, mid.floats().nan_to_num(), weights, partials)
+    products.down_twin(step, mid.floats().nan_to_num(), of_output, partials)
     assert_close(got, partials)
     assert got.flatten(0, 1)[~computed].eq(0).all()
 
@@ -98,7 +99,7 @@ def test_each_way_to_find_pairs_equals_plain_torch(
     assert_experts(pool, offsets, ids, x.bfloat16(), weights, own_pairs=32 if own else 0)
 
 
-@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.activation)
+@pytest.mark.parametrize("gate", GATES, ids=str)
 def test_each_activation_equals_plain_torch(gate: GateFacts, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, ("MXFP4", "MXFP4", "Q4_0"), 2, 32, 32, biased=True)
     x, (ids, weights) = activations(2, 32), route(2, 2, 1)

@@ -13,7 +13,7 @@ from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
 from ..interpreted import by_kernel
-from .panel_pools import GATES, make_pool, route, small
+from .panel_pools import GATES, WEIGHTED, make_pool, route, small
 
 BOUND = 2e-6
 """Relative error of float32 sums in another order."""
@@ -35,13 +35,14 @@ def assert_experts(
     bound: float = BOUND,
 ) -> None:
     """The kernels compute what the twins do; rows of skipped pairs are zero."""
-    mid = by_kernel(products.gate_up, pairs, x, gate)
-    partials = by_kernel(products.down, pairs, mid, weights)
-    expected = products.gate_up(pairs, x, gate)
+    of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
+    mid = by_kernel(products.gate_up, pairs, x, gate, of_input)
+    partials = by_kernel(products.down, pairs, mid, of_output)
+    expected = products.gate_up(pairs, x, gate, of_input)
     computed = (pairs.ids >= 0) & (pairs.offsets[pairs.ids.clamp(min=0)] >= 0)
     if computed.any():
         assert_close(mid[computed].float(), expected[computed].float(), bound)
-        wanted = products.down(pairs, mid.nan_to_num(), weights)
+        wanted = products.down(pairs, mid.nan_to_num(), of_output)
         assert_close(partials, wanted, bound)
     assert partials[~computed].eq(0).all()
 
@@ -55,6 +56,14 @@ def test_twins_equal_the_cpu_kernels(quant: str, random_weights: Callable[..., B
     pool.layer.forward(x.numpy(), ids.numpy(), weights.numpy(), expected.numpy())
     mid = products.gate_up(pool.pairs(ids), x, native.SILU)
     assert_close(products.down(pool.pairs(ids), mid, weights).sum(1), expected)
+
+
+def test_weights_multiply_the_input_as_on_the_cpu(random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, "Q8_0", 5, 64, 32, gate=WEIGHTED)
+    x, (ids, weights) = activations(9, 64), route(9, 5, 3)
+    expected = torch.empty_like(x)
+    pool.layer.forward(x.numpy(), ids.numpy(), weights.numpy(), expected.numpy())
+    assert_close(products.experts(pool.pairs(ids), pool.offsets, x, weights, WEIGHTED).sum(1), expected)
 
 
 def test_a_record_has_the_bytes_of_its_panels(random_weights: Callable[..., Bytes]) -> None:
@@ -82,7 +91,7 @@ def test_three_formats_and_float16_equal_the_twins(random_weights: Callable[...,
     assert_experts(pool.pairs(ids), x.half(), weights, bound=2e-3)
 
 
-@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.activation)
+@pytest.mark.parametrize("gate", GATES, ids=str)
 def test_each_activation_equals_the_twins(gate: GateFacts, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "MXFP4", 2, 32, 32, biased=True)
     for tokens in (2, 130):

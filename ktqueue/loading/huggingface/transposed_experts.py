@@ -1,8 +1,9 @@
-"""gpt-oss's experts in a Hugging Face folder: rows of gate and up in turns, with biases.
+"""Experts of a Hugging Face folder whose matrices are transposed: [experts, columns, rows].
 
-As floats, matrices are transposed: [experts, columns, rows]. In MXFP4 they are not, and a matrix is two tensors:
-`_blocks` [experts, rows, columns / 32, 16], with two numbers of four bits in each byte, the first in the lower half,
-and `_scales` [experts, rows, columns / 32], the exponents. Source: transformers' integrations/mxfp4.py.
+Llama 4's have the rows of gate before those of up. gpt-oss's have them in turns, and biases. In MXFP4 matrices are not
+transposed, and a matrix is two tensors: `_blocks` [experts, rows, columns / 32, 16], with two numbers of four bits in
+each byte, the first in the lower half, and `_scales` [experts, rows, columns / 32], the exponents. Source:
+transformers' integrations/mxfp4.py.
 """
 
 from collections.abc import Mapping
@@ -20,13 +21,30 @@ from ktqueue.operators.packed import ExpertWeights, Floats, PackedExperts
 
 BLOCKS, SCALES = "_blocks", "_scales"
 PARTS = tuple(f"{part}{ending}" for part in (GATE_UP, DOWN) for ending in ("", BIAS, BLOCKS, SCALES))
-"""Names of the tensors of an experts module."""
+"""Names of the tensors of an experts module of gpt-oss."""
 _GATE, _UP, _ALL = slice(0, None, 2), slice(1, None, 2), slice(None)
 _BLOCK = 32  # columns of a block of MXFP4
 
 
+def transposed_experts(folder: Path, module: str, parts: Mapping[str, CheckpointTensor]) -> ExpertWeights:
+    """Return the experts of one module from its tensors GATE_UP and DOWN, gate first. Raises CheckpointError."""
+    if missing := {GATE_UP, DOWN} - set(parts):
+        raise CheckpointError(f"{folder}: {module} has no {' and no '.join(sorted(missing))}")
+    rows = {part: _matrix(folder, module, part, parts)[2] for part in (GATE_UP, DOWN)}
+    if rows[GATE_UP] % 2:
+        raise CheckpointError(f"{folder}: {module}.{GATE_UP} must have the rows of gate and up, got {rows[GATE_UP]}")
+    half = rows[GATE_UP] // 2
+
+    def stack(part: str, chosen: slice) -> PackedExperts:
+        experts, columns, _ = parts[part].shape
+        data = ConvertedExperts(experts, lambda expert: _from_transposed(parts, part, expert, chosen))
+        return PackedExperts(parts[part].quant, len(range(rows[part])[chosen]), columns, data)
+
+    return ExpertWeights(stack(GATE_UP, slice(half)), stack(GATE_UP, slice(half, None)), stack(DOWN, _ALL))
+
+
 def interleaved_experts(folder: Path, module: str, parts: Mapping[str, CheckpointTensor]) -> ExpertWeights:
-    """Return the experts of one module from its tensors by the names of PARTS. Raises CheckpointError."""
+    """Return the experts of one module of gpt-oss from its tensors by the names of PARTS. Raises CheckpointError."""
     matrices = {part: _matrix(folder, module, part, parts) for part in (GATE_UP, DOWN)}
     biases = {}
     for part, (_, experts, rows, _) in matrices.items():

@@ -1,0 +1,50 @@
+"""Llama 4 in GGUF files: what the architecture fixes, or implies by other keys.
+
+Source: llama.cpp's conversion/llama4.py and models/llama4.cpp. Every fourth layer has no rotary embeddings and sees all
+keys, the others see chunks of 8,192 keys. Queries and keys have norms unless there are 128 experts (Maverick).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import GgufLayout
+from ktqueue.loading.gguf.header import metadata_count
+
+_INTERVAL = 4
+_EXPERTS_WITHOUT_NORMS = 128
+_WINDOW = "attention.sliding_window"
+_CHUNK_KEYS = (_WINDOW, "attention.chunk_size")  # llama.cpp ignores their values, except a window of 0
+
+
+def llama4_config(
+    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    """Return the config keys that only this family has. `config` holds the keys that were read before.
+
+    Raises CheckpointError for files that say that chunks have another size, or that there are none (MobileLLM).
+    """
+    chunk = int(layout.implied["attention_chunk_size"])
+    for key in (f"{layout.architecture}.{name}" for name in _CHUNK_KEYS):
+        if key in metadata and (stated := metadata_count(metadata, key, source)) != chunk:
+            raise CheckpointError(
+                f"{source}: metadata key {key} must be {chunk}, got {stated}", param=key, limit=chunk, value=stated
+            )
+    return {"use_qk_norm": config["num_local_experts"] != _EXPERTS_WITHOUT_NORMS}
+
+
+def check_llama4(prefix: str, config: Mapping[str, Any], source: str) -> None:
+    """Check that a config has what GGUF implies. Raises CheckpointError."""
+    layers, step = int(config["num_hidden_layers"]), int(config["interleave_moe_layer_step"])
+    rotated = [int((i + 1) % _INTERVAL != 0) for i in range(layers)]
+    implied = {
+        "use_qk_norm": config["num_local_experts"] != _EXPERTS_WITHOUT_NORMS,
+        "no_rope_layer_interval": _INTERVAL,
+        "no_rope_layers": rotated,
+        "layer_types": ["chunked_attention" if turned else "full_attention" for turned in rotated],
+        "moe_layers": [*range(step - 1, layers, step)],
+    }
+    for key, value in implied.items():
+        stated = config.get(key, True if key == "use_qk_norm" else None)
+        if stated not in (None, []) and stated != value:  # an empty list is transformers' default
+            raise CheckpointError(f"{source}: {key} is {stated!r}; GGUF's {prefix} implies {value!r}", param=key)
