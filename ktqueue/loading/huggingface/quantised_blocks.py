@@ -4,16 +4,20 @@ Codes are unsigned here: a weight is scale * (code - zero). Formats: weight_form
 """
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from ktqueue.loading.weight_formats import Bytes, Floats
+from ktqueue.operators import native
 
 Halves = npt.NDArray[np.float16]
 
 GROUP = 32  # columns of a block of Q4_0, UINT4, Q8_0 and MXFP4
 FP8_BLOCK = 128  # columns of a block of FP8
+LARGE = 16 << 20  # weights; experts have fewer, and are converted beside each other (single_experts.py)
 FP4_BLOCK, FP4_GROUP = 64, 16  # columns of a block of FP4, and those of its scales
 _Q4_0 = np.dtype([("d", "<f2"), ("low", "u1", 16)])
 _UINT4 = np.dtype([("d", "<f2"), ("zero", "u1"), ("low", "u1", 16)])
@@ -25,6 +29,19 @@ _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FLOAT4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _HALF_STEP = 2.0**-25
 """The largest error of a half below 2^-14."""
+
+
+def in_parts(rows: int, columns: int, convert: Callable[[slice], Bytes]) -> Bytes:
+    """Return the bytes of a matrix, of which `convert` returns those of some rows.
+
+    A matrix of more than LARGE weights is converted on all threads of the kernels, others in one call. Rows of a call
+    begin at a multiple of 64.
+    """
+    if rows * columns <= LARGE:
+        return convert(slice(0, rows))
+    step = max(1, -(-rows // native.threads() // 64)) * 64
+    with ThreadPoolExecutor(native.threads()) as threads:
+        return np.concatenate([*threads.map(convert, (slice(row, row + step) for row in range(0, rows, step)))])
 
 
 def nibbles(packed: Bytes) -> Bytes:
@@ -74,11 +91,20 @@ def as_halves(scales: Floats) -> Halves:
     return halves
 
 
-def four_bit_blocks(codes: Bytes, scales: Halves, zeros: Bytes | None) -> Bytes:
+def four_bit_blocks(columns: int, codes_of: Callable[[slice], Bytes], scales: Halves, zeros: Bytes | None) -> Bytes:
     """Return codes [rows, columns] below 16, with scales and zeros [rows, groups], as UINT4, without zeros as Q4_0.
 
-    Without zeros, each is 8. A group has the same number of columns, a multiple of 32.
+    codes_of: returns the codes of some rows. Without zeros, each is 8. A group has the same number of columns, a
+    multiple of 32.
     """
+
+    def convert(part: slice) -> Bytes:
+        return _four_bit_blocks(codes_of(part), scales[part], None if zeros is None else zeros[part])
+
+    return in_parts(len(scales), columns, convert)
+
+
+def _four_bit_blocks(codes: Bytes, scales: Halves, zeros: Bytes | None) -> Bytes:
     rows, columns = codes.shape
     out = np.empty((rows, columns // GROUP), _Q4_0 if zeros is None else _UINT4)
     times = columns // GROUP // scales.shape[1]

@@ -41,6 +41,7 @@ from ktqueue.loading.huggingface.quantised_blocks import (
     float8_floats,
     float8_values,
     four_bit_blocks,
+    in_parts,
     mxfp4_blocks,
     nibbles,
     reciprocal,
@@ -183,7 +184,7 @@ def _from_scaled(
             return to_floats(numbers, spread(scales, block, (rows, columns)))
         of_blocks = spread(scales, (block[0], max(1, min(block[1], columns) // step)), (rows, columns // step))
         if is_float8:
-            return float8_blocks(numbers, of_blocks)
+            return in_parts(rows, columns, lambda part: float8_blocks(numbers[part], of_blocks[part]))
         return eight_bit_blocks(numbers.view(np.int8), _halves(source, scale, of_blocks))
 
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
@@ -236,7 +237,7 @@ def _from_packed(source: str, module: str, parts: _Parts) -> CheckpointTensor:
         if zero is not None:
             by_row = np.ascontiguousarray(zero.data.view("<u4").reshape(wanted).T).view(np.uint8)  # [groups, bytes]
             zeros = nibbles(by_row)[:, :rows].T
-        return four_bit_blocks(nibbles(words), scales, zeros)
+        return four_bit_blocks(columns, lambda part: nibbles(words[part]), scales, zeros)
 
     quant = "Q8_0" if bits == 8 else "Q4_0" if zero is None else "UINT4"
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
@@ -258,15 +259,15 @@ def _from_float4(
             raise CheckpointError(f"{source}: tensor {scale.name!r} has NaN or a number below 0")
         if not 2.0**-60 <= number <= 2.0**60:
             raise _refusal(source, whole, "a number from 2^-60 to 2^60", f"is {number}")
-        codes = nibbles(packed.data.reshape(rows, -1))
+        codes = packed.data.reshape(rows, -1)
         if quant == "F32":
             values = float8_values(scales)
-            return float4_floats(codes, values / number if is_divisor else values * number)
+            return float4_floats(nibbles(codes), values / number if is_divisor else values * number)
         try:
             factors = reciprocal(float(number)) if is_divisor else (float(number), 0.0)
         except ValueError as error:
             raise CheckpointError(f"{source}: tensor {whole.name!r}: {error}") from error
-        return float4_blocks(codes, scales, factors)
+        return in_parts(rows, columns, lambda part: float4_blocks(nibbles(codes[part]), scales[part], factors))
 
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
 
@@ -275,7 +276,8 @@ def _from_mxfp4(source: str, module: str, packed: CheckpointTensor, scale: Check
     rows, columns = _float4_shape(source, packed, scale, GROUP, "U8")
 
     def convert() -> Bytes:
-        return mxfp4_blocks(nibbles(packed.data.reshape(rows, -1)), scale.data.reshape(scale.shape))
+        codes, exponents = packed.data.reshape(rows, -1), scale.data.reshape(scale.shape)
+        return in_parts(rows, columns, lambda part: mxfp4_blocks(nibbles(codes[part]), exponents[part]))
 
     return CheckpointTensor(f"{module}.weight", "MXFP4", (rows, columns), convert)
 
@@ -301,7 +303,12 @@ def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisati
 
     def convert() -> Bytes:
         _check_order(source, parts.get("g_idx"), columns, groups)
-        words = np.ascontiguousarray(weight.data.view("<u4").reshape(-1, rows).T).view(np.uint8)  # [rows, bytes]
+        words = weight.data.view("<u4").reshape(-1, rows).T
+
+        def codes_of(part: slice) -> Bytes:
+            codes = np.ascontiguousarray(words[part]).view(np.uint8)  # [rows, bytes]
+            return codes if bits == 8 else nibbles(codes)
+
         scales = _halves(source, parts["scales"], _floats(parts["scales"]).reshape(groups, rows).T)
         stored = parts["qzeros"].data.reshape(groups, -1)
         zeros = (stored if bits == 8 else nibbles(stored)) + np.uint8(quantisation.zero_offset)
@@ -309,8 +316,8 @@ def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisati
             wrong = int(zeros[zeros != half][0])
             raise _refusal(source, parts["qzeros"], f"zero points of {half}, since the config says sym", f"has {wrong}")
         if bits == 8:
-            return eight_bit_blocks((words ^ 0x80).view(np.int8), scales)
-        return four_bit_blocks(nibbles(words), scales, None if quantisation.symmetric else zeros.T)
+            return eight_bit_blocks((codes_of(slice(None)) ^ 0x80).view(np.int8), scales)
+        return four_bit_blocks(columns, codes_of, scales, None if quantisation.symmetric else zeros.T)
 
     quant = "Q8_0" if bits == 8 else "Q4_0" if quantisation.symmetric else "UINT4"
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
@@ -324,9 +331,14 @@ def _from_awq(source: str, module: str, parts: _Parts, quantisation: Quantisatio
     groups = _check_groups(source, parts, rows, columns, quantisation.bits)
 
     def convert() -> Bytes:
-        codes = transposed(awq_nibbles(weight.data.reshape(columns, -1)))
+        words = weight.data.reshape(columns, -1)  # a byte has the codes of two rows
         scales = _halves(source, parts["scales"], _floats(parts["scales"]).reshape(groups, rows).T)
-        return four_bit_blocks(codes, scales, awq_nibbles(parts["qzeros"].data.reshape(groups, -1)).T)
+        zeros = awq_nibbles(parts["qzeros"].data.reshape(groups, -1)).T
+
+        def codes_of(part: slice) -> Bytes:
+            return transposed(awq_nibbles(words[:, part.start // 2 : part.stop // 2]))
+
+        return four_bit_blocks(columns, codes_of, scales, zeros)
 
     return CheckpointTensor(f"{module}.weight", "UINT4", (rows, columns), convert)
 

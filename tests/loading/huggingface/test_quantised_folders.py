@@ -15,11 +15,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
+from ktqueue.loading.huggingface import quantised_blocks
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.huggingface.quantised_blocks import reciprocal
 from ktqueue.loading.load import LoadedModel, load_model, open_checkpoint
 from ktqueue.loading.model_report import report_model
 from ktqueue.loading.rules import SHIPPED_RULES
+from ktqueue.operators import native
 
 EXACT = str(SHIPPED_RULES / "exact.yaml")
 EXPERTS = "model.layers.0.mlp.experts"
@@ -82,6 +84,23 @@ def test_a_folder_has_the_weights_and_the_tokens_of_its_float32(
     if name in ("fp8 blocks", "compressed fp8", "compressed int4 zeros", "gptq", "awq", "modelopt nvfp4"):
         reference = write(tmp_path / "plain", source, {key: value.contiguous() for key, value in plain.items()})
         assert_equals_transformers(load_model(str(folder), rules=EXACT), reference)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 blocks", "compressed int4 zeros", "gptq zeros", "awq", "compressed nvfp4", "compressed mxfp4"]
+)
+def test_a_large_matrix_is_converted_in_parts(
+    name: str, make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_model("qwen3_moe", **SIZES | {"head_dim": 80})  # 160 rows of k_proj are two parts and a half
+    tensors, plain = quantised(source, SCHEMES[name])
+    checkpoint = open_folder(write(tmp_path / "packed", source, tensors, SCHEMES[name].config))
+    monkeypatch.setattr(quantised_blocks, "LARGE", 1)
+    native.set_threads(3, torch_threads=1)
+    try:
+        assert torch.equal(checkpoint.decode(K_PROJ, torch.float32), plain[K_PROJ])
+    finally:
+        native.set_threads(1)
 
 
 def test_fp8_is_dequantised_as_transformers_does() -> None:
