@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.core.errors import CheckpointError, KtqueueError
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.load import CardFacts, PreparedModel, card_facts, experts_per_token, kv_layout, prepare
 from ktqueue.loading.plan import find_replaced
@@ -130,12 +131,13 @@ def report_model(
 
 
 def _position_bytes(prepared: PreparedModel) -> int:
-    """Bytes of cosines and sines of a position; 0 for models without rotary tables."""
+    """Bytes of cosines and sines of a position, and of the growth of queries; 0 for models without rotary tables."""
     if all(replacement.op != ON_BOTH_SIDES for replacement in prepared.plan.replacements):
         return 0
     rotary = prepared.skeleton.get_submodule("model.rotary_emb")
     kinds = rotary_kinds(rotary)
-    return 2 * 4 * max(1, len(kinds)) * rotary_pairs(rotary, kinds)
+    growth = 4 if family_of_type(prepared.config.model_type).chunked else 0
+    return 2 * 4 * max(1, len(kinds)) * rotary_pairs(rotary, kinds) + growth
 
 
 def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:

@@ -126,6 +126,20 @@ MODELS: dict[str, Mutation] = {
         "                chosen=1 << 20,",
         (f"{DECODER}[deepseek_v32]",),
     ),
+    "chunks have no borders": Mutation(
+        "layers of Llama 4 see only keys of their own chunk",
+        "ktqueue/operators/attention.py",
+        "    return int(config.attention_chunk_size) if",
+        "    return 0 if",
+        (f"{DECODER}[llama4]",),
+    ),
+    "weights multiply what experts add": Mutation(
+        "weights of Llama 4 multiply the input of its experts",
+        "ktqueue/operators/decoder_facts.py",
+        "weighted_input=self.router is not None and self.router.weighted_input)",
+        "weighted_input=False)",
+        (f"{DECODER}[llama4]",),
+    ),
     "rules are found only by path": Mutation(
         "a shipped rule file is found by its name in any folder",
         "ktqueue/loading/rules.py",

@@ -62,7 +62,7 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"linear_value_head_dim": 16},  # llama.cpp's keys and values have the same size
     "qwen3_next": {"linear_value_head_dim": 16},
 }
-"""What a model must be like to be written as a GGUF file that llama.cpp reads, by model type."""
+"""What else a model must be like to be written as a GGUF file that llama.cpp reads, by model type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,15 @@ class ServedFamily:
     by_modules: bool
     file: GgufLayout | None
 
-    def save(self, folder: Path) -> None:
-        """Save the random model as transformers does, in float32, with a tokenizer."""
-        sizes = {**COMMON, **self.sizes, **FILE_SIZES.get(self.model_type, {})}
+    @property
+    def has_file_sizes(self) -> bool:
+        """Whether the model that is written as a GGUF file differs."""
+        return self.model_type in FILE_SIZES
+
+    def save(self, folder: Path, *, for_file: bool = False) -> None:
+        """Save the random model as transformers does, in float32, with a tokenizer. for_file: the one that is
+        written as a GGUF file."""
+        sizes = {**COMMON, **self.sizes, **(FILE_SIZES.get(self.model_type, {}) if for_file else {})}
         decoder_families.random_model(self.model_type, sizes).save_pretrained(folder)
         write_tokenizer(folder, VOCAB)
 

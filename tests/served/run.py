@@ -61,6 +61,10 @@ def check(family: ServedFamily, folder: Path, llama_python: str | None, device: 
     if not family.by_modules:
         row["gpu"] = with_counts(*gpu_answers(model, prompts, device)) | {"device": device}
     if family.file is not None:
+        if family.has_file_sizes:
+            model = folder / "for file"
+            family.save(model, for_file=True)
+            scores = transformers_scores(model)
         convert(model, file, experts="f32", dense="f32")
         answers, ran = cpu_answers(file, prompts)
         row["gguf"] = with_counts(answers, ran)

@@ -154,6 +154,7 @@ ATTENTION_CASES = (
     (32, 4, 128, 16, torch.bfloat16, torch.bfloat16, ScoreOptions(0.1, 4096)),
     (16, 8, 256, 16, torch.bfloat16, torch.float8_e4m3fn, ScoreOptions(0.1)),
     (8, 8, 64, 64, torch.float32, torch.float32, ScoreOptions(0.1, 0, torch.zeros(8))),
+    (40, 8, 128, 16, torch.bfloat16, torch.bfloat16, ScoreOptions(0.1, chunk=8192)),
 )
 """heads, key/value heads, head_dim, page size, types of queries and cache, options of the scores"""
 
@@ -196,13 +197,14 @@ EXPERTS, SLOTS, RECORD = 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)
 
 
 def experts(tokens: int) -> None:
-    """Experts with few tokens: all three launches."""
+    """Experts with few tokens: all three launches. With several, their weights multiply the input."""
     pool, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(EXPERTS, dtype=torch.int64)
     ids, weights = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, SLOTS)
     pairs = ExpertPairs(pool, offsets, ids, RECORD)
     x, lists = expert_int8.prepare(pairs, torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16))
-    mid = expert_int8.gate_up(pairs, lists, x, SILU)
-    expert_int8.down(pairs, lists, mid, weights)
+    of_input, of_output = (None, weights) if tokens == 1 else (weights, None)
+    mid = expert_int8.gate_up(pairs, lists, x, SILU, of_input)
+    expert_int8.down(pairs, lists, mid, of_output)
 
 
 def fetched(tokens: int, slots: int) -> None:
