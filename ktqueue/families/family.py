@@ -52,13 +52,14 @@ class GgufLayout:
     end neither in weight nor in bias. `implied`: config values that the architecture fixes. `by_tensor`: config values
     that are true if a file has that tensor. `rope`: rotary parameters that the architecture fixes. `names`: an
     architecture whose names of tensors the files have, if it is another. `loaded_as`: model_type of the family that
-    reads such files, by its own layout, because it computes the same; empty: this one.
+    reads such files, with its layout, because it computes the same; empty: this one.
 
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
     frequencies. `sigmoid`: experts are scored by sigmoid. `softmax_of_chosen`: files may say that experts are scored by
     the softmax over the chosen ones. `alternating`: every second layer, from the first on, has a sliding window.
     `windows_listed`: files say which layers have one. `two_parts`: the matrix that makes keys and values from latents
-    is in two parts, see loading/gguf/latent.py. `tiled`: linear attention has its value heads in turns, see
+    is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have an indexer; the others
+    share the choice of the layer before. `tiled`: linear attention has its value heads in turns, see
     loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict further tokens.
     `gemma`: the family is a Gemma.
     """
@@ -80,6 +81,7 @@ class GgufLayout:
     alternating: bool = False
     windows_listed: bool = False
     two_parts: bool = False
+    shared_choices: bool = False
     tiled: bool = False
     next_tokens: bool = False
     gemma: GemmaLayout | None = None

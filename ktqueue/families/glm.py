@@ -20,7 +20,8 @@ GLM = (
         latent=True, group_score=2,
     ),
     Family(
-        "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM", replace(INDEXED_LAYOUT, architecture="glm-dsa"),
+        "GLM-5", "glm_moe_dsa", "GlmMoeDsaForCausalLM",
+        replace(INDEXED_LAYOUT, architecture="glm-dsa", shared_choices=True),
         latent=True, group_score=2, indexed=True, indexer_interleaved=True,
     ),
     Family("Solar-Open", "solar_open", "SolarOpenForCausalLM", partly_rotated=True),

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.families.family import Family
+from ktqueue.families.family import Family, GgufLayout
 from ktqueue.loading.checkpoint import CheckpointTensor, requantise_matrix
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.linear import Change
@@ -88,7 +88,7 @@ def latent_config(
     if family.indexed:
         if metadata_count(metadata, key := f"{prefix}.expert_gating_func", source) not in (0, SIGMOID):
             raise CheckpointError(f"{source}: {key} {metadata[key]} is not supported")
-        latent_keys |= _indexer_types(prefix, metadata, config, source)
+        latent_keys |= _indexer_types(family.layout, metadata, config, source)
     if family.layout.sigmoid or family.growing:
         return latent_keys
     if normalised:  # transformers' router of DeepSeek-V2 never normalises
@@ -97,12 +97,12 @@ def latent_config(
 
 
 def _indexer_types(
-    prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
+    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
 ) -> dict[str, list[str]]:
     """Return which layers have an indexer, and which share the choice of the layer before; empty: all have one."""
     layers = int(config["num_hidden_layers"])
-    if (listed := metadata.get(key := f"{prefix}.{_TYPES}")) is None:
-        if prefix != "glm-dsa" or config["max_position_embeddings"] < _SHARING_CONTEXT:
+    if (listed := metadata.get(key := f"{layout.architecture}.{_TYPES}")) is None:
+        if not layout.shared_choices or config["max_position_embeddings"] < _SHARING_CONTEXT:
             return {}
         listed = [layer < 2 or layer % 4 == 2 for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers or not {*listed} <= {0, 1}:  # False is 0, True is 1
@@ -163,7 +163,7 @@ def latent_metadata(family: Family, config: Mapping[str, Any], source: str) -> d
     metadata[f"{prefix}.expert_group_count"] = int(config.get("n_group") or 1) if grouped else 1
     metadata[f"{prefix}.expert_group_used_count"] = int(config.get("topk_group") or 1) if grouped else 1
     if family.indexed:
-        metadata |= _types_metadata(prefix, config, source)
+        metadata |= _types_metadata(family.layout, config, source)
     if family.growing:
         rope = config.get("rope_parameters") or {}
         for name, key in ((_BETA, "temperature_scale"), (_ORIGINAL, "temperature_length")):
@@ -173,12 +173,13 @@ def latent_metadata(family: Family, config: Mapping[str, Any], source: str) -> d
     return metadata
 
 
-def _types_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict[str, list[bool]]:
+def _types_metadata(layout: GgufLayout, config: Mapping[str, Any], source: str) -> dict[str, list[bool]]:
+    key = f"{layout.architecture}.{_TYPES}"
     if (types := config.get("indexer_types")) is not None:
-        return {f"{prefix}.{_TYPES}": [kind == "full" for kind in types]}
+        return {key: [kind == "full" for kind in types]}
     if shares := [name for name in _SHARES if config.get(name) is not None]:
         raise CheckpointError(f"{source}: config key {shares[0]} cannot be written to GGUF without indexer_types")
-    return {f"{prefix}.{_TYPES}": [True] * int(config["num_hidden_layers"])} if prefix == "glm-dsa" else {}
+    return {key: [True] * int(config["num_hidden_layers"])} if layout.shared_choices else {}
 
 
 def _dense_layers(config: Mapping[str, Any], source: str) -> int:
