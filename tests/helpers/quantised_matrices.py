@@ -145,6 +145,12 @@ def mxfp4(rows: int, columns: int, noise: torch.Generator) -> tuple[Tensors, tor
     return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": exponents}, values
 
 
+def quark_mxfp4(rows: int, columns: int, noise: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """Quark's MXFP4: the same parts by other names."""
+    parts, values = mxfp4(rows, columns, noise)
+    return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}, values
+
+
 def compressed(layout: str, kind: str, bits: int, **weights: Any) -> dict[str, Any]:
     """Return the quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": {"type": kind, "num_bits": bits, **weights}, "input_activations": None}
@@ -154,6 +160,8 @@ def compressed(layout: str, kind: str, bits: int, **weights: Any) -> dict[str, A
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 _FLOAT = compressed("float-quantized", "float", 8)
+_QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+QUARK_MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 SCHEMES = {
     "fp8 blocks": Scheme(_FP8, "FP8", fp8("weight_scale_inv", "blocks")),
     "fp8 blocks, bf16 scales": Scheme(_FP8, "FP8", fp8("weight_scale_inv", "blocks", torch.bfloat16)),
@@ -181,6 +189,14 @@ SCHEMES = {
     "compressed nvfp4": Scheme(compressed("nvfp4-pack-quantized", "float", 4), "FP4", nvfp4(modelopt=False)),
     "compressed mxfp4": Scheme(compressed("mxfp4-pack-quantized", "float", 4), "MXFP4", mxfp4),
     "modelopt nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "FP4", nvfp4(modelopt=True)),
+    "quark fp8": Scheme(
+        {"quant_method": "quark", "global_quant_config": {"weight": _QUARK_FP8}}, "FP8", fp8("weight_scale", "number")
+    ),
+    "quark mxfp4": Scheme(
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK_MXFP4}, "layer_quant_config": {}},
+        "MXFP4",
+        quark_mxfp4,
+    ),
     "awq": Scheme({"quant_method": "awq", "bits": 4, "version": "gemm"}, "UINT4", awq(32)),
 }
 """Each layout that is read, by a name of the tests'."""

@@ -26,6 +26,7 @@ _READ_OF = {
     "gptq": "4 or 8 bits",
     "modelopt": "FP8, NVFP4",
     "mxfp4": "of gpt-oss",
+    "quark": "FP8, MXFP4",
 }
 """What is read of a method, if it is not all."""
 _SAMPLES: dict[str, dict[str, Any]] = {
@@ -35,6 +36,7 @@ _SAMPLES: dict[str, dict[str, Any]] = {
     },
     "gptq": {"bits": 4},
     "modelopt": {"quant_algo": "FP8"},
+    "quark": {"global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}},
 }
 """What else the config of a method says that is read, if it must say more than its name."""
 

@@ -14,7 +14,7 @@ from ktqueue.loading.storage_format import StorageFormat, packaged_formats
 
 SUPPORTED = (
     "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4, MXFP4), GPTQ and AWQ in 4 bits, "
-    "NVFP4 of ModelOpt, MXFP4 of gpt-oss, and GGUF files"
+    "NVFP4 of ModelOpt, MXFP4 of gpt-oss and Quark, and GGUF files"
 )
 METHODS = {
     "awq": "AWQ",
@@ -29,6 +29,7 @@ METHODS = {
     "modelopt": "ModelOpt",
     "mxfp4": "MXFP4",
     "quanto": "Quanto",
+    "quark": "Quark",
     "torchao": "torchao",
 }
 """Methods by their names in configs, read or refused, and as their authors write them."""
@@ -41,10 +42,10 @@ _PACKED, _FLOAT4 = "pack-quantized", ("nvfp4-pack-quantized", "mxfp4-pack-quanti
 class Quantisation:
     """How the tensors of quantised weights are stored.
 
-    method: fp8, compressed-tensors, nvfp4 (ModelOpt's), gptq, awq, or that of a package's format. block: rows and
-    columns of weights that share a scale, if the config states them. bits: of a code of GPTQ. symmetric: GPTQ's zero
-    points are all half of the codes. zero_offset: GPTQ's zero points are stored less this. packaged: a package's format
-    of all matrices.
+    method: fp8, compressed-tensors, nvfp4 (ModelOpt's), quark, gptq, awq, or that of a package's format. block: rows
+    and columns of weights that share a scale, if the config states them. bits: of a code of GPTQ. symmetric: GPTQ's
+    zero points are all half of the codes. zero_offset: GPTQ's zero points are stored less this. packaged: a package's
+    format of all matrices.
     """
 
     method: str
@@ -94,6 +95,8 @@ def _read(name: str, value: Mapping[str, Any]) -> Quantisation | str | None:
         return Quantisation("nvfp4")
     if name == "compressed-tensors":
         return _read_compressed(value)
+    if name == "quark":
+        return _read_quark(value)
     if name == "gptq":
         return _read_gptq(value)
     if name == "awq":
@@ -144,6 +147,23 @@ def _read_compressed(value: Mapping[str, Any]) -> Quantisation | str:
     if value.get("transform_config"):
         return "transform_config"
     return Quantisation("compressed-tensors", block)
+
+
+def _read_quark(value: Mapping[str, Any]) -> Quantisation | str:
+    """Read AMD Quark's weights in FP8 and MXFP4. Source: vLLM's quantization/quark/quark.py."""
+    schemes = [value.get("global_quant_config")]
+    for key in ("layer_quant_config", "layer_type_quant_config"):
+        schemes += [*stated.values()] if isinstance(stated := value.get(key), Mapping) else []
+    stated_weights = [scheme.get("weight") for scheme in schemes if isinstance(scheme, Mapping)]
+    if not (of_weights := [weights for weights in stated_weights if isinstance(weights, Mapping)]):
+        return "without a weight of global_quant_config"
+    block = None
+    for weights in of_weights:
+        block = _block(weights.get("block_size")) or block
+        kind = (weights.get("dtype"), weights.get("group_size"), weights.get("scale_format"))
+        if kind[0] != "fp8_e4m3" and kind != ("fp4", 32, "e8m0"):
+            return f"weights in {kind[0]} with {kind[2]} scales of {kind[1]}"
+    return Quantisation("quark", block)
 
 
 def _block(value: Any) -> tuple[int, int] | None:

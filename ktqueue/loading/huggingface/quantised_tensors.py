@@ -9,6 +9,7 @@ A matrix `x.weight` is stored as (rows and columns are those of the matrix, word
 - NVFP4 of compressed-tensors: `x.weight_packed` [rows, columns / 2] of codes of float4_e2m1, the first in the lower
   half of a byte, `x.weight_scale` [rows, columns / 16] in float8_e4m3fn, divided by the number `x.weight_global_scale`.
 - MXFP4 of compressed-tensors: the same codes, and `x.weight_scale` [rows, columns / 32] of bytes e for 2^(e - 127).
+  Quark calls the codes `x.weight`.
 - NVFP4 of ModelOpt: the codes of NVFP4 as `x.weight`, and `x.weight_scale`, multiplied by the number
   `x.weight_scale_2`.
 - GPTQ: `x.qweight` [words, rows] along columns, `x.scales` [groups, rows], `x.qzeros` [groups, words] along rows, less
@@ -21,7 +22,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor
@@ -31,8 +31,6 @@ from ktqueue.loading.huggingface.quantised_blocks import (
     FP4_GROUP,
     FP8_BLOCK,
     GROUP,
-    Halves,
-    as_halves,
     awq_nibbles,
     eight_bit_blocks,
     float4_blocks,
@@ -49,12 +47,18 @@ from ktqueue.loading.huggingface.quantised_blocks import (
     spread,
     transposed,
 )
+from ktqueue.loading.huggingface.quantised_parts import (
+    Parts,
+    check_floats,
+    check_names,
+    floats_of,
+    halves_of,
+    numbers_of,
+    refusal,
+)
 from ktqueue.loading.installed import FORMATS, describe
 from ktqueue.loading.storage_format import StorageFormat
 from ktqueue.loading.weight_formats import RAW, Bytes, Floats, tensor_bytes
-from ktqueue.operators.native import as_array
-
-_Parts = Mapping[str, CheckpointTensor]
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _PACKED = ("weight_packed", "weight_scale", "weight_shape")
@@ -63,9 +67,18 @@ _FLOAT4 = (
     ("weight_packed", "weight_scale", "weight_global_scale"),
     ("weight", "weight_scale", "weight_scale_2"),
 )  # fmt: skip
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale")
+_OF_ACTIVATIONS = (
+    *(
+        "input_scale",
+        "output_scale",
+        "activation_scale",
+        "input_global_scale",
+        "input_zero_point",
+        "k_scale",
+        "v_scale",
+    ),
+)
 """Scales of activations and of a cache, which have types of our own here."""
-_INTEGERS = {"U8": "u1", "F8_E4M3": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8"}
 _NAMES = frozenset(
     (*_SCALES, *_PACKED, *_INTERLEAVED, *(name[-1] for name in _FLOAT4), "weight_zero_point", "weight_g_idx", "g_idx")
 )
@@ -95,40 +108,33 @@ def join_quantised(
     return joined
 
 
-def _join(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
+def _join(source: str, module: str, parts: Parts, quantisation: Quantisation) -> CheckpointTensor:
     if quantisation.packaged is not None:
         return _from_package(source, module, parts, quantisation.packaged)
     if "qweight" in parts and quantisation.method in ("gptq", "awq"):
-        _check_names(source, module, parts, _INTERLEAVED, ("g_idx",) if quantisation.method == "gptq" else ())
+        check_names(source, module, parts, _INTERLEAVED, ("g_idx",) if quantisation.method == "gptq" else ())
         return (_from_gptq if quantisation.method == "gptq" else _from_awq)(source, module, parts, quantisation)
     for names in _FLOAT4:
         if names[-1] in parts:
-            _check_names(source, module, parts, names, ())
+            check_names(source, module, parts, names, ())
             return _from_float4(source, module, *(parts[part] for part in names))
-    if "weight_packed" in parts and parts["weight_packed"].quant == "U8":
-        _check_names(source, module, parts, ("weight_packed", "weight_scale"), ())
-        return _from_mxfp4(source, module, parts["weight_packed"], parts["weight_scale"])
+    for codes in ("weight_packed", "weight"):
+        if codes in parts and parts[codes].quant == "U8":
+            check_names(source, module, parts, (codes, "weight_scale"), ())
+            return _from_mxfp4(source, module, parts[codes], parts["weight_scale"])
     if "weight_packed" in parts:
-        _check_names(source, module, parts, _PACKED, ("weight_zero_point", "weight_g_idx"))
+        check_names(source, module, parts, _PACKED, ("weight_zero_point", "weight_g_idx"))
         return _from_packed(source, module, parts)
     scale = next((name for name in _SCALES if name in parts), _SCALES[quantisation.method != "fp8"])
-    _check_names(source, module, parts, ("weight", scale), ())
+    check_names(source, module, parts, ("weight", scale), ())
     return _from_scaled(source, module, parts["weight"], parts[scale], quantisation)
 
 
-def _check_names(source: str, module: str, parts: _Parts, required: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    if missing := [name for name in required if name not in parts]:
-        present = ", ".join(f"{name} {parts[name].quant}" for name in parts)
-        raise CheckpointError(f"{source}: {module} has no {' and no '.join(missing)}, but {present}")
-    if extra := [name for name in parts if name not in (*required, *optional)]:
-        raise CheckpointError(f"{source}: {module}.{extra[0]} is of no known use beside {', '.join(required)}")
-
-
-def _from_package(source: str, module: str, parts: _Parts, packaged: StorageFormat) -> CheckpointTensor:
+def _from_package(source: str, module: str, parts: Parts, packaged: StorageFormat) -> CheckpointTensor:
     """Join a matrix as a package's FolderLayout says."""
     layout = packaged.folder
     assert layout is not None
-    _check_names(source, module, parts, layout.parts, ())
+    check_names(source, module, parts, layout.parts, ())
     where = f"{source}: {module}, by {describe(FORMATS, packaged.name)}"
 
     def call(function: Callable[..., Any], values: dict[str, Any]) -> Any:
@@ -144,7 +150,7 @@ def _from_package(source: str, module: str, parts: _Parts, packaged: StorageForm
         raise CheckpointError(f"{where}: {error}") from error
 
     def convert() -> Bytes:
-        blocks = call(layout.join, {name: _numbers(parts[name]) for name in layout.parts})
+        blocks = call(layout.join, {name: numbers_of(parts[name]) for name in layout.parts})
         data: Bytes = np.ascontiguousarray(blocks).view(np.uint8).reshape(-1)
         if data.size != size:
             raise CheckpointError(f"{where}: a matrix {[rows, columns]} has {size} bytes, join returned {data.size}")
@@ -153,21 +159,14 @@ def _from_package(source: str, module: str, parts: _Parts, packaged: StorageForm
     return CheckpointTensor(f"{module}.weight", packaged.name, (rows, columns), convert)
 
 
-def _numbers(tensor: CheckpointTensor) -> np.ndarray[Any, Any]:
-    """Return a tensor in its own shape: floats as float32, float8 as bytes, integers in their own type."""
-    if tensor.quant not in RAW:
-        return _floats(tensor)
-    return tensor.data.view(_INTEGERS[tensor.quant]).reshape(tensor.shape)
-
-
 def _from_scaled(
     source: str, module: str, weight: CheckpointTensor, scale: CheckpointTensor, quantisation: Quantisation
 ) -> CheckpointTensor:
     if weight.quant not in ("F8_E4M3", "I8") or len(weight.shape) != 2:
-        raise _refusal(source, weight, "a matrix in F8_E4M3 or I8, since it has scales")
+        raise refusal(source, weight, "a matrix in F8_E4M3 or I8, since it has scales")
     rows, columns = weight.shape
     block = _scale_block(source, scale, (rows, columns), quantisation.block)
-    _check_floats(source, scale)
+    check_floats(source, scale)
     is_float8 = weight.quant == "F8_E4M3"
     step = FP8_BLOCK if is_float8 else GROUP  # columns of a block of ours
     has_blocks = columns % step == 0 and (block[1] % step == 0 or block[1] >= columns)
@@ -178,14 +177,14 @@ def _from_scaled(
         numbers = weight.data.reshape(rows, columns)
         if is_float8 and ((numbers & 0x7F) == 0x7F).any():
             raise CheckpointError(f"{source}: tensor {weight.name!r} has NaN")
-        scales = _floats(scale).reshape(-(-rows // block[0]), -(-columns // block[1]))
+        scales = floats_of(scale).reshape(-(-rows // block[0]), -(-columns // block[1]))
         if not has_blocks:
             to_floats = float8_floats if is_float8 else _signed
             return to_floats(numbers, spread(scales, block, (rows, columns)))
         of_blocks = spread(scales, (block[0], max(1, min(block[1], columns) // step)), (rows, columns // step))
         if is_float8:
             return in_parts(rows, columns, lambda part: float8_blocks(numbers[part], of_blocks[part]))
-        return eight_bit_blocks(numbers.view(np.int8), _halves(source, scale, of_blocks))
+        return eight_bit_blocks(numbers.view(np.int8), halves_of(source, scale, of_blocks))
 
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
 
@@ -208,28 +207,28 @@ def _scale_block(
     if len(scale.shape) == 2 and scale.shape[0] == rows and columns % scale.shape[1] == 0:
         return 1, columns // scale.shape[1]
     blocks = f", or one for each block of {list(stated)}" if stated else ""
-    raise _refusal(source, scale, f"one number or one for each row of {list(shape)}{blocks}")
+    raise refusal(source, scale, f"one number or one for each row of {list(shape)}{blocks}")
 
 
-def _from_packed(source: str, module: str, parts: _Parts) -> CheckpointTensor:
+def _from_packed(source: str, module: str, parts: Parts) -> CheckpointTensor:
     packed, scale, zero = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
     stored = parts["weight_shape"]
     if stored.quant != "I64" or stored.shape != (2,):
-        raise _refusal(source, stored, "two numbers in I64")
+        raise refusal(source, stored, "two numbers in I64")
     rows, columns = (int(number) for number in stored.data.view("<i8"))
-    _check_floats(source, scale)
+    check_floats(source, scale)
     groups = _group_count(source, scale, 1, rows, columns)
     bits = next((bits for bits in (4, 8) if packed.shape == (rows, -(-columns * bits // 32))), None)
     if packed.quant != "I32" or bits is None:
-        raise _refusal(source, packed, f"codes of 4 or 8 bits in I32 of a matrix {[rows, columns]}")
+        raise refusal(source, packed, f"codes of 4 or 8 bits in I32 of a matrix {[rows, columns]}")
     wanted = (-(-rows * bits // 32), groups)
     if zero is not None and (bits != 4 or zero.quant != "I32" or zero.shape != wanted):
-        raise _refusal(source, zero, f"zero points of 4 bits in I32 {list(wanted)}")
+        raise refusal(source, zero, f"zero points of 4 bits in I32 {list(wanted)}")
     order = parts.get("weight_g_idx")
 
     def convert() -> Bytes:
         _check_order(source, order, columns, groups)
-        scales = _halves(source, scale, _floats(scale).reshape(rows, groups))
+        scales = halves_of(source, scale, floats_of(scale).reshape(rows, groups))
         words = packed.data.reshape(rows, -1)
         if bits == 8:
             return eight_bit_blocks((words ^ 0x80).view(np.int8), scales)
@@ -249,16 +248,16 @@ def _from_float4(
     """Return a matrix of NVFP4. whole: the scale of the whole matrix."""
     rows, columns = _float4_shape(source, packed, scale, FP4_GROUP, "F8_E4M3")
     if whole.quant != "F32" or whole.shape != (1,):
-        raise _refusal(source, whole, "one number in F32")
+        raise refusal(source, whole, "one number in F32")
     quant = "FP4" if columns % FP4_BLOCK == 0 else "F32"
     is_divisor = whole.name.endswith("weight_global_scale")
 
     def convert() -> Bytes:
-        scales, number = scale.data.reshape(scale.shape), _floats(whole)[0]
+        scales, number = scale.data.reshape(scale.shape), floats_of(whole)[0]
         if (scales >= 127).any():
             raise CheckpointError(f"{source}: tensor {scale.name!r} has NaN or a number below 0")
         if not 2.0**-60 <= number <= 2.0**60:
-            raise _refusal(source, whole, "a number from 2^-60 to 2^60", f"is {number}")
+            raise refusal(source, whole, "a number from 2^-60 to 2^60", f"is {number}")
         codes = packed.data.reshape(rows, -1)
         if quant == "F32":
             values = float8_values(scales)
@@ -287,17 +286,17 @@ def _float4_shape(
 ) -> tuple[int, int]:
     """Return the rows and columns of codes of float4_e2m1, which have a scale for each group of columns."""
     if packed.quant != "U8" or len(packed.shape) != 2 or packed.shape[1] * 2 % group:
-        raise _refusal(source, packed, f"codes of 4 bits in U8 of a multiple of {group} columns")
+        raise refusal(source, packed, f"codes of 4 bits in U8 of a multiple of {group} columns")
     rows, columns = packed.shape[0], packed.shape[1] * 2
     if scale.quant != scale_type or scale.shape != (rows, columns // group):
-        raise _refusal(source, scale, f"scales in {scale_type} {[rows, columns // group]}")
+        raise refusal(source, scale, f"scales in {scale_type} {[rows, columns // group]}")
     return rows, columns
 
 
-def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
+def _from_gptq(source: str, module: str, parts: Parts, quantisation: Quantisation) -> CheckpointTensor:
     weight, bits = parts["qweight"], quantisation.bits
     if weight.quant != "I32" or len(weight.shape) != 2:
-        raise _refusal(source, weight, "words in I32 [words, rows]")
+        raise refusal(source, weight, "words in I32 [words, rows]")
     columns, rows = weight.shape[0] * 32 // bits, weight.shape[1]
     groups = _check_groups(source, parts, rows, columns, bits)
 
@@ -309,12 +308,12 @@ def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisati
             codes = np.ascontiguousarray(words[part]).view(np.uint8)  # [rows, bytes]
             return codes if bits == 8 else nibbles(codes)
 
-        scales = _halves(source, parts["scales"], _floats(parts["scales"]).reshape(groups, rows).T)
+        scales = halves_of(source, parts["scales"], floats_of(parts["scales"]).reshape(groups, rows).T)
         stored = parts["qzeros"].data.reshape(groups, -1)
         zeros = (stored if bits == 8 else nibbles(stored)) + np.uint8(quantisation.zero_offset)
         if quantisation.symmetric and (zeros != (half := 1 << bits - 1)).any():
             wrong = int(zeros[zeros != half][0])
-            raise _refusal(source, parts["qzeros"], f"zero points of {half}, since the config says sym", f"has {wrong}")
+            raise refusal(source, parts["qzeros"], f"zero points of {half}, since the config says sym", f"has {wrong}")
         if bits == 8:
             return eight_bit_blocks((codes_of(slice(None)) ^ 0x80).view(np.int8), scales)
         return four_bit_blocks(columns, codes_of, scales, None if quantisation.symmetric else zeros.T)
@@ -323,16 +322,16 @@ def _from_gptq(source: str, module: str, parts: _Parts, quantisation: Quantisati
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
 
 
-def _from_awq(source: str, module: str, parts: _Parts, quantisation: Quantisation) -> CheckpointTensor:
+def _from_awq(source: str, module: str, parts: Parts, quantisation: Quantisation) -> CheckpointTensor:
     weight = parts["qweight"]
     if weight.quant != "I32" or len(weight.shape) != 2:
-        raise _refusal(source, weight, "words in I32 [columns, words]")
+        raise refusal(source, weight, "words in I32 [columns, words]")
     columns, rows = weight.shape[0], weight.shape[1] * 8
     groups = _check_groups(source, parts, rows, columns, quantisation.bits)
 
     def convert() -> Bytes:
         words = weight.data.reshape(columns, -1)  # a byte has the codes of two rows
-        scales = _halves(source, parts["scales"], _floats(parts["scales"]).reshape(groups, rows).T)
+        scales = halves_of(source, parts["scales"], floats_of(parts["scales"]).reshape(groups, rows).T)
         zeros = awq_nibbles(parts["qzeros"].data.reshape(groups, -1)).T
 
         def codes_of(part: slice) -> Bytes:
@@ -343,13 +342,13 @@ def _from_awq(source: str, module: str, parts: _Parts, quantisation: Quantisatio
     return CheckpointTensor(f"{module}.weight", "UINT4", (rows, columns), convert)
 
 
-def _check_groups(source: str, parts: _Parts, rows: int, columns: int, bits: int) -> int:
+def _check_groups(source: str, parts: Parts, rows: int, columns: int, bits: int) -> int:
     """Return the number of groups of scales and zero points of GPTQ and AWQ, [groups, rows] each."""
     scales, zeros = parts["scales"], parts["qzeros"]
-    _check_floats(source, scales)
+    check_floats(source, scales)
     groups = _group_count(source, scales, 0, rows, columns)
     if zeros.quant != "I32" or zeros.shape != (groups, rows * bits // 32):
-        raise _refusal(source, zeros, f"zero points of {bits} bits in I32 {[groups, rows * bits // 32]}")
+        raise refusal(source, zeros, f"zero points of {bits} bits in I32 {[groups, rows * bits // 32]}")
     return groups
 
 
@@ -359,7 +358,7 @@ def _group_count(source: str, scale: CheckpointTensor, axis: int, rows: int, col
     shape = scale.shape if len(scale.shape) == 2 else (0, 0)
     groups = shape[axis]
     if shape[1 - axis] != rows or not groups or columns % groups or columns // groups % GROUP:
-        raise _refusal(
+        raise refusal(
             source, scale, f"scales of {rows} rows and of groups of a multiple of {GROUP} of {columns} columns"
         )
     return groups
@@ -371,30 +370,8 @@ def _check_order(source: str, order: CheckpointTensor | None, columns: int, grou
         return
     wanted = np.arange(columns, dtype=np.int32) // (columns // groups)
     if order.quant != "I32" or not np.array_equal(order.data.view("<i4"), wanted):
-        raise _refusal(
+        raise refusal(
             source,
             order,
             "the groups of columns in their order (columns sorted by activations, desc_act, are not read)",
         )
-
-
-def _check_floats(source: str, scale: CheckpointTensor) -> None:
-    if scale.quant not in ("F32", "F16", "BF16"):
-        raise _refusal(source, scale, "in F32, F16 or BF16")
-
-
-def _floats(scale: CheckpointTensor) -> Floats:
-    values: Floats = as_array(scale.decode(torch.float32))
-    return values
-
-
-def _halves(source: str, scale: CheckpointTensor, values: Floats) -> Halves:
-    try:
-        return as_halves(values)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: tensor {scale.name!r}: {error}") from error
-
-
-def _refusal(source: str, tensor: CheckpointTensor, wanted: str, found: str = "") -> CheckpointError:
-    found = found or f"is {tensor.quant} {list(tensor.shape)}"
-    return CheckpointError(f"{source}: tensor {tensor.name!r} {found}, expected {wanted}")

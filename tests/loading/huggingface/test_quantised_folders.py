@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from quantised_matrices import SCHEMES, Scheme, Tensors, compressed, words
+from quantised_matrices import QUARK_MXFP4, SCHEMES, Scheme, Tensors, compressed, words
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from ktqueue.core.errors import CheckpointError
@@ -261,6 +261,14 @@ def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> 
         ({"quant_method": "awq", "bits": 8}, "AWQ in 8 bits"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "ModelOpt"),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": QUARK_MXFP4 | {"group_size": 16}}},
+            "Quark, weights in fp4 with e8m0 scales of 16",
+        ),
+        (
+            {"quant_method": "quark", "layer_quant_config": {"*down*": {"weight": {"dtype": "int4"}}}},
+            "Quark, weights in int4 with None scales of None",
+        ),
         ({"quant_method": "compressed-tensors"}, "without config_groups"),
         (compressed("mxfp8-quantized", "float", 8), "format 'mxfp8-quantized' with float of 8 bits"),
         (compressed("pack-quantized", "int", 3), "format 'pack-quantized' with int of 3 bits"),
