@@ -12,6 +12,7 @@ PULL = "tests/cli/test_pull.py"
 FOLDERS = "tests/loading/huggingface/test_quantised_folders.py"
 THEIRS = "tests/loading/injection/test_ktransformers.py"
 CUSTOM = "tests/loading/injection/test_custom_operators.py"
+PACKAGES = "tests/loading/injection/test_packages.py"
 
 DECODER = "tests/operators/test_decoder.py::test_logits_equal_those_of_transformers"
 LENGTH = "tests/engine/test_original_length.py::test_a_sequence_has_the_angles_of_its_own_length"
@@ -24,6 +25,13 @@ MODELS: dict[str, Mutation] = {
         "    check_model_type(config, str(folder))\n",
         "",
         (f"{REFUSED}::test_a_folder_is_refused_by_its_config",),
+    ),
+    "a package's family may have any part": Mutation(
+        "a package's family with a part that only ktqueue's can have is refused",
+        "ktqueue/loading/packaged_families.py",
+        "        if entry.name not in (*_STATED, *_FACTS) and getattr(family, entry.name) != entry.default:",
+        "        if False:",
+        (f"{PACKAGES}::test_a_family_that_is_wrong_is_named[latent]",),
     ),
     "adjacent rotary columns are not moved": Mutation(
         "a model that rotates adjacent columns computes what transformers does",
