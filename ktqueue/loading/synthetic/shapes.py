@@ -55,6 +55,20 @@ def _yarn(theta: float, factor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_LLAMA4 = {
+    "model_type": "llama4_text",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 202048,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         **_QWEN3, "hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2,
@@ -125,6 +139,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "vocab_size": 151936,
         "max_position_embeddings": 262144,
+    },
+    "qwen3.5-27b": {
+        "model_type": "qwen3_5_text", "rms_norm_eps": 1e-6, "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        "hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 17408, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+    },
+    "llama-4-scout": {
+        **_LLAMA4, "num_local_experts": 16, "interleave_moe_layer_step": 1, "max_position_embeddings": 10485760,
+    },
+    "llama-4-maverick": {
+        **_LLAMA4, "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False,
+        "max_position_embeddings": 1048576,
     },
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},

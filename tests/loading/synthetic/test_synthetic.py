@@ -133,6 +133,7 @@ def test_the_sizes_of_real_models_are_theirs() -> None:
         ("glm-4.6", 353),
         ("minimax-m2", 229),
         ("qwen3-next-80b-a3b", 80),
+        ("llama-4-maverick", 400),
     ):
         weights = sum(math.prod(tensor.shape) for tensor in tensors_of(SHAPES[shape], "Q8_0"))
         assert weights / 1e9 == pytest.approx(billions, rel=0.02)
