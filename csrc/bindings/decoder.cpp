@@ -81,61 +81,65 @@ struct BoundLatentAttention {
 // A decoder with the arrays that it reads in a step, all owned by Python: embedding, cache and rotary table.
 class BoundDecoder {
   public:
-    BoundDecoder(size_t hidden, size_t heads, size_t kv_heads, size_t head_dim, float scaling, float epsilon,
-                 float embedding_scale, bool norm_after_rotary, float score_cap, float logit_cap,
-                 const std::string& quant, const ReadOnly& embedding, const ReadOnly& norm, const BoundLinear& head,
-                 float logit_scale, const std::string& isa)
+    BoundDecoder(size_t hidden, float scaling, float epsilon, float embedding_scale, bool norm_after_rotary,
+                 float score_cap, float logit_cap, const std::string& quant, const ReadOnly& embedding,
+                 const ReadOnly& norm, const BoundLinear& head, float logit_scale, const std::string& isa)
         : embedding_(embedding),
-          decoder_({hidden,
-                    {heads, kv_heads, head_dim},
-                    scaling,
-                    epsilon,
-                    embedding_scale,
-                    logit_scale,
-                    norm_after_rotary,
-                    score_cap,
-                    logit_cap},
+          decoder_({hidden, scaling, epsilon, embedding_scale, logit_scale, norm_after_rotary, score_cap, logit_cap},
                    stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
                    kernels_named(isa)) {}
 
-    void add_layer(const ReadOnly& attention_norm, const BoundLinear* q, const BoundLinear* k, const BoundLinear* v,
-                   const BoundLinear& o, const BoundLinear* gate, const BoundLinearAttention* linear_attention,
-                   const BoundLatentAttention* latent_attention, const ReadOnly& q_norm, const ReadOnly& k_norm,
-                   float clip, bool rotated, size_t rotary_table, size_t sliding_window, size_t chunk, float growth,
+    void add_layer(size_t heads, size_t kv_heads, size_t head_dim, const ReadOnly& attention_norm, const BoundLinear* q,
+                   const BoundLinear* k, const BoundLinear* v, const BoundLinear& o, const BoundLinear* gate,
+                   const BoundLinearAttention* linear_attention, const BoundLatentAttention* latent_attention,
+                   const ReadOnly& q_norm, const ReadOnly& k_norm, const ReadOnly& v_norm, float clip,
+                   size_t rotary_table, size_t rotary_pairs, size_t sliding_window, size_t chunk, float growth,
                    float period, const ReadOnly& sinks, const ReadOnly& mlp_norm, const BoundExpertLayer* mlp,
                    const BoundLinear* shared_gate, const BoundLinear* router, const BoundExpertLayer* experts,
                    size_t experts_per_token, bool renormalise, bool sigmoid, float scale, size_t groups,
-                   size_t groups_used, const ReadOnly& bias, float jitter, const ReadOnly& attention_out_norm,
-                   const ReadOnly& mlp_out_norm) {
+                   size_t groups_used, const ReadOnly& bias, float jitter, const ReadOnly& scales,
+                   const ReadOnly& router_norm, const ReadOnly& experts_norm, const ReadOnly& shared_out_norm,
+                   const ReadOnly& experts_out_norm, const ReadOnly& attention_out_norm, const ReadOnly& mlp_out_norm,
+                   float out_scale) {
         const auto linear = [](const BoundLinear* bound) { return bound ? &bound->linear() : nullptr; };
         decoder_.add_layer({
             .attention_norm = vector_of(attention_norm, "attention_norm"),
+            .attention = {heads, kv_heads, head_dim},
             .q = linear(q),
             .k = linear(k),
-            .v = linear(v),
             .o = &o.linear(),
+            .v = linear(v),
             .gate = linear(gate),
             .linear_attention = linear_attention ? std::optional(linear_attention->layer) : std::nullopt,
             .latent_attention = latent_attention ? std::optional(latent_attention->layer) : std::nullopt,
             .q_norm = vector_of(q_norm, "q_norm"),
             .k_norm = vector_of(k_norm, "k_norm"),
+            .v_norm = vector_of(v_norm, "v_norm"),
             .clip = clip,
-            .rotated = rotated,
             .rotary_table = rotary_table,
+            .rotary_pairs = rotary_pairs,
             .sliding_window = sliding_window,
             .chunk = chunk,
             .growth = growth,
             .period = period,
             .sinks = vector_of(sinks, "sinks"),
-            .mlp_norm = vector_of(mlp_norm, "mlp_norm"),
             .attention_out_norm = vector_of(attention_out_norm, "attention_out_norm"),
-            .mlp_out_norm = vector_of(mlp_out_norm, "mlp_out_norm"),
-            .mlp = mlp ? &mlp->layer() : nullptr,
-            .shared_gate = linear(shared_gate),
-            .router = linear(router),
-            .experts = experts ? &experts->layer() : nullptr,
-            .routing = {experts_per_token, renormalise, sigmoid, scale, groups, groups_used, vector_of(bias, "bias"),
-                        jitter},
+            .feed_forward =
+                {
+                    .norm = vector_of(mlp_norm, "mlp_norm"),
+                    .router_norm = vector_of(router_norm, "router_norm"),
+                    .experts_norm = vector_of(experts_norm, "experts_norm"),
+                    .mlp = mlp ? &mlp->layer() : nullptr,
+                    .shared_gate = linear(shared_gate),
+                    .router = linear(router),
+                    .experts = experts ? &experts->layer() : nullptr,
+                    .routing = {experts_per_token, renormalise, sigmoid, scale, groups, groups_used,
+                                vector_of(bias, "bias"), jitter, vector_of(scales, "scales")},
+                    .shared_out_norm = vector_of(shared_out_norm, "shared_out_norm"),
+                    .experts_out_norm = vector_of(experts_out_norm, "experts_out_norm"),
+                    .out_norm = vector_of(mlp_out_norm, "mlp_out_norm"),
+                    .out_scale = out_scale,
+                },
         });
     }
 
@@ -150,18 +154,19 @@ class BoundDecoder {
 
     void set_cache(const std::vector<Writable>& keys, const std::vector<Writable>& values,
                    const std::vector<Writable>& index_keys) {
-        if (const size_t layers = decoder_.attention_layers(); keys.size() != layers || values.size() != layers)
-            throw std::invalid_argument("the cache must have " + std::to_string(layers) + " layers, got " +
+        const auto& shapes = decoder_.attention_layers();
+        if (keys.size() != shapes.size() || values.size() != shapes.size())
+            throw std::invalid_argument("the cache must have " + std::to_string(shapes.size()) + " layers, got " +
                                         std::to_string(keys.size()));
-        const auto [heads, kv_heads, head_dim] = decoder_.shape().attention;
         const auto pages = keys.empty() || keys[0].ndim() != 4 ? kAny : static_cast<int64_t>(keys[0].shape(0));
         const auto page_size = pages == kAny ? kAny : static_cast<int64_t>(keys[0].shape(1));
         std::vector<float*> key_data, value_data;
         for (const auto* arrays : {&keys, &values})
-            for (const Writable& array : *arrays) {
-                require<float>(array, "cache",
-                               {pages, page_size, static_cast<int64_t>(kv_heads), static_cast<int64_t>(head_dim)});
-                (arrays == &keys ? key_data : value_data).push_back(data<float>(array));
+            for (size_t i = 0; i < shapes.size(); ++i) {
+                require<float>((*arrays)[i], "cache",
+                               {pages, page_size, static_cast<int64_t>(shapes[i].kv_heads),
+                                static_cast<int64_t>(shapes[i].head_dim)});
+                (arrays == &keys ? key_data : value_data).push_back(data<float>((*arrays)[i]));
             }
         const size_t columns = decoder_.index_columns();
         if (index_keys.size() != (columns ? keys.size() : 0))
@@ -210,7 +215,7 @@ class BoundDecoder {
                  const ReadOnly& query_starts, const ReadOnly& context_lengths, const ReadOnly& page_table,
                  const ReadOnly& slot_mapping, const ReadOnly& state_sources, const ReadOnly& state_targets,
                  const Writable& logits) {
-        if (keys_.size() != decoder_.attention_layers() || states_.size() != decoder_.linear_layers().size() ||
+        if (keys_.size() != decoder_.attention_layers().size() || states_.size() != decoder_.linear_layers().size() ||
             keys_.size() + states_.size() == 0)
             throw std::invalid_argument("the decoder has no layers or no cache yet");
         require<int64_t>(input_ids, "input_ids", {1, kAny});
@@ -301,24 +306,26 @@ void bind_decoder(nb::module_& module) {
              nb::arg("chosen"), nb::arg("indexer").none(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
              nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 18>());
     nb::class_<BoundDecoder>(module, "Decoder")
-        .def(nb::init<size_t, size_t, size_t, size_t, float, float, float, bool, float, float, const std::string&,
-                      const ReadOnly&, const ReadOnly&, const BoundLinear&, float, const std::string&>(),
-             nb::kw_only(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-             nb::arg("scaling"), nb::arg("epsilon"), nb::arg("embedding_scale"), nb::arg("norm_after_rotary"),
-             nb::arg("score_cap"), nb::arg("logit_cap"), nb::arg("quant"), nb::arg("embedding"), nb::arg("norm"),
-             nb::arg("head"), nb::arg("logit_scale"), nb::arg("isa"), nb::keep_alive<1, 15>())
-        .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("attention_norm"), nb::arg("q").none(),
-             nb::arg("k").none(), nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(),
-             nb::arg("linear_attention").none(), nb::arg("latent_attention").none(), nb::arg("q_norm"),
-             nb::arg("k_norm"), nb::arg("clip"), nb::arg("rotated"), nb::arg("rotary_table"), nb::arg("sliding_window"),
+        .def(nb::init<size_t, float, float, float, bool, float, float, const std::string&, const ReadOnly&,
+                      const ReadOnly&, const BoundLinear&, float, const std::string&>(),
+             nb::kw_only(), nb::arg("hidden"), nb::arg("scaling"), nb::arg("epsilon"), nb::arg("embedding_scale"),
+             nb::arg("norm_after_rotary"), nb::arg("score_cap"), nb::arg("logit_cap"), nb::arg("quant"),
+             nb::arg("embedding"), nb::arg("norm"), nb::arg("head"), nb::arg("logit_scale"), nb::arg("isa"),
+             nb::keep_alive<1, 12>())
+        .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"),
+             nb::arg("head_dim"), nb::arg("attention_norm"), nb::arg("q").none(), nb::arg("k").none(),
+             nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(), nb::arg("linear_attention").none(),
+             nb::arg("latent_attention").none(), nb::arg("q_norm"), nb::arg("k_norm"), nb::arg("v_norm"),
+             nb::arg("clip"), nb::arg("rotary_table"), nb::arg("rotary_pairs"), nb::arg("sliding_window"),
              nb::arg("chunk"), nb::arg("growth"), nb::arg("period"), nb::arg("sinks"), nb::arg("mlp_norm"),
              nb::arg("mlp").none(), nb::arg("shared_gate").none(), nb::arg("router").none(), nb::arg("experts").none(),
              nb::arg("experts_per_token"), nb::arg("renormalise"), nb::arg("sigmoid"), nb::arg("scale"),
-             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"),
-             nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-             nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
-             nb::keep_alive<1, 9>(), nb::keep_alive<1, 21>(), nb::keep_alive<1, 22>(), nb::keep_alive<1, 23>(),
-             nb::keep_alive<1, 24>())
+             nb::arg("groups"), nb::arg("groups_used"), nb::arg("bias"), nb::arg("jitter"), nb::arg("scales"),
+             nb::arg("router_norm"), nb::arg("experts_norm"), nb::arg("shared_out_norm"), nb::arg("experts_out_norm"),
+             nb::arg("attention_out_norm"), nb::arg("mlp_out_norm"), nb::arg("out_scale"), nb::keep_alive<1, 6>(),
+             nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(),
+             nb::keep_alive<1, 11>(), nb::keep_alive<1, 12>(), nb::keep_alive<1, 25>(), nb::keep_alive<1, 26>(),
+             nb::keep_alive<1, 27>(), nb::keep_alive<1, 28>())
         .def("set_rotary", &BoundDecoder::set_rotary, nb::arg("cosine"), nb::arg("sine"))
         .def("set_cache", &BoundDecoder::set_cache, nb::arg("keys"), nb::arg("values"), nb::arg("index_keys"))
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))

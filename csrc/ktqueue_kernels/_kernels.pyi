@@ -174,9 +174,6 @@ class Decoder:
         self,
         *,
         hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
         scaling: float,
         epsilon: float,
         embedding_scale: float,
@@ -193,6 +190,9 @@ class Decoder:
     def add_layer(
         self,
         *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
         attention_norm: Any,
         q: Linear | None,
         k: Linear | None,
@@ -203,9 +203,10 @@ class Decoder:
         latent_attention: LatentAttention | None,
         q_norm: Any,
         k_norm: Any,
+        v_norm: Any,
         clip: float,
-        rotated: bool,
         rotary_table: int,
+        rotary_pairs: int,
         sliding_window: int,
         chunk: int,
         growth: float,
@@ -224,16 +225,26 @@ class Decoder:
         groups_used: int,
         bias: Any,
         jitter: float,
+        scales: Any,
+        router_norm: Any,
+        experts_norm: Any,
+        shared_out_norm: Any,
+        experts_out_norm: Any,
         attention_out_norm: Any,
         mlp_out_norm: Any,
+        out_scale: float,
     ) -> None:
-        """Append a layer. gate: of the output of attention; linear_attention, latent_attention: takes the place of q, k
-        and v; q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; clip 0: q, k and v are not
-        clamped; rotated: q and k have rotary embeddings, of the table rotary_table; sliding_window 0: no limit; chunk:
-        a token at position p sees keys from p // chunk * chunk on, 0: all; growth, period: of queries, see
-        csrc/model/growth.h; sinks: empty or [heads]; mlp: the dense MLP or the shared expert, as a layer of one expert;
-        router, experts: of the routed experts; the rest: how the router chooses among them, with a bias that is empty
-        or [experts]; attention_out_norm, mlp_out_norm: of what either part adds to the residual, or empty."""
+        """Append a layer. heads: of the query; kv_heads, head_dim: unused with linear attention; v None: a value is its
+        key before norm and rotation; gate: of the output of attention; linear_attention, latent_attention: takes the
+        place of q, k and v; q_norm, k_norm: empty, [head_dim] for each head, or of the whole projection; v_norm: empty
+        or [head_dim]; clip 0: q, k and v are not clamped; rotary_pairs: pairs of columns of q and k that are rotated by
+        the table rotary_table; sliding_window 0: no limit; chunk: a token at
+        position p sees keys from p // chunk * chunk on, 0: all; growth, period: of queries, see csrc/model/growth.h;
+        sinks: empty or [heads]; mlp: the dense MLP or the shared
+        expert, as a layer of one expert; router, experts: of the routed experts; the rest: how the router chooses among
+        them, with bias and scales that are empty or [experts]. Norms of parts are empty or [hidden]: of the input of
+        router and experts, of the output of the shared expert and of the routed ones, and of what attention and MLP add
+        to the residual. out_scale: factor of the residual after the layer."""
 
     def set_rotary(self, cosine: Any, sine: Any) -> None:
         """Set the rotary tables, [tables, positions, half] each."""

@@ -7,50 +7,44 @@
 // as the matrices say (model/linear.h, experts/expert_layer.h).
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <optional>
 #include <vector>
 
-#include "experts/expert_layer.h"
+#include "model/feed_forward.h"
 #include "model/latent_attention.h"
 #include "model/linear.h"
 #include "model/linear_attention.h"
 #include "model/paged_attention.h"
 #include "model/rotary.h"
-#include "model/router.h"
 
 namespace ktqueue {
 
 // Matrices belong to the caller and must outlive the decoder.
 struct DecoderLayer {
     std::vector<float> attention_norm;  // of the input of attention: see Decoder
-    const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
+    AttentionShape attention = {};      // not of linear attention
+    const Linear *q = nullptr, *k = nullptr, *o = nullptr;
+    const Linear* v = nullptr;                        // null: a value is its key before norm and rotation
     const Linear* gate = nullptr;                     // as q: the output of attention is multiplied by its sigmoid
     std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
     std::optional<LatentAttention> latent_attention;  // then q, k, v, gate, their norms and clip are unused
     std::vector<float> q_norm, k_norm;                // empty, [head_dim] for each head, or of the whole projection
+    std::vector<float> v_norm;                        // empty, or [head_dim] for each head
     float clip = 0;                // q, k and v are clamped to -clip .. clip after their norms; 0: not clamped
-    bool rotated = true;           // q and k have rotary embeddings
     size_t rotary_table = 0;       // which of the step's rotary tables
+    size_t rotary_pairs = 0;       // pairs of columns of each head of q and k that are rotated, from the table's first
     size_t sliding_window = 0;     // as in AttentionLayer
     size_t chunk = 0;              // as in AttentionLayer
     float growth = 0, period = 1;  // q at position p is multiplied by growth_factor(growth, period, p + 1)
     std::vector<float> sinks;      // [heads] as in AttentionLayer, or empty
-    std::vector<float> mlp_norm;   // of the input of the feed-forward part: see Decoder
-    std::vector<float> attention_out_norm, mlp_out_norm;  // of what either part adds to x, or empty
-    // The dense MLP, or the shared expert of a layer with routed experts: a layer of one expert. Null if there is none.
-    const ExpertLayer* mlp = nullptr;
-    const Linear* shared_gate = nullptr;  // one row; the shared expert's weight is sigmoid(shared_gate(x)); null: 1
-    const Linear* router = nullptr;       // [experts, hidden]
-    const ExpertLayer* experts = nullptr;
-    Routing routing;  // of a layer with routed experts
+    std::vector<float> attention_out_norm;  // of what attention adds to x, or empty
+    FeedForwardLayer feed_forward;
 };
 
 struct DecoderShape {
     size_t hidden;
-    AttentionShape attention;
     float scaling;                               // of attention scores
     float epsilon;                               // of all norms
     float embedding_scale = 1, logit_scale = 1;  // factors of the embedding and of the logits
@@ -92,7 +86,8 @@ class Decoder {
     void forward(const DecoderStep& step);
 
     const DecoderShape& shape() const { return shape_; }
-    size_t attention_layers() const { return layers_.size() - linear_layers_.size(); }
+    // The shapes of the layers with keys and values, in order.
+    const std::vector<AttentionShape>& attention_layers() const { return attention_layers_; }
     // The shapes of the layers with linear attention, in order.
     const std::vector<LinearAttentionShape>& linear_layers() const { return linear_layers_; }
     // Columns of the keys of the indexers; 0: there are none.
@@ -100,31 +95,25 @@ class Decoder {
     size_t vocabulary() const { return head_.rows(); }
 
     // Layers with routed experts run so far, and the sum over these runs of the different experts used.
-    uint64_t expert_layers_run() const { return expert_layers_run_; }
-    uint64_t experts_used() const { return experts_used_; }
+    uint64_t expert_layers_run() const { return feed_forward_.expert_layers_run(); }
+    uint64_t experts_used() const { return feed_forward_.experts_used(); }
 
   private:
     struct Workspace {
-        std::vector<float> x, normed, low_rank, projected, q, k, v, gate, decay, rate, attended, out, router_logits,
-            scores, routing, shares, shared, index_keys, index_queries, index_weights, index_scores;
-        std::vector<int64_t> ids, zeros, positions;
+        std::vector<float> x, normed, low_rank, projected, q, k, v, gate, decay, rate, attended, out, index_keys,
+            index_queries, index_weights, index_scores;
+        std::vector<int64_t> positions;
         std::vector<int32_t> choice;  // [tokens, chosen] slots: see ChoiceCall
-        std::vector<uint8_t> used;    // [experts]
+    };
+
+    // The attention of a step in the layers with these heads.
+    struct PlannedShape {
+        AttentionShape shape;
         AttentionPlan all, scored;
     };
 
-    // Returns the buffer with room for `count` elements, whose contents are lost if it grows.
-    template <class T>
-    static T* grown(std::vector<T>& buffer, size_t count) {
-        if (buffer.size() < count) buffer.resize(count);
-        return buffer.data();
-    }
-
-    static void add(float* x, const float* y, size_t count) {
-        for (size_t i = 0; i < count; ++i) x[i] += y[i];
-    }
-
     void check(const DecoderStep& step) const;
+    AttentionPlan& plan_of(const AttentionShape& shape, bool scored_only);
     void embed(const DecoderStep& step);
     void project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void project_latent(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
@@ -132,11 +121,7 @@ class Decoder {
     void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void add_attended(const DecoderLayer& layer, const float* attended, size_t width, size_t count);
-    void feed_forward(const DecoderLayer& layer, size_t first, size_t count);
-    void run_experts(const DecoderLayer& layer, size_t count, float* out);
-    void run_mlp(const DecoderLayer& layer, size_t count, float* out);
-    void normalise(const std::vector<float>& weight, size_t first, size_t count);
-    void normalise_row(const std::vector<float>& weight, const float* row, float* out) const;
+    void normalise(const std::vector<float>& norm, size_t count);
 
     const DecoderShape shape_;
     const StoredMatrix embedding_;
@@ -144,11 +129,13 @@ class Decoder {
     const Linear& head_;
     const KernelTable& kernels_;
     std::vector<DecoderLayer> layers_;
+    std::vector<AttentionShape> attention_layers_;
     std::vector<LinearAttentionShape> linear_layers_;
+    std::vector<PlannedShape> plans_;
     size_t chosen_ = 0, index_columns_ = 0;  // of all layers: see LatentAttention
     std::mutex mutex_;
     Workspace work_;
-    std::atomic<uint64_t> expert_layers_run_{0}, experts_used_{0};
+    FeedForward feed_forward_;
 };
 
 }  // namespace ktqueue

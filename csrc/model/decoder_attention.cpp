@@ -4,6 +4,7 @@
 #include "model/decoder.h"
 #include "model/growth.h"
 #include "model/rms_norm.h"
+#include "model/rows.h"
 #include "threads/thread_pool.h"
 
 namespace ktqueue {
@@ -34,22 +35,24 @@ void Decoder::keep_scored(const DecoderStep& step) {
 
 // Computes q of the wanted tokens, and k and v of all tokens, which go into the cache.
 void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
-    const auto [heads, kv_heads, head_dim] = shape_.attention;
+    const auto [heads, kv_heads, head_dim] = layer.attention;
     const size_t tokens = step.paged.tokens, q_size = heads * head_dim, kv_size = kv_heads * head_dim;
     const size_t wanted = scored_only ? step.scored_count : tokens;
     float* q = grown(work_.q, wanted * q_size);
     float* k = grown(work_.k, tokens * kv_size);
     float* v = grown(work_.v, tokens * kv_size);
-    normalise(layer.attention_norm, 0, tokens);
-    const LinearCall calls[] = {{layer.k, k, kv_size},
-                                {layer.v, v, kv_size},
-                                {layer.q, q, q_size},
-                                {layer.gate, layer.gate ? grown(work_.gate, wanted * q_size) : nullptr, q_size}};
-    const size_t of_wanted = layer.gate ? 2 : 1;
-    run_linears(calls, scored_only ? 2 : 2 + of_wanted, work_.normed.data(), shape_.hidden, tokens);
+    normalise(layer.attention_norm, tokens);
+    LinearCall calls[4];
+    size_t calls_used = 0;
+    calls[calls_used++] = {layer.k, k, kv_size};
+    if (layer.v) calls[calls_used++] = {layer.v, v, kv_size};
+    const size_t of_all = calls_used;
+    calls[calls_used++] = {layer.q, q, q_size};
+    if (layer.gate) calls[calls_used++] = {layer.gate, grown(work_.gate, wanted * q_size), q_size};
+    run_linears(calls, scored_only ? of_all : calls_used, work_.normed.data(), shape_.hidden, tokens);
     if (scored_only) {
         keep_scored(step);
-        if (wanted) run_linears(calls + 2, of_wanted, work_.normed.data(), shape_.hidden, wanted);
+        if (wanted) run_linears(calls + of_all, calls_used - of_all, work_.normed.data(), shape_.hidden, wanted);
     }
     const RotaryTables& rotary = step.rotary;
     const auto finish = [&](float* projected, size_t count, const std::vector<float>& norm, size_t token) {
@@ -57,13 +60,15 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
         clamp(projected, count * head_dim, layer.clip);
         const size_t position = layer.rotary_table * rotary.positions + static_cast<size_t>(step.positions[token]);
         const size_t offset = position * rotary.half;
-        for (size_t head = 0; head < (layer.rotated ? count : 0); ++head)
-            rotate(projected + head * head_dim, rotary.cosine + offset, rotary.sine + offset, rotary.half);
+        for (size_t head = 0; head < count; ++head)
+            rotate(projected + head * head_dim, rotary.cosine + offset, rotary.sine + offset, layer.rotary_pairs);
         if (shape_.norm_after_rotary) normalise_heads(projected, count, head_dim, norm, shape_.epsilon);
     };
     for_tokens(tokens, q_size + 2 * kv_size, [&](size_t t) {
         const size_t slot = static_cast<size_t>(step.paged.slot_mapping[t]) * kv_size;
+        if (!layer.v) std::copy_n(k + t * kv_size, kv_size, v + t * kv_size);
         finish(k + t * kv_size, kv_heads, layer.k_norm, t);
+        normalise_heads(v + t * kv_size, kv_heads, head_dim, layer.v_norm, shape_.epsilon);
         clamp(v + t * kv_size, kv_size, layer.clip);
         std::copy_n(k + t * kv_size, kv_size, step.cache_keys[index] + slot);
         std::copy_n(v + t * kv_size, kv_size, step.cache_values[index] + slot);
@@ -80,7 +85,7 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
 // chooses the keys that they are multiplied by.
 void Decoder::project_latent(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
     const LatentAttention& latent = *layer.latent_attention;
-    const AttentionPlan& plan = scored_only ? work_.scored : work_.all;
+    const AttentionPlan& plan = plan_of(layer.attention, scored_only);
     const size_t hidden = shape_.hidden, tokens = step.paged.tokens, key = latent.shape.key();
     const size_t wanted = plan.queries.size(), queries = latent.shape.queries();
     const size_t rank = latent.low_rank_norm.size(), half = step.rotary.half;
@@ -96,7 +101,7 @@ void Decoder::project_latent(const DecoderLayer& layer, const DecoderStep& step,
     float* index_keys = grown(work_.index_keys, tokens * columns);
     float* index_queries = grown(work_.index_queries, wanted * heads * columns);
     float* index_weights = grown(work_.index_weights, wanted * heads);
-    normalise(layer.attention_norm, 0, tokens);
+    normalise(layer.attention_norm, tokens);
     LinearCall calls[4];
     size_t count = 0;
     calls[count++] = {latent.key, keys, key};
@@ -139,12 +144,12 @@ void Decoder::project_latent(const DecoderLayer& layer, const DecoderStep& step,
 }
 
 void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only) {
-    const auto [heads, kv_heads, head_dim] = shape_.attention;
+    const auto [heads, kv_heads, head_dim] = layer.attention;
     const size_t q_size = heads * head_dim;
-    const AttentionPlan& plan = scored_only ? work_.scored : work_.all;
+    const AttentionPlan& plan = plan_of(layer.attention, scored_only);
     const size_t count = plan.queries.size();
     float* attended = grown(work_.attended, count * q_size);
-    attend(step.paged, shape_.attention, plan,
+    attend(step.paged, layer.attention, plan,
            {work_.q.data(), head_dim, q_size, step.cache_keys[index], step.cache_values[index], shape_.scaling,
             shape_.score_cap, layer.sliding_window, layer.chunk, layer.sinks.empty() ? nullptr : layer.sinks.data(),
             attended, work_.choice.data()},
@@ -165,7 +170,7 @@ void Decoder::attend_linearly(const DecoderLayer& layer, const DecoderStep& step
     const LinearAttention& attention = *layer.linear_attention;
     const LinearAttentionShape& shape = attention.shape;
     const size_t tokens = step.paged.tokens, values = shape.values(), heads = shape.value_heads;
-    normalise(layer.attention_norm, 0, tokens);
+    normalise(layer.attention_norm, tokens);
     const LinearAttentionCall call = {
         .qkv = grown(work_.q, tokens * shape.channels()),
         .gate = grown(work_.gate, tokens * values),
@@ -198,7 +203,7 @@ void Decoder::add_attended(const DecoderLayer& layer, const float* attended, siz
     layer.o->forward(attended, width, count, out, hidden);
     float* x = work_.x.data();
     for_tokens(count, hidden, [&](size_t t) {
-        normalise_row(layer.attention_out_norm, out + t * hidden, out + t * hidden);
+        normalise_row(layer.attention_out_norm, out + t * hidden, hidden, shape_.epsilon, out + t * hidden);
         add(x + t * hidden, out + t * hidden, hidden);
     });
 }

@@ -27,6 +27,7 @@ void check(const PagedStep& step);
 
 struct AttentionShape {
     size_t heads, kv_heads, head_dim;
+    bool operator==(const AttentionShape&) const = default;
 };
 
 // Throws std::invalid_argument if the kernels do not support these heads.

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <vector>
 
 namespace ktqueue {
 
@@ -33,6 +34,19 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, s
     const float squares = sum_of(x, count, [mean](float value) { return (value - mean) * (value - mean); });
     const float scale = 1.0f / std::sqrt(squares / static_cast<float>(count) + epsilon);
     for (size_t i = 0; i < count; ++i) out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+}
+
+// Whether a decoder can use the norm for `hidden` columns: weights of an RMSNorm, or weights and biases of a LayerNorm.
+inline bool is_norm(const std::vector<float>& norm, size_t hidden) {
+    return norm.size() == hidden || norm.size() == 2 * hidden;
+}
+
+// Computes that norm of a row. Without weights, nothing is done.
+inline void normalise_row(const std::vector<float>& norm, const float* row, size_t hidden, float epsilon, float* out) {
+    if (norm.size() == hidden)
+        rms_norm(row, norm.data(), hidden, epsilon, out);
+    else if (!norm.empty())
+        layer_norm(row, norm.data(), norm.data() + hidden, hidden, epsilon, out);
 }
 
 }  // namespace ktqueue

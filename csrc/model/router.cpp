@@ -76,7 +76,9 @@ void check(const Routing& routing, size_t experts) {
     if (groups < 1 || experts % groups || used < 1 || used > groups) refuse("the number of groups");
     if (chosen > experts / groups * used) refuse("the number of groups used");
     if (!routing.bias.empty() && routing.bias.size() != experts) refuse("the bias");
-    if (routing.jitter != 0 && (chosen != 2 || used < groups || !routing.bias.empty())) refuse("the jitter");
+    if (!routing.scales.empty() && routing.scales.size() != experts) refuse("the number of scales");
+    const bool plain = routing.bias.empty() && routing.scales.empty();
+    if (routing.jitter != 0 && (chosen != 2 || used < groups || !plain)) refuse("the jitter");
 }
 
 void route(const float* logits, size_t experts, const Routing& routing, float* scratch, int64_t* ids, float* weights) {
@@ -121,6 +123,7 @@ void route(const float* logits, size_t experts, const Routing& routing, float* s
     for (size_t i = 0; i < chosen; ++i) {
         if (divided) weights[i] /= total;
         weights[i] *= routing.scale;
+        if (!routing.scales.empty()) weights[i] *= routing.scales[static_cast<size_t>(ids[i])];
     }
 }
 

@@ -21,6 +21,7 @@ struct Routing {
     // Not 0: two experts are chosen one after the other. The weight of each is its softmax over those experts not chosen
     // before whose logits are within 2 * jitter of it, relative to the larger magnitude (transformers' sparsemixer).
     float jitter = 0;
+    std::vector<float> scales;  // [experts], further factors of the final weights; or empty
 };
 
 // Throws std::invalid_argument if the router cannot choose among so many experts.

@@ -118,7 +118,8 @@ class Family:
     columns of gate and up are in turns. `quant_method`: a quantisation whose tensors belong to its own layout.
     `rotated_key`: the published config key of the number of rotated columns, which transformers does not read. `text`:
     it may be the text model of a folder that also holds encoders, because a position for each token is all that it
-    needs. `aliases`: other model types, which transformers does not know, of folders whose own code computes the same.
+    needs. `heads_differ`: layers may differ in the number and the size of their key/value heads. `aliases`: other model
+    types, which transformers does not know, of folders whose own code computes the same.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Family:
     quant_method: str = ""
     rotated_key: str = ""
     text: bool = False
+    heads_differ: bool = False
     aliases: tuple[str, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3."""
+"""Gemma 2, 3 and 4."""
 
 from ktqueue.families.family import Family, GemmaLayout, GgufLayout, MetadataField
 from ktqueue.families.parts import DENSE, LAYER, MLP, QK_NORMS
@@ -23,4 +23,6 @@ GEMMA = (
         ),
         text=True,
     ),
+    Family("Gemma 4, its text (26B-A4B, 31B)", "gemma4_text", "Gemma4ForCausalLM", text=True, heads_differ=True),
+    Family("Gemma 4, its text (12B)", "gemma4_unified_text", "Gemma4UnifiedForCausalLM", text=True, heads_differ=True),
 )  # fmt: skip

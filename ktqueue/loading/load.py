@@ -14,7 +14,7 @@ from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, Progress
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
-from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION
+from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION, heads_by_layer
 from ktqueue.loading.inject import inject
 from ktqueue.loading.installed import FAMILIES, FORMATS, entry_names, package_of, package_of_module
 from ktqueue.loading.materialize import check_tensors, materialize
@@ -27,7 +27,7 @@ from ktqueue.loading.synthetic.checkpoint import open_synthetic
 from ktqueue.loading.weight_formats import check_packages
 from ktqueue.operators.attention import cap_of, chunk_of, window_of
 from ktqueue.operators.base import Operator
-from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.kv_cache import KVHeads, KVLayout
 from ktqueue.operators.linear_attention import linear_attention_shape
 from ktqueue.operators.registry import OPERATORS, check_operator, operator_class, operator_names
 from ktqueue.operators.rotary import original_length
@@ -54,16 +54,21 @@ class CardFacts:
 class AttentionFacts:
     """What an attention plan on a GPU needs to know. `heads` are those of the query.
 
-    `windows` are the sliding windows of all layers, in keys; 0 means no window. `sinks`: heads have a score without a
-    value. `cap`, `chunk`: see ScoreOptions; some layers may have no chunks.
+    `layer_windows`: the sliding window of each layer with keys and values, in keys; 0 means no window. `sinks`: heads
+    have a score without a value. `cap`, `chunk`: see ScoreOptions; some layers may have no chunks.
     """
 
     heads: int
     scaling: float
-    windows: frozenset[int]
+    layer_windows: tuple[int, ...]
     sinks: bool = False
     cap: float = 0.0
     chunk: int = 0
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """The windows of all layers."""
+        return frozenset(self.layer_windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,8 @@ class PreparedModel:
 
 def experts_per_token(config: Config) -> int:
     """Return the number of experts per token in a routed layer; 0 for a model without experts."""
-    return int(getattr(config, "num_experts_per_tok", None) or 0)
+    chosen = config.top_k_experts if getattr(config, "enable_moe_block", False) else None  # Gemma 4
+    return int(chosen or getattr(config, "num_experts_per_tok", None) or 0)
 
 
 def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
@@ -129,28 +135,30 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
             index=config.index_head_dim if family_of_type(config.model_type).indexed else 0,
             original_length=original_length(config),
         )
+    by_layer = tuple(KVHeads(kv_heads, head_dim) for kv_heads, head_dim in heads_by_layer(config))
     return KVLayout(
         layers=config.num_hidden_layers - linear,
         linear=(linear_attention_shape(config),) * linear if linear else (),
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=by_layer[0].kv_heads if by_layer else getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=by_layer[0].head_dim if by_layer else getattr(config, "head_dim", None) or config.hidden_size // heads,
         page_size=page_size,
         dtype=dtype,
         original_length=original_length(config),
+        by_layer=by_layer if len({*by_layer}) > 1 else (),
     )
 
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
     """Return the facts of all attention modules."""
-    scalings, windows, caps, chunks, sinks = set(), set(), {0.0}, {0}, False
+    scalings, windows, caps, chunks, sinks = set(), [], {0.0}, {0}, False
     for _, module in _attention_modules(skeleton):
         sinks |= any("sink" in name for name, _ in module.named_parameters(recurse=False))
-        windows.add(window_of(module, config))
+        windows.append(window_of(module, config))
         caps.add(cap_of(module))
         chunks.add(chunk_of(module, config))
         scalings.add(float(module.scaling))
     scaling = max(scalings, default=1.0)
-    return AttentionFacts(config.num_attention_heads, scaling, frozenset(windows or {0}), sinks, max(caps), max(chunks))
+    return AttentionFacts(config.num_attention_heads, scaling, tuple(windows) or (0,), sinks, max(caps), max(chunks))
 
 
 def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:

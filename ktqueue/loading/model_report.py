@@ -137,7 +137,7 @@ def _position_bytes(prepared: PreparedModel) -> int:
     rotary = prepared.skeleton.get_submodule("model.rotary_emb")
     kinds = rotary_kinds(rotary)
     growth = 4 if family_of_type(prepared.config.model_type).chunked else 0
-    return 2 * 4 * max(1, len(kinds)) * rotary_pairs(rotary, kinds) + growth
+    return 2 * 4 * max(1, len(kinds)) * max(rotary_pairs(rotary, kinds)) + growth
 
 
 def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:

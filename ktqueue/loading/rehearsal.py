@@ -43,12 +43,13 @@ class _RecordingAttention:
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. Raises ValueError if keys and queries differ in width."""
-        if query.shape[2] != kv.layout.head_dim:
-            raise ValueError(f"a query has {query.shape[2]} dimensions, a key of the cache {kv.layout.head_dim}")
+        heads = kv.layout.heads[layer]
+        if query.shape[2] != heads.head_dim:
+            raise ValueError(f"a query has {query.shape[2]} dimensions, a key of the cache {heads.head_dim}")
         self.layers[layer] += 1
         keys, values = kv.keys[layer][:, 0], kv.values[layer][:, 0]  # one token per page
         self.differs |= not all(_is_same_row(states[[*_EQUAL_ROWS]]) for states in (query, keys, values))
-        return values.repeat_interleave(query.shape[1] // kv.layout.kv_heads, dim=1).to(query.dtype)
+        return values.repeat_interleave(query.shape[1] // heads.kv_heads, dim=1).to(query.dtype)
 
 
 def rehearse(module: nn.Module, layout: KVLayout, source: str) -> None:

@@ -130,24 +130,26 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
     if family is None:
         return
     layers: Any = model.get_submodule("model.layers")
-    attention: Any = next((layer.self_attn for layer in layers if hasattr(layer, "self_attn")), None)
-    if attention is None:
+    attentions: list[Any] = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    if not attentions:
         raise CheckpointError(f"{source}: a {config.model_type} of which no layer has keys and values is not supported")
-    name, width = ("qk_rope_head_dim", config.qk_rope_head_dim) if family.latent else ("head_dim", attention.head_dim)
+    rotary: Any = model.get_submodule("model.rotary_emb")
+    kinds = rotary_kinds(rotary)
+    name, part = "qk_rope_head_dim" if family.latent else "head_dim", 1.0
     if family.partly_rotated:
-        width = int(width * config.rope_parameters.get("partial_rotary_factor", 1.0))
-    rotary = model.get_submodule("model.rotary_emb")
-    try:
-        widths = {"rotary embeddings": 2 * rotary_pairs(rotary, rotary_kinds(rotary))}
-    except ValueError as error:
-        raise CheckpointError(f"{source}: a {config.model_type} is not supported, because {error}") from error
-    if family.single_norms:
-        widths["norms"] = attention.q_norm.weight.numel() // config.num_attention_heads
-    for what, columns in widths.items():
+        part = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    pairs = rotary_pairs(rotary, kinds)
+    checks = []  # what has a width, and that of the heads
+    for found in attentions:
+        width = int(part * (config.qk_rope_head_dim if family.latent else found.head_dim))
+        checks.append(("rotary embeddings", 2 * pairs[kinds.index(found.layer_type) if kinds else 0], width))
+        if family.single_norms:
+            checks.append(("norms", found.q_norm.weight.numel() // config.num_attention_heads, width))
+    for what, columns, width in checks:
         if columns != width:
             raise CheckpointError(
                 f"{source}: {name} must be the width of {what}, which is {columns} for head_dim "
-                f"{getattr(config, 'head_dim', None)}, got {width}",
+                f"{vars(config).get('head_dim')}, got {width}",
                 param=name,
                 limit=columns,
                 value=width,

@@ -89,7 +89,7 @@ def attend(
             chunk=options.chunk,
             sinks=None if options.sinks is None else native.as_array(options.sinks),
         )
-        return out[..., : step.kv.layout.value_dim]
+        return out[..., : values.shape[-1]]
     _write(layer, key, value, step)
     return reference.paged_attention(
         query,

@@ -14,11 +14,12 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts, facts_of
+from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape, growth_factors
 from ktqueue.operators.latent_weights import read_indexer, read_latent_attention
+from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts, PackedMatrix
@@ -69,9 +70,10 @@ class CpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Pack all matrices. The embedding keeps its stored format. Raises ValueError if a weight does not fit."""
         facts = self.facts
+        first = facts.layers[0]
         if facts.fused:
-            weights = SplitRows(weights, facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim)
-        weights = in_rotary_order(weights, facts.head_dim, facts.interleaved)
+            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
+        weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
         stored = weights.matrix("model.embed_tokens.weight")
         # A copy, because the file may be truncated or overwritten: reading its map would then raise SIGBUS or give
         # other weights.
@@ -81,9 +83,6 @@ class CpuDecoder(Operator):
         self._dense_bytes = head.bytes
         self._decoder = _kernels.Decoder(
             hidden=embedding.columns,
-            heads=facts.heads,
-            kv_heads=facts.kv_heads,
-            head_dim=facts.head_dim,
             scaling=facts.scaling,
             epsilon=facts.epsilon,
             embedding_scale=facts.embedding_scale,
@@ -185,7 +184,7 @@ class CpuDecoder(Operator):
             return packed.bound
 
         def routed_experts() -> _kernels.ExpertLayer:
-            packed = expert_layer(weights.experts(f"{layer.name}.{layer.mlp}.experts"), layer.expert_gate)
+            packed = expert_layer(weights.experts(f"{layer.name}.{layer.experts}"), layer.expert_gate)
             self.expert_bytes += packed.bytes
             return packed.bound
 
@@ -200,16 +199,17 @@ class CpuDecoder(Operator):
             if self.facts.gate:
                 queries["gate"] = linear(f"self_attn.{self.facts.gate}")
             norms = self.facts.qk_norm
-            ones = np.ones(self.facts.head_dim, np.float32) if layer.unit_norms else _NONE
+            ones = np.ones(layer.head_dim, np.float32) if layer.unit_norms else _NONE
             return {
                 **queries,
                 "k": linear("self_attn.k_proj"),
-                "v": linear("self_attn.v_proj"),
+                "v": None if layer.value_is_key else linear("self_attn.v_proj"),
                 "o": linear("self_attn.o_proj"),
                 "linear_attention": None,
                 "latent_attention": None,
                 "q_norm": norm(f"self_attn.{norms[0]}") if norms else ones,
                 "k_norm": norm(f"self_attn.{norms[1]}") if norms else ones,
+                "v_norm": np.ones(layer.head_dim, np.float32) if layer.value_norm else _NONE,
                 "sinks": vector("self_attn.sinks") if layer.sinks else _NONE,
             }
 
@@ -277,7 +277,7 @@ class CpuDecoder(Operator):
 
         unused = {
             **dict.fromkeys(("q", "k", "v", "gate", "linear_attention", "latent_attention")),
-            **dict.fromkeys(("q_norm", "k_norm", "sinks"), _NONE),
+            **dict.fromkeys(("q_norm", "k_norm", "v_norm", "sinks"), _NONE),
         }
         if layer.linear:
             mixer = linear_attention(layer.linear)
@@ -285,19 +285,25 @@ class CpuDecoder(Operator):
             mixer = latent_attention(self.facts.latent) if self.facts.latent else attention()
 
         router, mlp = layer.router, layer.shared or ("" if layer.router else layer.mlp)
+        optional_norms: dict[str, Any] = {
+            name: norm(part) if (part := getattr(layer, name)) else _NONE
+            for name in ("experts_norm", "shared_out_norm", "experts_out_norm", "attention_out_norm", "mlp_out_norm")
+        }
         decoder.add_layer(
+            heads=self.facts.heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
             attention_norm=norm("input_layernorm"),
             **mixer,
-            rotated=layer.rotary,
             rotary_table=layer.rotary_table,
+            rotary_pairs=layer.rotary_pairs,
             clip=self.facts.clip,
             sliding_window=layer.sliding_window,
             chunk=layer.chunk,
             growth=layer.growth,
             period=layer.period,
             mlp_norm=norm(layer.mlp_norm),
-            attention_out_norm=norm(layer.attention_out_norm) if layer.attention_out_norm else _NONE,
-            mlp_out_norm=norm(layer.mlp_out_norm) if layer.mlp_out_norm else _NONE,
+            **optional_norms,
             mlp=dense_mlp(mlp) if mlp else None,
             shared_gate=linear(f"{layer.shared}_gate") if layer.shared_gate else None,
             router=linear(router.name, exact) if router else None,
@@ -310,6 +316,9 @@ class CpuDecoder(Operator):
             groups_used=router.groups_used if router else 1,
             bias=vector(router.bias) if router and router.bias else _NONE,
             jitter=router.jitter if router else 0.0,
+            scales=vector(router.scales) if router and router.scales else _NONE,
+            router_norm=router_norm(weights, layer) if router and router.norm else _NONE,
+            out_scale=float(vector(layer.out_scale)[0]) if layer.out_scale else 1.0,
         )
 
 
@@ -334,6 +343,13 @@ def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> nati
     if weights.has(f"{name}.bias"):
         return np.concatenate([stored, weights.vector(f"{name}.bias")])
     return stored + np.float32(1) if facts.centred else stored
+
+
+def router_norm(weights: ModuleWeights, layer: LayerFacts) -> native.Floats:
+    """Return the factors of the norm of the router's input, [hidden] float32: see RouterFacts.norm."""
+    assert layer.router is not None
+    stored = weights.vector(f"{layer.name}.{layer.router.norm}")
+    return stored * np.float32(len(stored) ** -0.5)
 
 
 def _one_expert(weights: ModuleWeights, name: str) -> ExpertWeights:

@@ -6,17 +6,28 @@ Knows nothing about the owner of a page or of a slot.
 
 import math
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from ktqueue.operators.linear_attention import LinearAttentionShape
 
 
+class KVHeads(NamedTuple):
+    """The heads of a layer's keys and values: their number, and the columns of each."""
+
+    kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
     """Shape of a cache, derived from the model's config. dtype: of the stored numbers. layers: those with keys and
     values. linear: the shapes of those with linear attention, whose states are float32.
+
+    by_layer: the heads of each layer with keys and values, if layers differ; then kv_heads and head_dim are those of
+    the first one. Empty: all layers have kv_heads and head_dim.
 
     latent: None with grouped queries, whose keys and values have a tensor each, of `head_dim` columns. With multi-head
     latent attention there is one key head and no tensor of values: its values are the first `latent` columns of a key.
@@ -34,6 +45,17 @@ class KVLayout:
     index: int = 0
     linear: tuple[LinearAttentionShape, ...] = ()
     original_length: int = 0
+    by_layer: tuple[KVHeads, ...] = ()
+
+    @property
+    def heads(self) -> tuple[KVHeads, ...]:
+        """The heads of each layer with keys and values."""
+        return self.by_layer or (KVHeads(self.kv_heads, self.head_dim),) * self.layers
+
+    def alike(self, heads: KVHeads) -> "KVLayout":
+        """Return the layout of a model that has only the layers with these heads."""
+        count = self.heads.count(heads)
+        return replace(self, layers=count, kv_heads=heads.kv_heads, head_dim=heads.head_dim, by_layer=())
 
     @property
     def state_bytes(self) -> int:
@@ -49,8 +71,8 @@ class KVLayout:
     def page_bytes(self) -> int:
         """Bytes of one page: keys and values of all layers."""
         tensors = 2 if self.latent is None else 1
-        numbers = tensors * self.kv_heads * self.head_dim + self.index
-        return self.layers * self.page_size * numbers * self.dtype.itemsize
+        numbers = sum(tensors * heads.kv_heads * heads.head_dim + self.index for heads in self.heads)
+        return self.page_size * numbers * self.dtype.itemsize
 
 
 class KVCache:
@@ -69,19 +91,20 @@ class KVCache:
     def __init__(
         self, layout: KVLayout, pages: int, device: str = "cpu", *, slots: int = 0, scratch: bool = False
     ) -> None:
-        shape = (pages + scratch, layout.page_size, layout.kv_heads, layout.head_dim)
+        page_shape = (pages + scratch, layout.page_size)
+        shapes = [(*page_shape, heads.kv_heads, heads.head_dim) for heads in layout.heads]
         self.layout = layout
         self.pages = pages
         self.slots = slots
         self.scratch_page = pages if scratch else None
         self.scratch_slot = slots if scratch else None
-        self.keys = [_zeros(shape, layout.dtype, device) for _ in range(layout.layers)]
+        self.keys = [_zeros(shape, layout.dtype, device) for shape in shapes]
         if layout.latent is None:
-            self.values = [_zeros(shape, layout.dtype, device) for _ in range(layout.layers)]
+            self.values = [_zeros(shape, layout.dtype, device) for shape in shapes]
         else:
             self.values = [keys[..., : layout.latent] for keys in self.keys]
         index_layers = layout.layers if layout.index else 0
-        self.index_keys = [_zeros((*shape[:2], layout.index), layout.dtype, device) for _ in range(index_layers)]
+        self.index_keys = [_zeros((*page_shape, layout.index), layout.dtype, device) for _ in range(index_layers)]
         slots += scratch
         self.recent = [
             _zeros((slots, linear.taps - 1, linear.channels), torch.float32, device) for linear in layout.linear

@@ -87,14 +87,11 @@ def rotary_kinds(rotary: nn.Module) -> tuple[str, ...]:
     return () if isinstance(rope_type, str) else tuple(rope_type)
 
 
-def rotary_pairs(rotary: nn.Module, kinds: tuple[str, ...]) -> int:
-    """Return how many pairs of columns of a head a rotary module of transformers rotates. Raises ValueError if that
-    depends on the kind of the layer."""
+def rotary_pairs(rotary: nn.Module, kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """Return how many pairs of columns of a head a rotary module of transformers rotates, for each of its tables."""
     module = _own(rotary)
-    found = {int(getattr(module, f"{kind}_inv_freq").numel()) for kind in kinds} or {int(module.inv_freq.numel())}
-    if len(found) != 1:
-        raise ValueError(f"its layers rotate different numbers of columns: {sorted(2 * pairs for pairs in found)}")
-    return found.pop()
+    frequencies = [getattr(module, f"{kind}_inv_freq") for kind in kinds] or [module.inv_freq]
+    return tuple(int(table.numel()) for table in frequencies)
 
 
 def _own(rotary: Any) -> Any:
@@ -106,19 +103,20 @@ def rotary_tables(rotary: nn.Module, positions: int, kinds: tuple[str, ...] = ()
     """Return cosines and sines, [tables, positions, pairs] float32 each, from a rotary module of transformers on the
     CPU. If angles depend on the length of a sequence, its original length comes on top of `positions`.
 
-    kinds: of layers, each of which has a table; empty: all layers have the same. Most modules return every number
-    twice, for both elements of its pair; gpt-oss's does not.
+    kinds: of layers, each of which has a table; empty: all layers have the same. A table with fewer pairs than another
+    ends with zeros. Most modules return every number twice, for both elements of its pair; gpt-oss's does not.
     """
     rotary = rotary_by_length(rotary)
-    pairs = rotary_pairs(rotary, kinds)
+    widths = rotary_pairs(rotary, kinds)
     cosines, sines = [], []
-    for arguments in [[kind] for kind in kinds] or [[]]:
+    for pairs, arguments in zip(widths, [[kind] for kind in kinds] or [[]], strict=True):
         with torch.no_grad():
             places = torch.arange(positions + (rotary.original if isinstance(rotary, RotaryByLength) else 0))[None]
             if hasattr(rotary, "mrope_section"):  # a position in time, height and width, which are equal for text
                 places = places.expand(3, 1, -1)
             angles = rotary(torch.empty(0), places, *arguments)
         cosine, sine = (angles.real, angles.imag) if isinstance(angles, torch.Tensor) else angles
-        cosines.append(cosine[0, :, :pairs])
-        sines.append(sine[0, :, :pairs])
+        padding = 0, max(widths) - pairs
+        cosines.append(nn.functional.pad(cosine[0, :, :pairs], padding))
+        sines.append(nn.functional.pad(sine[0, :, :pairs], padding))
     return torch.stack(cosines), torch.stack(sines)

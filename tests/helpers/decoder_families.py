@@ -14,7 +14,7 @@ from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
-from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.kv_cache import KVCache, KVHeads, KVLayout
 from ktqueue.operators.rotary import original_length
 from ktqueue.operators.step import StepContext
 
@@ -32,8 +32,13 @@ COMMON = {
     "initializer_range": 0.15,
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPS = {"n_group": 2, "topk_group": 1}
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GEMMA = {**WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": 0}
+GLOBAL = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+KINDS = ["full_attention", "sliding_attention", "full_attention"]
+GEMMA4 = {**GEMMA, **GLOBAL, "layer_types": KINDS, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
 SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 6.0}
 SIGMOID = {
     **MOE,
@@ -74,13 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_moe with windows": (
         "qwen2_moe",
-        {
-            **MOE,
-            "shared_expert_intermediate_size": 48,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
+        {**MOE, **WINDOWS, "shared_expert_intermediate_size": 48, "use_sliding_window": True, "sliding_window": 6},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
@@ -141,17 +140,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": ("gemma3_text", {**GEMMA, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma4 with experts": ("gemma4_text", {**GEMMA4, **GEMMA4_MOE}),
+    "gemma4_unified": ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": False}),
     "exaone_moe": (
         "exaone_moe",
-        {
-            **MOE,
-            "head_dim": 16,
-            "n_group": 2,
-            "topk_group": 1,
-            **WINDOWS,
-            "num_shared_experts": 1,
-            "routed_scaling_factor": 1.5,
-        },
+        {**MOE, **WINDOWS, **GROUPS, "head_dim": 16, "num_shared_experts": 1, "routed_scaling_factor": 1.5},
     ),
     "hy_v3": ("hy_v3", {**MOE, "head_dim": 16, "router_scaling_factor": 1.7, "pad_token_id": 0}),
     "solar_open": ("solar_open", {**SIGMOID, "head_dim": 16, "pad_token_id": 0}),
@@ -223,17 +216,19 @@ def random_model(kind: str, sizes: dict[str, Any], device: str = "cpu") -> Any:
         model = factory.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "bias", "sinks", "A_log")):
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "bias", "sinks", "A_log", "scale")):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return model
 
 
 def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> AttentionPlanner:
     """Make the planner that a worker would make."""
-    windows = frozenset(layer.sliding_window for layer in facts.layers)
+    windows = [layer.sliding_window for layer in facts.layers if layer.linear is None]
     scores: Any = {"windows": windows, "sinks": any(layer.sinks for layer in facts.layers), "cap": facts.score_cap}
     scores["chunk"] = max(layer.chunk for layer in facts.layers)
     return make_planner(layout, heads=facts.heads, scaling=facts.scaling, device=device, **scores)
@@ -245,11 +240,13 @@ class Cache:
     def __init__(self, decoder: Any, pages: int = 64, *, device: str = "cpu", planner: Any = None) -> None:
         facts = facts_of(decoder) if isinstance(decoder, PreTrainedModel) else decoder.facts
         linear = tuple(layer.linear for layer in facts.layers if layer.linear is not None)
+        heads = tuple(KVHeads(layer.kv_heads, layer.head_dim) for layer in facts.layers if layer.linear is None)
         layout = KVLayout(
             layers=len(facts.layers) - len(linear),
             linear=linear,
-            kv_heads=facts.kv_heads,
-            head_dim=facts.head_dim,
+            kv_heads=heads[0].kv_heads,
+            head_dim=heads[0].head_dim,
+            by_layer=heads if len({*heads}) > 1 else (),
             page_size=PAGE,
             dtype=facts.dtype,
             latent=facts.latent.latent if facts.latent else None,

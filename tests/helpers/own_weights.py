@@ -23,7 +23,7 @@ class OwnWeights:
 
     def matrix(self, name: str) -> PackedMatrix:
         weight = self._take(name)
-        quant = "F32" if name.endswith(("gate.weight", "router.weight")) else self._quant
+        quant = "F32" if name.endswith(("gate.weight", "router.weight", "router.proj.weight")) else self._quant
         return PackedMatrix(quant, weight.shape[0], weight.shape[1], quantise(weight, quant))
 
     def vector(self, name: str) -> Floats:

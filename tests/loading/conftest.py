@@ -135,6 +135,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "initializer_range": 0.15,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gemma4_text": {
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 7,
+        "layer_types": MIXED[::-1],
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 30.0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "gemma": {"intermediate_size": 96, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
     "biogpt": {"intermediate_size": 96},
     "diffllama": {"intermediate_size": 96},
@@ -232,11 +248,13 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 for name, weight in model.named_parameters():
-                    if name.endswith(("norm.weight", ".bias", "_bias", "sinks")):
+                    if name.endswith(("norm.weight", "_1.weight", "_2.weight", ".bias", "_bias", "sinks", "scale")):
                         weight.uniform_(0.5, 1.5)
                 for name, buffer in model.named_buffers():
                     if name.endswith("correction_bias"):
                         buffer.uniform_(-0.2, 0.2)
+                    elif name.endswith("layer_scalar"):
+                        buffer.uniform_(0.5, 1.5)
             model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
             write_tokenizer(folder, VOCAB)
             made[key] = folder

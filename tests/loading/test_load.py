@@ -88,6 +88,17 @@ def test_a_module_that_holds_weights_and_computes_a_buffer_keeps_its_weights(
     assert_equals_transformers(load_model(str(folder)), folder)
 
 
+def test_a_small_gemma_4_runs_by_its_modules(
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
+) -> None:
+    kinds = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    sizes = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384}
+    folder = make_model("gemma4_text", **sizes, **kinds, enable_moe_block=False)
+    with pytest.raises(RuleError, match=r"it has embeddings for each layer .rules/modules.yaml does without it"):
+        load_model(str(folder))
+    assert_equals_transformers(load_model(str(folder), rules="modules"), folder)
+
+
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
@@ -99,10 +110,7 @@ def test_a_module_that_holds_weights_and_computes_a_buffer_keeps_its_weights(
 def test_layers_that_do_not_attend_exactly_once_are_refused(
     model_type: str, words: str, make_model: Callable[..., Path]
 ) -> None:
-    """Such models run, but give wrong results.
-
-    Of two attentions of a layer the cache keeps one. Of attention outside the interface it keeps nothing.
-    """
+    """They run, but the cache keeps one of two attentions of a layer, and nothing of one outside the interface."""
     with pytest.raises(CheckpointError, match=f"cannot be run: {words} .*, but must attend once"):
         load_model(str(make_model(model_type)))
 
@@ -116,7 +124,9 @@ def test_a_model_that_counts_positions_itself_is_refused(make_model: Callable[..
         load_model(str(make_model("bart")))
 
 
-@pytest.mark.parametrize("model_type", ["exaone4", "ministral", "smollm3", "gemma3n_text", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "model_type", ["exaone4", "ministral", "smollm3", "gemma3n_text", "gemma4_text", "granitemoehybrid"]
+)
 def test_models_may_have_layers_of_several_kinds(
     model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:

@@ -95,7 +95,10 @@ def test_a_composite_model_is_refused() -> None:
         build_config({"model_type": "gemma3"}, "folder")
 
 
-def test_layers_of_different_widths_are_refused() -> None:
-    """Full layers of Gemma 4 have wider heads, but a cache has one width."""
-    with pytest.raises(CheckpointError, match="a gemma4_text whose layers differ in head_dim is not supported"):
-        build_config({"model_type": "gemma4_text"}, "folder")
+def test_layers_may_differ_only_in_their_heads_and_only_in_gemma_4() -> None:
+    for model_type, name, value in (("llama", "head_dim", 32), ("gemma4_text", "intermediate_size", 8)):
+        config = {"model_type": model_type, "per_layer_config": {"1": {name: value}}}
+        with pytest.raises(CheckpointError, match=f"a {model_type} whose layers differ in {name} is not supported"):
+            build_config(config, "folder")
+    with pytest.raises(CheckpointError, match=r"head_dim must be a whole number from 1 to .*, got -8"):
+        build_config({"model_type": "gemma4_text", "per_layer_config": {"1": {"head_dim": -8}}}, "folder")

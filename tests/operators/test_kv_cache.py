@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.kv_cache import KVCache, KVHeads, KVLayout
 
 LAYOUT = KVLayout(layers=2, kv_heads=3, head_dim=8, page_size=4, dtype=torch.float32)
 
@@ -74,6 +74,15 @@ def test_the_values_of_a_latent_cache_are_the_first_columns_of_its_keys() -> Non
     kv.copy_page(1, 3)
     assert torch.equal(kv.keys[1][3, [0, 2]], key[1:])
     assert torch.equal(kv.values[1][3, 2], key[2, :, :8])
+
+
+def test_layers_may_have_different_heads() -> None:
+    by_layer = KVHeads(2, 8), KVHeads(1, 24), KVHeads(2, 8)
+    layout = KVLayout(layers=3, kv_heads=2, head_dim=8, page_size=4, dtype=torch.float32, by_layer=by_layer)
+    kv = KVCache(layout, 5)
+    assert [(*keys.shape[2:],) for keys in kv.keys] == [*by_layer]
+    assert layout.page_bytes * 5 == sum(tensor.nbytes for tensor in (*kv.keys, *kv.values))
+    assert layout.alike(by_layer[0]).heads == (by_layer[0],) * 2
 
 
 def test_host_memory_is_allocated_when_it_is_written() -> None:

@@ -256,7 +256,7 @@ def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Atte
             layout,
             heads=facts.heads,
             scaling=facts.scaling,
-            windows=facts.windows,
+            windows=facts.layer_windows,
             sinks=facts.sinks,
             cap=facts.cap,
             chunk=facts.chunk,

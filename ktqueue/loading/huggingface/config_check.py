@@ -25,6 +25,9 @@ _COUNTS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "top_k_experts",
     "rotary_dim",
     "max_position_embeddings",
     "decoder_sparse_step",
@@ -73,6 +76,7 @@ _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 """Values that every model must have, because transformers' masks depend on them."""
 DERIVED_KEY = "num_key_value_heads"
 """A key that GPTBigCode's config derives from another key. Its model uses the derived value, even if a file has it."""
+_HEADS = ("head_dim", "num_key_value_heads")
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
 
 
@@ -89,6 +93,9 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
         stated = values.get(name)
         for width in stated if isinstance(stated, list) else (stated,):
             _check_count(width, name, 0, source)
+    for layer in _layer_values(values):
+        for name in _HEADS:
+            _check_count(layer.get(name), name, 1, source)
     for name in _POSITIVE:
         _check_positive(values.get(name), name, source)
     for rope in _rope_parameters(values):
@@ -111,17 +118,23 @@ def check_config(config: Any, source: str) -> None:
             f"{source}: a {config.model_type} consists of several models, which is not supported; its "
             f"{text.model_type} alone may be"
         )
-    if differing := getattr(config, "per_layer_attributes", None):  # the config then has no single value for them
-        raise CheckpointError(
-            f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(differing))} is not supported"
-        )
-    for name, causal in _CAUSAL.items():
-        if bool(stated := getattr(config, name, causal)) is not causal:
-            raise _refusal(source, name, f"{causal}, for attention to be causal", stated)
     family = family_of_type(config.model_type)
-    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if heads and kv_heads and not family.latent and heads % kv_heads:
-        raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
+    differing = {*(getattr(config, "per_layer_attributes", None) or ())}  # the config has no single value for them
+    if unknown := differing - ({*_HEADS} if family.heads_differ else set()):
+        raise CheckpointError(
+            f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(unknown))} is not supported"
+        )
+    if getattr(config, "enable_moe_block", False):
+        _check_experts_beside(config, source)
+    for name, causal in _CAUSAL.items():
+        stated = getattr(config, name, causal)
+        if bool(stated) is not causal and not (family.heads_differ and stated == "vision"):  # text has no images
+            raise _refusal(source, name, f"{causal}, for attention to be causal", stated)
+    heads = getattr(config, "num_attention_heads", None)
+    by_layer: list[Any] = [kv_heads for kv_heads, _ in heads_by_layer(config)]
+    for kv_heads in by_layer or [getattr(config, "num_key_value_heads", None)]:
+        if heads and kv_heads and not family.latent and heads % kv_heads:
+            raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", experts)  # some families use another name
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
@@ -135,6 +148,14 @@ def check_config(config: Any, source: str) -> None:
         _check_growth(config, source)
     if family.indexed:
         _check_indexer(config, source)
+
+
+def heads_by_layer(config: Any) -> list[tuple[int, int]]:
+    """Return the number and the size of the key/value heads of each layer; empty if the config has one for all."""
+    if not getattr(config, "per_layer_attributes", None):
+        return []
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    return [(layer.num_key_value_heads, layer.head_dim) for layer in layers]
 
 
 def _check_window(config: Any, family: Family, source: str) -> None:
@@ -178,6 +199,16 @@ def _check_linear(config: Any, source: str) -> None:
         raise _refusal(source, "hidden_act", "silu, which the convolution uses too", config.hidden_act)
 
 
+def _check_experts_beside(config: Any, source: str) -> None:
+    """Check the experts of a Gemma 4, which are beside a dense MLP."""
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if not getattr(config, name):
+            raise _refusal(source, name, "at least 1 with enable_moe_block", getattr(config, name))
+    if config.top_k_experts > config.num_experts:
+        limit = f"from 1 to {config.num_experts}, the number of experts"
+        raise _refusal(source, "top_k_experts", limit, config.top_k_experts)
+
+
 def _check_growth(config: Any, source: str) -> None:
     """Check what Mistral 4's queries and routers need."""
     for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
@@ -215,6 +246,12 @@ def _check_groups(config: Any, group_score: int, source: str) -> None:
         raise _refusal(source, "topk_group", f"from 1 to n_group, {groups}", used)
     if chosen > (most := experts // groups * used):
         raise _refusal(source, "num_experts_per_tok", f"at most {most}, the experts of topk_group groups", chosen)
+
+
+def _layer_values(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the values of a config file that single layers have."""
+    by_layer = values.get("per_layer_config")
+    yield from (layer for layer in by_layer.values() if isinstance(layer, dict)) if isinstance(by_layer, dict) else ()
 
 
 def _check_count(value: Any, name: str, least: int, source: str) -> None:

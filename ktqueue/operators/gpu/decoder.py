@@ -14,7 +14,7 @@ from torch import nn
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import DecoderOutput, query_growth
-from ktqueue.operators.decoder_facts import DecoderFacts, RouterFacts, facts_of
+from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
@@ -25,6 +25,7 @@ from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.indexer import KeyChoice
+from ktqueue.operators.layer_facts import RouterFacts
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary import rotary_tables
@@ -76,9 +77,10 @@ class GpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Put dense weights on the device and pack experts for the CPU. Raises ValueError if their shapes are wrong."""
         facts = self.facts
+        first = facts.layers[0]
         if facts.fused:
-            weights = SplitRows(weights, facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim)
-        weights = in_rotary_order(weights, facts.head_dim, facts.interleaved)
+            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
+        weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
         dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
         self._embedding = dense.linear("model.embed_tokens")
         choice = KeyChoice()
@@ -87,7 +89,7 @@ class GpuDecoder(Operator):
             routed = None
             if layer.router is not None:
                 routed = len(self._routed)
-                experts = weights.experts(f"{layer.name}.{layer.mlp}.experts")
+                experts = weights.experts(f"{layer.name}.{layer.experts}")
                 quants = experts.gate.quant, experts.up.quant, experts.down.quant
                 self._routed.append(
                     RoutedLayer(
@@ -232,9 +234,9 @@ class GpuDecoder(Operator):
 
 
 def _scoring(layer: str, router: RouterFacts, weights: ModuleWeights, device: str) -> Scoring:
-    """How the router of the layer with that name chooses experts, with its bias on `device`."""
-    bias = None
-    if router.bias:
-        correction = weights.vector(f"{layer}.{router.bias}")
-        bias = torch.from_numpy(correction).to(device, torch.float32, copy=True)
-    return Scoring(router.sigmoid, router.scale, router.groups, router.groups_used, bias, router.jitter)
+    """How the router of the layer with that name chooses experts, with its vectors on `device`."""
+    bias, scales = (
+        torch.from_numpy(weights.vector(f"{layer}.{name}")).to(device, torch.float32, copy=True) if name else None
+        for name in (router.bias, router.scales)
+    )
+    return Scoring(router.sigmoid, router.scale, router.groups, router.groups_used, bias, router.jitter, scales)

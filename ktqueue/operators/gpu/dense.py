@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from ktqueue.operators import native
+from ktqueue.operators.decoder import router_norm
 from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
+from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear_attention import (
     LinearAttentionShape,
     LinearAttentionWeights,
@@ -175,6 +177,18 @@ class DenseWeights:
     def optional_vector(self, name: str) -> torch.Tensor | None:
         """A one-dimensional tensor, [size]; None if there is none of that name."""
         return self.vector(name) if self._weights.has(name) else None
+
+    def ones(self, size: int) -> torch.Tensor:
+        """The weights of a norm without weights, [size]."""
+        return self._count(torch.ones(size, dtype=self._dtype, device=self._device))
+
+    def number(self, name: str) -> float:
+        """The number of a tensor that holds one."""
+        return float(self._weights.vector(name)[0])
+
+    def router_norm(self, layer: LayerFacts) -> torch.Tensor:
+        """The factors of the norm of the router's input, [hidden] float32: see RouterFacts.norm."""
+        return self.numbers(router_norm(self._weights, layer))
 
     def expert_biases(self, experts: ExpertWeights) -> ExpertBiases | None:
         """The biases of a layer's experts in float32; None: they have none."""

@@ -3,16 +3,16 @@
 The output of a sublayer is not added to the residual at once: the kernel of the next norm adds it. Knows no file.
 """
 
-import numpy as np
 import torch
 
-from ktqueue.operators.decoder_facts import DecoderFacts, LayerFacts
+from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.latent import expansion_of
 from ktqueue.operators.gpu.dense import DenseLinear, DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.indexer import Indexer, KeyChoice, attend_to_choice
 from ktqueue.operators.latent_shape import (
@@ -26,6 +26,7 @@ from ktqueue.operators.latent_shape import (
     rotate_query,
     split_up_matrix,
 )
+from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import ActivationName
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
@@ -40,7 +41,7 @@ class SelfAttention:
         centred = facts.centred
         self._norm = weights.norm(f"{layer.name}.input_layernorm", centred=centred)
         module = f"{layer.name}.self_attn"
-        names = [f"{module}.{part}_proj" for part in ("q", "k", "v")]
+        names = [f"{module}.{part}_proj" for part in ("q", "k", "v") if part != "v" or not layer.value_is_key]
         if facts.gate:
             names.append(f"{module}.{facts.gate}")
         self._qkv = self._with_gate(weights, names) if facts.gated else weights.linear(*names)
@@ -51,9 +52,11 @@ class SelfAttention:
         self._q_norm = weights.norm(f"{module}.{norms[0]}", centred=centred) if norms else None
         self._k_norm = weights.norm(f"{module}.{norms[1]}", centred=centred) if norms else None
         if layer.unit_norms:
-            self._q_norm = self._k_norm = weights.numbers(np.ones(facts.head_dim, np.float32)).to(facts.dtype)
+            self._q_norm = self._k_norm = weights.ones(layer.head_dim)
         self._grows = layer.growth != 0
-        self._rotary_pairs = None if layer.rotary else 0
+        self._v_norm = weights.ones(layer.head_dim) if layer.value_norm else None
+        self._kv_heads, self._head_dim = layer.kv_heads, layer.head_dim
+        self._rotary_pairs = layer.rotary_pairs
         self._rotary_table = layer.rotary_table
         self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim]
 
@@ -79,12 +82,12 @@ class SelfAttention:
         facts, kv = self._facts, step.kv
         qkv = self._qkv(pending.add_to(residual, self._norm, facts.epsilon))
         if facts.gated or facts.gate:
-            width = facts.heads * facts.head_dim
+            width = facts.heads * self._head_dim
             qkv, self._gate = qkv[:, :-width], qkv[:, -width:]
         query = qk_norm_rope_append(
             qkv,
             heads=facts.heads,
-            kv_heads=facts.kv_heads,
+            kv_heads=self._kv_heads,
             q_norm=self._q_norm,
             k_norm=self._k_norm,
             epsilon=facts.epsilon,
@@ -96,6 +99,7 @@ class SelfAttention:
             keys=kv.keys[self._index],
             values=kv.values[self._index],
             clip=facts.clip,
+            v_norm=self._v_norm,
         )
         return query.mul_(rotary.growth[positions, None, None]) if self._grows else query
 
@@ -282,11 +286,12 @@ class DecoderLayer:
         else:
             self.attention = SelfAttention(index, layer, facts, weights)
         self._epsilon = facts.epsilon
-        self._norm = weights.norm(f"{layer.name}.{layer.mlp_norm}", centred=facts.centred)
-        self._attended_norm, self._out_norm = (
-            weights.norm(f"{layer.name}.{name}", centred=facts.centred) if name else None
-            for name in (layer.attention_out_norm, layer.mlp_out_norm)
+        names = (layer.attention_out_norm, layer.mlp_out_norm, layer.shared_out_norm, layer.experts_out_norm)
+        self._attended_norm, self._out_norm, self._shared_out_norm, self._experts_out_norm = (
+            weights.norm(f"{layer.name}.{name}", centred=facts.centred) if name else None for name in names
         )
+        self._norm = weights.norm(f"{layer.name}.{layer.experts_norm or layer.mlp_norm}", centred=facts.centred)
+        self._out_scale = weights.number(f"{layer.name}.{layer.out_scale}") if layer.out_scale else 1.0
         self._routed = routed
         mlp = f"{layer.name}.{layer.mlp}"
         self._mlp: DenseMlp | None = None
@@ -298,6 +303,10 @@ class DecoderLayer:
         router = f"{layer.name}.{layer.router.name}"
         self._router = weights.matrix(f"{router}.weight")
         self._router_bias = weights.optional_vector(f"{router}.bias")
+        self._router_norm = weights.router_norm(layer) if layer.router.norm else None
+        self._shared_norm: torch.Tensor | None = None
+        if layer.experts_norm:
+            self._shared_norm = weights.norm(f"{layer.name}.{layer.mlp_norm}", centred=facts.centred)
         self._next: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None  # see predict_next_experts
         if layer.shared:
             shared = f"{layer.name}.{layer.shared}"
@@ -319,25 +328,27 @@ class DecoderLayer:
         projected = PendingResidual(self.attention.project(attended), norm=self._attended_norm)
         if self._mlp is not None:
             x = projected.add_to(residual, self._norm, self._epsilon)
-            return PendingResidual(added=self._mlp(x), norm=self._out_norm)
+            return PendingResidual(added=self._mlp(x), norm=self._out_norm, scale=self._out_scale)
         assert self._routed is not None
         buffers = experts.cpu_buffers(self._routed, len(residual))
         x = projected.add_to(residual, self._norm, self._epsilon, copy=None if buffers is None else buffers.x)
+        router_x = x if self._router_norm is None else self._normed(residual, self._router_norm)
         pending = experts.run(
             self._routed,
             x,
-            few_rows_linear(x, self._router, self._router_bias, dtype=torch.float32),
+            few_rows_linear(router_x, self._router, self._router_bias, dtype=torch.float32),
             live,
             buffers=buffers,
-            shared=self._shared_expert if self._shared else None,
+            shared=(lambda x: self._shared_expert(x, residual)) if self._shared else None,
             next_logits=self._next_logits if self._next else None,
         )
-        return pending._replace(norm=self._out_norm)
+        return pending._replace(norm=self._out_norm, experts_norm=self._experts_out_norm, scale=self._out_scale)
 
     def predict_next_experts(self, next_layer: "DecoderLayer") -> None:
         """Guess the experts of `next_layer` in each step. Both layers have routed experts."""
+        next_norm = next_layer._norm if next_layer._router_norm is None else next_layer._router_norm
         (norm, *shift), (next_norm, *next_shift) = (
-            layer._norm.float().view(-1, layer._router.shape[1]) for layer in (self, next_layer)
+            weights.float().view(-1, self._router.shape[1]) for weights in (self._norm, next_norm)
         )
         scale = torch.where(norm == 0, 0, next_norm / norm)
         bias = next_layer._router_bias
@@ -347,16 +358,25 @@ class DecoderLayer:
         self._next = scale.to(self._router.dtype), next_layer._router, bias
 
     def _next_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden], the input of this layer's router -> the next router's logits [tokens, experts] float32,
+        """x [tokens, hidden], the input of this layer's experts -> the next router's logits [tokens, experts] float32,
         as they would be if this layer's experts added nothing to the residual."""
         assert self._next is not None
         scale, router, bias = self._next
         return few_rows_linear(x * scale, router, bias, dtype=torch.float32)
 
-    def _shared_expert(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _shared_expert(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [tokens, hidden], the input of the routed experts -> see SharedExpert."""
         assert self._shared is not None
         mlp, gate = self._shared
-        return mlp(x), None if gate is None else gate(x)
+        if self._shared_norm is not None:
+            x = self._normed(residual, self._shared_norm)
+        out = mlp(x)
+        if self._shared_out_norm is not None:
+            out = self._normed(out, self._shared_out_norm)
+        return out, None if gate is None else gate(x)
+
+    def _normed(self, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        return add_rms_norm(x, norm, self._epsilon)
 
 
 def _attention_plan(step: StepContext) -> AttentionPlan:

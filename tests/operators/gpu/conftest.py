@@ -140,11 +140,13 @@ def qkv_case(
     rotary: int | None = None,
     clip: float = 0.0,
     norm_after_rotary: bool = False,
+    values: bool = True,
     dtype: torch.dtype = torch.float32,
     cache: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Arguments of qk_norm_rope_append. norm: "head", "whole" or ""; rotary: columns of a head that
-    are rotated, by default all. Some values are above 448, the most of fp8."""
+    """Arguments of qk_norm_rope_append. norm: "head", "whole" or ""; rotary: columns of a head that are rotated, by
+    default all; not values: they are made of the keys, and the tables have further columns. Some values are above 448,
+    the most of fp8."""
     random = torch.Generator().manual_seed(tokens * head_dim)
     page_size, pages, positions = 4, 2 + tokens // 4, 64
 
@@ -152,17 +154,19 @@ def qkv_case(
         return (torch.randn(shape, generator=random) * scale).to(dtype)
 
     weights = {"head": (head_dim, head_dim), "whole": (heads * head_dim, kv_heads * head_dim)}.get(norm)
-    angles = torch.rand(positions, (head_dim if rotary is None else rotary) // 2, generator=random) * 6
+    pairs = (head_dim if rotary is None else rotary) // 2
+    angles = torch.rand(positions, pairs + (0 if values else 3), generator=random) * 6
     shape = (pages, page_size, kv_heads, head_dim)
     return {
-        "qkv": normal(tokens, (heads + 2 * kv_heads) * head_dim, scale=300.0),
+        "qkv": normal(tokens, (heads + (1 + values) * kv_heads) * head_dim, scale=300.0),
         "heads": heads,
         "kv_heads": kv_heads,
         "q_norm": normal(weights[0]) if weights else None,
         "k_norm": normal(weights[1], scale=300.0) if weights else None,
         "epsilon": 1e-6,
-        "cosine": angles.cos(),
-        "sine": angles.sin(),
+        "v_norm": None if values else normal(head_dim, scale=300.0),
+        "cosine": angles.cos()[:, :pairs],
+        "sine": angles.sin()[:, :pairs],
         "positions": torch.randint(positions, (tokens,), generator=random),
         "slot_mapping": torch.randperm(pages * page_size, generator=random)[:tokens],
         "keys": torch.zeros(shape).to(cache or dtype),

@@ -159,7 +159,7 @@ def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streamin
     config = replace(config, max_model_len=9000)
     plan = plan_before_loading(report_model("demo", device="cuda", dtype=torch.bfloat16), config, 80 << 30)
     assert plan.use.experts == pytest.approx(taken, abs=0.2 * MIB)
-    tables = 9000 * decoder.facts.head_dim * 4
+    tables = 9000 * decoder.facts.layers[0].head_dim * 4
     assert (plan.use.experts == tables) == (placed == 0 and streaming == "off")
 
 

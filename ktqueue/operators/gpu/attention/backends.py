@@ -15,6 +15,7 @@ import torch
 from ktqueue.core.settings.engine import BackendName
 from ktqueue.operators.gpu.attention import flashinfer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
+from ktqueue.operators.gpu.attention.by_heads import HeadsPlanner
 from ktqueue.operators.gpu.attention.latent import LatentPlanner
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
@@ -38,7 +39,8 @@ def make_planner(
     cap: float = 0.0,
     chunk: int = 0,
 ) -> AttentionPlanner:
-    """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none).
+    """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none). If layers
+    differ in their key/value heads, `windows` has one for each layer, and each kind of heads has its own backend.
 
     `scaling` multiplies the scores. sinks: the softmax of each head has a further score. cap: see ScoreOptions. chunk:
     of the layers that have chunks; 0: none has. `dtype` is that of the queries; None: that of the cache, or bfloat16
@@ -47,13 +49,33 @@ def make_planner(
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
+    if layout.by_layer:
+        different = list(dict.fromkeys(layout.by_layer))
+        kinds = [different.index(layer) for layer in layout.by_layer]
+        planners = []
+        for kind, alike in enumerate(different):
+            own = [window for window, found in zip(windows, kinds, strict=True) if found == kind]
+            one = make_planner(
+                layout.alike(alike),
+                heads=heads,
+                scaling=scaling,
+                windows=own,
+                device=device,
+                backend=backend,
+                dtype=dtype,
+                sinks=sinks,
+                cap=cap,
+                chunk=chunk,
+            )
+            planners.append(one)
+        return HeadsPlanner(planners, kinds)
     if heads % layout.kv_heads:
         raise ValueError(f"{heads} query heads do not share {layout.kv_heads} key/value heads evenly")
     shape = AttentionShape(
         layout=layout,
         heads=heads,
         scaling=scaling,
-        windows=tuple(sorted(windows)) or (0,),
+        windows=tuple(sorted({*windows})) or (0,),
         device=device,
         dtype=dtype or (torch.bfloat16 if layout.dtype.itemsize == 1 else layout.dtype),
         sinks=sinks,

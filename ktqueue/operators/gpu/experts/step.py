@@ -5,7 +5,7 @@ Both work at the same time. This module knows where the experts are, not who dec
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,8 @@ class PendingResidual(NamedTuple):
     """Results of a sublayer that are not added to the residual yet. The next norm adds them (see add_rms_norm).
 
     added, shared: [tokens, hidden] and shared_gate: [tokens, 1], of any float type; partials: [tokens, slots, hidden]
-    float32. norm: of their sum, which then is what is added; None: there is none.
+    float32. experts_norm: of the sum of `added` and `partials`; norm: of the sum of all, which then is what is added;
+    None: there is none. scale: factor of the residual after the addition.
     """
 
     added: torch.Tensor | None = None
@@ -30,15 +31,20 @@ class PendingResidual(NamedTuple):
     shared: torch.Tensor | None = None
     shared_gate: torch.Tensor | None = None
     norm: torch.Tensor | None = None
+    experts_norm: torch.Tensor | None = None
+    scale: float = 1.0
 
     def add_to(
         self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float, *, copy: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add the results to the residual [tokens, hidden] in place. Returns the RMSNorm of the sum, also in `copy`."""
-        parts = self._asdict()
-        if (own := parts.pop("norm")) is not None:
-            parts = {"added": add_rms_norm(torch.zeros_like(residual), own, epsilon, **parts)}
-        return add_rms_norm(residual, norm, epsilon, **parts, copy=copy)
+        parts: dict[str, Any] = {name: getattr(self, name) for name in ("added", "partials", "shared", "shared_gate")}
+        if self.experts_norm is not None:
+            experts = {name: parts.pop(name) for name in ("added", "partials")}
+            parts["added"] = add_rms_norm(torch.zeros_like(residual), self.experts_norm, epsilon, **experts)
+        if self.norm is not None:
+            parts = {"added": add_rms_norm(torch.zeros_like(residual), self.norm, epsilon, **parts)}
+        return add_rms_norm(residual, norm, epsilon, **parts, copy=copy, scale=self.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +206,7 @@ class StepExperts:
             sigmoid=layer.scoring.sigmoid,
             scale=layer.scoring.scale,
             jitter=layer.scoring.jitter,
+            scales=layer.scoring.scales,
         )
         if for_cpu is not None and not locations.fixed:
             self._residency.choose(index, routing.ids, for_cpu[0])

@@ -21,11 +21,13 @@ def _add_rms_norm(
     normed,
     copy,
     epsilon,
+    scale,
     FROM_HOST: tl.constexpr,
     SLOTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     LAYER: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """One program per token. LAYER: the norm is a LayerNorm. FROM_HOST: `added` is in host memory and is read past the
     caches. The CPU has just written it, and L2 may still hold the old contents."""
@@ -51,6 +53,8 @@ def _add_rms_norm(
             shared_row *= tl.sigmoid(tl.load(shared_gate + token).to(tl.float32))
         x += shared_row
     rounded = x.to(residual.dtype.element_ty)
+    if SCALED:
+        rounded = (rounded.to(tl.float32) * scale).to(residual.dtype.element_ty)
     tl.store(residual + element, rounded, mask=inside)
     x = rounded.to(tl.float32)  # the norm sees the sum as the next layer will
     if LAYER:
@@ -76,6 +80,7 @@ def add_rms_norm(
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Add `added` + sum(`partials`) + sigmoid(`shared_gate`) * `shared` to the residual IN PLACE; return its norm.
 
@@ -83,8 +88,9 @@ def add_rms_norm(
     shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a gate, only with `shared` (without it, all of
     `shared` is added): any float dtype. partials [tokens, slots, hidden] float32. Returns [tokens, hidden] in the dtype
     of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype. The sum is float32 and rounded
-    once. The norm is that of the rounded sum: rounded, then multiplied by the weight (transformers' LlamaRMSNorm and
-    its copies). A LayerNorm is rounded once. `added` and `copy` may be in pinned host memory. All must be contiguous.
+    once; then it is multiplied by `scale` and rounded again (Gemma 4), unless that is 1. The norm is that of the
+    rounded sum: rounded, then multiplied by the weight (transformers' LlamaRMSNorm and its copies). A LayerNorm is
+    rounded once. `added` and `copy` may be in pinned host memory. All must be contiguous.
     Raises ValueError for shapes that do not fit.
     """
     shape = residual.shape
@@ -100,12 +106,13 @@ def add_rms_norm(
         block = triton.next_power_of_2(hidden)
         if tokens:
             _add_rms_norm[(tokens,)](
-                residual, weight, added, partials, shared, shared_gate, normed, copy, epsilon,
+                residual, weight, added, partials, shared, shared_gate, normed, copy, epsilon, scale,
                 FROM_HOST=added is not None and not is_gpu(added.device),
                 SLOTS=0 if partials is None else partials.shape[1],
                 HIDDEN=hidden,
                 BLOCK=block,
                 LAYER=weight.dim() == 2,
+                SCALED=scale != 1,
                 num_warps=min(max(block // 256, 1), 16),  # 8 columns per thread: loads of 16 bytes in bf16
             )  # fmt: skip
         return normed
@@ -118,6 +125,8 @@ def add_rms_norm(
         gate = 1.0 if shared_gate is None else shared_gate.float().sigmoid().view(-1, 1)
         total = total + gate * shared.float()
     residual.copy_(total)
+    if scale != 1:
+        residual.mul_(scale)
     normed = (
         rms_norm(residual, weight, epsilon)
         if weight.dim() == 1

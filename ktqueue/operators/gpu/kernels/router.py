@@ -32,6 +32,7 @@ class Scoring:
     float32 is added to the scores only to choose. `scale` multiplies the final weights. Only experts of the best
     `groups_used` of `groups` groups are chosen. The score of a group is that of its best expert, or with sigmoids the
     sum of its best two. `jitter`: see csrc/model/router.h; with it, two experts are chosen by their logits.
+    `scales` [experts] float32: further factors of the final weights.
     """
 
     sigmoid: bool = False
@@ -40,6 +41,7 @@ class Scoring:
     groups_used: int = 1
     bias: torch.Tensor | None = None
     jitter: float = 0.0
+    scales: torch.Tensor | None = None
 
     def choice(self, logits: torch.Tensor) -> torch.Tensor | None:
         """logits [tokens, experts] -> the scores by which experts are chosen, same shape. None: the logits themselves.
@@ -84,7 +86,7 @@ def _share(x, best, jitter, inside):
 
 @triton.jit
 def _route(
-    logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice,
+    logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
     scale, stride, jitter,
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
@@ -137,6 +139,8 @@ def _route(
     weights *= scale
     ids = tl.where(unsound, slot.to(tl.int64), ids)  # a NaN among the scores makes the ids meaningless
     weights = tl.where(unsound, float("nan"), weights)
+    if scales is not None:
+        weights *= tl.load(scales + ids, mask=slot < CHOSEN, other=0.0)
 
     inside = slot < CHOSEN
     counted = inside
@@ -170,15 +174,16 @@ def route(
     sigmoid: bool = False,
     scale: float = 1.0,
     jitter: float = 0.0,
+    scales: torch.Tensor | None = None,
 ) -> Routing:
     """Choose the experts of each token: softmax over all experts, of which the highest stay, highest first.
 
     logits [tokens, experts], any float dtype, rows may be strided; the softmax is float32. Among equal logits the
     lowest id comes first. choice [tokens, experts] float32: experts are chosen by it instead of the logits, and still
     ordered by their weights, highest first. sigmoid: weights are sigmoids of the logits, not the softmax. scale: all
-    weights are multiplied by it at the end. jitter: see Scoring; the other ways to weigh are then unused. renormalise:
-    weights add up to 1 (Mixtral, norm_topk_prob), or stay 0 if all sigmoids are 0; otherwise weights are those of the
-    softmax.
+    weights are multiplied by it at the end, and each by the expert's of `scales` [experts] float32. jitter: see
+    Scoring; the other ways to weigh are then unused. renormalise: weights add up to 1 (Mixtral, norm_topk_prob), or
+    stay 0 if all sigmoids are 0; otherwise weights are those of the softmax.
     live_tokens [1] int32: tokens from there on are padding and get ids -1 and weights 0. counts [experts] int32: the
     uses by all other tokens are added. for_cpu: where the CPU reads the ids, -1 where the GPU has the expert, and the
     weights; of the shapes and dtypes of a Routing, may be pinned host memory. on_gpu [experts] int64: >= 0 where the
@@ -193,6 +198,7 @@ def route(
     fits &= live_tokens is None or (live_tokens.numel() == 1 and live_tokens.dtype == torch.int32)
     fits &= counts is None or (counts.shape == (experts,) and counts.dtype == torch.int32)
     fits &= jitter == 0 or (experts_per_token == 2 and choice is None)
+    fits &= scales is None or (scales.shape == (experts,) and scales.dtype == torch.float32)
     fits &= choice is None or (choice.shape == logits.shape and choice.dtype == torch.float32)
     fits &= for_cpu is None or [(x.shape, x.dtype) for x in for_cpu] == [(shape, torch.int64), (shape, torch.float32)]
     check_fits(
@@ -204,7 +210,7 @@ def route(
         block = triton.next_power_of_2(experts)
         if tokens:
             _route[(tokens,)](
-                logits, on_gpu, live_tokens, counts, ids, weights, *(for_cpu or (None, None)), choice,
+                logits, on_gpu, live_tokens, counts, ids, weights, *(for_cpu or (None, None)), choice, scales,
                 scale, logits.stride(0), jitter,
                 EXPERTS=experts,
                 EXPERT_BLOCK=block,
@@ -227,6 +233,8 @@ def route(
     if renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + (SIGMOID_SUM_FLOOR if sigmoid else 0.0))
     weights = weights * scale if jitter == 0 else _shares(logits.float(), ids, jitter)
+    if scales is not None:
+        weights = weights * scales[ids]
     unsound = logits.amax(-1, keepdim=True).isfinite().logical_not()  # amax passes NaN on
     ids = torch.where(unsound, torch.arange(experts_per_token, device=ids.device), ids)
     weights = weights.masked_fill(unsound, float("nan"))

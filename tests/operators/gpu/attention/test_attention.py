@@ -10,10 +10,10 @@ import torch
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.attention.page_lists import page_lists, staged
-from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.kv_cache import KVCache, KVHeads
 from ktqueue.operators.step import AttentionPlan, ScoreOptions
 
-from ..attention_steps import assert_attended, attended, make_cache, make_step, random_query
+from ..attention_steps import assert_attended, attended, make_cache, make_step, random_cache, random_query
 
 
 def small_cache(dtype: torch.dtype = torch.float32) -> KVCache:
@@ -46,6 +46,20 @@ def test_a_decode_plan_follows_its_updates() -> None:
         step.context_lengths.fill_(1)  # as the host overwrites them for the next step
         step.page_table.zero_()
         torch.testing.assert_close(plan.attend(0, query, kv, ScoreOptions(0.25)), expected)
+
+
+def test_layers_with_different_heads_have_plans_of_their_own() -> None:
+    by_layer = KVHeads(2, 16), KVHeads(1, 32)
+    kv = random_cache(replace(small_cache().layout, by_layer=by_layer), 24)
+    planner = make_planner(kv.layout, heads=4, scaling=0.25, windows=[0, 6], device="cpu")
+    plan = planner.decode_plan(2, 6)
+    step = make_step(kv, [1, 1], [9, 17])
+    plan.update(step)
+    for layer, (heads, window) in enumerate(zip(by_layer, (0, 6), strict=True)):
+        query = torch.randn(2, 4, heads.head_dim)
+        for attend in (plan.attend, planner.plan(step).attend):
+            got = attend(layer, query, kv, ScoreOptions(0.25, window))
+            assert_attended(got, step, query, layer=layer, scaling=0.25, window=window)
 
 
 def test_a_decode_plan_refuses_what_does_not_fit() -> None:

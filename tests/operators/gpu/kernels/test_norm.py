@@ -73,6 +73,7 @@ def test_the_kernel_equals_its_twin(tokens: int, hidden: int, slots: int, dtype:
         "shared": shared,
         "shared_gate": torch.randn(tokens, 1).to(dtype),
         "copy": torch.zeros(tokens, hidden),
+        "scale": 0.7,
     }
     for options, weight in itertools.product((nothing, everything), (pair[0], pair)):
         ours, twin = clones({"residual": residual, **options}), clones({"residual": residual, **options})

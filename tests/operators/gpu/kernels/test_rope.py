@@ -106,6 +106,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "whole, a part rotated": {"norm": "whole", "head_dim": 24, "rotary": 6},
     "head, after the rotation": {"norm": "head", "norm_after_rotary": True},
     "head, not rotated": {"norm": "head", "rotary": 0},
+    "head, values of keys": {"norm": "head", "values": False},
+    "head, half rotated, values of keys": {"norm": "head", "values": False, "rotary": 8, "clip": 0.5},
     "none": {"norm": "", "head_dim": 10, "heads": 5, "kv_heads": 3},
 }
 """Heads, by what their norm is over."""

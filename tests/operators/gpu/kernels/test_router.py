@@ -204,6 +204,7 @@ def test_the_kernel_equals_its_twin(experts: int, chosen: int, dtype: torch.dtyp
     choice = torch.randn(logits.shape)
     scorings: list[dict[str, Any]] = [{}, {"choice": choice, "scale": 2.5}, {"sigmoid": True}]
     scorings.append({"choice": choice, "sigmoid": True, "scale": 0.5})
+    scorings.append({"scales": torch.rand(experts)})
     scorings += [{"jitter": 0.2}] if chosen == 2 else []
     for number, (scoring, renormalise) in enumerate(itertools.product(scorings, (True, False))):
         extras = options if number % 4 in (0, 3) else dict.fromkeys(options)

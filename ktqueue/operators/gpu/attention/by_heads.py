@@ -1,0 +1,56 @@
+"""Plans of a model whose layers differ in their key/value heads: each kind of heads has a planner of its own."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, DecodePlan
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
+
+
+class HeadsPlan:
+    """The plans of one step, one for each kind of heads. kinds: of each layer, an index into the plans."""
+
+    def __init__(self, plans: Sequence[AttentionPlan], kinds: Sequence[int]) -> None:
+        self._plans = plans
+        self._kinds = kinds
+
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
+        """See AttentionPlan."""
+        return self._plans[self._kinds[layer]].attend(layer, query, kv, options)
+
+
+class HeadsDecodePlan(HeadsPlan):
+    """The decode plans of a row bucket, one for each kind of heads."""
+
+    def __init__(self, plans: Sequence[DecodePlan], kinds: Sequence[int]) -> None:
+        super().__init__(plans, kinds)
+        self._decode_plans = plans
+
+    def update(self, host: StepContext) -> None:
+        """See DecodePlan."""
+        for plan in self._decode_plans:
+            plan.update(host)
+
+
+class HeadsPlanner:
+    """An AttentionPlanner that has another one for each kind of heads. kinds: of each layer, an index into them."""
+
+    def __init__(self, planners: Sequence[AttentionPlanner], kinds: Sequence[int]) -> None:
+        self._planners = planners
+        self._kinds = kinds
+        self.backend = " and ".join(dict.fromkeys(planner.backend for planner in planners))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """See AttentionPlanner."""
+        return sum(planner.workspace_bytes for planner in self._planners)
+
+    def plan(self, host: StepContext) -> HeadsPlan:
+        """See AttentionPlanner."""
+        return HeadsPlan([planner.plan(host) for planner in self._planners], self._kinds)
+
+    def decode_plan(self, rows: int, max_pages: int) -> HeadsDecodePlan:
+        """See AttentionPlanner."""
+        return HeadsDecodePlan([planner.decode_plan(rows, max_pages) for planner in self._planners], self._kinds)
