@@ -32,6 +32,7 @@ def ours(path: Path, threads: int, rules: str | None = None) -> Source:
 
     def run(ids: list[int]) -> Logits:
         count, pages = len(ids), -(-len(ids) // layout.page_size)
+        offset = layout.original_length if count > layout.original_length else 0
         step = StepContext(
             query_starts=torch.tensor([0, count], dtype=torch.int32),
             context_lengths=torch.tensor([count], dtype=torch.int32),
@@ -44,7 +45,7 @@ def ours(path: Path, threads: int, rules: str | None = None) -> Source:
         with torch.inference_mode():
             logits = built.model.module(
                 input_ids=torch.tensor([ids]),
-                position_ids=torch.arange(count)[None],
+                position_ids=torch.arange(offset, offset + count)[None],
                 use_cache=False,
                 logits_to_keep=torch.arange(count),
                 step=step,

@@ -16,7 +16,8 @@ class MetadataField:
     """A config key, and the GGUF key after `{architecture}.` that holds its value.
 
     `kind`: int, float or bool. `least`: of an int. `aliases` are other spellings in config files. If a file lacks a
-    field that is not `required`, it has the value `absent`; None means transformers' default.
+    field that is not `required`, it has the value `absent`; None means transformers' default. `none`: the number that
+    files have where a config has None.
     """
 
     config: str
@@ -26,6 +27,7 @@ class MetadataField:
     aliases: tuple[str, ...] = ()
     required: bool = True
     absent: float | bool | None = None
+    none: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,14 @@ class GgufLayout:
     reads such files, with its layout, because it computes the same; empty: this one.
 
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
-    frequencies. `sigmoid`: experts are scored by sigmoid. `softmax_of_chosen`: files may say that experts are scored by
-    the softmax over the chosen ones. `alternating`: every second layer, from the first on, has a sliding window.
-    `windows_listed`: files say which layers have one. `two_parts`: the matrix that makes keys and values from latents
-    is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have an indexer; the others
-    share the choice of the layer before. `tiled`: linear attention has its value heads in turns, see
-    loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict further tokens.
-    `gemma`: the family is a Gemma.
+    frequencies. `rope_lists`: they may hold two lists, for short and for long sequences; the names of the rotary
+    parameters with the scale of cosines and sines. `sigmoid`: experts are scored by sigmoid. `softmax_of_chosen`: files
+    may say that experts are scored by the softmax over the chosen ones. `alternating`: every second layer, from the
+    first on, has a sliding window. `windows_listed`: files say which layers have one. `two_parts`: the matrix that
+    makes keys and values from latents is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which
+    layers have an indexer; the others share the choice of the layer before. `tiled`: linear attention has its value
+    heads in turns, see loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict
+    further tokens. `gemma`: the family is a Gemma.
     """
 
     architecture: str
@@ -76,6 +79,7 @@ class GgufLayout:
     loaded_as: str = ""
     permuted: bool = False
     rope_factors: bool = False
+    rope_lists: tuple[str, ...] = ()
     sigmoid: bool = False
     softmax_of_chosen: bool = False
     alternating: bool = False

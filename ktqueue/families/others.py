@@ -12,8 +12,10 @@ from ktqueue.families.parts import (
     LAYER,
     LOCAL_EXPERTS,
     MLP,
+    NORMS,
     ONE_WIDTH,
     QK_NORMS,
+    QKV,
     ROUTED,
     SHARED_EXPERTS,
     SIGMOID_LAYOUT,
@@ -38,6 +40,7 @@ _GRANITE_SIZES = (
 )
 _GRANITE_EXPERTS = tuple(name.replace("mlp", "block_sparse_moe") for name in ("mlp.router", *EXPERT_STACKS))
 _HUNYUAN_LAYER = (*LAYER, "self_attn.query_layernorm", "self_attn.key_layernorm")
+_WINDOW_OR_0 = replace(WINDOW, least=0, required=False, none=0)
 
 OTHERS = (
     Family("AFMoE (Arcee's Trinity)", "afmoe", "AfmoeForCausalLM"),
@@ -134,8 +137,24 @@ OTHERS = (
         ),
         single_norms=True,
     ),
-    Family("Phi-3, Phi-4-mini", "phi3", "Phi3ForCausalLM", partly_rotated=True),
-    Family("Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM"),
+    Family(
+        "Phi-3, Phi-4-mini", "phi3", "Phi3ForCausalLM",
+        GgufLayout(
+            "phi3", (*SIZES, WIDTH, _WINDOW_OR_0),
+            (*NORMS, QKV, "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+            implied=SILU, rope_lists=("attention_factor",),
+        ),
+        partly_rotated=True,
+    ),
+    Family(
+        "Phi-3.5-MoE", "phimoe", "PhimoeForCausalLM",
+        GgufLayout(
+            "phimoe", (*ROUTED, expert_count("num_local_experts"), WIDTH, _WINDOW_OR_0),
+            (*LAYER, "mlp.router", *EXPERT_STACKS), implied={**SILU, "router_jitter_noise": 0.01},
+            by_tensor={"attention_bias": "model.layers.0.self_attn.q_proj.bias", "lm_head_bias": "lm_head.bias"},
+            rope_lists=("short_mscale", "long_mscale"),
+        ),
+    ),
     Family(
         "Seed-OSS", "seed_oss", "SeedOssForCausalLM",
         GgufLayout(

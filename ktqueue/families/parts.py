@@ -22,6 +22,7 @@ def chosen_count(config: str) -> MetadataField:
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 LAYER = (*NORMS, *below("self_attn", "q_proj", "k_proj", "v_proj", "o_proj"))
+QKV = "self_attn.qkv_proj"
 MLP = below("mlp", *_MLP)
 EXPERT_STACKS = below("mlp.experts", *_MLP)
 EXPERTS = ("mlp.gate", *EXPERT_STACKS)

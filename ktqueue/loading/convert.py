@@ -23,7 +23,7 @@ from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, TensorNameMap
 from ktqueue.loading.gguf.linear import CONVOLUTION, Change, file_parts
 from ktqueue.loading.gguf.metadata import metadata_from_config, with_multi_token_layers
 from ktqueue.loading.gguf.mixes import BASES, Mix, fitting_format
-from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors, rope_of_config
+from ktqueue.loading.gguf.rope import FACTORS_TENSOR, LIST_TENSORS, llama3_factors, rope_of_config
 from ktqueue.loading.gguf.vocabulary import to_metadata
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.huggingface.checkpoint import open_folder
@@ -88,7 +88,7 @@ def convert(
     metadata[f"{family.layout.architecture}.vocab_size"] = int(config["vocab_size"])
     metadata |= to_metadata(vocabulary_of_folder(source, config["vocab_size"]))
     outputs = list(_output_tensors(checkpoint, family, config, types))
-    if family.layout.rope_factors:
+    if family.layout.rope_factors or family.layout.rope_lists:
         outputs = [*_rope_factors(config, str(source)), *outputs]
     further, count, left_out = _next_token_outputs(source, family, config, types) if next_tokens else ([], 0, "")
     if count:
@@ -177,6 +177,10 @@ def _rope_factors(config: dict[str, Any], source: str) -> Iterator[_OutputTensor
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         factors = llama3_factors(rope, head_dim, source)
         yield _OutputTensor(FACTORS_TENSOR, "F32", factors.shape, lambda: factors)
+    elif rope["rope_type"] == "longrope":
+        for parameter, name in LIST_TENSORS.items():
+            divisors = np.array(rope[parameter], dtype=np.float32)
+            yield _OutputTensor(name, "F32", divisors.shape, partial(np.copy, divisors))
 
 
 def _values(checkpoint: Checkpoint, name: str, change: Change | None) -> Floats:

@@ -30,8 +30,8 @@ def original_length(config: Any) -> int:
     lengths = {int(rope[_LENGTH]) for rope in kinds if _has_two_lists(rope)}
     if len(lengths) > 1:
         raise ValueError(f"its layers have different {_LENGTH}: {sorted(lengths)}")
-    if lengths and any(rope.get(GROWTH) for rope in kinds):
-        raise ValueError(f"longrope and {GROWTH} are not computed together")
+    if lengths and (any(rope.get(GROWTH) for rope in kinds) or getattr(config, "attn_temperature_tuning", False)):
+        raise ValueError("longrope and queries that grow with their position are not computed together")
     return next((length for length in lengths if length < config.max_position_embeddings), 0)
 
 

@@ -132,8 +132,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "router_jitter_noise": 0.3,
         },
     ),
-    "phi3": ("phi3", {"rope_parameters": LONGROPE, "pad_token_id": 0}),
-    "phi3 with partial rotation": ("phi3", {"rope_parameters": PARTIAL, "sliding_window": 9, "pad_token_id": 0}),
+    "phi3": ("phi3", {"rope_parameters": PARTIAL, "sliding_window": 9, "pad_token_id": 0}),
+    "phi3 with longrope": ("phi3", {"rope_parameters": LONGROPE, "pad_token_id": 0}),
     "afmoe": (
         "afmoe",
         {**MOE, "head_dim": 16, "num_shared_experts": 1, "route_scale": 1.5, "mup_enabled": True, **WINDOWS},

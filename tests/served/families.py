@@ -58,6 +58,8 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"sliding_window": None},
     "olmoe": {"clip_qkv": None, "num_key_value_heads": 4},
+    "phi3": {"sliding_window": None},  # llama.cpp ignores the window of Phi-3
+    "phimoe": {"router_jitter_noise": 0.01},
     "qwen3_5_moe_text": {"linear_value_head_dim": 16},
     "qwen3_5_text": {"linear_value_head_dim": 16},  # llama.cpp's keys and values have the same size
     "qwen3_next": {"linear_value_head_dim": 16},

@@ -12,6 +12,7 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import GgufLayout
+from ktqueue.families.parts import QKV
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
@@ -21,9 +22,15 @@ from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_expert
 from ktqueue.loading.gguf.library import ROW_VECTORS, gguf_names, split_expert_name, type_name
 from ktqueue.loading.gguf.linear import adapt_linear_tensors
 from ktqueue.loading.gguf.metadata import config_from_metadata, multi_token_layers
-from ktqueue.loading.gguf.rope import FACTORS_TENSOR, longrope_parameters
+from ktqueue.loading.gguf.rope import (
+    FACTORS_TENSOR,
+    LIST_TENSORS,
+    longrope_parameters,
+    parameters_of_lists,
+    scale_of_lists,
+)
 from ktqueue.loading.single_experts import stack_experts
-from ktqueue.loading.weight_formats import Bytes, tensor_bytes
+from ktqueue.loading.weight_formats import Bytes, Floats, tensor_bytes
 from ktqueue.operators.packed import ExpertWeights
 
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -91,13 +98,15 @@ def build_checkpoint(
     _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(layout, metadata, path))
     if layout.rope_factors and (factors := tensors.pop(FACTORS_TENSOR, None)):
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
+    if layout.rope_lists:
+        _read_rope_lists(path, layout, config, metadata, tensors)
     if family.latent:
         join_latent_tensors(path, tensors)
     if family.linear:  # whose attn_qkv is another matrix
         adapt_linear_tensors(path, tensors, config)
     if layout.gemma:
         adapt_gemma_tensors(tensors)
-    split_fused_tensors(path, tensors, config, attention=not family.linear)
+    split_fused_tensors(path, tensors, config, attention=not (family.linear or QKV in layout.modules))
     layers = _check_layers(path, config["num_hidden_layers"], tensors)
     single = take_single_experts(path, tensors)
     dense, stacks = _rename_tensors(path, layout, config, tensors, layers)
@@ -149,14 +158,42 @@ def _q2_0_layout(part: GgufHeader) -> str:
 def _rope_with_factors(path: str, config: dict[str, Any], factors_tensor: CheckpointTensor) -> dict[str, Any]:
     rope, head_dim = config["rope_parameters"], config.get("head_dim")
     head_dim = head_dim or config["hidden_size"] // config["num_attention_heads"]
-    factors = factors_tensor.decode(torch.float32).numpy()
     if rope["rope_type"] != "default":
         raise CheckpointError(
             f"{path}: tensor {factors_tensor.name!r} and rope.scaling.type {rope['rope_type']!r} cannot be combined"
         )
-    if factors.shape != (head_dim // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
-        raise CheckpointError(f"{path}: tensor {factors_tensor.name!r} must hold {head_dim // 2} positive numbers")
+    factors = _factors(path, factors_tensor, head_dim)
     return longrope_parameters(rope, factors, config["max_position_embeddings"])
+
+
+def _factors(path: str, tensor: CheckpointTensor, columns: int) -> Floats:
+    """Return the factors of the rotary frequencies of `columns` columns. Raises CheckpointError."""
+    factors: Floats = tensor.decode(torch.float32).numpy()
+    if factors.shape != (columns // 2,) or not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointError(f"{path}: tensor {tensor.name!r} must hold {columns // 2} positive numbers")
+    return factors
+
+
+def _read_rope_lists(
+    path: str,
+    layout: GgufLayout,
+    config: dict[str, Any],
+    metadata: dict[str, Any],
+    tensors: dict[str, CheckpointTensor],
+) -> None:
+    """Take the two lists of longrope from `tensors` into the config. Raises CheckpointError."""
+    found = {parameter: tensors.pop(name) for parameter, name in LIST_TENSORS.items() if name in tensors}
+    scale = scale_of_lists(layout.architecture, metadata, path)
+    if not found and scale == 1:
+        return
+    if missing := [name for parameter, name in LIST_TENSORS.items() if parameter not in found]:
+        raise CheckpointError(f"{path}: tensor {missing[0]!r} is missing")
+    rope = config["rope_parameters"]
+    width = rope.get("partial_rotary_factor", 1) * config["hidden_size"] // config["num_attention_heads"]
+    lists = {parameter: _factors(path, tensor, int(width)) for parameter, tensor in found.items()}
+    rope = parameters_of_lists(layout.architecture, rope, lists, metadata, path)
+    config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    config["rope_parameters"] = {**rope, **dict.fromkeys(layout.rope_lists, scale)}
 
 
 def _drop_layers(tensors: dict[str, CheckpointTensor], first: int, count: int) -> None:

@@ -32,7 +32,8 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
             if entry.absent is not None:
                 config[entry.config] = entry.absent
             continue
-        config[entry.config] = _field_value(entry, metadata, key, source)
+        value = _field_value(entry, metadata, key, source)
+        config[entry.config] = None if value == entry.none else value
     config["num_hidden_layers"] -= multi_token_layers(layout, metadata, source)
     if layout.windows_listed:
         config["layer_types"] = _listed_windows(layout, metadata, config["num_hidden_layers"], source)
@@ -42,7 +43,8 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
         config |= linear_config(layout, metadata, config, source)
     if family.chunked:
         config |= llama4_config(layout, metadata, config, source)
-    rope = rope_from_metadata(layout.architecture, metadata, source, latent=family.latent)
+    lists = bool(layout.rope_lists)
+    rope = rope_from_metadata(layout.architecture, metadata, source, latent=family.latent, lists=lists)
     if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
         rope["partial_rotary_factor"] = part
     config["rope_parameters"] = {**rope, **layout.rope}
@@ -123,7 +125,8 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
             f"{source}: use_sliding_window is true, which GGUF's {layout.architecture} cannot express"
         )
     for entry in layout.fields:
-        value = next((config[name] for name in (entry.config, *entry.aliases) if config.get(name) is not None), None)
+        names = (entry.config, *entry.aliases)
+        value = next((config[name] for name in names if config.get(name) is not None), entry.none)
         if value is None and entry.required:
             raise CheckpointError(f"{source}: config key {entry.config} is missing")
         if value is not None:
@@ -131,7 +134,13 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
     if family.chunked:
         check_llama4(layout.architecture, config, source)
     rope = rope_to_metadata(
-        layout.architecture, config, source, latent=family.latent, factors=layout.rope_factors, implied=layout.rope
+        layout.architecture,
+        config,
+        source,
+        latent=family.latent,
+        factors=layout.rope_factors,
+        lists=bool(layout.rope_lists),
+        implied=layout.rope,
     )
     if family.latent:
         return {**metadata, **latent_metadata(family, config, source), **rope}

@@ -2,7 +2,7 @@
 
 Some models divide each rotary frequency by a factor of its own. transformers computes the factors from four parameters
 (`rope_type` llama3). A GGUF file holds them as a tensor, which transformers can express as `longrope` with one list for
-all lengths.
+all lengths. Models with longrope have two tensors, and the factor of cosines and sines as metadata.
 """
 
 import math
@@ -17,9 +17,11 @@ from ktqueue.loading.gguf.header import metadata_number
 from ktqueue.loading.weight_formats import Floats
 
 FACTORS_TENSOR = "rope_freqs.weight"  # [head_dim / 2]
+LIST_TENSORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # [rotary / 2]
 _ROPE_THETA = 10_000.0  # if the file has none (llama.cpp's default)
 _BETAS = {"beta_fast": ("scaling.yarn_beta_fast", 32.0), "beta_slow": ("scaling.yarn_beta_slow", 1.0)}
-_FACTORS = ("scaling.attn_factor", "scaling.yarn_attn_factor")  # 1 has no effect
+_ATTENTION_FACTOR, _ORIGINAL = "scaling.attn_factor", "scaling.original_context_length"
+_FACTORS = (_ATTENTION_FACTOR, "scaling.yarn_attn_factor")  # 1 has no effect
 _EXTRAPOLATION = "scaling.yarn_ext_factor"
 # Values of that key that have no effect, by scaling type. -1 lets the reader choose one of the others (llama.cpp).
 _HARMLESS = {"none": (-1.0, 0.0, 1.0), "linear": (-1.0, 0.0), "yarn": (-1.0, 1.0)}
@@ -42,10 +44,13 @@ def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": rope_type, "rope_theta": theta}
 
 
-def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: str, *, latent: bool) -> dict[str, Any]:
+def rope_from_metadata(
+    architecture: str, metadata: Mapping[str, Any], source: str, *, latent: bool, lists: bool = False
+) -> dict[str, Any]:
     """Return `rope_parameters` from GGUF metadata. Raises CheckpointError.
 
-    `latent`: the model has multi-head latent attention, whose yarn has more parameters.
+    `latent`: the model has multi-head latent attention, whose yarn has more parameters. `lists`: see
+    parameters_of_lists, which gives the metadata of lists a meaning.
     """
     prefix = f"{architecture}.rope."
     theta = metadata_number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
@@ -55,7 +60,8 @@ def rope_from_metadata(architecture: str, metadata: Mapping[str, Any], source: s
         raise CheckpointError(
             f"{source}: {prefix}scaling.type {scaling_type!r} is not supported; known: {', '.join(_HARMLESS)}"
         )
-    for name, no_effect in (*((name, (1.0,)) for name in _FACTORS), (_EXTRAPOLATION, _HARMLESS[scaling_type])):
+    factors = _FACTORS[1:] if lists else _FACTORS
+    for name, no_effect in (*((name, (1.0,)) for name in factors), (_EXTRAPOLATION, _HARMLESS[scaling_type])):
         if prefix + name in metadata and metadata[prefix + name] not in no_effect:
             raise CheckpointError(f"{source}: {prefix}{name} {metadata[prefix + name]!r} is not supported")
     if scaling_type != "none":
@@ -84,12 +90,13 @@ def rope_to_metadata(
     *,
     latent: bool,
     factors: bool,
+    lists: bool = False,
     implied: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return rotary parameters as GGUF metadata. Raises CheckpointError for parameters that GGUF cannot express.
 
-    `factors`: the factors of `rope_type` llama3 are written as a tensor, so that type is accepted. `implied`:
-    parameters that the architecture fixes.
+    `factors`: the factors of `rope_type` llama3 are written as a tensor, so that type is accepted. `lists`: so are the
+    two lists of longrope. `implied`: parameters that the architecture fixes.
     """
     prefix = f"{architecture}.rope."
     rope = rope_of_config(config)
@@ -106,11 +113,67 @@ def rope_to_metadata(
             original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
             metadata[prefix + "scaling.original_context_length"] = int(original)
             metadata |= _yarn_keys(prefix, rope, source, latent=latent)
+    elif rope_type == "longrope" and lists:
+        metadata[prefix + _ORIGINAL] = _original_length(rope, config, source)
+        metadata[prefix + _ATTENTION_FACTOR] = _attention_factor(rope, config, source)
     elif rope_type != "default" and not (rope_type == "llama3" and factors):
         raise CheckpointError(
             f"{source}: rope_type {rope_type!r} cannot be written to GGUF; known: default, linear, yarn"
         )
     return metadata
+
+
+def _original_length(rope: Mapping[str, Any], config: Mapping[str, Any], source: str) -> int:
+    stated = rope.get(name := "original_max_position_embeddings") or config.get(name)
+    if not stated:
+        raise CheckpointError(f"{source}: longrope needs {name}")
+    return int(stated)
+
+
+def _attention_factor(rope: Mapping[str, Any], config: Mapping[str, Any], source: str) -> float:
+    """Return the factor of cosines and sines with longrope. Formula: transformers' modeling_rope_utils.py. Phi-3.5-MoE
+    states it. Raises CheckpointError if it depends on the length, for which GGUF has no place."""
+    if "short_mscale" in rope or "long_mscale" in rope:
+        short, long = rope.get("short_mscale"), rope.get("long_mscale")
+        if short != long or not short:
+            raise CheckpointError(
+                f"{source}: rope short_mscale {short!r} and long_mscale {long!r} must be equal, because GGUF has one "
+                "number for both"
+            )
+        return float(short)
+    if stated := rope.get("attention_factor"):
+        return float(stated)
+    original = _original_length(rope, config, source)
+    factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def scale_of_lists(architecture: str, metadata: Mapping[str, Any], source: str) -> float:
+    """Return the factor of cosines and sines of a file with two lists. Raises CheckpointError."""
+    key = f"{architecture}.rope.{_ATTENTION_FACTOR}"
+    return float(metadata_number(metadata.get(key, 1.0), float, key, source))
+
+
+def parameters_of_lists(
+    architecture: str, rope: Mapping[str, Any], lists: Mapping[str, Floats], metadata: Mapping[str, Any], source: str
+) -> dict[str, Any]:
+    """Return `rope_parameters` of longrope, without a scale, from plain `rope` and the two tensors of LIST_TENSORS, by
+    parameter. Raises CheckpointError.
+    """
+    if rope["rope_type"] != "default":
+        raise CheckpointError(
+            f"{source}: tensor {LIST_TENSORS['long_factor']!r} and rope.scaling.type {rope['rope_type']!r} cannot be "
+            "combined"
+        )
+    original = metadata_number(metadata.get(key := f"{architecture}.rope.{_ORIGINAL}"), int, key, source)
+    context = metadata_number(metadata.get(key := f"{architecture}.context_length"), int, key, source)
+    return {
+        **rope,
+        "rope_type": "longrope",
+        **{name: [float(factor) for factor in factors] for name, factors in lists.items()},
+        "original_max_position_embeddings": original,
+        "factor": context / original,
+    }
 
 
 def _yarn_keys(prefix: str, rope: Mapping[str, Any], source: str, *, latent: bool) -> dict[str, Any]:

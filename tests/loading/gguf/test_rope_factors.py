@@ -1,7 +1,8 @@
-"""Llama 3.1's rotary frequencies: from parameters to a tensor of factors in GGUF, and back to the same logits."""
+"""Rotary factors in GGUF: those of Llama 3.1 from parameters to a tensor, and back, and the two lists of longrope."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,12 @@ from ktqueue.loading.gguf.rope import FACTORS_TENSOR, llama3_factors
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.load import load_model
 from ktqueue.loading.rules import DEFAULT_RULES
+from ktqueue.operators.rotary import rotary_tables
 
 IDS = list(range(3, 103))
+LISTS = {"short_factor": [1.0 + i / 8 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
+MSCALES = {"short_mscale": 1.3, "long_mscale": 1.3}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
 
 
 @pytest.fixture
@@ -104,3 +109,41 @@ def test_unusable_llama3_parameters_are_refused(change: dict[str, object]) -> No
         llama3_factors({**LLAMA3_ROPE, **change}, 16, "here")
     with pytest.raises(CheckpointError, match="low_freq_factor"):
         llama3_factors({key: value for key, value in LLAMA3_ROPE.items() if key != "low_freq_factor"}, 16, "here")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("phi3", {"rope_parameters": {**LONGROPE, **LISTS, "partial_rotary_factor": 0.75}, "sliding_window": 200}),
+        ("phi3", {"rope_scaling": {**LISTS, "type": "longrope"}, "partial_rotary_factor": 0.75}),
+        ("phimoe", {"rope_parameters": {**LONGROPE, **{name: [3.0, *LISTS[name], 9.0] for name in LISTS}, **MSCALES}}),
+    ],
+)
+def test_longrope_has_the_same_angles_in_a_file(
+    model_type: str, changes: dict[str, Any], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, path = make_model(model_type, **changes), tmp_path / "model.gguf"
+    convert(folder, path, experts="f32", dense="f32")
+    models = [load_model(str(file)) for file in (folder, path)]
+    kept = ("sliding_window", "max_position_embeddings", "attention_bias", "lm_head_bias", "tie_word_embeddings")
+    assert len({str([getattr(model.config, name, None) for name in kept]) for model in models}) == 1
+    assert {model.kv_layout(16).original_length for model in models} == {16}
+    tables = [rotary_tables(model.module.get_submodule("rotary"), 100) for model in models]
+    for ours, theirs in zip(*tables, strict=True):
+        assert torch.equal(ours, theirs) and len(ours[0]) == 116
+        assert not torch.equal(ours[0, 1:16], ours[0, 17:32])
+
+
+def test_a_list_without_the_other_is_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    rope = {**LONGROPE, **LISTS, "partial_rotary_factor": 0.75}
+    convert(make_model("phi3", rope_parameters=rope), path := tmp_path / "model.gguf", experts="f32", dense="f32")
+    path.write_bytes(path.read_bytes().replace(b"rope_factors_short.weight", b"rope_factors_other.weight"))
+    with pytest.raises(CheckpointError, match=r"tensor 'rope_factors_short.weight' is missing"):
+        load_model(str(path))
+
+
+def test_scales_that_differ_are_not_written(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    lists = {name: [1.0, *LISTS[name], 9.0] for name in LISTS}
+    folder = make_model("phimoe", rope_parameters={**LONGROPE, **lists, "short_mscale": 1.1, "long_mscale": 1.2})
+    with pytest.raises(CheckpointError, match=r"short_mscale 1\.1 and long_mscale 1\.2 must be equal"):
+        convert(folder, tmp_path / "model.gguf", experts="f32")

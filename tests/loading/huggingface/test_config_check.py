@@ -313,7 +313,7 @@ def test_longrope_is_served_to_its_full_length(make_model: Callable[..., Path]) 
             {"full_attention": longrope(16, *[1.0] * 8), "sliding_attention": longrope(32, *[1.0] * 8)},
             "its layers have different original_max_position_embeddings: \\[16, 32\\]",
         ),
-        ("qwen3", {**longrope(16, *[1.0] * 8), "llama_4_scaling_beta": 0.5}, "longrope and llama_4_scaling_beta"),
+        ("qwen3", {**longrope(16, *[1.0] * 8), "llama_4_scaling_beta": 0.5}, "longrope and queries that grow"),
     ],
 )
 def test_positions_that_cannot_say_which_list_is_used_are_refused(
