@@ -59,12 +59,13 @@ class GgufLayout:
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
     frequencies. `rope_lists`: they may hold two lists, for short and for long sequences; the names of the rotary
     parameters with the scale of cosines and sines. `sigmoid`: experts are scored by sigmoid. `softmax_of_chosen`: files
-    may say that experts are scored by the softmax over the chosen ones. `alternating`: every second layer, from the
-    first on, has a sliding window. `windows_listed`: files say which layers have one. `two_parts`: the matrix that
-    makes keys and values from latents is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which
-    layers have an indexer; the others share the choice of the layer before. `tiled`: linear attention has its value
-    heads in turns, see loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict
-    further tokens. `gemma`: the family is a Gemma.
+    may say that experts are scored by the softmax over the chosen ones. `window_period`: the last of so many layers
+    sees all keys, the others a window; 0: all see all. `stated`: metadata that never differs, and that llama.cpp needs.
+    `windows_listed`: files say which layers have one. `two_parts`: the matrix that makes keys and values from latents
+    is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have an indexer; the others
+    share the choice of the layer before. `tiled`: linear attention has its value heads in turns, see
+    loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict further tokens.
+    `gemma`: the family is a Gemma.
     """
 
     architecture: str
@@ -82,7 +83,8 @@ class GgufLayout:
     rope_lists: tuple[str, ...] = ()
     sigmoid: bool = False
     softmax_of_chosen: bool = False
-    alternating: bool = False
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    window_period: int = 0
     windows_listed: bool = False
     two_parts: bool = False
     shared_choices: bool = False

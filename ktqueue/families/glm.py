@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from ktqueue.families.deepseek import INDEXED_LAYOUT, V3_LAYOUT
 from ktqueue.families.family import Family
-from ktqueue.families.parts import SIGMOID_LAYOUT
+from ktqueue.families.parts import SIGMOID_LAYOUT, UNBIASED
+
+_OF_DENSE_LAYERS = {"leading_dense_block_count": 0, "feed_forward_length": 10_240}  # of which Solar-Open has none
 
 GLM = (
     Family(
@@ -24,5 +26,13 @@ GLM = (
         replace(INDEXED_LAYOUT, architecture="glm-dsa", shared_choices=True),
         latent=True, group_score=2, indexed=True, indexer_interleaved=True,
     ),
-    Family("Solar-Open", "solar_open", "SolarOpenForCausalLM", partly_rotated=True),
+    Family(
+        "Solar-Open", "solar_open", "SolarOpenForCausalLM",
+        replace(
+            SIGMOID_LAYOUT, architecture="glm4moe", implied=UNBIASED, loaded_as="glm4_moe",
+            fields=tuple(entry for entry in SIGMOID_LAYOUT.fields if entry.key not in _OF_DENSE_LAYERS),
+            stated=_OF_DENSE_LAYERS,
+        ),
+        partly_rotated=True,
+    ),
 )  # fmt: skip

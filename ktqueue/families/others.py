@@ -43,7 +43,24 @@ _HUNYUAN_LAYER = (*LAYER, "self_attn.query_layernorm", "self_attn.key_layernorm"
 _WINDOW_OR_0 = replace(WINDOW, least=0, required=False, none=0)
 
 OTHERS = (
-    Family("AFMoE (Arcee's Trinity)", "afmoe", "AfmoeForCausalLM"),
+    Family(
+        "AFMoE (Arcee's Trinity)", "afmoe", "AfmoeForCausalLM",
+        GgufLayout(
+            "afmoe",
+            (
+                *ROUTED, expert_count("num_experts"), EXPERT_WIDTH, WIDTH, HEAD_DIM, WINDOW,
+                MetadataField("num_shared_experts", "expert_shared_count", least=0),
+                MetadataField("num_dense_layers", "leading_dense_block_count", least=0),
+                MetadataField("route_scale", "expert_weights_scale", float),
+            ),
+            (
+                *LAYER, *QK_NORMS, "self_attn.gate_proj", "pre_mlp_layernorm", "post_mlp_layernorm",
+                "mlp.router.gate", *EXPERT_STACKS, *SHARED_EXPERTS, *MLP,
+            ),
+            tensors=("mlp.expert_bias",), implied={**UNBIASED, "mup_enabled": True, "global_attn_every_n_layers": 4},
+            stated={"expert_weights_norm": True}, sigmoid=True, window_period=4,
+        ),
+    ),
     Family(
         "dots.llm1", "dots1", "Dots1ForCausalLM",
         replace(SIGMOID_LAYOUT, architecture="dots1", implied={**UNBIASED, "sliding_window": None}),
@@ -84,7 +101,7 @@ OTHERS = (
         GgufLayout(
             "gpt-oss", (*LOCAL_EXPERTS, WINDOW), (*LAYER, "mlp.router", *EXPERT_STACKS), tensors=("self_attn.sinks",),
             implied={**SILU, "attention_bias": True}, rope={"truncate": False},
-            alternating=True, softmax_of_chosen=True,
+            window_period=2, softmax_of_chosen=True,
         ),
         transposed_experts=True, experts_in_turns=True, quant_method="mxfp4",
     ),

@@ -37,6 +37,7 @@ LLAMA4: dict[str, Any] = {
     "moe_layers": None,
 }
 FILE_SIZES: dict[str, dict[str, Any]] = {
+    "afmoe": {"layer_types": ["sliding_attention"] * 3},
     "deepseek_v2": {"q_lora_rank": 64},  # llama.cpp knows the model without it by its number of layers
     "deepseek_v32": {"index_head_dim": 64},  # llama.cpp turns the indexer's keys by a Hadamard matrix
     "dots1": {"sliding_window": None, "num_key_value_heads": 4},
@@ -59,7 +60,7 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
     "olmoe": {"clip_qkv": None, "num_key_value_heads": 4},
     "phi3": {"sliding_window": None},  # llama.cpp ignores the window of Phi-3
-    "phimoe": {"router_jitter_noise": 0.01},
+    "phimoe": {"router_jitter_noise": 0.01},  # see page.UNLIKE_LLAMA
     "qwen3_5_moe_text": {"linear_value_head_dim": 16},
     "qwen3_5_text": {"linear_value_head_dim": 16},  # llama.cpp's keys and values have the same size
     "qwen3_next": {"linear_value_head_dim": 16},

@@ -39,6 +39,8 @@ _SAMPLES: dict[str, dict[str, Any]] = {
     "quark": {"global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}},
 }
 """What else the config of a method says that is read, if it must say more than its name."""
+UNLIKE_LLAMA = ("phimoe",)
+"""Model types whose files llama.cpp loads, but computes in another way than transformers."""
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -103,6 +105,7 @@ def _families(result: Mapping[str, Any]) -> list[str]:
         "2. This llama.cpp cannot load the file.",
         "3. Without YaRN. llama.cpp rounds the borders of YaRN's ramp to whole columns, as gpt-oss does not. With",
         "   YaRN, 43 of the 1,024 tokens differ, in heads of 16 columns.",
+        "4. llama.cpp has RMSNorms and a softmax over the experts where Phi-3.5-MoE has LayerNorms and SparseMixer.",
         "",
         "GpuDecoder was run on the CPU, with the twins of its kernels and without CUDA graphs. Figures of GPUs are in",
         "[gpu.md](../../benchmarks/figures/gpu.md). Beside llama.cpp's counts is the largest difference of two logits,",
@@ -186,6 +189,8 @@ def _equal(row: Mapping[str, Any]) -> str:
 def _llama(row: Mapping[str, Any]) -> str:
     if "gguf" not in row:
         return "-"
+    if row["model_type"] in UNLIKE_LLAMA:
+        return "- (4)"
     if "llama" not in row:
         return "not run"
     found = row["llama"]

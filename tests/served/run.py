@@ -68,7 +68,7 @@ def check(family: ServedFamily, folder: Path, llama_python: str | None, device: 
         convert(model, file, experts="f32", dense="f32")
         answers, ran = cpu_answers(file, prompts)
         row["gguf"] = with_counts(answers, ran)
-        if llama_python:
+        if llama_python and family.model_type not in page.UNLIKE_LLAMA:
             row["llama"] = _llama(llama_python, file, prompts, answers)
     return row
 

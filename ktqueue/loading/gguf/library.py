@@ -13,6 +13,7 @@ _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_N
 _Q2_0 = 42  # a type of llama.cpp that the library lacks
 _SPELLINGS = (
     ("e_score_correction_bias", "e_score_correction.bias"),
+    ("mlp.expert_bias", "mlp.expert_bias.bias"),
     ("gate.moe_statics.", "moe_statics."),
     ("linear_attn.dt_bias", "linear_attn.dt_proj.bias"),
     ("block_sparse_moe.router.", "mlp.gate."),
@@ -23,7 +24,7 @@ ROW_VECTORS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias
 """Endings of the names of matrices of one row, which GGUF files have as vectors."""
 ROUTERS = (
     *(".mlp.gate.weight", ".mlp.router.weight", ".mlp.gate.wg.weight"),
-    *(".block_sparse_moe.router.weight", ".feed_forward.router.weight"),
+    *(".block_sparse_moe.router.weight", ".feed_forward.router.weight", ".mlp.router.gate.weight"),
 )
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 

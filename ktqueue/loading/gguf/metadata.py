@@ -24,6 +24,11 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
     """
     layout = family.layout
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **layout.implied}
+    is_period = layout.window_period and isinstance(metadata.get(f"{layout.architecture}.{_WINDOW_PATTERN}"), int)
+    never_differ = {**layout.stated, **({_WINDOW_PATTERN: layout.window_period} if is_period else {})}
+    for name, value in never_differ.items():
+        if metadata.get(key := f"{layout.architecture}.{name}", value) != value:
+            raise CheckpointError(f"{source}: metadata key {key} must be {value!r}, got {metadata[key]!r}")
     for entry in layout.fields:
         key = f"{layout.architecture}.{entry.key}"
         if key not in metadata:
@@ -45,8 +50,10 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
         config |= llama4_config(layout, metadata, config, source)
     lists = bool(layout.rope_lists)
     rope = rope_from_metadata(layout.architecture, metadata, source, latent=family.latent, lists=lists)
-    if not family.latent and (part := _rotary_part(family, metadata, config, source)) < 1:
-        rope["partial_rotary_factor"] = part
+    if not family.latent:
+        part = _rotary_part(family, metadata, config, source)
+        if part < 1 or family.partly_rotated:  # whose configs may have another default
+            rope["partial_rotary_factor"] = part
     config["rope_parameters"] = {**rope, **layout.rope}
     if family.growing:
         config |= growth_config(layout.architecture, metadata, config, source)
@@ -131,6 +138,7 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
             raise CheckpointError(f"{source}: config key {entry.config} is missing")
         if value is not None:
             metadata[f"{layout.architecture}.{entry.key}"] = entry.kind(value)
+    metadata |= {f"{layout.architecture}.{key}": value for key, value in layout.stated.items()}
     if family.chunked:
         check_llama4(layout.architecture, config, source)
     rope = rope_to_metadata(
@@ -169,6 +177,7 @@ def _check_windows(layout: GgufLayout, config: Mapping[str, Any], source: str) -
     kinds = config.get("layer_types") or ()
     if layout.windows_listed:
         return
-    wanted = [layout.alternating and i % 2 == 0 for i in range(len(kinds))]
+    period = layout.window_period
+    wanted = [period > 0 and i % period != period - 1 for i in range(len(kinds))]
     if [kind == _SLIDING for kind in kinds] != wanted:
         raise CheckpointError(f"{source}: GGUF's {layout.architecture} cannot express layer_types {[*kinds]}")
