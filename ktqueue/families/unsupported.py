@@ -3,12 +3,12 @@
 from ktqueue.families.family import UnsupportedFamily
 
 _STATE = "layers that keep a state instead of keys and values"
-_SPARSE = "sparse attention, where an indexer chooses the keys"
+_SPARSE = "sparse attention, where an indexer chooses blocks of keys"
 _OWN_CODE = "an architecture that transformers does not have"
 
 UNSUPPORTED = (
     UnsupportedFamily("Arctic", "dense layers beside the routed ones", ("arctic",), ("arctic",)),
-    UnsupportedFamily("A.X K2", _SPARSE, ("axk2",)),
+    UnsupportedFamily("A.X K2", "norms that multiply their results by a gate", ("axk2",)),
     UnsupportedFamily("Aria", "experts whose matrices are transposed", ("aria", "aria_text")),
     UnsupportedFamily("Bamba", f"{_STATE} (Mamba 2)", ("bamba",)),
     UnsupportedFamily("DBRX", "one matrix for query, key and value that is clamped", (), ("dbrx",)),
@@ -27,7 +27,7 @@ UNSUPPORTED = (
     UnsupportedFamily("GLM-5-Next", f"{_SPARSE}, and {_STATE}", ("glm5_next", "glm5_next_text")),
     UnsupportedFamily("Granite 4 hybrid", f"{_STATE} (Mamba 2)", (), ("granitehybrid",)),
     UnsupportedFamily("Grok", "a soft cap of attention scores and logits", (), ("grok",)),
-    UnsupportedFamily("Hunyuan 4", f"{_SPARSE}, and hyper-connections", ("hy_v4",)),
+    UnsupportedFamily("Hunyuan 4", "hyper-connections", ("hy_v4",)),
     UnsupportedFamily(
         "Inkling", "short convolutions and attention by relative position", ("inkling_mm_model", "inkling_text"),
     ),

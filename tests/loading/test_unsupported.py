@@ -34,8 +34,7 @@ from ktqueue.loading.skeleton import build_config
         ),
         (
             {"model_type": "hy_v4", "quantization_config": {"quant_method": "fp8"}},
-            "Hunyuan 4 is not supported: it has sparse attention, where an indexer chooses the keys, and "
-            "hyper-connections (model_type 'hy_v4')",
+            "Hunyuan 4 is not supported: it has hyper-connections (model_type 'hy_v4')",
         ),
         (
             {"model_type": "bailing_moe_v2"},  # transformers does not know the type
