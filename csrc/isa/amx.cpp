@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kTokens = 8;
 // The same for block formats, by Quant: from where whole layers gain (ADR 0012). 0: never.
 constexpr size_t kBlockFormatTokens[kQuantCount] = {0,  0,  0,  48, 96, 24, 24, 24, 24, 32, 32, 32, 24,
-                                                    24, 24, 24, 32, 32, 24, 24, 32, 48, 24, 48, 8,  24};
+                                                    24, 24, 24, 32, 32, 24, 24, 32, 48, 24, 48, 8,  32};
 
 }  // namespace
 
