@@ -133,6 +133,7 @@ void run_attention(Random& random, const KernelTable& kernels) {
 
     const std::vector<int32_t> choice = chooses ? choose(random, step, plan, kernels) : std::vector<int32_t>();
     const size_t window = random.chance(2) || chooses ? 0 : random.number(1, 40);
+    const size_t chunk = random.chance(2) || chooses ? 0 : random.number(1, 40);
     std::vector<float> outputs[2];
     for (const size_t threads : {3, 1}) {
         set_shared_pool(threads, 20, Pin::off);
@@ -148,6 +149,7 @@ void run_attention(Random& random, const KernelTable& kernels) {
                    .scaling = 1.0f / std::sqrt(static_cast<float>(dim)),
                    .score_cap = 0,
                    .sliding_window = window,
+                   .chunk = chunk,
                    .sinks = nullptr,
                    .output = output.data(),
                    .choice = choice.data(),

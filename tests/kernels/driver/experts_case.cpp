@@ -92,7 +92,7 @@ struct Layer {
           down(random, experts, three[2], hidden, intermediate),
           options{static_cast<Activation>(random.number(0, 3)), 0.5f + 0.1f * static_cast<float>(random.number(0, 15)),
                   0.1f * static_cast<float>(random.number(1, 90)),
-                  random.chance(2) ? Precision::Fast : Precision::Exact} {}
+                  random.chance(2) ? Precision::Fast : Precision::Exact, random.chance(4)} {}
 
     std::string name() const {
         std::string result;
@@ -100,16 +100,18 @@ struct Layer {
         return result + std::to_string(experts) + " x " + std::to_string(hidden) + " x " + std::to_string(intermediate);
     }
 
-    Value product(const Stack& stack, size_t expert, size_t row, const std::vector<double>& x, bool tiles) const {
+    Value product(const Stack& stack, size_t expert, size_t row, const std::vector<double>& x, bool tiles,
+                  double factor = 1) const {
         const Matrix::Product product = stack.matrices[expert].times(row, x);
-        const double bias = stack.bias_of(expert, row);
-        if (!(product.size < (tiles ? 1e27 : 1e30))) return {0, INFINITY};  // sums may overflow
-        const double error = kRounding * (product.size + std::fabs(bias)) + 1e-30;
-        return {product.value + bias, error + (tiles ? kTileRounding * product.root : 0)};
+        const double bias = stack.bias_of(expert, row), size = std::fabs(factor);
+        if (!(product.size * std::max(1.0, size) < (tiles ? 1e27 : 1e30))) return {0, INFINITY};  // sums may overflow
+        const double error = kRounding * (size * product.size + std::fabs(bias)) + 1e-30;
+        return {factor * product.value + bias, error + (tiles ? size * kTileRounding * product.root : 0)};
     }
 
-    // Computes expert(x), each number with the error that it may have. `tiles`: whether gate, up and down use tiles.
-    std::vector<Value> run(size_t expert, const float* x, const bool (&tiles)[3]) const {
+    // Computes expert(factor * x), each number with the error that it may have. `tiles`: whether gate, up and down use
+    // tiles.
+    std::vector<Value> run(size_t expert, const float* x, const bool (&tiles)[3], double factor) const {
         const auto seen_by = [&](size_t matrix, const float* row, size_t columns) {
             return seen(row, columns, quants[matrix], tiles[matrix] ? Precision::Exact : options.precision);
         };
@@ -117,7 +119,8 @@ struct Layer {
         std::vector<float> mid(intermediate);
         std::vector<double> errors(intermediate);
         for (size_t i = 0; i < intermediate; ++i) {
-            const Value g = product(gate, expert, i, gate_x, tiles[0]), u = product(up, expert, i, up_x, tiles[1]);
+            const Value g = product(gate, expert, i, gate_x, tiles[0], factor);
+            const Value u = product(up, expert, i, up_x, tiles[1], factor);
             if (g.error + u.error == INFINITY) return std::vector<Value>(hidden, {0, INFINITY});
             const auto [activated, factor] = activate(options, g.value, u.value);
             mid[i] = static_cast<float>(activated * factor);
@@ -200,8 +203,9 @@ void check(const Layer& layer, const Call& call, const KernelTable& kernels, con
             for (size_t i = 0; i < 3; ++i)
                 tiles[i] =
                     at_constant_distance(row_form(kernels, layer.quants[i], layer.options.precision, rows[expert], 1));
-            const std::vector<Value> values = layer.run(expert, x, tiles);
-            const double weight = call.weights[pair];
+            const bool of_input = layer.options.weighted_input;
+            const std::vector<Value> values = layer.run(expert, x, tiles, of_input ? call.weights[pair] : 1);
+            const double weight = of_input ? 1 : call.weights[pair];
             for (size_t h = 0; h < layer.hidden; ++h) {
                 expected[h].value += weight * values[h].value;
                 expected[h].error += std::fabs(weight) * (values[h].error + 1e-6 * std::fabs(values[h].value));
