@@ -16,6 +16,7 @@ from ktqueue.cli import (
     doctor,
     fit,
     gateway,
+    imatrix,
     inspect_model,
     jobs,
     keys,
@@ -72,6 +73,7 @@ def application() -> typer.Typer:
     app.command("chat", rich_help_panel=using)(chat.chat)
     app.command("demo", rich_help_panel=using)(demo.demo)
     app.command("convert", rich_help_panel=models)(convert.convert)
+    app.command("imatrix", rich_help_panel=models)(imatrix.imatrix)
     app.command("pull", rich_help_panel=models)(pull.pull)
     app.command("fit", rich_help_panel=models)(fit.fit)
     app.command("inspect", rich_help_panel=models)(inspect_model.inspect)

@@ -224,6 +224,9 @@ def _quantized(output: _OutputTensor, importance: Floats | None) -> Bytes:
     """Return the bytes of a tensor. `importance`: [1 or experts, columns], or None."""
     if output.read is not None:
         values = output.read()
+        if importance is not None and len(importance) > 1:  # the heads of a part of latent attention
+            heads = zip(values, importance, strict=True)
+            return np.concatenate([quantize(matrix, output.quant, columns) for matrix, columns in heads])
         columns = None if importance is None else importance[0]
         return quantize(values.reshape(-1, values.shape[-1]), output.quant, columns)
     stack = output.stack

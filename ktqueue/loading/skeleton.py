@@ -156,6 +156,15 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
             )
 
 
+def build_original(config: Config) -> nn.Module:
+    """Build the model on the meta device in float32, with transformers' own attention over whole sequences."""
+    with torch.device("meta"), no_init_weights():
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+    return model.eval().requires_grad_(False)
+
+
 def build_random(values: Mapping[str, Any]) -> nn.Module:
     """Build a freshly initialised float32 model with transformers' own attention, for training."""
     config = build_config(values, "a new model")

@@ -221,6 +221,10 @@ def test_convert_makes_a_file_that_inspect_reads(here: Verb, tmp_path: Path) -> 
     code, _, err = here("convert", folder, "out.gguf", "--experts", "q8_0", "--dense", "f16")
     assert code == 0, err
     assert "MiB" in err and "1 layer that predicts further tokens is left out: GGUF's qwen3moe" in err
+    (tmp_path / "tale.txt").write_text("There was a fox. " * 20)
+    code, _, err = here("imatrix", "-m", folder, "-f", tmp_path / "tale.txt", "-o", "tale.gguf", "--ctx-size", "8")
+    assert code == 0 and "chunks of 8 tokens, 16 matrices" in err, err
+    assert here("convert", folder, "new.gguf", "--imatrix", "tale.gguf")[0] == 0
     _, out, _ = here("inspect", "out.gguf", "--json")
     assert ["Q8_0"] in [row["quants"] for row in json.loads(out)["rows"] if row["name"].endswith("experts")]
     assert here("convert", folder, "out.gguf")[0] == 2  # out.gguf already exists

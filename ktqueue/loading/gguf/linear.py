@@ -109,6 +109,16 @@ def file_parts(
     ]
 
 
+def column_order(layout: GgufLayout, name: str, columns: int, config: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+    """Return which of a tensor's columns is each column of the file: see `file_parts`."""
+    order = np.arange(columns)
+    if not name.endswith("linear_attn.out_proj.weight"):
+        return order
+    ((_, _, change),) = file_parts(layout, name, (1, columns), config)
+    stored: npt.NDArray[np.int64] = change(order[None].astype(np.float32))[0].astype(np.int64)
+    return stored
+
+
 def _take(rows: npt.NDArray[np.int64]) -> Change:
     return lambda values: values[rows]
 

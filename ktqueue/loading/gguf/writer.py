@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from ktqueue.loading.checkpoint import Progress
-from ktqueue.loading.weight_formats import FILE_BLOCKS, Bytes
+from ktqueue.loading.weight_formats import FILE_BLOCKS, Bytes, Floats
 
 _FILE_TYPES = {
     "F32": gguf.LlamaFileType.ALL_F32,
@@ -44,6 +44,40 @@ _FILE_TYPES = {
 }
 
 
+def write_floats(path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Floats]) -> None:
+    """Write a GGUF file of float32 tensors that is not a model. It gets its name when it is complete."""
+    part = path.with_name(path.name + ".part")
+    writer = gguf.GGUFWriter(part, architecture)
+    try:
+        _add_metadata(writer, metadata)
+        for name, values in tensors.items():
+            writer.add_tensor(name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        part.replace(path)
+    except BaseException:
+        writer.close()
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        match value:
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case _:
+                writer.add_array(key, value)
+
+
 class TensorDescription(Protocol):
     """What the header of a file says about a tensor that will be written."""
 
@@ -75,18 +109,7 @@ class GgufWriter:
 
     def add_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add strings, bools, lists, and numbers (an int as u32, a float as f32)."""
-        for key, value in metadata.items():
-            match value:
-                case bool():
-                    self._writer.add_bool(key, value)
-                case int():
-                    self._writer.add_uint32(key, value)
-                case float():
-                    self._writer.add_float32(key, value)
-                case str():
-                    self._writer.add_string(key, value)
-                case _:
-                    self._writer.add_array(key, value)
+        _add_metadata(self._writer, metadata)
 
     def add_tensor(self, name: str, quant: str, shape: tuple[int, ...]) -> None:
         """Describe a tensor. The data must be written in the same order as the descriptions."""

@@ -15,7 +15,7 @@ from tiny_tokenizer import write_tokenizer
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.convert import convert
-from ktqueue.loading.gguf.linear import linear_config, linear_metadata
+from ktqueue.loading.gguf.linear import column_order, linear_config, linear_metadata
 from ktqueue.loading.load import load_model
 
 SIZES: dict[str, Any] = {
@@ -223,6 +223,15 @@ def test_a_folder_is_written_as_llama_cpp_does(model_type: str, architecture: st
     assert (f"{architecture}.rope.dimension_sections" in reader.fields) == tiled
     for name, logits in answers(model).items():
         assert (feed(load_model(str(file)).module)[name] - logits).abs().max() < 3e-4 * logits.abs().max()
+
+
+def test_columns_are_ordered_like_those_of_files() -> None:
+    """An importance matrix of a folder fits the file's output matrix, whose columns are value heads in turns."""
+    name, columns = "model.layers.0.linear_attn.out_proj.weight", torch.arange(192)
+    for model_type, wanted in (("qwen3_5_moe_text", in_turns(columns, 0, 32)), ("qwen3_next", columns)):
+        layout = family_of_type(model_type).layout
+        assert column_order(layout, name, 192, SIZES).tolist() == wanted.tolist()
+        assert column_order(layout, "model.layers.0.mlp.up_proj.weight", 3, SIZES).tolist() == [0, 1, 2]
 
 
 def test_layers_that_are_no_pattern_are_not_written() -> None:
