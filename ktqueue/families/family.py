@@ -61,10 +61,11 @@ class GgufLayout:
     parameters with the scale of cosines and sines. `sigmoid`: experts are scored by sigmoid. `softmax_of_chosen`: files
     may say that experts are scored by the softmax over the chosen ones. `window_period`: the last of so many layers
     sees all keys, the others a window; 0: all see all. `stated`: metadata that never differs, and that llama.cpp needs.
-    `windows_listed`: files say which layers have one. `two_parts`: the matrix that makes keys and values from latents
-    is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have an indexer; the others
-    share the choice of the layer before. `tiled`: linear attention has its value heads in turns, see
-    loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict further tokens.
+    `bare_tensors`: names of `tensors` have no ending in files. `mlp_kinds`: the config lists the layers with experts,
+    which files only have. `windows_listed`: files say which layers have one. `two_parts`: the matrix that makes keys
+    and values from latents is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have
+    an indexer; the others share the choice of the layer before. `tiled`: linear attention has its value heads in turns,
+    see loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict further tokens.
     `gemma`: the family is a Gemma.
     """
 
@@ -84,6 +85,8 @@ class GgufLayout:
     sigmoid: bool = False
     softmax_of_chosen: bool = False
     stated: Mapping[str, Any] = field(default_factory=dict)
+    bare_tensors: bool = False
+    mlp_kinds: bool = False
     window_period: int = 0
     windows_listed: bool = False
     two_parts: bool = False

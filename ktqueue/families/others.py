@@ -119,7 +119,20 @@ OTHERS = (
             implied=UNBIASED, permuted=True,
         ),
     ),
-    Family("Hunyuan 3", "hy_v3", "HYV3ForCausalLM"),
+    Family(
+        "Hunyuan 3", "hy_v3", "HYV3ForCausalLM",
+        GgufLayout(
+            "hy_v3",
+            (
+                *ROUTED, expert_count("num_experts"), EXPERT_WIDTH, WIDTH, HEAD_DIM,
+                MetadataField("num_shared_experts", "expert_shared_count", required=False, absent=1),
+                MetadataField("router_scaling_factor", "expert_weights_scale", float),
+            ),
+            (*LAYER, *QK_NORMS, *EXPERTS, *SHARED_EXPERTS, *MLP), tensors=("mlp.e_score_correction_bias",),
+            implied={**UNBIASED, "mlp_bias": False}, stated={"expert_weights_norm": True}, sigmoid=True, names="dots1",
+            bare_tensors=True, mlp_kinds=True,
+        ),
+    ),
     Family(
         "Hunyuan, dense", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM",
         GgufLayout("hunyuan-dense", DENSE, (*_HUNYUAN_LAYER, *MLP), implied=UNBIASED),

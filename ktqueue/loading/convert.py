@@ -138,7 +138,7 @@ def _output_tensors(
     checkpoint: Checkpoint, family: Family, config: dict[str, Any], types: dict[str, str]
 ) -> Iterator[_OutputTensor]:
     layout = family.layout
-    names = TensorNameMap(layout.names or layout.architecture, config["num_hidden_layers"])
+    names = TensorNameMap(layout, config["num_hidden_layers"])
 
     def find(name: str) -> str:
         found = names.find(name)

@@ -229,7 +229,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
         "num_shared_experts": 1,
         "head_dim": 16,
-        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["sparse", "dense"],
         "pad_token_id": 0,
     },
     "gpt_neox": {"intermediate_size": 96, "num_key_value_heads": 4},

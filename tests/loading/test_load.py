@@ -45,7 +45,7 @@ def rule_file(tmp_path: Path) -> Callable[[str], str]:
     [
         *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss"),
         *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe", "exaone_moe", "gemma2", "gemma3_text", "llama4_text"),
-        *("phi3", "phimoe", "afmoe", "solar_open"),
+        *("phi3", "phimoe", "afmoe", "solar_open", "hy_v3"),
     ],
 )
 @pytest.mark.parametrize("source", ["folder", "gguf"])

@@ -113,6 +113,9 @@ def build_checkpoint(
     _finish_config(path, config, metadata, dense)
     config |= {key: name in dense for key, name in layout.by_tensor.items()}
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
+    if layout.mlp_kinds:
+        routed = [f"model.layers.{i}.mlp.experts" in experts for i in range(layers)]
+        config["mlp_layer_types"] = ["sparse" if has_experts else "dense" for has_experts in routed]
     experts |= {name: stack_experts(path, name, parts) for name, parts in single.items()}
     return Checkpoint(path, config, dense, experts, files)
 

@@ -39,9 +39,11 @@ class TensorNameMap:
     """Translates the tensor names of one architecture from transformers to GGUF. Raises CheckpointError for an unknown
     architecture."""
 
-    def __init__(self, architecture: str, layers: int) -> None:
+    def __init__(self, layout: GgufLayout, layers: int) -> None:
+        architecture = layout.names or layout.architecture
         if architecture not in _ARCHITECTURES:
             raise CheckpointError(f"the gguf library has no names of tensors for the architecture {architecture!r}")
+        self._bare = layout.tensors if layout.bare_tensors else ()
         self._map = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
 
     def find(self, name: str) -> str | None:
@@ -52,6 +54,8 @@ class TensorNameMap:
         for spelling, in_tables in _SPELLINGS:
             library_name = library_name.replace(spelling, in_tables)
         found: str | None = self._map.get_name(library_name, try_suffixes=(".weight", ".bias"))
+        if found and self._bare and name.endswith(self._bare):
+            return found.removesuffix(".bias")
         return f"{found}.weight" if found and name.endswith(".sinks") else found
 
 
@@ -60,7 +64,7 @@ def gguf_names(layout: GgufLayout, layers: int) -> dict[str, str]:
 
     The three expert tensors of a layer appear as `...experts.gate_proj.weight`, `up_proj` and `down_proj`.
     """
-    names = TensorNameMap(layout.names or layout.architecture, layers)
+    names = TensorNameMap(layout, layers)
     modules = [*MODEL_MODULES, *(f"model.layers.{i}.{m}" for i in range(layers) for m in layout.modules)]
     transformers_names: dict[str, str] = {}
     for module in modules:

@@ -184,7 +184,7 @@ def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
     """
     family = family_of_model_type(config["model_type"], "a synthetic model")
     layers = config["num_hidden_layers"]
-    names = TensorNameMap(family.layout.names or family.layout.architecture, layers)
+    names = TensorNameMap(family.layout, layers)
     skeleton = build_skeleton(build_config(config, "a synthetic model"), torch.float32, "a synthetic model")
     tied = tied_names(skeleton)
     for name, tensor in skeleton.state_dict().items():
