@@ -17,6 +17,7 @@ Halves = npt.NDArray[np.float16]
 
 GROUP = 32  # columns of a block of Q4_0, UINT4, Q8_0 and MXFP4
 FP8_BLOCK = 128  # columns of a block of FP8
+PART = 1 << 19  # weights
 LARGE = 16 << 20  # weights; experts have fewer, and are converted beside each other (single_experts.py)
 FP4_BLOCK, FP4_GROUP = 64, 16  # columns of a block of FP4, and those of its scales
 _Q4_0 = np.dtype([("d", "<f2"), ("low", "u1", 16)])
@@ -34,14 +35,15 @@ _HALF_STEP = 2.0**-25
 def in_parts(rows: int, columns: int, convert: Callable[[slice], Bytes]) -> Bytes:
     """Return the bytes of a matrix, of which `convert` returns those of some rows.
 
-    A matrix of more than LARGE weights is converted on all threads of the kernels, others in one call. Rows of a call
-    begin at a multiple of 64.
+    Parts have about PART weights and begin at multiples of 64 rows. Their intermediate arrays stay in the cache, and
+    their memory is used again. A matrix of more than LARGE weights is converted on all threads of the kernels.
     """
+    step = max(1, PART // columns // 64) * 64
+    parts = [slice(row, row + step) for row in range(0, rows, step)]
     if rows * columns <= LARGE:
-        return convert(slice(0, rows))
-    step = max(1, -(-rows // native.threads() // 64)) * 64
+        return np.concatenate([*map(convert, parts)])
     with ThreadPoolExecutor(native.threads()) as threads:
-        return np.concatenate([*threads.map(convert, (slice(row, row + step) for row in range(0, rows, step)))])
+        return np.concatenate([*threads.map(convert, parts)])
 
 
 def nibbles(packed: Bytes) -> Bytes:

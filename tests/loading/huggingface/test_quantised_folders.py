@@ -95,10 +95,12 @@ def test_a_large_matrix_is_converted_in_parts(
     source = make_model("qwen3_moe", **SIZES | {"head_dim": 80})  # 160 rows of k_proj are two parts and a half
     tensors, plain = quantised(source, SCHEMES[name])
     checkpoint = open_folder(write(tmp_path / "packed", source, tensors, SCHEMES[name].config))
-    monkeypatch.setattr(quantised_blocks, "LARGE", 1)
+    monkeypatch.setattr(quantised_blocks, "PART", 1)
     native.set_threads(3, torch_threads=1)
     try:
-        assert torch.equal(checkpoint.decode(K_PROJ, torch.float32), plain[K_PROJ])
+        for large in (1, 1 << 20):
+            monkeypatch.setattr(quantised_blocks, "LARGE", large)
+            assert torch.equal(checkpoint.decode(K_PROJ, torch.float32), plain[K_PROJ])
     finally:
         native.set_threads(1)
 
