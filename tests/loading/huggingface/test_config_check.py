@@ -248,7 +248,6 @@ def test_a_file_with_partial_rotary_embeddings_is_refused(tiny: Path) -> None:
         ("llama", "is_causal", False, "True"),
         ("qwen3_moe", "is_causal", None, "True"),
         ("gemma", "use_bidirectional_attention", True, "False"),
-        ("gemma4_text", "use_bidirectional_attention", "all", "False"),
     ],
 )
 def test_models_with_bidirectional_attention_are_refused(
