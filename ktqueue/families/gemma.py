@@ -1,7 +1,7 @@
 """Gemma 2, 3 and 4."""
 
-from ktqueue.families.family import Family, GemmaLayout, GgufLayout, MetadataField
-from ktqueue.families.parts import DENSE, LAYER, MLP, QK_NORMS
+from ktqueue.families.family import EXPERT_KEY, Family, GemmaLayout, GgufLayout, MetadataField
+from ktqueue.families.parts import DENSE, LAYER, MLP, QK_NORMS, SIZES, WIDTH, WINDOW
 
 _CAPS = tuple(
     MetadataField(name, name, float, required=False) for name in ("final_logit_softcapping", "attn_logit_softcapping")
@@ -9,6 +9,19 @@ _CAPS = tuple(
 _FIELDS = (*DENSE, MetadataField("sliding_window", "attention.sliding_window", required=False))
 _MODULES = (*LAYER, *MLP, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _IMPLIED = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+
+_GEMMA4 = (
+    *(entry for entry in SIZES if entry.config != "num_key_value_heads"),
+    WIDTH,
+    WINDOW,
+    MetadataField("num_experts", EXPERT_KEY, required=False, least=0),
+    MetadataField("top_k_experts", "expert_used_count", required=False, least=0),
+    MetadataField("moe_intermediate_size", "expert_feed_forward_length", required=False, least=0),
+)
+_GEMMA4_EXPERTS = (
+    *("router.proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj"),
+    *("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+)
 
 GEMMA = (
     Family(
@@ -23,6 +36,13 @@ GEMMA = (
         ),
         text=True,
     ),
-    Family("Gemma 4, its text (26B-A4B, 31B)", "gemma4_text", "Gemma4ForCausalLM", text=True, heads_differ=True),
+    Family(
+        "Gemma 4, its text (26B-A4B, 31B)", "gemma4_text", "Gemma4ForCausalLM",
+        GgufLayout(
+            "gemma4", (*_GEMMA4, _CAPS[0]), (*_MODULES, *QK_NORMS, *_GEMMA4_EXPERTS),
+            tensors=("layer_scalar", "router.scale", "router.per_expert_scale"), implied=_IMPLIED,
+        ),
+        text=True, heads_differ=True,
+    ),
     Family("Gemma 4, its text (12B)", "gemma4_unified_text", "Gemma4UnifiedForCausalLM", text=True, heads_differ=True),
 )  # fmt: skip

@@ -19,7 +19,6 @@ UNSUPPORTED = (
     UnsupportedFamily("Falcon-H1", f"{_STATE} (Mamba 2)", ("falcon_h1",), ("falcon-h1",)),
     UnsupportedFamily("Falcon-Mamba", f"{_STATE} (Mamba)", ("falcon_mamba",)),
     UnsupportedFamily("Gemma 3n", "embeddings for each layer", (), ("gemma3n",)),
-    UnsupportedFamily("Gemma 4", "heads whose size differs between layers; only its folder is served", (), ("gemma4",)),
     UnsupportedFamily(
         "Gemma 4's assistant", "attention to the keys and values of another model",
         ("gemma4_assistant", "gemma4_unified_assistant"),

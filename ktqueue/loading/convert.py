@@ -17,6 +17,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, Checkpoint, Progress, decode_rows, permute
 from ktqueue.loading.gguf.families import family_of_model_type
+from ktqueue.loading.gguf.gemma4 import gemma4_factors
 from ktqueue.loading.gguf.importance import ImportanceMatrix, read_importance
 from ktqueue.loading.gguf.latent import split_latent_matrix
 from ktqueue.loading.gguf.library import ROUTERS, ROW_VECTORS, TensorNameMap
@@ -90,6 +91,9 @@ def convert(
     outputs = list(_output_tensors(checkpoint, family, config, types))
     if family.layout.rope_factors or family.layout.rope_lists:
         outputs = [*_rope_factors(config, str(source)), *outputs]
+    if family.heads_differ:
+        factors = gemma4_factors(config, str(source))
+        outputs = [_OutputTensor(FACTORS_TENSOR, "F32", factors.shape, lambda: factors), *outputs]
     further, count, left_out = _next_token_outputs(source, family, config, types) if next_tokens else ([], 0, "")
     if count:
         outputs += further

@@ -45,7 +45,7 @@ def rule_file(tmp_path: Path) -> Callable[[str], str]:
     [
         *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss"),
         *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe", "exaone_moe", "gemma2", "gemma3_text", "llama4_text"),
-        *("phi3", "phimoe", "afmoe", "solar_open", "hy_v3"),
+        *("phi3", "phimoe", "afmoe", "solar_open", "hy_v3", "gemma4_text"),
     ],
 )
 @pytest.mark.parametrize("source", ["folder", "gguf"])
@@ -125,9 +125,7 @@ def test_a_model_that_counts_positions_itself_is_refused(make_model: Callable[..
         load_model(str(make_model("bart")))
 
 
-@pytest.mark.parametrize(
-    "model_type", ["exaone4", "ministral", "smollm3", "gemma3n_text", "gemma4_text", "granitemoehybrid"]
-)
+@pytest.mark.parametrize("model_type", ["exaone4", "ministral", "smollm3", "gemma3n_text", "granitemoehybrid"])
 def test_models_may_have_layers_of_several_kinds(
     model_type: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:

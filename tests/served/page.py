@@ -251,7 +251,7 @@ def _tokenizers() -> list[str]:
     return [
         "## Tokenizers",
         "A folder has `tokenizer.json`, `tiktoken.model` or a lone `tokenizer.model` (SentencePiece). In a GGUF file,",
-        "`tokenizer.ggml.model` is `llama` (SentencePiece) or `gpt2` (byte-level). For the latter,",
+        "`tokenizer.ggml.model` is `llama` (SentencePiece), `gemma4` (the same by merges) or `gpt2` (bytes). For it,",
         "`tokenizer.ggml.pre` is one of:",
         "",
         f"{_listed(f'`{name}`' for name in sorted(PRE_TOKENIZERS))}.",

@@ -16,6 +16,7 @@ from ktqueue.families.parts import QKV
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
+from ktqueue.loading.gguf.gemma4 import adapt_gemma4_tensors
 from ktqueue.loading.gguf.header import DEFAULT_ALIGNMENT, GgufHeader, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
@@ -106,7 +107,10 @@ def build_checkpoint(
         adapt_linear_tensors(path, tensors, config)
     if layout.gemma:
         adapt_gemma_tensors(tensors)
-    split_fused_tensors(path, tensors, config, attention=not (family.linear or QKV in layout.modules))
+    if family.heads_differ:
+        adapt_gemma4_tensors(path, tensors, config)
+    fused = family.linear or family.heads_differ or QKV in layout.modules
+    split_fused_tensors(path, tensors, config, attention=not fused)
     layers = _check_layers(path, config["num_hidden_layers"], tensors)
     single = take_single_experts(path, tensors)
     dense, stacks = _rename_tensors(path, layout, config, tensors, layers)

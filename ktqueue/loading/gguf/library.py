@@ -18,6 +18,9 @@ _SPELLINGS = (
     ("linear_attn.dt_bias", "linear_attn.dt_proj.bias"),
     ("block_sparse_moe.router.", "mlp.gate."),
     ("block_sparse_moe.", "mlp."),
+    (".layer_scalar", ".layer_scalar.weight"),
+    (".router.scale", ".router.proj.scale"),
+    (".router.per_expert_scale", ".experts.down_proj.scale"),
 )
 """What names of transformers have, and the library's tables instead."""
 ROW_VECTORS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
@@ -25,10 +28,13 @@ ROW_VECTORS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias
 ROUTERS = (
     *(".mlp.gate.weight", ".mlp.router.weight", ".mlp.gate.wg.weight"),
     *(".block_sparse_moe.router.weight", ".feed_forward.router.weight", ".mlp.router.gate.weight"),
+    ".router.proj.weight",
 )
 EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
+_HALVES = re.compile(r"model\.layers\.(\d+)\.experts\.(gate|up)_proj\.weight")
+"""Matrices of Gemma 4's experts, for which the library has one name for both as one tensor."""
 _NEXT_TOKENS = re.compile(
     r"model\.layers\.(\d+)\.(eh_proj|embed_tokens|enorm|hnorm|shared_head\.(?:head|norm))\.weight"
 )
@@ -50,10 +56,12 @@ class TensorNameMap:
         """Translate `model.norm.weight` to `output_norm.weight`; None if the architecture has no such tensor."""
         if match := _NEXT_TOKENS.fullmatch(name):
             return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
+        if match := _HALVES.fullmatch(name):
+            return f"blk.{match[1]}.ffn_{match[2]}_exps.weight"
         library_name = name
         for spelling, in_tables in _SPELLINGS:
             library_name = library_name.replace(spelling, in_tables)
-        found: str | None = self._map.get_name(library_name, try_suffixes=(".weight", ".bias"))
+        found: str | None = self._map.get_name(library_name, try_suffixes=(".weight", ".bias", ".scale"))
         if found and self._bare and name.endswith(self._bare):
             return found.removesuffix(".bias")
         return f"{found}.weight" if found and name.endswith(".sinks") else found

@@ -6,6 +6,7 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
+from ktqueue.loading.gguf.gemma4 import gemma4_config, gemma4_metadata
 from ktqueue.loading.gguf.header import metadata_count, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, growth_config, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
@@ -39,6 +40,8 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
             continue
         value = _field_value(entry, metadata, key, source)
         config[entry.config] = None if value == entry.none else value
+    if family.heads_differ:
+        return config | gemma4_config(layout.architecture, metadata, config, source)
     config["num_hidden_layers"] -= multi_token_layers(layout, metadata, source)
     if layout.windows_listed:
         config["layer_types"] = _listed_windows(layout, metadata, config["num_hidden_layers"], source)
@@ -125,7 +128,7 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
     if layout.gemma:
         metadata = gemma_metadata(layout, config, source)
         config = plain_rope(layout, config)
-    else:
+    elif not family.heads_differ:
         _check_windows(layout, config, source)
     if config.get("use_sliding_window"):
         raise CheckpointError(
@@ -139,6 +142,8 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
         if value is not None:
             metadata[f"{layout.architecture}.{entry.key}"] = entry.kind(value)
     metadata |= {f"{layout.architecture}.{key}": value for key, value in layout.stated.items()}
+    if family.heads_differ:
+        return {**metadata, **gemma4_metadata(layout.architecture, config, source)}
     if family.chunked:
         check_llama4(layout.architecture, config, source)
     rope = rope_to_metadata(

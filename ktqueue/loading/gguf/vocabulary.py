@@ -33,7 +33,8 @@ class TokenKind(IntEnum):
 class VocabularyData:
     """The data of one tokenizer.
 
-    `model` is `gpt2` (byte-level BPE with merges), `llama` (SentencePiece BPE with scores) or `t5` (SentencePiece
+    `model` is `gpt2` (byte-level BPE with merges), `llama` (SentencePiece BPE with scores), `gemma4` (the same with
+    merges) or `t5` (SentencePiece
     unigram with scores; not from files). `pre` is a name in pre_tokenizers.PRE_TOKENIZERS. `kinds` has a TokenKind per
     token. `ids` maps the role of a special token to its id.
 
@@ -78,8 +79,8 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
         return values
 
     model = get("model", str)
-    if model not in ("gpt2", "llama"):
-        raise CheckpointError(f"{source}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+    if model not in (known := ("gpt2", "llama", "gemma4")):
+        raise CheckpointError(f"{source}: tokenizer.ggml.model {model!r} is not supported; known: {', '.join(known)}")
     tokens = strings("tokens")
     kinds = get("token_type", list, [TokenKind.NORMAL] * len(tokens))
     scores = get("scores", list, [])
@@ -106,9 +107,9 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
         merges=strings("merges", [] if model == "llama" or pre == WITHOUT_MERGES else None),
         scores=scores,
         ids=ids,
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama")),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model != "gpt2")),
         add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-        add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", model != "gemma4")),
         chat_template=template if isinstance(template, str) else None,
     )
 

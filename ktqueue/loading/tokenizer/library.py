@@ -159,14 +159,18 @@ def _byte_level(data: VocabularyData, source: str) -> Model:
     if pre is None:
         known = ", ".join(PRE_TOKENIZERS)
         raise CheckpointError(f"{source}: tokenizer.ggml.pre {data.pre!r} is not supported; known: {known}")
-    merges = []
+    tokenizer = tokenizers.Tokenizer(models.BPE(_vocabulary(data), _merges(data), ignore_merges=pre.whole_words))
+    split_as(tokenizer, pre)
+    return tokenizer
+
+
+def _merges(data: VocabularyData) -> list[tuple[str, str]]:
     plain = (token for token, kind in zip(data.tokens, data.kinds, strict=True) if kind == TokenKind.NORMAL)
+    merges = []
     for merge in data.merges or merges_of_ranks(list(plain)):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
-    tokenizer = tokenizers.Tokenizer(models.BPE(_vocabulary(data), merges, ignore_merges=pre.whole_words))
-    split_as(tokenizer, pre)
-    return tokenizer
+    return merges
 
 
 def split_as(tokenizer: Model, pre: PreTokenizer) -> None:
@@ -191,7 +195,7 @@ def _sentence_piece(data: VocabularyData) -> Model:
         tokenizer = tokenizers.Tokenizer(
             models.BPE(
                 vocabulary := _vocabulary(data),
-                _merges_of_scores(data, vocabulary),
+                _merges(data) if data.model == "gemma4" else _merges_of_scores(data, vocabulary),
                 unk_token=None if unknown is None else data.tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=data.byte_fallback,

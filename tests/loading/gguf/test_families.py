@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -201,3 +202,34 @@ def test_a_gemma_that_gguf_cannot_express_is_not_written(
     folder = make_model(model_type, **change)
     with pytest.raises(CheckpointError, match=message):
         convert(folder, tmp_path / "file.gguf", experts="f32", dense="f32")
+
+
+def test_files_of_gemma_4_have_heads_by_layer(parts_of: Callable[[str], Parts]) -> None:
+    """llama.cpp's converter writes one tensor for gate and up, one number of heads if layers have the same, and v_proj
+    if values are not keys."""
+    metadata, tensors = parts_of("gemma4_text")
+    config = built((metadata, dict(tensors))).config()
+    heads = [(layer["num_key_value_heads"], layer["head_dim"]) for layer in config["per_layer_config"].values()]
+    assert heads == [(2, 16), (1, 32)] and config["attention_k_eq_v"] and config["hidden_size_per_layer_input"] == 0
+    assert config["rope_parameters"]["full_attention"]["partial_rotary_factor"] == 0.25
+    gate, up = (tensors.pop(f"blk.0.ffn_{part}_exps.weight") for part in ("gate", "up"))
+    both = np.concatenate([part.data.reshape(8, -1) for part in (gate, up)], axis=1).reshape(-1)
+    tensors["blk.0.ffn_gate_up_exps.weight"] = CheckpointTensor("both", "F32", (8, 64, 64), both)
+    experts = built((metadata, dict(tensors))).experts("model.layers.0.experts")
+    assert [bytes(part.data[7]) for part in (experts.gate, experts.up)] == [
+        bytes(part.data.reshape(8, -1)[7]) for part in (gate, up)
+    ]
+    tensors["blk.1.attn_v.weight"] = tensors["blk.1.attn_k.weight"]
+    config = built((metadata, dict(tensors)), **{"gemma4.attention.head_count_kv": 1}).config()
+    assert not config["attention_k_eq_v"] and config["per_layer_config"]["0"]["num_key_value_heads"] == 1
+    for key, value, message in (
+        ("attention.shared_kv_layers", 1, "a Gemma 4 with layers that share keys and values is served from its folder"),
+        ("attention.value_length_swa", 8, "value_length_swa must be 16, got 8"),
+        ("attention.head_count_kv", [1], "head_count_kv has numbers for 1 of 2 layers"),
+        ("attention.sliding_window_pattern", [False, True], "must be false for the last layer"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            built((metadata, dict(tensors)), **{f"gemma4.{key}": value})
+    tensors["rope_freqs.weight"] = tensors["blk.0.attn_q_norm.weight"]
+    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' must hold 16 numbers: first 1, then 1e\+30"):
+        built((metadata, tensors))

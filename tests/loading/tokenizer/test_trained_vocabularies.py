@@ -12,7 +12,7 @@ import pytest
 import regex  # type: ignore[import-untyped]  # a dependency of transformers
 from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
+from transformers import GemmaTokenizer, Qwen2Tokenizer
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import byte_alphabet
@@ -236,3 +236,28 @@ def test_a_damaged_vocabulary_of_ranks_is_refused(lines: bytes, kind: str, words
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     with pytest.raises(CheckpointError, match=words):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_of_gemma_4_equals_transformers(tmp_path: Path) -> None:
+    """It is a BPE of characters with merges, and unknown ones are spelled in bytes."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    text = " ".join(CORPUS[:2]).replace(" ", "\u2581")
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    trained_model = Tokenizer(models.BPE())
+    trained_model.train_from_iterator([text], trainer)
+    vocabulary = trained_model.get_vocab()
+    merges = [tuple(pair) for pair in json.loads(trained_model.to_str())["model"]["merges"]]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    writer = GGUFWriter(tmp_path / "vocabulary.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL] * 5 + [TokenType.BYTE] * 256 + [TokenType.NORMAL] * (len(tokens) - 261))
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    close(writer)
+    ours = load_tokenizer(str(tmp_path / "vocabulary.gguf"))
+    theirs = GemmaTokenizer(vocabulary, merges)  # type: ignore[arg-type]  # it takes pairs too
+    assert len(ours.encode(CORPUS[0])) < len(CORPUS[0]) // 2
+    for text in [*TEXTS, CORPUS[0], "\n\n \n a  b \u65e5"]:
+        assert ours.encode(text) == [2, *theirs(text, add_special_tokens=False)["input_ids"]], repr(text)
