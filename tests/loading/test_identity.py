@@ -108,9 +108,10 @@ def test_settings_that_decide_tokens_change_the_digest(tmp_path: Path) -> None:
         settings_of(default, dtype="bfloat16"),
         settings_of(default, kv_cache_dtype="fp8"),
         settings_of(LoadPlan(default.replacements, {"": "cuda:0"})),
+        digest_settings(default, dtype="float32", kv_cache_dtype="float32", original_length=4096),
     ]
     digests = {digest("demo", **settings) for settings in (settings_of(default), *others)}
-    assert len(digests) == 5
+    assert len(digests) == 6
     second = settings_of(replace(default, devices={"": "cuda:1"}))
     assert digest("demo", **second) in digests  # the number of the GPU does not count
 

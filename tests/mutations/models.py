@@ -55,6 +55,20 @@ MODELS: dict[str, Mutation] = {
         "    return weights",
         (f"{DECODER}[ernie4_5_moe]",),
     ),
+    "the value of Phi-3 has the rows of the key": Mutation(
+        "a model with one matrix for query, key and value computes what transformers does",
+        "ktqueue/operators/fused_rows.py",
+        "_VALUE: (query + key, key)",
+        "_VALUE: (query, key)",
+        (f"{DECODER}[phi3]",),
+    ),
+    "a file's factor of cosines is ignored": Mutation(
+        "a file of a model with longrope has the angles of its folder",
+        "ktqueue/loading/gguf/checkpoint.py",
+        "dict.fromkeys(layout.rope_lists, scale)",
+        "dict.fromkeys(layout.rope_lists, 1.0)",
+        ("tests/loading/gguf/test_rope_factors.py::test_longrope_has_the_same_angles_in_a_file[phi3-changes0]",),
+    ),
     "pages are shared between short and long sequences": Mutation(
         "a sequence of longrope has the angles of its own length",
         "ktqueue/engine/sequence.py",
