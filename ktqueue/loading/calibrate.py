@@ -6,10 +6,12 @@ together.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,7 +28,7 @@ from ktqueue.operators import reference
 from ktqueue.operators.experts import gate_facts
 from ktqueue.operators.linear_attention import TILED
 from ktqueue.operators.native import GateFacts
-from ktqueue.operators.packed import PackedExperts
+from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 BATCH_TOKENS = 4096
 
@@ -54,9 +56,11 @@ def calibrate(
     with torch.inference_mode():
         for batch in batches:
             run(batch)
-    names = TensorNameMap(layout.names or layout.architecture, int(values["num_hidden_layers"]))
+    names = TensorNameMap(layout, int(values["num_hidden_layers"]))
     sums: dict[str, ColumnSums] = {}
     for name, found in collector.sums.items():
+        if not np.isfinite(found.squares).all():
+            raise CheckpointError(f"{checkpoint.path}: inputs of {name} are not finite", param="text")
         if layout.two_parts and name.endswith("kv_b_proj.weight"):
             continue  # its parts are multiplied by other numbers, which are not computed here
         parts = [name]
@@ -113,21 +117,36 @@ class _Collector:
         self, module: str, gate: GateFacts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Compute an experts module of transformers, which has these arguments, expert by expert."""
-        stored = self._checkpoint.experts(module)
-        count, out = len(stored.gate.data), torch.zeros_like(hidden)
-        for expert in range(count):
+        stored, out = self._checkpoint.experts(module), torch.zeros_like(hidden)
+        for expert in range(len(stored.gate.data)):
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            x = hidden[tokens]
-            self.add(f"{module}.gate_proj.weight", x, expert, count)
-            if not len(tokens):
-                self.add(f"{module}.down_proj.weight", x.new_zeros(0, stored.down.columns), expert, count)
-                continue
-            gated, up = (_product(x, stack, expert) for stack in (stored.gate, stored.up))
-            inner = reference.activate(gate.activation, gated, up, gate.alpha, gate.limit)
-            self.add(f"{module}.down_proj.weight", inner, expert, count)
-            out[tokens] += _product(inner, stored.down, expert) * weights[tokens, places][:, None]
-        self.sums[f"{module}.up_proj.weight"] = self.sums[f"{module}.gate_proj.weight"]  # of the same inputs
+            out[tokens] += self._expert(module, gate, stored, expert, hidden[tokens]) * weights[tokens, places][:, None]
         return out
+
+    def weighted_experts(self, module: str, gate: GateFacts, rows: torch.Tensor) -> torch.Tensor:
+        """Compute an experts module of Llama 4: [experts * tokens, hidden], zeros where a token did not choose."""
+        stored = self._checkpoint.experts(module)
+        inputs = rows.view(len(stored.gate.data), -1, rows.shape[1])
+        out = torch.zeros_like(inputs)
+        for expert, x in enumerate(inputs):
+            tokens = x.any(1).nonzero()[:, 0]
+            out[expert, tokens] = self._expert(module, gate, stored, expert, x[tokens])
+        return out.view(rows.shape)
+
+    def _expert(
+        self, module: str, gate: GateFacts, stored: ExpertWeights, expert: int, x: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute one expert for the rows x [tokens, hidden] and add its inputs."""
+        count = len(stored.gate.data)
+        self.add(f"{module}.gate_proj.weight", x, expert, count)
+        self.sums[f"{module}.up_proj.weight"] = self.sums[f"{module}.gate_proj.weight"]  # of the same inputs
+        if not len(x):
+            self.add(f"{module}.down_proj.weight", x.new_zeros(0, stored.down.columns), expert, count)
+            return x
+        gated, up = (_product(x, stack, expert) for stack in (stored.gate, stored.up))
+        inner = reference.activate(gate.activation, gated, up, gate.alpha, gate.limit)
+        self.add(f"{module}.down_proj.weight", inner, expert, count)
+        return _product(inner, stored.down, expert)
 
 
 def _product(x: torch.Tensor, stack: PackedExperts, expert: int) -> torch.Tensor:
@@ -186,6 +205,8 @@ def _parameter(checkpoint: Checkpoint, name: str, like: torch.Tensor) -> nn.Para
 def _decode_when_called(name: str, module: nn.Module, collector: _Collector, checkpoint: Checkpoint) -> None:
     dropped, stored = module._parameters["weight"], f"{name}.weight"
     assert dropped is not None
+    if isinstance(module, nn.Embedding):  # some models ask for its device
+        module._parameters["weight"] = dropped = _without_memory(dropped.shape)
 
     def before(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         module._parameters["weight"] = _parameter(checkpoint, stored, dropped)
@@ -199,14 +220,20 @@ def _decode_when_called(name: str, module: nn.Module, collector: _Collector, che
     module.register_forward_hook(after)
 
 
+def _without_memory(shape: torch.Size) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(torch.nan).expand(shape), requires_grad=False)
+
+
 def _watch(name: str, module: nn.Module, collector: _Collector) -> None:
     module.register_forward_pre_hook(lambda _, inputs: collector.add(f"{name}.weight", inputs[0]))
 
 
 def _compute_experts(name: str, module: Any, collector: _Collector, checkpoint: Checkpoint) -> None:
-    if (gate := gate_facts(module)) is None or len(signature(module.forward).parameters) != 3:
+    arguments, gate = len(signature(module.forward).parameters), gate_facts(module)
+    if gate is None or arguments not in (1, 3):
         raise CheckpointError(f"{checkpoint.path}: {name} cannot be calibrated: a {type(module).__name__} is not known")
-    module.forward = lambda hidden, chosen, weights: collector.experts(name, gate, hidden, chosen, weights)
+    compute = collector.experts if arguments == 3 else collector.weighted_experts
+    module.forward = partial(compute, name, gate)
 
 
 def read_text(path: Path) -> str:

@@ -65,7 +65,7 @@ def test_sums_are_those_of_the_inputs_in_transformers(
     assert "output.weight" not in sums and "token_embd.weight" not in sums
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "gpt_oss", "llama4_text", "qwen3_next"])
 def test_matrices_have_the_names_of_files(model_type: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     """Each matrix that is quantised has sums, but for parts of latent attention, and convert takes the file."""
     folder, target = make_model(model_type), tmp_path / "model.gguf"
