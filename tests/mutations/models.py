@@ -15,7 +15,6 @@ CUSTOM = "tests/loading/injection/test_custom_operators.py"
 PACKAGES = "tests/loading/injection/test_packages.py"
 
 DECODER = "tests/operators/test_decoder.py::test_logits_equal_those_of_transformers"
-LENGTH = "tests/engine/test_original_length.py::test_a_sequence_has_the_angles_of_its_own_length"
 REFUSED = "tests/loading/test_unsupported.py"
 
 
@@ -47,41 +46,6 @@ MODELS: dict[str, Mutation] = {
         "        if entry.name not in (*_STATED, *_FACTS) and getattr(family, entry.name) != entry.default:",
         "        if False:",
         (f"{PACKAGES}::test_a_family_that_is_wrong_is_named[latent]",),
-    ),
-    "adjacent rotary columns are not moved": Mutation(
-        "a model that rotates adjacent columns computes what transformers does",
-        "ktqueue/operators/rotary_rows.py",
-        "    return HalvedRotaryRows(weights, head_dim, interleaved) if interleaved else weights",
-        "    return weights",
-        (f"{DECODER}[ernie4_5_moe]",),
-    ),
-    "the value of Phi-3 has the rows of the key": Mutation(
-        "a model with one matrix for query, key and value computes what transformers does",
-        "ktqueue/operators/fused_rows.py",
-        "_VALUE: (query + key, key)",
-        "_VALUE: (query, key)",
-        (f"{DECODER}[phi3]",),
-    ),
-    "a file's factor of cosines is ignored": Mutation(
-        "a file of a model with longrope has the angles of its folder",
-        "ktqueue/loading/gguf/checkpoint.py",
-        "dict.fromkeys(layout.rope_lists, scale)",
-        "dict.fromkeys(layout.rope_lists, 1.0)",
-        ("tests/loading/gguf/test_rope_factors.py::test_longrope_has_the_same_angles_in_a_file[phi3-changes0]",),
-    ),
-    "pages are shared between short and long sequences": Mutation(
-        "a sequence of longrope has the angles of its own length",
-        "ktqueue/engine/sequence.py",
-        "_ROOTS[self.rotary_offset > 0]",
-        "_ROOTS[False]",
-        (f"{LENGTH}[exact on cpu]",),
-    ),
-    "a sequence keeps its angles when it grows": Mutation(
-        "a sequence of longrope has the angles of its own length",
-        "ktqueue/engine/scheduler.py",
-        "if running.rotary_offset != running.needed_offset]",
-        "if False]",
-        (f"{LENGTH}[exact on cpu]",),
     ),
     "the residual's factor leaves the epsilon as it is": Mutation(
         "a model with multipliers computes what transformers does",

@@ -9,6 +9,7 @@ from mutation import ROOT, SCRIPTS, Mutation
 from operation import OPERATION
 from other_apis import OTHER_APIS
 from prompts import PROMPTS
+from rotary import ROTARY
 from stored_jobs import STORED_JOBS
 from structured_output import STRUCTURED_OUTPUT
 from tools import TOOLS
@@ -385,6 +386,7 @@ MUTATIONS: dict[str, Mutation] = {
     **MODELS,
     **OTHER_APIS,
     **PROMPTS,
+    **ROTARY,
     **HOSTILE_CLIENTS,
     **ANSWERS,
     **HTTP_REQUESTS,
