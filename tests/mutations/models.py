@@ -150,7 +150,7 @@ MODELS: dict[str, Mutation] = {
     ),
     "weights multiply what experts add": Mutation(
         "weights of Llama 4 multiply the input of its experts",
-        "ktqueue/operators/decoder_facts.py",
+        "ktqueue/operators/layer_facts.py",
         "weighted_input=self.router is not None and self.router.weighted_input)",
         "weighted_input=False)",
         (f"{DECODER}[llama4]",),
