@@ -39,9 +39,10 @@ class DecoderFacts:
     matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
     whose rows alternate with those of the query; fused: the rows of query, key and value are in one matrix, and so are
     those of gate and up (Phi-3); gate: name below the attention of a matrix of its own for that gate, or empty;
-    centred: norms multiply by 1 + weight; latent: the shape of latent attention, equal in all layers. rotary_kinds:
-    kinds of layers that have rotary tables of their own; empty: all layers have the same. score_cap, logit_cap: a score
-    of attention or a logit x becomes cap * tanh(x / cap); 0: it does not.
+    centred: norms multiply by 1 + weight; float_norms: they multiply by weights before they round; latent: the shape of
+    latent attention, equal in all layers. rotary_kinds: kinds of layers that have rotary tables of their own; empty:
+    all layers have the same. score_cap, logit_cap: a score of attention or a logit x becomes cap * tanh(x / cap); 0: it
+    does not.
 
     embedding_scale, logit_scale: factors of the embedding and of the logits. A factor r of what each sublayer adds to
     the residual is in embedding_scale and epsilon: the residual is stored divided by r, which no norm notices if its
@@ -63,6 +64,7 @@ class DecoderFacts:
     fused: bool = False
     gate: str = ""
     centred: bool = False
+    float_norms: bool = False
     latent: LatentShape | None = None
     norm_after_rotary: bool = False
     interleaved: int = 0
@@ -143,6 +145,7 @@ def facts_of(
         fused=fused,
         gate=_GATE if hasattr(attention, _GATE) else "",
         centred=_is_centred(body.norm),
+        float_norms=_multiplies_before_rounding(body.norm),
         latent=latent,
     )
 
@@ -159,6 +162,17 @@ def _is_centred(norm: Any) -> bool:
         one = type(norm)(8)
         one.weight.zero_()
         return bool(one(torch.ones(8)).abs().sum() > 0)
+
+
+def _multiplies_before_rounding(norm: Any) -> bool:
+    """Return whether an RMSNorm of transformers multiplies by its weights in float32, as that of Gemma 4 does."""
+    with torch.no_grad():
+        one = type(norm)(256).bfloat16()
+        weight = torch.linspace(0.5, 1.5, 256).bfloat16()
+        one.weight.copy_(weight)
+        x = torch.linspace(-2, 3, 256).bfloat16()
+        scale = torch.rsqrt(x.float().square().mean() + (_epsilon(one) or 0))
+        return torch.equal(one(x), (x.float() * scale * weight.float()).bfloat16())
 
 
 def _embedding_scale(model: Any, dtype: torch.dtype) -> float:

@@ -163,7 +163,7 @@ def test_eager_steps(
 
 
 @pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_float32_and_odd_heads_go_to_our_kernels(kind: str, head_dim: int, window: int) -> None:
     layout = KVLayout(layers=1, kv_heads=2, head_dim=head_dim, page_size=16, dtype=torch.float32)

@@ -117,6 +117,16 @@ MODELS: dict[str, Mutation] = {
         "self._plans[0]",
         ("tests/operators/gpu/attention/test_attention.py::test_layers_with_different_heads_have_plans_of_their_own",),
     ),
+    "norms are rounded before their weights": Mutation(
+        "norms are rounded where transformers rounds them",
+        "ktqueue/operators/gpu/kernels/norm.py",
+        "normed if weight.dtype == torch.float32 else normed.to(x.dtype)",
+        "normed.to(x.dtype)",
+        (
+            "tests/operators/gpu/test_decoder.py::"
+            "test_half_precision_is_as_exact_as_in_transformers[cpu-dtype0-gemma4 with experts]",
+        ),
+    ),
     "scores have no soft limit": Mutation(
         "Gemma 2 limits its attention scores softly",
         "ktqueue/operators/attention.py",

@@ -81,7 +81,7 @@ class GpuDecoder(Operator):
         if facts.fused:
             weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
         weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
-        dense = DenseWeights(weights, facts.dtype, self.device, self._dense)
+        dense = DenseWeights(weights, facts.dtype, self.device, self._dense, float_norms=facts.float_norms)
         self._embedding = dense.linear("model.embed_tokens")
         choice = KeyChoice()
         attentive, linear = itertools.count(), itertools.count()

@@ -144,18 +144,26 @@ class QuantisedLinear:
 
 
 class DenseWeights:
-    """Puts the dense weights of a model on `device` in `dtype`. `kind`: how linear layers are kept.
+    """Puts the dense weights of a model on `device` in `dtype`. `kind`: how linear layers are kept. `float_norms`: see
+    DecoderFacts.
 
     bytes: device memory of all weights so far.
     """
 
     def __init__(
-        self, weights: ModuleWeights, dtype: torch.dtype, device: str, kind: DenseType = "dequantised"
+        self,
+        weights: ModuleWeights,
+        dtype: torch.dtype,
+        device: str,
+        kind: DenseType = "dequantised",
+        *,
+        float_norms: bool = False,
     ) -> None:
         self._weights = weights
         self._dtype = dtype
         self._device = device
         self._kind = kind
+        self._float_norms = float_norms
         self._buffer = DecodeBuffer(dtype, device)
         self._warned: set[str] = set()  # formats that were decoded although quantised weights are wanted
         self.bytes = 0
@@ -165,14 +173,16 @@ class DenseWeights:
         return self._count(torch.from_numpy(self._weights.vector(name)).to(self._device, self._dtype, copy=True))
 
     def norm(self, module: str, *, centred: bool) -> torch.Tensor:
-        """The factors of the norm of that name, [size]; if it is `centred`, 1 + weight in float32; of a LayerNorm
-        [2, size], weights and biases."""
+        """The factors of the norm of that name, [size], in float32 with `float_norms`; if it is `centred`, 1 + weight
+        in float32; of a LayerNorm [2, size], weights and biases."""
         if self._weights.has(f"{module}.bias"):
             return torch.stack([self.vector(f"{module}.{part}") for part in ("weight", "bias")])
-        if not centred:
-            return self.vector(f"{module}.weight")
-        stored = torch.from_numpy(self._weights.vector(f"{module}.weight"))
-        return self._count((stored + 1).to(self._device))
+        if centred:
+            stored = torch.from_numpy(self._weights.vector(f"{module}.weight"))
+            return self._count((stored + 1).to(self._device))
+        if self._float_norms:
+            return self.numbers(self._weights.vector(f"{module}.weight"))
+        return self.vector(f"{module}.weight")
 
     def optional_vector(self, name: str) -> torch.Tensor | None:
         """A one-dimensional tensor, [size]; None if there is none of that name."""

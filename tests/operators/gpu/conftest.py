@@ -141,6 +141,7 @@ def qkv_case(
     clip: float = 0.0,
     norm_after_rotary: bool = False,
     values: bool = True,
+    float_norms: bool = False,
     dtype: torch.dtype = torch.float32,
     cache: torch.dtype | None = None,
 ) -> dict[str, Any]:
@@ -161,8 +162,8 @@ def qkv_case(
         "qkv": normal(tokens, (heads + (1 + values) * kv_heads) * head_dim, scale=300.0),
         "heads": heads,
         "kv_heads": kv_heads,
-        "q_norm": normal(weights[0]) if weights else None,
-        "k_norm": normal(weights[1], scale=300.0) if weights else None,
+        "q_norm": normal(weights[0]).to(torch.float32 if float_norms else dtype) if weights else None,
+        "k_norm": normal(weights[1], scale=300.0).to(torch.float32 if float_norms else dtype) if weights else None,
         "epsilon": 1e-6,
         "v_norm": None if values else normal(head_dim, scale=300.0),
         "cosine": angles.cos()[:, :pairs],

@@ -79,7 +79,7 @@ def between_matrices() -> None:
             "shared_gate": rows[:, :1].contiguous(),
             "copy": rows.float(),
         }
-        for options in (nothing, everything, {**everything, "shared_gate": None}):
+        for options in (nothing, everything, {**everything, "shared_gate": None, "scale": 0.5}):
             add_rms_norm(rows, rows[0], 1e-6, **options)
     for activation in ("silu", "gelu", "gelu_tanh"):
         gated(activation, torch.zeros(2, 6144, dtype=torch.bfloat16))
@@ -93,14 +93,16 @@ def between_matrices() -> None:
         (16, 16, 80, "whole", 8.0, 2, torch.float32, torch.float32),
         (16, 16, 128, "whole", 8.0, 200, bf16, fp8),
         (8, 8, 96, "", 0.0, 2, torch.float16, torch.float16),
+        (16, 2, 512, "values", 0.0, 200, bf16, bf16),
     ):
         whole, each = (heads * head_dim, kv_heads * head_dim), (head_dim, head_dim)
         sizes = {"": None, "whole": whole}.get(norm, each)
         pairs = 0 if norm == "not rotated" else head_dim // 2
         qk_norm_rope_append(
-            torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype),
+            torch.zeros(tokens, (heads + (1 if norm == "values" else 2) * kv_heads) * head_dim, dtype=dtype),
             heads=heads,
             kv_heads=kv_heads,
+            v_norm=torch.zeros(head_dim) if norm == "values" else None,
             q_norm=torch.zeros(sizes[0], dtype=dtype) if sizes else None,
             k_norm=torch.zeros(sizes[1], dtype=dtype) if sizes else None,
             epsilon=1e-6,
@@ -146,7 +148,7 @@ def between_matrices() -> None:
         for extras in (extra, dict.fromkeys(extra)):
             logits = torch.zeros(2, experts, dtype=dtype)
             route(logits, chosen, renormalise=experts == 128, **extras)
-            by: dict[str, Any] = {"choice": logits.float(), "sigmoid": True, "scale": 2.5}
+            by: dict[str, Any] = {"choice": logits.float(), "sigmoid": True, "scale": 2.5, "scales": logits[0].float()}
             route(logits, chosen, renormalise=experts == 128, **extras, **by)
 
 
@@ -155,6 +157,7 @@ ATTENTION_CASES = (
     (16, 8, 256, 16, torch.bfloat16, torch.float8_e4m3fn, ScoreOptions(0.1)),
     (8, 8, 64, 64, torch.float32, torch.float32, ScoreOptions(0.1, 0, torch.zeros(8))),
     (40, 8, 128, 16, torch.bfloat16, torch.bfloat16, ScoreOptions(0.1, chunk=8192)),
+    (16, 2, 512, 16, torch.bfloat16, torch.bfloat16, ScoreOptions(1.0)),
 )
 """heads, key/value heads, head_dim, page size, types of queries and cache, options of the scores"""
 

@@ -39,6 +39,7 @@ HALF_PRECISION = (
     "dots1",
     "gpt_oss",
     "llama4",
+    "gemma4 with experts",
     "phimoe",
     "qwen3_next",
     "llama",

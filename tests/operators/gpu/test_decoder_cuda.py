@@ -30,7 +30,7 @@ def record_bytes(decoder: GpuDecoder) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["flags", "host_functions"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama4", "gemma4 with experts"])
 def test_captured_steps_equal_eager_ones(
     family: str, share: float, method: str, dtype: torch.dtype, make_decoder: Callable[..., Any]
 ) -> None:

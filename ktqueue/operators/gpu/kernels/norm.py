@@ -64,7 +64,9 @@ def _add_rms_norm(
         shifts = tl.load(weight + HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
         result = (x * scales + shifts).to(normed.dtype.element_ty)
     else:
-        result = (x.to(normed.dtype.element_ty).to(tl.float32) * scales).to(normed.dtype.element_ty)
+        if weight.dtype.element_ty != tl.float32:
+            x = x.to(normed.dtype.element_ty).to(tl.float32)
+        result = (x * scales).to(normed.dtype.element_ty)
     tl.store(normed + element, result, mask=inside)
     if copy is not None:
         tl.store(copy + element, result.to(tl.float32).to(copy.dtype.element_ty), mask=inside)
@@ -138,9 +140,11 @@ def add_rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The torch twin of the norm over the last dimension: float32 inside, rounded, then times weight, as dtype of x."""
+    """The torch twin of the norm over the last dimension: float32 inside, rounded, then times weight, as dtype of x.
+    With weights in float32, it is rounded once."""
     scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
-    return (weight * (x.float() * scale).to(x.dtype)).to(x.dtype)
+    normed = x.float() * scale
+    return (weight * (normed if weight.dtype == torch.float32 else normed.to(x.dtype))).to(x.dtype)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:

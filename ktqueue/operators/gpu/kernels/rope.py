@@ -62,7 +62,10 @@ def _normed(source, weight, element, place, mask, scale, clip, WHOLE: tl.constex
     x = tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
     if weight is not None:
         weights = tl.load(weight + (element if WHOLE else place), mask=mask, other=0.0).to(tl.float32)
-        x = ((x * scale).to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
+        x *= scale
+        if weight.dtype.element_ty != tl.float32:
+            x = x.to(dtype).to(tl.float32)
+        x = (x * weights).to(dtype).to(tl.float32)
     return _clipped(x, CLIP, clip)
 
 

@@ -107,6 +107,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "head, after the rotation": {"norm": "head", "norm_after_rotary": True},
     "head, not rotated": {"norm": "head", "rotary": 0},
     "head, values of keys": {"norm": "head", "values": False},
+    "head, weights in float32": {"norm": "head", "float_norms": True},
     "head, half rotated, values of keys": {"norm": "head", "values": False, "rotary": 8, "clip": 0.5},
     "none": {"norm": "", "head_dim": 10, "heads": 5, "kv_heads": 3},
 }
