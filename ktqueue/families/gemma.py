@@ -1,5 +1,7 @@
 """Gemma 2, 3 and 4."""
 
+from dataclasses import replace
+
 from ktqueue.families.family import EXPERT_KEY, Family, GemmaLayout, GgufLayout, MetadataField
 from ktqueue.families.parts import DENSE, LAYER, MLP, QK_NORMS, SIZES, WIDTH, WINDOW
 
@@ -22,6 +24,13 @@ _GEMMA4_EXPERTS = (
     *("router.proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj"),
     *("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
 )
+_GEMMA4_FILES = GgufLayout(
+    "gemma4",
+    (*_GEMMA4, _CAPS[0]),
+    (*_MODULES, *QK_NORMS, *_GEMMA4_EXPERTS),
+    tensors=("layer_scalar", "router.scale", "router.per_expert_scale"),
+    implied=_IMPLIED,
+)
 
 GEMMA = (
     Family(
@@ -38,11 +47,12 @@ GEMMA = (
     ),
     Family(
         "Gemma 4, its text (26B-A4B, 31B)", "gemma4_text", "Gemma4ForCausalLM",
-        GgufLayout(
-            "gemma4", (*_GEMMA4, _CAPS[0]), (*_MODULES, *QK_NORMS, *_GEMMA4_EXPERTS),
-            tensors=("layer_scalar", "router.scale", "router.per_expert_scale"), implied=_IMPLIED,
-        ),
+        _GEMMA4_FILES,
         text=True, heads_differ=True,
     ),
-    Family("Gemma 4, its text (12B)", "gemma4_unified_text", "Gemma4UnifiedForCausalLM", text=True, heads_differ=True),
+    Family(  # in files there is no difference
+        "Gemma 4, its text (12B)", "gemma4_unified_text", "Gemma4UnifiedForCausalLM",
+        replace(_GEMMA4_FILES, loaded_as="gemma4_text"),
+        text=True, heads_differ=True,
+    ),
 )  # fmt: skip
