@@ -130,6 +130,8 @@ def to_metadata(data: VocabularyData) -> dict[str, Any]:
             "tokenizer.ggml.scores": [float(score) for score in data.scores],
             "tokenizer.ggml.add_space_prefix": data.add_space_prefix,
         }
+    if data.model == "gemma4":
+        metadata["tokenizer.ggml.add_space_prefix"] = data.add_space_prefix
     for key, role in _IDS.items():
         if role in data.ids:
             metadata[f"tokenizer.ggml.{key}_token_id"] = data.ids[role]

@@ -21,6 +21,7 @@ from ktqueue.loading.tokenizer.tiktoken_file import read_tiktoken
 
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _MAX_TOKENS = 1 << 24
+_SPACE = "\u2581"  # SentencePiece's visible space
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,11 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
     file = read_tokenizer(folder)
     settings = optional_json(folder / "tokenizer_config.json")
     model = file.document["model"]
-    if model.get("type") != "BPE" or not file.byte_level:
+    characters = _is_of_characters(file)
+    if model.get("type") != "BPE" or not (file.byte_level or characters):
         raise CheckpointError(
-            f"{file.path}: only byte-level BPE tokenizers can be converted, not {model.get('type')!r}"
+            f"{file.path}: only BPE tokenizers of bytes, or of characters as Gemma's, can be converted, not "
+            f"{model.get('type')!r}"
         )
     if len(file.tokens) > vocab_size:
         raise CheckpointError(
@@ -172,14 +175,29 @@ def vocabulary_of_folder(folder: Path, vocab_size: int) -> VocabularyData:
     tokens = [token or f"[UNUSED{i}]" for i, token in enumerate([*file.tokens, *([""] * unused)])]
     ids = _roles(folder, settings, file.tokens, vocab_size)
     return VocabularyData(
-        model="gpt2",
-        pre=_recognise(file),
+        model="gemma4" if characters else "gpt2",
+        pre="gemma4" if characters else _recognise(file),
         tokens=tokens,
         kinds=kinds,
         merges=[merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
         ids=ids,
         add_bos=_begins_with(file, special_tokens(settings).get("bos_token")),
+        add_space_prefix=not characters,
         chat_template=chat_template(folder, settings),
+    )
+
+
+def _is_of_characters(file: TokenizerFile) -> bool:
+    """Whether it is a BPE of characters with a visible space, whose unknown characters become bytes, as Gemma's is.
+
+    It may be split at spaces, of which none are left.
+    """
+    normalizers = [(step.get("pattern"), step.get("content")) for step in _steps(file.document.get("normalizer"))]
+    splits = [(step.get("type"), step.get("pattern")) for step in _steps(file.document.get("pre_tokenizer"))]
+    return (
+        bool(file.document["model"].get("byte_fallback"))
+        and normalizers == [({"String": " "}, _SPACE)]
+        and all(split == ("Split", {"String": " "}) for split in splits)
     )
 
 

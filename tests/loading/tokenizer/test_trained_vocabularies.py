@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, Qwen2Tokenizer
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.vocabulary import byte_alphabet
+from ktqueue.loading.gguf.vocabulary import byte_alphabet, from_metadata, to_metadata
 from ktqueue.loading.tokenizer import library
 from ktqueue.loading.tokenizer.files import vocabulary_of_folder
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
@@ -258,6 +258,11 @@ def test_a_vocabulary_of_gemma_4_equals_transformers(tmp_path: Path) -> None:
     close(writer)
     ours = load_tokenizer(str(tmp_path / "vocabulary.gguf"))
     theirs = GemmaTokenizer(vocabulary, merges)  # type: ignore[arg-type]  # it takes pairs too
+    theirs.save_pretrained(tmp_path)
+    written = to_metadata(vocabulary_of_folder(tmp_path, len(tokens)))
+    read = library.build(from_metadata(written, "file"), "file")
     assert len(ours.encode(CORPUS[0])) < len(CORPUS[0]) // 2
     for text in [*TEXTS, CORPUS[0], "\n\n \n a  b \u65e5"]:
-        assert ours.encode(text) == [2, *theirs(text, add_special_tokens=False)["input_ids"]], repr(text)
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text) == [2, *expected], repr(text)
+        assert library.encode(read, text, add_special_tokens=False) == expected, repr(text)
