@@ -9,6 +9,7 @@ import torch
 
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
+from ktqueue.operators.gpu.attention.by_heads import HeadsPlan
 from ktqueue.operators.gpu.attention.page_lists import page_lists, staged
 from ktqueue.operators.kv_cache import KVCache, KVHeads
 from ktqueue.operators.step import AttentionPlan, ScoreOptions
@@ -60,6 +61,22 @@ def test_layers_with_different_heads_have_plans_of_their_own() -> None:
         for attend in (plan.attend, planner.plan(step).attend):
             got = attend(layer, query, kv, ScoreOptions(0.25, window))
             assert_attended(got, step, query, layer=layer, scaling=0.25, window=window)
+
+
+class FixedPlan:
+    """Attends with a number."""
+
+    def __init__(self, number: float) -> None:
+        self._number = number
+
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
+        return torch.full_like(query, self._number)
+
+
+def test_each_layer_uses_the_plan_of_its_heads() -> None:
+    plan = HeadsPlan([FixedPlan(1.0), FixedPlan(2.0)], (0, 1, 0))
+    attended = [plan.attend(layer, torch.zeros(1), small_cache(), ScoreOptions(1.0)).item() for layer in range(3)]
+    assert attended == [1.0, 2.0, 1.0]
 
 
 def test_a_decode_plan_refuses_what_does_not_fit() -> None:
