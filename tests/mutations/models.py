@@ -115,7 +115,7 @@ MODELS: dict[str, Mutation] = {
         "ktqueue/operators/gpu/attention/by_heads.py",
         "self._plans[self._kinds[layer]]",
         "self._plans[0]",
-        ("tests/operators/gpu/attention/test_attention.py::test_layers_with_different_heads_have_plans_of_their_own",),
+        ("tests/operators/gpu/attention/test_attention.py::test_each_layer_uses_the_plan_of_its_heads",),
     ),
     "norms are rounded before their weights": Mutation(
         "norms are rounded where transformers rounds them",
