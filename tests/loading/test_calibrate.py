@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.calibrate import calibrate, unused_experts
@@ -134,12 +135,17 @@ def test_older_and_newer_files_of_llama_cpp_are_read(tmp_path: Path) -> None:
     name, old, new = b"blk.0.ffn_up_exps.weight", tmp_path / "imatrix.dat", tmp_path / "imatrix.gguf"
     entry = struct.pack("<i", len(name)) + name + struct.pack("<ii", 5, 12) + (means * 5).tobytes()
     old.write_bytes(struct.pack("<i", 1) + entry + struct.pack("<ii", 5, 0))
-    sums = ColumnSums(means.reshape(3, 4) * 7.0, np.full(3, 7.0))
+    sums = ColumnSums(means.reshape(3, 4).astype(np.float64) * 7.0, np.full(3, 7.0))
+
+    def read(path: Path) -> NDArray[np.float32]:
+        found = read_importance(path).of_tensor(name.decode())
+        assert found is not None
+        return np.asarray(found)
+
     write_importance(new, {name.decode(): sums}, text="tale.txt", chunks=1, chunk_tokens=7)
     for path in (old, new):
-        found = read_importance(path)
-        found.check({name.decode(): (3, 8, 4)})
-        np.testing.assert_allclose(found.of_tensor(name.decode()), means.reshape(3, 4), rtol=1e-6)
+        read_importance(path).check({name.decode(): (3, 8, 4)})
+        np.testing.assert_allclose(read(path), means.reshape(3, 4).tolist(), rtol=1e-6)
     writer = gguf.GGUFWriter(new, "")
     writer.add_string("general.type", "imatrix")
     for ending, values in ((".in_sum2", sums.squares), (".counts", sums.counts), (".in_sum", -sums.squares)):
@@ -148,7 +154,7 @@ def test_older_and_newer_files_of_llama_cpp_are_read(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    np.testing.assert_allclose(read_importance(new).of_tensor(name.decode()), means.reshape(3, 4), rtol=1e-6)
+    np.testing.assert_allclose(read(new), means.reshape(3, 4).tolist(), rtol=1e-6)
     for damaged, words in ((old.read_bytes()[:60], "it is truncated"), (entry, "truncated"), (b"", "truncated")):
         old.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=words):
