@@ -138,13 +138,14 @@ def test_older_and_newer_files_of_llama_cpp_are_read(tmp_path: Path) -> None:
     sums = ColumnSums(means.reshape(3, 4).astype(np.float64) * 7.0, np.full(3, 7.0))
 
     def read(path: Path) -> NDArray[np.float32]:
-        found = read_importance(path).of_tensor(name.decode())
+        matrix = read_importance(path)
+        matrix.check({name.decode(): (3, 8, 4)})
+        found = matrix.of_tensor(name.decode())
         assert found is not None
         return np.asarray(found)
 
     write_importance(new, {name.decode(): sums}, text="tale.txt", chunks=1, chunk_tokens=7)
     for path in (old, new):
-        read_importance(path).check({name.decode(): (3, 8, 4)})
         np.testing.assert_allclose(read(path), means.reshape(3, 4).tolist(), rtol=1e-6)
     writer = gguf.GGUFWriter(new, "")
     writer.add_string("general.type", "imatrix")
