@@ -23,7 +23,7 @@ from ktqueue.loading.plan import LoadPlan
 from ktqueue.loading.tokenizer.added_tokens import FILE as ADDED_TOKENS
 from ktqueue.loading.tokenizer.added_tokens import SPECIAL_TOKENS_FILE
 
-COMPUTATION = 1  # a release that computes other tokens from the same weights and settings increases it
+COMPUTATION = 2  # a release that computes other tokens from the same weights and settings increases it
 DIGEST_CHARACTERS = 32  # of hexadecimal: 128 bits
 PART_BYTES = 64 << 20
 READ_BYTES = 4 << 20
