@@ -19,6 +19,8 @@ from ktqueue.operators.native import packed_bytes
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
 RESULT = RESULTS / "models.json"
+QUANTISED = "q8_0"
+"""The type of the files whose errors are compared with llama.cpp's."""
 ON_GPU = RESULTS / "families-on-gpu.json"
 _READ_OF = {
     "awq": "4 bits",
@@ -94,9 +96,10 @@ def _families(result: Mapping[str, Any]) -> list[str]:
                 "GPU operator": lambda row: "GpuDecoder" if "gpu" in row else "modules (1)",
                 "equal to transformers": _equal,
                 "equal to llama.cpp on the same file": _llama,
+                f"error in {QUANTISED.upper()}, beside llama.cpp's": _quantised,
             },
             result["figures"],
-            words=8,
+            words=9,
         ),
         "",
         "1. The modules are those of transformers, with our attention and our experts and matrices on the CPU. They",
@@ -110,6 +113,10 @@ def _families(result: Mapping[str, Any]) -> list[str]:
         "GpuDecoder was run on the CPU, with the twins of its kernels and without CUDA graphs. Figures of GPUs are in",
         "[gpu.md](../../benchmarks/figures/gpu.md). Beside llama.cpp's counts is the largest difference of two logits,",
         "relative to the largest logit.",
+        "",
+        f"The last column is of the same models in {QUANTISED.upper()}: the median error of a token's logits, ours and",
+        "llama.cpp's, that comes from rounded activations. A token's error is large where that changes the choice of",
+        "its experts.",
     ]
 
 
@@ -196,6 +203,11 @@ def _llama(row: Mapping[str, Any]) -> str:
     found = row["llama"]
     note = " (3)" if row["model_type"] == "gpt_oss" else ""
     return f"{_counted(found)}; logits {found['relative_difference']:.0e}{note}" if found else "- (2)"
+
+
+def _quantised(row: Mapping[str, Any]) -> str:
+    found = (row.get("llama") or {}).get("quantised")
+    return f"{found['ours']:.1%}, {found['theirs']:.1%}" if found else "-"
 
 
 def _files() -> list[str]:

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import machine
@@ -38,6 +39,7 @@ from tests.served.equality import (
 from tests.served.families import ServedFamily, served_families
 
 COMPARED_LOGITS = 8  # prompts
+ERROR_TOKENS = 30  # of the shortest prompt whose errors are taken
 THREADS = 1  # of each process: more would wait for each other longer than these models take
 
 
@@ -70,6 +72,10 @@ def check(family: ServedFamily, folder: Path, llama_python: str | None, device: 
         row["gguf"] = with_counts(answers, ran)
         if llama_python and family.model_type not in page.UNLIKE_LLAMA:
             row["llama"] = _llama(llama_python, file, prompts, answers)
+            if row["llama"]:
+                quantised = folder / "quantised.gguf"
+                convert(model, quantised, experts=page.QUANTISED, dense=page.QUANTISED)
+                row["llama"]["quantised"] = _errors(llama_python, quantised, prompts)
     return row
 
 
@@ -88,6 +94,21 @@ def _llama(python: str, file: Path, prompts: list[list[int]], answers: list[list
     except RuntimeError as error:
         logging.warning("%s", error)
         return None
+
+
+def _errors(python: str, file: Path, prompts: list[list[int]]) -> dict[str, float]:
+    """The errors of a quantised file's logits, ours and llama.cpp's, both as they round activations: the median of the
+    tokens, of the error's norm relative to that of the centred logits without rounding."""
+    windows = [prompt for prompt in prompts if len(prompt) >= ERROR_TOKENS][:COMPARED_LOGITS]
+    exact, ours = logits.ours(file, THREADS, "exact"), logits.ours(file, THREADS)
+    found: dict[str, list[float]] = {"ours": [], "theirs": []}
+    with logits.llama(python, file, THREADS) as theirs:
+        for ids in windows:
+            true = exact(ids).astype(np.float64)
+            size = np.linalg.norm(true - true.mean(-1, keepdims=True), axis=-1)
+            for name, source in (("ours", ours), ("theirs", theirs)):
+                found[name] += (np.linalg.norm(source(ids) - true, axis=-1) / size).tolist()
+    return {name: float(np.median(errors)) for name, errors in found.items()}
 
 
 def _version(python: str) -> str:
