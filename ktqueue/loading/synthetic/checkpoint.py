@@ -1,4 +1,4 @@
-"""Models of random weights in the shape of a real model: `synthetic:SHAPE:QUANT[:LAYERS]`.
+"""Models of random weights in the shape of a real model: `synthetic:SHAPE[:QUANT[:LAYERS]]`.
 
 They are for measurements: speed does not depend on the values of weights, so none need to be downloaded. A model is a
 checkpoint in memory or one GGUF file. The standard deviations keep the size of activations constant through all layers,
@@ -72,9 +72,9 @@ def write_synthetic(
     changes: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the model called `name` (`synthetic:SHAPE:QUANT[:LAYERS]`) to `target`.
+    """Write the model called `name` (`synthetic:SHAPE[:QUANT[:LAYERS]]`) to `target`.
 
-    QUANT is q4_k_m (llama.cpp's mix) or a storage format such as q8_0 for all matrices; norms and routers are f32.
+    QUANT is q4_k_m (llama.cpp's mix, the default) or a storage format such as q8_0 for all matrices; norms and routers are f32.
     `layers` overrides the number in the name, and `changes` fields of the shape's config. The same call writes the same
     bytes. Raises CheckpointError.
     """
@@ -94,6 +94,7 @@ def _parse(
     """Return config, quantisation and GGUF metadata of the model called `name`."""
     shape, _, rest = name.removeprefix(SYNTHETIC_PREFIX).partition(":")
     quant, _, count = rest.partition(":")
+    quant = quant or MIX
     if shape not in SHAPES:
         raise CheckpointError(f"{name}: unknown shape {shape!r}; known: {', '.join(SHAPES)}")
     if quant.upper() not in (MIX, *BLOCKS):
