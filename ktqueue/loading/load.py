@@ -350,7 +350,7 @@ def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a .gguf file (any part of a split one), a Hugging Face folder, `demo`, or `synthetic:SHAPE[:QUANT[:LAYERS]]`.
+    """Open a .gguf file (any part of a split one), a folder, `demo`, or `synthetic:SHAPE[:QUANT[:LAYERS]]`.
 
     Raises CheckpointError that names the file and the tensor or key at fault.
     """

@@ -74,9 +74,9 @@ def write_synthetic(
 ) -> None:
     """Write the model called `name` (`synthetic:SHAPE[:QUANT[:LAYERS]]`) to `target`.
 
-    QUANT is q4_k_m (llama.cpp's mix, the default) or a storage format such as q8_0 for all matrices; norms and routers are f32.
-    `layers` overrides the number in the name, and `changes` fields of the shape's config. The same call writes the same
-    bytes. Raises CheckpointError.
+    QUANT is q4_k_m (llama.cpp's mix, the default) or a storage format such as q8_0 for all matrices; norms and routers
+    are f32. `layers` overrides the number in the name, and `changes` fields of the shape's config. The same call writes
+    the same bytes. Raises CheckpointError.
     """
     config, quant, metadata = _parse(name, layers, changes)
     if quant in FOLDER_FORMATS:

@@ -144,11 +144,15 @@ def test_the_vocabulary_fills_the_model() -> None:
     assert len(data.tokens) == len(set(data.tokens)) == len(data.kinds) == 151936
 
 
+def test_a_shape_alone_is_in_the_mix_of_llama_cpp() -> None:
+    alone, mix = open_checkpoint("synthetic:tiny"), open_checkpoint("synthetic:tiny:q4_k_m")
+    assert {name: alone.quant(name) for name in alone.names()} == {name: mix.quant(name) for name in mix.names()}
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [("synthetic:huge:q4_0", "unknown shape 'huge'; known: tiny, mid, qwen3-30b-a3b"),
-     ("synthetic:tiny", "unknown quantisation ''; known: q4_k_m, f32"),
-     ("synthetic:tiny:q9_9", "unknown quantisation 'q9_9'")],
+     ("synthetic:tiny:q9_9", "unknown quantisation 'q9_9'; known: q4_k_m, f32")],
 )  # fmt: skip
 def test_unknown_names_are_refused(name: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="unknown") as caught:
