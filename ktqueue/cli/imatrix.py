@@ -38,6 +38,8 @@ def imatrix(
 
     if output.exists() and not overwrite:
         raise UsageFault(f"{output} exists (--overwrite replaces it)")
+    if output.is_dir() or not output.absolute().parent.is_dir():  # not after the work
+        raise UsageFault(f"{output} cannot be written: it is a folder, or its folder does not exist")
     path = str(on_this_machine(EngineConfig(model=model), say).model)
     with Bar("calibrating") as bar:
         sums, read = calibrate(path, read_text(text), chunk_tokens=chunk_tokens, chunks=chunks, progress=bar.update)

@@ -22,7 +22,7 @@ from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
 from ktqueue.loading.gguf.library import ROW_VECTORS, gguf_names, split_expert_name, type_name
 from ktqueue.loading.gguf.linear import adapt_linear_tensors
-from ktqueue.loading.gguf.metadata import config_from_metadata, multi_token_layers
+from ktqueue.loading.gguf.metadata import MAX_LAYERS, config_from_metadata, multi_token_layers
 from ktqueue.loading.gguf.rope import (
     FACTORS_TENSOR,
     LIST_TENSORS,
@@ -36,7 +36,6 @@ from ktqueue.operators.packed import ExpertWeights
 
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-MAX_LAYERS = 4096
 
 
 def part_paths(path: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
 
+MAX_LAYERS = 4096
 _MULTI_TOKEN_LAYERS = "nextn_predict_layers"
 _WINDOW_PATTERN = "attention.sliding_window_pattern"
 _SLIDING = "sliding_attention"
@@ -40,6 +41,9 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
             continue
         value = _field_value(entry, metadata, key, source)
         config[entry.config] = None if value == entry.none else value
+    if (layers := config["num_hidden_layers"]) > MAX_LAYERS:
+        key = f"{layout.architecture}.block_count"
+        raise CheckpointError(f"{source}: metadata key {key} must be at most {MAX_LAYERS}, got {layers}")
     if family.heads_differ:
         return config | gemma4_config(layout.architecture, metadata, config, source)
     config["num_hidden_layers"] -= multi_token_layers(layout, metadata, source)

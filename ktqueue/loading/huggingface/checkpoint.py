@@ -57,6 +57,8 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     if family.model_type:  # it may be an alias
         config["model_type"] = family.model_type
     config |= _equal_in_all_layers(config)
+    if type(tuned := config.get("attn_temperature_tuning")) is int:  # 4 in older folders of Llama 4, for true
+        config["attn_temperature_tuning"] = bool(tuned)
     check_model_type(config, str(folder))
     quantisation = read_quantisation(_modelopt_config(folder) | config, str(folder))
     config.pop("quantization_config", None)  # of a kind that is read here
@@ -86,7 +88,7 @@ def _modelopt_config(folder: Path) -> dict[str, Any]:
     """Return what a file of ModelOpt's says of the weights. Its older folders say it there, and not in config.json."""
     path = folder / MODELOPT_FILE
     stated = read_json(path).get("quantization") if path.exists() else None
-    return {"quantization_config": {"quant_method": "modelopt", **stated}} if isinstance(stated, dict) else {}
+    return {"quantization_config": {**stated, "quant_method": "modelopt"}} if isinstance(stated, dict) else {}
 
 
 def _equal_in_all_layers(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ktqueue.core.errors import CheckpointError
+
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
 _NAME = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<layer>\d{1,7})\.)?(?P<rest>.+)")
 _OUTSIDE = re.compile(r"(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\.(weight|bias)")
@@ -38,6 +40,12 @@ def next_token_names(config: Mapping[str, Any]) -> Callable[[str], str | None]:
 
 
 def layer_count(config: Mapping[str, Any], names: list[str]) -> int:
-    """Return how many such layers have tensors of these names."""
+    """Return how many such layers have tensors of these names. Raises CheckpointError if one has none."""
     layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
-    return max(layers) + 1 - int(config["num_hidden_layers"]) if layers else 0
+    first = int(config["num_hidden_layers"])
+    if layers and (layers != {*range(first, first + len(layers))}):
+        raise CheckpointError(
+            f"layers that predict further tokens must be numbered from 0 on, one of {len(layers)} is "
+            f"{max(layers) - first}"
+        )
+    return len(layers)

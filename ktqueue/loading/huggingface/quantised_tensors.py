@@ -97,9 +97,11 @@ def join_quantised(
     names = _NAMES if packaged is None or packaged.folder is None else frozenset(packaged.folder.parts)
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
+        if part in _OF_ACTIVATIONS and part not in names:
+            continue
         if tensor.quant in RAW or (part in names and part != "weight"):
             modules.setdefault(module, {})[part] = tensor
-        elif part not in _OF_ACTIVATIONS:
+        else:
             joined[name] = tensor
     for module, parts in modules.items():
         if (plain := joined.pop(f"{module}.weight", None)) is not None:
@@ -178,6 +180,8 @@ def _from_scaled(
         if is_float8 and ((numbers & 0x7F) == 0x7F).any():
             raise CheckpointError(f"{source}: tensor {weight.name!r} has NaN")
         scales = floats_of(scale).reshape(-(-rows // block[0]), -(-columns // block[1]))
+        if not np.isfinite(scales).all():
+            raise CheckpointError(f"{source}: tensor {scale.name!r} has numbers that are not finite")
         if not has_blocks:
             to_floats = float8_floats if is_float8 else _signed
             return to_floats(numbers, spread(scales, block, (rows, columns)))
@@ -276,6 +280,8 @@ def _from_mxfp4(source: str, module: str, packed: CheckpointTensor, scale: Check
 
     def convert() -> Bytes:
         codes, exponents = packed.data.reshape(rows, -1), scale.data.reshape(scale.shape)
+        if (exponents == 255).any():  # NaN in OCP Microscaling Formats 1.0
+            raise CheckpointError(f"{source}: tensor {scale.name!r} has NaN")
         return in_parts(rows, columns, lambda part: mxfp4_blocks(nibbles(codes[part]), exponents[part]))
 
     return CheckpointTensor(f"{module}.weight", "MXFP4", (rows, columns), convert)

@@ -76,6 +76,10 @@ def _matrix(folder: Path, module: str, part: str, parts: Mapping[str, Checkpoint
     blocks, scales = parts.get(f"{part}{BLOCKS}"), parts.get(f"{part}{SCALES}")
     if blocks is None or scales is None:
         raise CheckpointError(f"{folder}: {module} has no {part}, and not both of {part}{BLOCKS} and {part}{SCALES}")
+    if (blocks.quant, scales.quant) != ("U8", "U8"):
+        raise CheckpointError(
+            f"{folder}: {module}.{part}{BLOCKS} and {SCALES} must be U8, they are {blocks.quant} and {scales.quant}"
+        )
     if len(blocks.shape) != 4 or blocks.shape[3] != _BLOCK // 2 or blocks.shape[:3] != scales.shape:
         raise CheckpointError(
             f"{folder}: {module}.{part}{BLOCKS} {list(blocks.shape)} and {part}{SCALES} {list(scales.shape)} must be "

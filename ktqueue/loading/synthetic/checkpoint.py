@@ -14,9 +14,9 @@ import numpy as np
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor, Progress
-from ktqueue.loading.gguf.checkpoint import MAX_LAYERS, build_checkpoint
+from ktqueue.loading.gguf.checkpoint import build_checkpoint
 from ktqueue.loading.gguf.families import family_of_model_type
-from ktqueue.loading.gguf.metadata import metadata_from_config
+from ktqueue.loading.gguf.metadata import MAX_LAYERS, metadata_from_config
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, to_metadata
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX

@@ -222,8 +222,17 @@ def test_damaged_parts_are_refused_by_name(
             "weight_scale' has NaN or a number below 0",
         ),
         ("compressed nvfp4", {"weight_global_scale": torch.zeros(1)}, r"is 0.0, expected a number from 2\^-60"),
+        (
+            "fp8 blocks",
+            {"weight_scale_inv": torch.full((1, 1), torch.nan)},
+            "weight_scale_inv' has numbers that are not",
+        ),
+        ("compressed mxfp4", {"weight_scale": torch.full((128, 4), 255).byte()}, "weight_scale' has NaN"),
     ],
-    ids=["sorted", "other zeros", "large scale", "odd scale", "also sorted", "nan", "below 0", "zero"],
+    ids=[
+        *("sorted", "other zeros", "large scale", "odd scale", "also sorted", "nan", "below 0", "zero", "nan scale"),
+        "nan exponent",
+    ],
 )
 def test_values_that_cannot_be_held_are_refused_when_they_are_read(
     name: str, changes: dict[str, torch.Tensor | None], message: str, source: Path, tmp_path: Path
