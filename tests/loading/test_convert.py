@@ -386,10 +386,8 @@ def test_parts_of_a_matrix_that_is_written_whole_may_be_in_an_importance_matrix(
         matrix.check({"blk.0.attn_q.weight": (128, 32)})
 
 
-def test_a_gap_between_layers_that_predict_further_tokens_is_refused(
-    make_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_layers_with_a_gap_between_them_are_left_out(make_model: Callable[..., Path], tmp_path: Path) -> None:
     """Each number up to the last would need the names of a layer."""
-    add_next_token_layer(make_model("qwen3_next"), tmp_path, {**OF_QWEN, "layer": "mtp.layers.9999999."})
-    with pytest.raises(CheckpointError, match="numbered from 0 on, one of 2 is 9999999"):
-        convert(tmp_path, tmp_path / "model.gguf", experts="f32", dense="f32")
+    add_next_token_layer(make_model("qwen3_next"), tmp_path, {**OF_QWEN, "layer": "mtp.layers.999999."})
+    left_out = convert(tmp_path, tmp_path / "model.gguf", experts="f32", dense="f32")
+    assert "must be numbered from 0 on, one of 2 is 999999" in left_out

@@ -11,7 +11,7 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,7})\.")
-_NAME = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<layer>\d{1,7})\.)?(?P<rest>.+)")
+_NAME = re.compile(r"(?:model\.)?mtp\.(?:layers\.(?P<layer>\d{1,6})\.)?(?P<rest>.+)")
 _OUTSIDE = re.compile(r"(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\.(weight|bias)")
 _PARTS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 """Tensors outside the numbered layers of `mtp.`, which belong to the first of them, and what DeepSeek calls them."""
