@@ -116,11 +116,13 @@ def follow(
             elif as_it_comes:
                 write(plain_text(event.text))
     except (KeyboardInterrupt, BrokenPipeError) as reason:  # the output is not read any more
-        if cancel_on_interrupt:
-            connected.cancel(record.id)
+        state = connected.cancel(record.id).state if cancel_on_interrupt else None
         if isinstance(reason, KeyboardInterrupt):
             write("\n" * (as_it_comes and not as_json))
-            sys.stderr.write(f"cancelled {record.id}\n" * cancel_on_interrupt)
+            if state in (JobState.DONE, JobState.FAILED):  # it ended first
+                sys.stderr.write(f"{record.id} is {state.value} already\n")
+            elif state is not None:
+                sys.stderr.write(f"cancelled {record.id}\n")
         raise
     last = events[-1]
     choices = result_json(record, events)

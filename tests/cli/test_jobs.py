@@ -122,7 +122,9 @@ def test_cancel_ends_a_running_job(ktqueue: Run, stack: Stack) -> None:
 
 
 def test_ctrl_c_cancels_the_job_that_submit_waits_for(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
-    words = ("submit", "hello", "--max-tokens", 4000, "--job-id", "cli-stopped", "--stream", *stack.flags)
+    # At such a temperature 32 stories take minutes. A single one would end by itself within a second.
+    long = ("--max-tokens", 3000, "-n", 32, "--temperature", 2)
+    words = ("submit", "hello", *long, "--job-id", "cli-stopped", "--stream", "--json", *stack.flags)
     process = start(*words, cwd=tmp_path)
     assert process.stdout is not None
     assert process.stdout.read(5)
