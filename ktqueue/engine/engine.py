@@ -25,16 +25,20 @@ from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
-from ktqueue.engine.prepared_step import PreparedStep
+from ktqueue.engine.prepared_step import NextStep
 from ktqueue.engine.prompt_logprobs import prompt_logprobs
 from ktqueue.engine.request_table import RequestTable, no_token, usage_of
+from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import Model
-from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, Scheduler, StepPlan
+from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, Scheduler
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.states import States
+from ktqueue.engine.step_costs import StepCosts
+from ktqueue.engine.step_plan import StepPlan
 from ktqueue.engine.step_profile import Profile, StepRecord
 from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import TokenSelection
+from ktqueue.engine.turns import Turns
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
 
@@ -48,8 +52,8 @@ class Engine:
     its completion have at most `max_model_len` tokens. `planner` plans attention on a device; without it everything
     runs on the CPU. `progress` is called while decode steps are captured, which then take `graph_bytes` of device
     memory. Instead of these two, the result of `make_parts` can be given as `parts`. `clock` gives the default
-    `arrival` in seconds. `profile_path` is a file that gets one JSON line per step. `max_prompt_rows`: see
-    `Scheduler`.
+    `arrival` in seconds. `profile_path` is a file that gets one JSON line per step. `max_prompt_rows`:
+    see `Scheduler`. `auto_rows`: see `Rows`.
     """
 
     def __init__(
@@ -67,25 +71,34 @@ class Engine:
         clock: Callable[[], float] = time.time,
         profile_path: Path | None = None,
         max_prompt_rows: int = MAX_PROMPT_ROWS,
+        auto_rows: bool = False,
     ) -> None:
         parts = parts or make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, progress)
         self.profile = Profile(profile_path)
         self._clock = clock
-        self._page_size = layout.page_size
-        self._scheduler = Scheduler(
+        self.costs = StepCosts(config.step_tokens)
+        """What a step costs: the scheduler learns it from each step, and from probes before the first."""
+        self._rows = Rows(
             Pages(num_pages, parts.kv.copy_page),
             page_size=layout.page_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.step_tokens,
+            max_num_seqs=min(config.max_num_seqs, config.step_tokens),  # every decode row must fit into a step
             prefix_caching=config.enable_prefix_caching,
             batch_floor=config.batch_floor(config.max_num_seqs),
-            max_prompt_rows=max_prompt_rows,
+            costs=self.costs,
+            auto_rows=auto_rows,
             states=States(parts.kv.slots) if layout.linear else None,
+        )
+        self._scheduler = Scheduler(
+            self._rows,
+            Turns(self.costs, longest_step=config.interactive_step_ms / 1000, share=config.batch_share),
+            max_num_batched_tokens=config.step_tokens,
+            max_prompt_rows=max_prompt_rows,
+            original_length=layout.original_length,
         )
         self._admission = Admission(
             vocabulary,
             max_model_len=max_model_len,
-            max_num_seqs=self._scheduler.max_num_seqs,
+            max_num_seqs=self._rows.max_num_seqs,
             page_size=layout.page_size,
             original_length=layout.original_length,
         )
@@ -96,13 +109,13 @@ class Engine:
         self._selector = parts.selector
         self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids, check_greedy=parts.check_greedy)
         self.graph_bytes = parts.graph_bytes
-        self._requests = RequestTable(self._scheduler.remove, vocabulary.token_bytes, parts.least_jump)
-        self._prepared: PreparedStep | None = None
+        self._requests = RequestTable(self._rows.remove, vocabulary.token_bytes, parts.least_jump)
+        self._next = NextStep(self._rows, self._scheduler, self._builder, self._runner, self._masks)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._batch_tokens = 0
         self._out_of_memory = 0
-        self._prepared_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -111,20 +124,24 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        scheduler, profile = self._scheduler, self.profile
+        rows, profile = self._rows, self.profile
         return EngineStats(
-            running=scheduler.rows_taken,
-            waiting=scheduler.num_waiting,
-            free_pages=scheduler.pages.available,
-            total_pages=scheduler.pages.total,
+            running=rows.rows_taken,
+            waiting=rows.num_waiting,
+            rows_limit=rows.max_num_seqs,
+            rows_wanted=rows.rows_wanted,
+            rows_out_of_turn=self._scheduler.rows_out_of_turn,
+            free_pages=rows.pages.available,
+            total_pages=rows.pages.total,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            preemptions=scheduler.preemptions,
-            prefix_queries=scheduler.prefixes.queries,
-            prefix_hits=scheduler.prefixes.hits,
+            batch_tokens=self._batch_tokens,
+            preemptions=rows.preemptions,
+            prefix_queries=rows.prefixes.queries,
+            prefix_hits=rows.prefixes.hits,
             out_of_memory=self._out_of_memory,
             replayed_steps=self._runner.replayed,
-            prepared_steps=self._prepared_steps,
+            prepared_steps=self._next.taken,
             steps=profile.steps,
             schedule_seconds=profile.schedule_seconds,
             forward_seconds=profile.forward_seconds,
@@ -138,7 +155,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent. For tests: slow."""
-        self._scheduler.check()
+        self._rows.check()
 
     def add(
         self,
@@ -191,7 +208,7 @@ class Engine:
         unfinished = [choice for choice in request.sequences if choice.status is not SequenceStatus.FINISHED]
         if unfinished:
             leader, *leader.forks = unfinished
-            self._scheduler.add(leader)
+            self._rows.add(leader)
         elif not request.sequences:
             usage = usage_of(request)
             self._early_outputs.append(
@@ -211,12 +228,19 @@ class Engine:
         """
         outputs, self._early_outputs = self._early_outputs, []
         started = time.perf_counter()
-        plan, batch, logits = self._schedule()
+        prepared = self._next.take()
+        plan = prepared.plan if prepared else self._scheduler.schedule()
         outputs += [self._requests.fail(sequence, self._too_long(sequence)) for sequence in plan.can_never_run]
-        if batch is None:
+        if not plan.rows:
             return outputs
+        self._scheduler.begin(plan)
+        batch = prepared.batch if prepared else self._builder.build(plan.rows)
         scheduled = time.perf_counter()
-        if logits is None:
+        if prepared is not None and prepared.logits is not None:
+            logits: torch.Tensor | None = prepared.logits
+            began = prepared.launched
+        else:
+            began = scheduled
             batch, logits = self._run_model(batch, plan)
         if logits is None:
             fault = EngineFailure("not enough GPU memory to run this sequence, even alone")
@@ -228,12 +252,13 @@ class Engine:
         selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready)
         self._model.after_step()
         sampled = time.perf_counter()
+        self.costs.observe(plan.tokens, sampled - began)
         outputs += self._score_prompts(batch, logits) if batch.prompts else []
         outputs += self._postprocess(ready, selection)
         outputs += [
             self._requests.output(sequence, (), "", FinishReason.LENGTH) for sequence in complete if _runs(sequence)
         ]
-        self._launch_prepared_step(launch_next)
+        self._next.launch(launch_next)
         self.profile.record(
             StepRecord(
                 schedule=scheduled - started,
@@ -249,25 +274,10 @@ class Engine:
 
     def close(self) -> None:
         """Close the profile and release what the model has on a device. No step follows."""
-        if self._prepared is not None and self._prepared.logits is not None:
-            self._runner.wait()
+        self._next.close()
         self._masks.close()
         self._model.close()
         self.profile.close()
-
-    def _schedule(self) -> tuple[StepPlan, Batch | None, torch.Tensor | None]:
-        """The prepared step if it is still valid, else a new plan.
-
-        The batch is None if no sequence runs. The logits are given if the step is launched already.
-        """
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.is_next(self._scheduler.schedule_version):
-            self._prepared_steps += 1
-            if prepared.logits is None:
-                self._builder.write_token_ids(prepared.batch, prepared.plan.rows)
-            return prepared.plan, prepared.batch, prepared.logits
-        plan = self._scheduler.schedule()
-        return plan, self._builder.build(plan.rows) if plan.rows else None, None
 
     def _run_model(self, batch: Batch, plan: StepPlan) -> tuple[Batch, torch.Tensor | None]:
         """Run the model, and halve the rows while the device is out of memory.
@@ -301,7 +311,7 @@ class Engine:
                 continue
             uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
             self._prompt_tokens += max(0, min(count, uncomputed_prompt))
-            forks = self._scheduler.commit(sequence, count)
+            forks = self._rows.commit(sequence, count)
             if sequence.remaining:
                 continue
             finished = [sequence, *(fork for fork in forks if fork.remaining == 0)]
@@ -321,7 +331,7 @@ class Engine:
         try:
             rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
             masked = self._masks.take(sequences)
-            return self._selector.select(logits, rows, sequences, self._prepare_next_step, masked)
+            return self._selector.select(logits, rows, sequences, self._next.prepare, masked)
         except torch.OutOfMemoryError as error:
             if len(ready) == 1:
                 raise
@@ -347,14 +357,6 @@ class Engine:
                 )
         return outputs
 
-    def _prepare_next_step(self) -> None:
-        """Build the next step without its token ids, while the device computes this one."""
-        plan = self._scheduler.plan_next_step()
-        if plan is not None:
-            batch = self._builder.build(plan.rows)
-            launches_at_once = self._runner.prepare(batch)
-            self._prepared = PreparedStep(plan, batch, self._scheduler.schedule_version, launches_at_once)
-
     def _postprocess(self, ready: Many[tuple[int, Sequence]], selection: TokenSelection) -> list[SequenceOutput]:
         """Add the new tokens to their sequences, finish those that end, and make the outputs."""
         outputs = []
@@ -364,25 +366,16 @@ class Engine:
             if selection.finite[row]:
                 output = self._requests.advance(sequence, selection.token_ids[row], selection.logprobs.get(row))
                 self._generation_tokens += len(output.token_ids)
+                self._batch_tokens += len(output.token_ids) * (sequence.request.job_class is JobClass.BATCH)
                 if len(output.token_ids) > 1:
-                    self._scheduler.jumped()
+                    self._rows.jumped()
             else:
                 output = self._requests.fail(sequence, no_token(sequence))
             outputs.append(output)
         return outputs
 
-    def _launch_prepared_step(self, launch_next: Callable[[], bool]) -> None:
-        """Launch the prepared step if it is valid, costs no time, and the caller agrees."""
-        prepared = self._prepared
-        if prepared is None or not prepared.launches_at_once:
-            return
-        if prepared.is_next(self._scheduler.schedule_version) and launch_next():
-            self._builder.write_token_ids(prepared.batch, prepared.plan.rows)
-            self._masks.begin(prepared.plan.rows)
-            prepared.logits = self._runner.execute(prepared.batch)
-
     def _too_long(self, sequence: Sequence) -> EngineFailure:
-        capacity = self._scheduler.pages.total * self._page_size
+        capacity = self._rows.pages.total * self._rows.page_size
         return EngineFailure(
             f"this sequence has {sequence.length} tokens, but the whole cache of this worker has room for {capacity}",
             limit=capacity,

@@ -47,18 +47,25 @@ class SequenceOutput:
 class EngineStats:
     """Counters and gauges of an engine. `running` and `waiting` count sequences; from `prompt_tokens` on values grow.
 
-    prompt_tokens: computed prompt tokens, including recomputed ones but not cached ones. prefix_queries, prefix_hits:
-    tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller because the
-    device had too little memory. replayed_steps: steps that replayed a captured graph. prepared_steps: steps that were
-    built while the device computed the step before. Seconds are wall time of each part of all steps so far.
+    rows_limit: most rows. rows_wanted: rows that batch sequences may fill, as more would not raise the tokens computed
+    in a second. rows_out_of_turn: batch rows that the last step left out for interactive sequences.
+    prompt_tokens: computed prompt tokens, including recomputed ones but not cached ones. batch_tokens: those of
+    `generation_tokens` that are of the batch class. prefix_queries, prefix_hits: tokens looked up in the prefix cache,
+    and found there. out_of_memory: steps that were made smaller because the device had too little memory.
+    replayed_steps: steps that replayed a captured graph. prepared_steps: steps that were built while the device
+    computed the step before. Seconds are wall time of each part of all steps so far.
     """
 
     running: int
     waiting: int
+    rows_limit: int
+    rows_wanted: int
+    rows_out_of_turn: int
     free_pages: int
     total_pages: int
     prompt_tokens: int
     generation_tokens: int
+    batch_tokens: int
     preemptions: int
     prefix_queries: int
     prefix_hits: int

@@ -218,6 +218,9 @@ def make_engine(parts: str) -> Callable[..., Engine]:
         **settings: Any,
     ) -> Engine:
         layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype=torch.float32)
+        settings.setdefault(
+            "interactive_step_ms", 0
+        )  # else the rows of a step would depend on the time that steps take
         config = EngineConfig(page_size=page_size, **settings)
         planner = TorchPlanner(page_size) if parts == "device" else None
         made = change_parts(make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, None))

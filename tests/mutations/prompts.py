@@ -17,7 +17,7 @@ PROMPTS: dict[str, Mutation] = {
     "a retry reads states of the failed step": Mutation(
         "a step that fails leaves no trace in the states of its rows",
         "ktqueue/engine/scheduler.py",
-        "ranked[0 if self._states and len(ranked) > 1 else half :]",
+        "ranked[0 if self._rows.states and len(ranked) > 1 else half :]",
         "ranked[half:]",
         ("tests/engine/test_states.py::test_no_state_of_a_failed_step_is_used",),
     ),

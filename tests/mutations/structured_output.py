@@ -24,8 +24,8 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
     ),
     "a prepared step is used after a jump": Mutation(
         "a step that was prepared for other tokens is dropped",
-        "ktqueue/engine/scheduler.py",
-        'for which a prepared step has no place."""\n        self.schedule_version += 1\n',
+        "ktqueue/engine/rows.py",
+        'for which a prepared step has no place."""\n        self.version += 1\n',
         'for which a prepared step has no place."""\n',
         (f"{ENGINE}::test_rows_with_and_without_a_grammar_share_a_step[device]",),
     ),

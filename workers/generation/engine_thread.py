@@ -18,7 +18,7 @@ from ktqueue.workers.generation.heartbeat import EngineStalled, StepClock
 from ktqueue.workers.generation.running_job import RunningJob
 
 STATS_SECONDS = 0.25  # at the end of a step, statistics older than this are refreshed
-RATE_COUNTERS = ("generation_tokens", "prompt_tokens")
+RATE_COUNTERS = ("generation_tokens", "batch_tokens", "prompt_tokens")
 RATE_WINDOW_SECONDS = 5.0
 
 

@@ -23,6 +23,7 @@ from ktqueue.workers.generation.outbox import Outbox
 from ktqueue.workers.generation.running_job import RunningJob
 
 NO_ROW_SECONDS = 10.0  # then a batch job goes back to the queue, because another worker may have a free row
+MOST_UNSTARTED = 64  # rows of batch jobs without a token here, beyond which no batch job is claimed
 IDLE_SECONDS = 0.5  # longest pause between two claims, so that a lost wake-up costs no more
 
 log = logging.getLogger(__name__)
@@ -131,12 +132,22 @@ class Incarnation:
     def _free_rows(self) -> tuple[int, int]:
         """Return the rows free for any job, and those for interactive jobs, which also take rows from batch jobs.
 
-        Only jobs for these rows are claimed, so that no job waits inside the engine for a row.
+        Only jobs for these rows are claimed, so that no job waits inside the engine for a row. Batch jobs are claimed
+        only while more rows raise the tokens computed in a second, and few of them wait for their first token: with a
+        full cache they would wait long, and another worker may be free.
         """
         self._rows_freed.clear()
-        batch = sum(job.rows for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
-        interactive = sum(job.rows for job in self._jobs.values()) - batch
-        return max(0, self._rows - interactive - batch), self._rows - interactive - min(batch, self._batch_floor)
+        batch, unstarted, interactive = 0, 0, 0
+        for job in self._jobs.values():
+            if job.request.job_class is JobClass.BATCH:
+                batch += job.rows
+                unstarted += 0 if job.progressed.is_set() else job.rows
+            else:
+                interactive += job.rows
+        wanted = min(self._rows, int(self._engine.stats["rows_wanted"]))
+        free = min(self._rows - interactive, wanted) - batch
+        free = min(free, max(MOST_UNSTARTED, 2 * self._batch_floor) - unstarted)
+        return max(0, free), self._rows - interactive - min(batch, self._batch_floor)
 
     async def _first_of(self, *events: Coroutine[Any, Any, Any]) -> list[Claim]:
         """Wait for the first of the events, or for the drain. Returns the job that was handed to the lease, if any."""
@@ -252,10 +263,11 @@ class Incarnation:
         job = self._jobs.get(output.request_id)
         if job is None:  # it ended during this step, and the next step aborts it
             return
+        has_started = job.progressed.is_set()
         event = job.event(output)
         if event is not None:
             self._outbox.put(job.id, event)
-            if output.finish_reason is not None:
+            if output.finish_reason is not None or not has_started:
                 self._rows_freed.set()
         if job.ended:
             self._forget(job)

@@ -186,6 +186,16 @@ class EngineConfig:
     batch_share: int = setting(
         8, "One of so many rows is never taken from running batch jobs for interactive ones.", at_least=1
     )
+    interactive_step_ms: float = setting(
+        250.0,
+        "Longest step, in milliseconds, while interactive jobs run or have just run.",
+        details="Meanwhile batch jobs take part in about one of 21 steps, which is as long as this allows, and beyond "
+        "that where they cost almost nothing. With 0 they take part in every step.",
+        at_least=0,
+        flags=("--interactive-step-ms",),
+        metavar="MS",
+        panel="Engine",
+    )
     host_memory_utilization: float = setting(
         0.5,
         "Share of the host's free memory that the cache may take.",

@@ -60,7 +60,7 @@ async def test_steps_on_a_device_are_launched_early(
     class CountingEngine(Engine):
         def step(self, *arguments: Any) -> list[SequenceOutput]:
             outputs = super().step(*arguments)
-            launched.append(self._prepared is not None and self._prepared.logits is not None)
+            launched.append(self._next.is_launched)
             return outputs
 
     engine = model.engine(planner=TorchPlanner(16), kind=CountingEngine)

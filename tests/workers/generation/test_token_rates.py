@@ -13,12 +13,17 @@ def test_a_rate_covers_the_last_seconds() -> None:
     rates = TokenRates()
     assert rates.update(100.0, counters(50, 500)) == {
         "generation_tokens_per_second": 0.0,
+        "batch_tokens_per_second": 0.0,
         "prompt_tokens_per_second": 0.0,
     }
     assert rates.update(100.5, counters(60, 501))["generation_tokens_per_second"] == pytest.approx(20)
     for beat in range(1, 40):
         rate = rates.update(100.5 + beat / 2, counters(60 + 5 * beat, 501))
-    assert rate == {"generation_tokens_per_second": pytest.approx(10), "prompt_tokens_per_second": 0}
+    assert rate == {
+        "generation_tokens_per_second": pytest.approx(10),
+        "batch_tokens_per_second": 0,
+        "prompt_tokens_per_second": 0,
+    }
 
 
 def test_rare_heartbeats_give_the_rate_between_two_of_them() -> None:

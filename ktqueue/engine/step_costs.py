@@ -1,0 +1,87 @@
+"""What a step costs: how long steps of each size took, by measurement. Pure.
+
+Sizes are numbers of tokens. Steps of about the same size share a group, whose last few times are kept. The medians of
+the groups are the points of a curve. So one slow step, such as the first, changes little.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from statistics import median
+
+KEPT = 5  # last steps of a group
+AS_FAST = 0.95  # a size is as fast as another that computes at most so much fewer tokens a second
+
+Point = tuple[float, float]
+"""Tokens and seconds."""
+
+
+class StepCosts:
+    """Seconds of a step by its number of tokens, up to `most`. Without observations every step costs nothing."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._ends = _group_ends(most)
+        self._groups: list[deque[Point]] = [deque(maxlen=KEPT) for _ in self._ends]
+        self._points: list[Point] = []
+
+    @property
+    def points(self) -> list[Point]:
+        """The curve: tokens and seconds of each group that was observed, in rising order of tokens."""
+        return self._points
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Add the time of a step of `tokens` tokens, at least one."""
+        self._groups[min(bisect_left(self._ends, tokens), len(self._ends) - 1)].append((tokens, seconds))
+        self._points = [_middle(group) for group in self._groups if group]
+
+    def seconds(self, tokens: int) -> float:
+        """Estimate the time of a step. A step larger than all that were observed costs in proportion."""
+        points = self._points
+        if not points:
+            return 0.0
+        place = bisect_left(points, (tokens, 0.0))
+        if place == 0:
+            return points[0][1]
+        if place == len(points):
+            last, seconds = points[-1]
+            return seconds * tokens / last
+        (low, fast), (high, slow) = points[place - 1], points[place]
+        return fast + (slow - fast) * (tokens - low) / (high - low)
+
+    def most_tokens(self, seconds: float) -> int:
+        """The largest step that takes at most `seconds`. 0 if the smallest that was observed took longer."""
+        points = self._points
+        if not points:
+            return self.most
+        place = next((place for place in range(len(points) - 1, -1, -1) if points[place][1] <= seconds), None)
+        if place is None:
+            return 0
+        low, fast = points[place]
+        if place == len(points) - 1:
+            return min(self.most, int(low * seconds / fast)) if fast > 0.0 else self.most
+        high, slow = points[place + 1]
+        return int(low + (seconds - fast) / (slow - fast) * (high - low))
+
+    def best_tokens(self) -> int:
+        """The smallest step that computes about as many tokens a second as any.
+
+        While the largest step that was observed is the fastest, larger ones may be faster still.
+        """
+        rates = [(tokens / max(seconds, 1e-9), tokens) for tokens, seconds in self._points]
+        if not rates:
+            return self.most
+        best = max(rate for rate, _ in rates)
+        tokens = next(tokens for rate, tokens in rates if rate >= AS_FAST * best)
+        return self.most if tokens == rates[-1][1] else int(tokens)
+
+
+def _group_ends(most: int) -> list[int]:
+    """The largest size of each group: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+    ends = [1, 2, 3, 4]
+    while ends[-1] < most:
+        ends.append(2 * ends[-2])
+    return ends
+
+
+def _middle(group: deque[Point]) -> Point:
+    return median(tokens for tokens, _ in group), median(seconds for _, seconds in group)

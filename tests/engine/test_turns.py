@@ -1,0 +1,205 @@
+"""What steps cost, and how the batch class shares them with interactive sequences."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.step_costs import StepCosts
+from ktqueue.engine.turns import RECENT_SECONDS, SMALL_STEPS, Turns
+
+BATCH = JobClass.BATCH
+
+
+def hybrid(tokens: float) -> float:
+    """Seconds of a step with experts on the CPU, about as measured: 10 ms for one token, 300 ms for 1,024."""
+    return 0.010 * min(tokens, 8) + 0.00022 * max(0.0, tokens - 8)
+
+
+def learnt(cost: Callable[[float], float] = hybrid, most: int = 8192, upto: int = 1024) -> StepCosts:
+    costs = StepCosts(most)
+    tokens = 1
+    while tokens <= upto:
+        costs.observe(tokens, cost(tokens))
+        tokens *= 2
+    return costs
+
+
+def test_costs_are_estimated_between_and_beyond_the_sizes_that_were_observed() -> None:
+    costs = learnt()
+    assert costs.seconds(1) == pytest.approx(0.010)
+    assert costs.seconds(700) == pytest.approx(hybrid(700), rel=0.02)
+    assert costs.seconds(2048) == pytest.approx(2 * hybrid(1024))
+    assert costs.most_tokens(0.150) == pytest.approx(326, abs=8)
+    assert costs.most_tokens(0.005) == 0
+    assert costs.most_tokens(1e9) == 8192
+
+
+def test_without_observations_every_step_is_free() -> None:
+    costs = StepCosts(512)
+    assert (costs.seconds(100), costs.most_tokens(0.001), costs.best_tokens()) == (0.0, 512, 512)
+
+
+def test_one_slow_step_changes_little() -> None:
+    costs = learnt()
+    before = costs.seconds(64)
+    for seconds in (before, before, before, 9.0):
+        costs.observe(64, seconds)
+    assert costs.seconds(64) == pytest.approx(before)
+
+
+def test_rows_are_wanted_as_long_as_they_raise_the_tokens_of_a_second() -> None:
+    assert learnt().best_tokens() == 8192, "the largest step that was observed is the fastest"
+    flat = learnt(lambda tokens: 0.001 * max(tokens, 64))
+    assert flat.best_tokens() == 64, "more rows take proportionally longer"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_estimates_stay_within_what_was_observed(seed: int) -> None:
+    noise = random.Random(seed)
+    costs = StepCosts(4096)
+    seen = [(noise.randint(1, 4096), noise.uniform(0.001, 1.0)) for _ in range(noise.randint(1, 60))]
+    for tokens, seconds in seen:
+        costs.observe(tokens, seconds)
+    sizes, times = [point[0] for point in costs.points], [point[1] for point in costs.points]
+    assert sizes == sorted(sizes)
+    for size in range(1, 4097, 37):
+        estimate = costs.seconds(size)
+        assert min(times) - 1e-9 <= estimate <= max(times) * max(1.0, size / sizes[-1]) + 1e-9
+        assert 0 <= costs.most_tokens(estimate) <= 4096
+    assert 1 <= costs.best_tokens() <= 4096
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_batch_class_takes_one_step_in_21_and_steps_stay_short_afterwards() -> None:
+    clock = Clock()
+    turns = Turns(learnt(), longest_step=0.25, share=8, clock=clock)
+    assert turns.most_tokens(0) == 8192, "nobody waits"
+    taken = []
+    for _ in range(64):
+        taken.append(turns.is_due(1000))
+        turns.record(1000 if taken[-1] else 1, interactive=True, is_turn=taken[-1])
+    assert [place for place, is_turn in enumerate(taken) if is_turn] == [20, 41, 62]
+    assert SMALL_STEPS == 20
+    assert turns.most_tokens(1) == pytest.approx(780, abs=10)
+    assert turns.free_tokens(1) == 0, "a second row would double the time of a small step"
+    assert turns.free_tokens(512) == pytest.approx(80, abs=10)
+    assert turns.most_tokens(0) == turns.most_tokens(1), "an interactive request may arrive again soon"
+    clock.now += RECENT_SECONDS
+    assert turns.most_tokens(0) == 8192
+
+
+def test_the_batch_class_gets_its_share_of_time_beside_long_steps() -> None:
+    turns = Turns(learnt(), longest_step=0.25, share=8, clock=Clock())
+    steps = 0
+    while not turns.is_due(1000):
+        turns.record(2048, interactive=True, is_turn=False)
+        steps += 1
+    assert steps == pytest.approx(8 * 0.25 / 0.6, abs=1)
+
+
+def test_a_slow_machine_still_gives_the_batch_class_a_row() -> None:
+    turns = Turns(learnt(lambda tokens: 2.0 * tokens), longest_step=0.25, share=8, clock=Clock())
+    assert turns.most_tokens(1) == 2
+    turns.record(1, interactive=True, is_turn=False)
+    assert turns.most_tokens(0) == 2
+
+
+@pytest.fixture(params=["host", "device"])
+def parts(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def started(engine: Engine, costs: StepCosts) -> None:
+    """Replace what the engine has learnt. It goes on learning nothing."""
+    engine.costs._points = costs.points
+    engine.costs.observe = lambda tokens, seconds: None  # type: ignore[method-assign]
+
+
+def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, parts: str
+) -> None:
+    """Steps take as long as with experts on the CPU. All tokens are right, and prepared steps are the planned ones."""
+    engine = make_engine(
+        model,
+        vocabulary,
+        num_pages=4000,
+        max_num_seqs=61,
+        max_num_batched_tokens=128,
+        interactive_step_ms=20,
+        cuda_graphs=parts == "device",
+    )
+    started(engine, learnt(most=128, upto=128))
+    for i in range(60):
+        long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        engine.add(f"b{i}", [i, 1], long, job_class=BATCH)
+    engine.step()
+    assert model.steps[-1][0] == 60, "without interactive requests all rows run"
+    engine.add("chat", [7, 8, 9], SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    rows: list[int] = []
+    answer: list[int] = []
+    while len(answer) < 64:
+        for output in engine.step(lambda: True):
+            answer += output.token_ids if output.request_id == "chat" else ()
+        rows.append(model.steps[-1][0])
+        engine.check()
+    assert answer == greedy([7, 8, 9], 64)
+    assert sum(count > 1 for count in rows) <= 5 and len(rows) <= 64 + 2
+    assert all(count <= 2 for count in rows), "20 ms are two tokens"
+    stats = engine.stats()
+    assert stats.rows_out_of_turn >= 59 and stats.preemptions == 0
+    if parts == "device":
+        assert stats.prepared_steps > 50
+    results = run(engine)
+    assert all(len(results[f"b{i}", 0].token_ids) > 0 for i in range(60))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_turns_change_no_token(
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, seed: int, parts: str
+) -> None:
+    """Random costs, classes and small caches: the same tokens as without turns, and nothing starves."""
+    answers = []
+    for interactive_step_ms in (0.0, random.Random(seed).choice([0.5, 20, 100])):
+        noise = random.Random(seed)
+        prices = [noise.choice([0.01, 0.1, 0.3]) for _ in range(7)]
+        engine = make_engine(
+            make_model(),
+            vocabulary,
+            num_pages=noise.randint(20, 60),
+            max_model_len=60,
+            max_num_seqs=noise.randint(2, 9),
+            max_num_batched_tokens=noise.choice([9, 16, 64]),
+            batch_share=noise.choice([1, 3, 8]),
+            interactive_step_ms=interactive_step_ms,
+        )
+        costs = StepCosts(64)
+        for place, seconds in enumerate(prices):
+            costs.observe(1 << place, seconds)
+        started(engine, costs)
+        results: dict[str, list[int]] = {}
+        todo, steps = 25, 0
+        while todo or engine.has_work:
+            if todo and noise.random() < 0.4:
+                todo -= 1
+                prompt = [random.Random(f"{seed}:{todo}").randrange(96) for _ in range(1 + todo)]
+                sampling = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+                job_class = BATCH if todo % 3 else JobClass.INTERACTIVE
+                engine.add(f"r{todo}", prompt, sampling, job_class=job_class, arrival=float(30 - todo))
+            for output in engine.step(lambda: True):
+                results.setdefault(output.request_id, []).extend(output.token_ids)
+            engine.check()
+            steps += 1
+            assert steps < 5000, "a request starves"
+        answers.append(results)
+    assert answers[0] == answers[1] and len(answers[0]) == 25
