@@ -130,7 +130,9 @@ class Scheduler:
         return self._turns.is_due(batch)
 
     def _tokens_of_turn(self) -> int:
-        """Most tokens of a step for all classes."""
+        """Most tokens of a step for all classes. Only the batch class is held back."""
+        if not self._rows.has(JobClass.BATCH):
+            return self._token_budget
         interactive = sum(sequence.request.job_class is JobClass.INTERACTIVE for sequence in self._rows.running)
         return min(self._token_budget, self._turns.most_tokens(interactive))
 

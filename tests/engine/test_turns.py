@@ -164,6 +164,18 @@ def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
     assert all(len(results[f"b{i}", 0].token_ids) > 0 for i in range(60))
 
 
+def test_interactive_requests_alone_are_not_held_back(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
+    engine = make_engine(model, vocabulary, max_num_batched_tokens=128, num_pages=400, interactive_step_ms=20)
+    started(engine, learnt(most=128, upto=128))
+    for i in range(30):
+        engine.add(f"r{i}", [i, 1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    assert model.steps == [(30, 120)], "20 ms are two tokens, but no batch waits"
+    run(engine)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_turns_change_no_token(
     make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, seed: int, parts: str
