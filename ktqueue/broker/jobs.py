@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job, job_not_found
-from ktqueue.broker.limits import NO_COST, Cost, check_size, limit_argument, limit_error, tenant_usage
+from ktqueue.broker.limits import Cost, check_size, limit_argument, limit_error, tenant_usage
 from ktqueue.broker.models import RETRY_NO_WORKER, Models, find_card, model_not_found
 from ktqueue.broker.prefix_hashes import prefix_hashes
 from ktqueue.broker.scripts import ScriptRefused, Scripts
@@ -33,6 +33,7 @@ MAX_LISTED = 1_000
 MAX_LISTED_BYTES = 16 << 20  # bytes of requests in one listing
 RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, if the queue is full
 RETRY_NO_MEMORY = 5.0  # seconds
+MAX_CALLER = 64  # characters
 
 _JOB_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _RETRIED = re.compile(r"(.+)-r(\d{1,9})")
@@ -114,6 +115,7 @@ class Jobs:
         tenant: str = DEFAULT_TENANT,
         limits: TenantLimits | None = None,
         keep: float = 0.0,
+        caller: str = "",
     ) -> JobRecord:
         """Queue a job. Once this has returned, the job ends in exactly one terminal state.
 
@@ -124,6 +126,7 @@ class Jobs:
         end, when the real number is known. A submission that is sent twice counts once.
 
         `keep`: for how many seconds after its end the job and its journal can be read, if that is longer than usual.
+        `caller`: who of the tenant submits it, such as a client's address. The tenant's callers take turns.
 
         Raises ModelNotFound, QueueFull, TenantLimitReached, RateLimitExceeded, RequestTooLarge; Unavailable while no
         model is known; IdempotencyConflict if the id or key was used for another request; JobConflict if the key's job
@@ -141,9 +144,8 @@ class Jobs:
         if request.sampling.seed is None:
             stored = request.with_seed(secrets.randbits(63))
             stored_body = encode_request(stored)
-        cost = NO_COST
+        cost = Cost.of(request)
         if limits is not None:
-            cost = Cost.of(request)
             check_size(limits, cost, len(stored_body))
         cap = {
             JobClass.INTERACTIVE: self._config.max_queued_interactive,
@@ -171,6 +173,9 @@ class Jobs:
                 encode_request(summary_of(stored)),
                 f"{round(self._config.memory_share * 1000)} {round(self._config.tenant_memory_share * 1000)}",
                 milliseconds(keep),
+                caller.strip()[:MAX_CALLER],
+                f"{cost.prompt} {cost.most}",
+                "" if limits is None else limits.weight,
             )
         except ScriptRefused as refused:
             if refused.code == "MODEL_UNKNOWN":
@@ -185,6 +190,7 @@ class Jobs:
                     tenant=tenant,
                     limits=limits,
                     keep=keep,
+                    caller=caller,
                 )
             error = limit_error(refused, cost, RETRY_AFTER[request.job_class])
             raise error or _submit_error(refused, request, cap) from refused
@@ -223,10 +229,11 @@ class Jobs:
         )
         return _found(job_id, reply)
 
-    async def retry(self, job_id: str, *, limits: TenantLimits | None = None) -> JobRecord:
+    async def retry(self, job_id: str, *, limits: TenantLimits | None = None, caller: str = "") -> JobRecord:
         """Submit a failed job's request again, as a new job of the same tenant. Returns the new job.
 
-        A job is retried once: another call returns the same new job until that expires. `limits` as in `submit`.
+        A job is retried once: another call returns the same new job until that expires. `limits` and `caller` as in
+        `submit`.
 
         Raises JobNotFound, what `submit` raises, and JobConflict if the job has not failed or its request is no longer
         kept.
@@ -250,7 +257,7 @@ class Jobs:
             )
         # The new id is derived from the old one, so that a repeated call makes no second job.
         request = record.readable_request()
-        again = await self.submit(request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits)
+        again = await self.submit(request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits, caller=caller)
         await self._scripts.call("mark_retried", job_id, again.id)
         return again
 

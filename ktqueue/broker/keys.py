@@ -11,6 +11,13 @@ The scripts build the same names from the tag (`KEYS[1]`).
 | bound:CLASS:FORMAT:DIGEST:MODEL | zset | waiting jobs for some workers only     | while jobs wait           |
 | bound                    | zset       | FORMAT:DIGEST:MODEL of these, by the time at  | while jobs wait           |
 |                          |            | which such a worker was last seen             |                           |
+| line:CLASS:FORMAT:TENANT:CALLER:MODEL | zset | waiting jobs of one caller   | 5 model_ttl; while they wait  |
+| front:CLASS:FORMAT:MODEL | zset       | waiting jobs that lost their workers          | 5 model_ttl; while they wait |
+| turns:CLASS:MODEL        | zset       | tenants with waiting jobs, by virtual time    | 5 model_ttl |
+| callers:CLASS:TENANT:MODEL | zset     | callers of a tenant with waiting jobs         | 5 model_ttl |
+| accounts:CLASS:MODEL     | hash       | what tenants were charged for their turns     | 5 model_ttl; 1,024 entries |
+| caller_accounts:CLASS:TENANT:MODEL | hash | the same for a tenant's callers            | 5 model_ttl; 1,024 entries |
+| weights                  | hash       | weights of tenants                            | 5 model_ttl |
 | live                     | zset       | ids of queued and running jobs by arrival     | while there are any       |
 | ended                    | zset       | ids of ended jobs by the end of their record  | job_ttl; 10,000 entries   |
 | waiting                  | string     | bytes of all requests that wait               | while jobs wait           |

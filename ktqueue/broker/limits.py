@@ -13,16 +13,21 @@ from ktqueue.core.request import GenerationRequest
 from ktqueue.core.tenants import TenantLimits
 
 ASSUMED_TOKENS = 256  # reserved for a choice without max_tokens; at the end the tokens it used are charged
+UNLIMITED = 10**9  # the most tokens of an answer without max_tokens
 BYTES_PER_TOKEN = 4  # estimate for a prompt that is not tokenised yet
 MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Tokens that a request reserves: an estimate of its prompt, and the total with all tokens that it may generate."""
+    """Tokens that a request reserves: an estimate of its prompt, and the total with all tokens that it may generate.
+
+    `most`: the most tokens of its answers; without max_tokens it is a large number.
+    """
 
     prompt: int
     total: int
+    most: int
 
     @classmethod
     def of(cls, request: GenerationRequest) -> "Cost":
@@ -35,12 +40,11 @@ class Cost:
             size = len(dumps(request.messages)) + (len(dumps(request.tools)) if request.tools else 0)
             prompt = ceil(size / BYTES_PER_TOKEN)
         if request.prompt_only:
-            return cls(prompt, prompt)
-        wanted = request.sampling.max_tokens
-        return cls(prompt, prompt + request.sampling.n * (ASSUMED_TOKENS if wanted is None else wanted))
-
-
-NO_COST = Cost(0, 0)  # for callers without limits
+            return cls(prompt, prompt, 0)
+        wanted, n = request.sampling.max_tokens, request.sampling.n
+        if wanted is None:
+            return cls(prompt, prompt + n * ASSUMED_TOKENS, UNLIMITED)
+        return cls(prompt, prompt + n * wanted, n * wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ NEVER_REFUSED = (
     "scrub",
     "mark_retried",
 )
+PRELUDES = ("turns", "prelude")  # prepended to every script
 # What they promise to a client is on disk afterwards, if `broker.durability` requires it.
 DURABLE = ("submit_job", "cancel_job")
 FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"
@@ -67,7 +68,7 @@ class Scripts:
 
     def __init__(self, connection: RedisConnection, keys: Keys, config: BrokerConfig) -> None:
         folder = resources.files("ktqueue.broker").joinpath("lua")
-        prelude = folder.joinpath("prelude.lua").read_text(encoding="utf-8")
+        prelude = "".join(folder.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in PRELUDES)
         self._sources = {
             name: prelude
             + (FIRST_WRITE if name in NEVER_REFUSED else "")

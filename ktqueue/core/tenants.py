@@ -15,6 +15,7 @@ from typing import Any, Self
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import parse_bytes
 
+MAX_WEIGHT = 1_000
 DEFAULT_TENANT = "default"  # for jobs without a tenant, and for the keys in gateway.api_keys
 
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -27,7 +28,8 @@ class TenantLimits:
 
     Live jobs wait or run; queued jobs wait. Queued bytes are the sizes of waiting requests. Stored bytes are all that
     Redis keeps for the tenant's jobs: requests, and the records and journals of ended jobs while they are kept.
-    Tokens are those of prompts and answers together.
+    Tokens are those of prompts and answers together. `weight`: the tenant's part of the turns, beside the other
+    tenants of a class, in tokens.
 
     Raises ConfigError naming the field.
     """
@@ -40,6 +42,7 @@ class TenantLimits:
     requests_burst: int | None = None
     tokens_per_minute: int | None = None
     tokens_burst: int | None = None
+    weight: int = 1
 
     def __post_init__(self) -> None:
         for limit in fields(TenantLimits):
@@ -51,6 +54,13 @@ class TenantLimits:
                     limit=1,
                     value=str(value),
                 )
+        if type(self.weight) is not int or self.weight > MAX_WEIGHT:
+            raise ConfigError(
+                f"a tenant's weight must be an integer from 1 to {MAX_WEIGHT}, got {self.weight!r}",
+                param="gateway.tenants.weight",
+                limit=MAX_WEIGHT,
+                value=str(self.weight),
+            )
         for what in ("requests", "tokens"):
             if getattr(self, f"{what}_per_minute") is None and getattr(self, f"{what}_burst") is not None:
                 raise ConfigError(

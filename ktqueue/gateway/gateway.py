@@ -117,7 +117,12 @@ class Gateway:
         try:
             with self._count_refusals(tenant):
                 record = await self.broker.jobs.submit(
-                    generation, idempotency_key=idempotency_key, tenant=tenant.name, limits=tenant.limits, keep=keep
+                    generation,
+                    idempotency_key=idempotency_key,
+                    tenant=tenant.name,
+                    limits=tenant.limits,
+                    keep=keep,
+                    caller=tenant.caller,
                 )
         except QueueFull:
             self.metrics.serves(generation.model)  # only a known model has a queue
@@ -148,7 +153,7 @@ class Gateway:
     async def retry(self, tenant: Tenant, job_id: str) -> JobRecord:
         """Send a tenant's failed job again, within its limits. Raises what `Jobs.retry` raises."""
         with self._count_refusals(tenant):
-            record = await self.broker.jobs.retry(job_id, limits=tenant.limits)
+            record = await self.broker.jobs.retry(job_id, limits=tenant.limits, caller=tenant.caller)
         if record.tenant_usage is not None:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record

@@ -14,7 +14,7 @@ from required import number, required, retry_after
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import TenantLoad
 from ktqueue.broker.lease import Lease
-from ktqueue.broker.limits import Cost
+from ktqueue.broker.limits import UNLIMITED, Cost
 from ktqueue.core.codec import encode_request
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import QueueFull, RateLimitExceeded, RequestTooLarge, TenantLimitReached
@@ -298,10 +298,10 @@ def test_the_cost_of_a_request_is_estimated_from_its_prompt_and_choices() -> Non
         return Cost.of(GenerationRequest(model="m", **fields))
 
     sampling = SamplingParams(max_tokens=10, n=3)
-    assert cost(prompt="é" * 4, sampling=sampling) == Cost(2, 32)
-    assert cost(prompt="x" * 9, sampling=sampling) == Cost(3, 33)
-    assert cost(prompt_token_ids=(1, 2, 3), sampling=sampling) == Cost(3, 33)
-    assert cost(prompt="x") == Cost(1, 257)
+    assert cost(prompt="é" * 4, sampling=sampling) == Cost(2, 32, 30)
+    assert cost(prompt="x" * 9, sampling=sampling) == Cost(3, 33, 30)
+    assert cost(prompt_token_ids=(1, 2, 3), sampling=sampling) == Cost(3, 33, 30)
+    assert cost(prompt="x") == Cost(1, 257, UNLIMITED)
     chat = cost(messages=({"role": "user", "content": "x" * 400},), sampling=sampling)
     assert 100 < chat.prompt < 120
     assert cost(messages=({"role": "user", "content": "x" * 400},), tools=({"type": "t"},)).prompt > chat.prompt

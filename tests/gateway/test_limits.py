@@ -15,7 +15,7 @@ from ktqueue.broker.lease import Claim
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.tenants import hash_of
-from ktqueue.gateway.http.connections import Connections
+from ktqueue.gateway.http.connections import Connections, client_address
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
@@ -329,6 +329,8 @@ def test_addresses_of_the_same_client_count_as_one_address() -> None:
         connections.leave(connection)
         connections.leave(connection)
     assert len(connections) == 0
+    clients = ["2001:db8::/64", "2001:db8::/64", "2001:db8:0:1::/64", "192.0.2.1", "192.0.2.1", "10.0.0.1", "10.0.0.1"]
+    assert [client_address(host) for host in hosts] == clients
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted_worker import ScriptedWorker, Step
+from scripted_worker import CARD, ScriptedWorker, Step
 from served_gateway import Conforms, ServeWith
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.lease import Claim
+from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.tenants import TenantConfig, hash_of
 
@@ -105,6 +105,27 @@ async def test_without_keys_every_client_sees_all_jobs(
     record = await broker.jobs.submit((await a_request(http, worker)), tenant="acme")
     assert (await http.get(f"{JOBS}/{record.id}")).status_code == 200
     assert record.id in {job["id"] for job in (await http.get(JOBS)).json()["data"]}
+
+
+async def test_without_keys_each_client_address_takes_turns(http: httpx.AsyncClient, broker: Broker) -> None:
+    lease = await Lease.register(broker, CARD)
+    posted = [(await http.post(JOBS, json=JOB)).json() for _ in range(3)]
+    direct = await broker.jobs.submit(GenerationRequest(model="tale", prompt="Once"))  # is another caller
+    assert (posted[2]["position"], direct.position) == (3, 2)
+    await lease.close()
+
+
+async def test_a_tenants_weight_reaches_the_queue(serve_with: ServeWith, broker: Broker) -> None:
+    heavy = TenantConfig(name="acme", keys=(hash_of("key-acme"),), weight=3)
+    lease = await Lease.register(broker, CARD)
+    async with serve_with(tenants=(heavy, TENANTS[1])) as (_, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
+        for _ in range(8):
+            for name in ("acme", "zeta"):
+                assert (await http.post(JOBS, json=JOB, headers={"x-api-key": f"key-{name}"})).status_code == 202
+    claims = await lease.claim(8)
+    tenants = [(await broker.jobs.get(claim.job_id)).tenant for claim in claims]
+    assert tenants.count("acme") == 6
+    await lease.close()
 
 
 async def a_request(http: httpx.AsyncClient, worker: ScriptedWorker) -> GenerationRequest:

@@ -61,10 +61,10 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
     "the key is checked after the body": Mutation(
         "the key is checked before the body is read",
         "ktqueue/gateway/http/edge.py",
-        '            scope["tenant"] = self._keys.tenant(path, headers)\n',
+        '            scope["tenant"] = self._keys.tenant(path, headers, _client_host(scope))\n',
         '            while _has_body(scope, headers) and (await receive()).get("more_body"):\n'
         "                pass\n"
-        '            scope["tenant"] = self._keys.tenant(path, headers)\n',
+        '            scope["tenant"] = self._keys.tenant(path, headers, _client_host(scope))\n',
         (f"{LIMITS}::test_the_key_is_checked_before_the_body_is_read",),
     ),
     "a client that never reads stays connected": Mutation(

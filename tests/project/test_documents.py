@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from verbs import tree
 
+from ktqueue.broker.scripts import PRELUDES
 from ktqueue.cli.config import reference
 from ktqueue.core.config import STANDALONE, all_settings
 from ktqueue.core.errors import KtqueueError
@@ -109,7 +110,7 @@ def test_every_script_is_documented() -> None:
     page = (REFERENCE / "keys-and-scripts.md").read_text()
     rows = [row for row in page.partition("| script |")[2].splitlines() if row.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert documented == {path.stem for path in (ROOT / "ktqueue" / "broker" / "lua").glob("*.lua")} - {"prelude"}
+    assert documented == {path.stem for path in (ROOT / "ktqueue" / "broker" / "lua").glob("*.lua")} - set(PRELUDES)
 
 
 def test_environment_variables_in_the_code_are_documented() -> None:

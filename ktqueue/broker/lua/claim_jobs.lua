@@ -5,8 +5,9 @@
 -- Replies {jobs, us after which jobs that were left to other workers are free}. A job is {id, request, attempt, deaths
 -- of workers without progress, deadline or false, rank in its class, journal entries, us
 -- from its arrival to its first claim}.
--- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class by arrival and
--- priority.
+-- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class tenants and their
+-- callers take turns (`turns.lua`), and the jobs of one caller go by arrival and priority. Jobs that lost their workers
+-- go first.
 -- Rows: a job takes a row for each of its choices, and none if it wants only its prompt. The last job may take more rows than are left, or it would never
 -- start. Rows beyond those for any class are taken from running batch jobs; an interactive job gets them only if all
 -- its rows are available.
@@ -20,7 +21,11 @@
 -- `submit_job` handed over.
 local WINDOW = 16 -- waiting jobs of a class among which a job with a cached prefix is searched
 local WORTH = 2000000 -- us of waiting that a cached prefix is worth: no job overtakes one that arrived so much earlier
+local WORTH_TOKENS = 2048 -- tokens that a cached prefix is worth: no job goes so much before the turn of another caller
 local LEAVE = 20000 -- us for which a job is left to another worker
+local CHUNK = 64 -- jobs that are read together
+local MAX_MEMBERS = 256 -- tenants, and callers of a tenant, whose turns one claim looks at
+local MAX_ENTERED = 256 -- jobs of older gateways in a queue to which one claim gives a place in the turns
 local HEAVY, EVENT = 8388608, 512 -- bytes of requests and journals in a reply; rough bytes of an event
 local worker, lease, number = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local free, most, share = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -43,17 +48,17 @@ if #taken == 0 then
   local rows, late, weight = 0, 0, 0
   local knows = redis.call('EXISTS', warm) == 1
   local learnt = {}
-  local lists, jobs, others = {}, {}, nil
+  local queues, jobs, others = {}, {}, nil
 
   local function look_up(id)
     if not jobs[id] then
-      local deadline, rows_taken, prefix, order, tenant, account, state, format, job_digest = unpack(redis.call(
-        'HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account', 'state', 'format',
-        'digest'))
+      local deadline, rows_taken, prefix, order, tenant, account, state, format, job_digest, caller, cost, charged, line =
+        unpack(redis.call('HMGET', TAG .. 'job:' .. id, 'deadline', 'rows', 'prefix', 'order', 'tenant', 'account',
+          'state', 'format', 'digest', 'caller', 'cost', 'charged', 'line'))
       jobs[id] = {
         deadline = deadline and tonumber(deadline), rows = tonumber(rows_taken or 1), hashes = prefix_hashes_of(prefix),
         order = tonumber(order), tenant = tenant, account = account, state = state, format = tonumber(format or 1),
-        digest = job_digest,
+        digest = job_digest, caller = caller or '', cost = cost, charged = charged, line = line,
       }
     end
     return jobs[id]
@@ -70,31 +75,137 @@ if #taken == 0 then
     return false
   end
 
-  -- The first jobs of a class that this worker could take, with their ranks: from the common queue, from the queue of
-  -- jobs that started under its digest, and from the queues of newer formats.
-  local function waiting(class, count)
-    local list = redis.call('ZRANGE', TAG .. 'queue:' .. class .. ':' .. field[1], 0, count - 1, 'WITHSCORES')
-    local found = { list }
-    for format = 1, reads do
-      for _, mine in ipairs({ '-', digest }) do
-        local takers = format .. ':' .. mine
-        if mine ~= '' and takers ~= '1:-' then
-          local some = redis.call('ZRANGE', bound_key(class, takers, field[1]), 0, count - 1, 'WITHSCORES')
-          if #some > 0 then found[#found + 1] = some end
-        end
+  -- Give the first jobs of a queue their places in the turns, up to one that has its place: older gateways give none.
+  local function enter_first(class, queue)
+    for rank = 0, MAX_ENTERED - 1 do
+      local id, place = unpack(redis.call('ZRANGE', queue, rank, rank, 'WITHSCORES'))
+      local job = id and look_up(id)
+      if not id or not job.tenant then return end
+      if job.state == 'queued' then
+        if job.line and redis.call('ZSCORE', TAG .. job.line, id) and (job.charged
+          or redis.call('ZSCORE', callers_of(class, field[1], job.tenant).turns, job.caller)
+          and redis.call('ZSCORE', tenants_of(class, field[1]).turns, job.tenant)) then return end
+        enter_turns(id, class, field[1], place, now)
       end
     end
-    if #found == 1 then return list end
-    local all = {}
-    for _, some in ipairs(found) do
-      for i = 1, #some, 2 do all[#all + 1] = { some[i], tonumber(some[i + 1]) } end
+  end
+
+  -- The jobs of several sorted sets in the order of their scores. `kept`: entries that were read and are still there.
+  local function stream_of(keys)
+    local parts = {}
+    for i, key in ipairs(keys) do parts[i] = { key = key, list = {}, next = 1, kept = 0 } end
+    return parts
+  end
+
+  local function first_of(stream)
+    local first
+    for _, part in ipairs(stream) do
+      if part.next > #part.list and not part.is_over then
+        part.list = redis.call('ZRANGE', part.key, part.kept, part.kept + CHUNK - 1, 'WITHSCORES')
+        part.next, part.is_over = 1, #part.list < 2 * CHUNK
+      end
+      local id, place = part.list[part.next], tonumber(part.list[part.next + 1])
+      if id and (not first or place < first.place or place == first.place and id < first.id) then
+        first = { id = id, place = place, part = part }
+      end
     end
-    table.sort(all, function(a, b) return a[2] < b[2] or a[2] == b[2] and a[1] < b[1] end)
-    list = {}
-    for i = 1, math.min(#all, count) do
-      list[2 * i - 1], list[2 * i] = all[i][1], all[i][2]
+    return first
+  end
+
+  -- The earliest turns: `time` is that of the next turn, and `planned` counts the jobs that were read too.
+  local function members_of(list)
+    local members, found = redis.call('ZRANGE', list.turns, 0, MAX_MEMBERS, 'WITHSCORES'), {}
+    for i = 1, #members, 2 do
+      local time = tonumber(members[i + 1])
+      if members[i] ~= CLOCK then found[#found + 1] = { name = members[i], time = time, planned = time } end
     end
-    return list
+    return found
+  end
+
+  local function earliest_of(members)
+    local earliest
+    for _, member in ipairs(members) do
+      if not member.is_over and (not earliest or member.planned < earliest.planned) then earliest = member end
+    end
+    return earliest
+  end
+
+  -- The waiting jobs of a class that this worker could take. `window`: jobs that were read and not taken.
+  local function open(class)
+    local model = field[1]
+    local queue = { class = class, window = {}, seen = {}, front = {}, rest = {}, tenants = {} }
+    local common, fronts, started = { TAG .. 'queue:' .. class .. ':' .. model }, {}, {}
+    for format = 1, reads do
+      if format > 1 then common[format] = bound_key(class, format .. ':-', model) end
+      fronts[format] = TAG .. front_of(class, format, model)
+      if digest ~= '' then started[format] = bound_key(class, format .. ':' .. digest, model) end
+    end
+    for _, key in ipairs(started) do fronts[#fronts + 1] = key end
+    queue.front = stream_of(fronts)
+    if redis.call('EXISTS', unpack(common)) == 0 then return queue end
+    for _, key in ipairs(common) do enter_first(class, key) end
+    queue.rest, queue.tenants = stream_of(common), members_of(tenants_of(class, model))
+    return queue
+  end
+
+  -- The first job of the tenant and caller whose turn is next.
+  local function first_in_turn(queue)
+    while true do
+      local tenant = earliest_of(queue.tenants)
+      if not tenant then return end
+      if not tenant.callers then
+        tenant.callers = members_of(callers_of(queue.class, field[1], tenant.name))
+        tenant.weight = weight_of(tenant.name)
+        tenant.mean = select(3, account_of(tenants_of(queue.class, field[1]), tenant.name))
+      end
+      local caller = earliest_of(tenant.callers)
+      if caller and not caller.stream then
+        local lines = {}
+        for format = 1, reads do
+          lines[format] = TAG .. line_of(queue.class, format, field[1], tenant.name, caller.name)
+        end
+        caller.stream = stream_of(lines)
+      end
+      local entry = caller and first_of(caller.stream)
+      if entry then
+        entry.tenant, entry.caller = tenant, caller
+        return entry
+      elseif caller then
+        caller.is_over = true
+        end_turn(queue.class, field[1], tenant.name, caller.name)
+      else
+        tenant.is_over = true
+      end
+    end
+  end
+
+  -- Read the next job of a class: one that lost its worker, else the one whose turn it is. A job that lost its worker
+  -- does not overtake a job of the same caller that ranks before it.
+  local function read_next(queue)
+    local front, entry = first_of(queue.front), first_in_turn(queue)
+    if front then
+      local job = look_up(front.id)
+      if not entry or front.place <= entry.place or job.tenant ~= entry.tenant.name or job.caller ~= entry.caller.name then
+        entry = front
+      end
+    end
+    entry = entry or first_of(queue.rest) -- jobs whose turns were lost
+    if not entry then return end
+    if entry.tenant then
+      local prompt, most = tokens_of(look_up(entry.id).cost, entry.id)
+      entry.tokens = estimate(prompt, most, look_up(entry.id).rows, entry.tenant.mean)
+      entry.caller.planned = entry.caller.planned + entry.tokens
+      entry.tenant.planned = entry.tenant.planned + entry.tokens / entry.tenant.weight
+    end
+    entry.part.next, entry.part.kept = entry.part.next + 2, entry.part.kept + 1
+    return entry
+  end
+
+  -- By how many tokens a job would go before the turn of another one. Of the same caller: 0.
+  local function jump(entry, first)
+    if not entry.tenant or not first.tenant or entry.caller == first.caller then return 0 end
+    if entry.tenant == first.tenant then return entry.caller.time - first.caller.time end
+    return (entry.tenant.time - first.tenant.time) * first.tenant.weight
   end
 
   -- Whether to leave the job to a live worker with free rows that has more of the job's prefix. `cached`: the number of
@@ -111,54 +222,76 @@ if #taken == 0 then
     return false
   end
 
-  -- The next job of a class for this worker, or nil. Entries of the list that are used up become false.
+  -- The next job of a class for this worker, or nil, then its queue, its place in the window, and the job whose turn it
+  -- is.
   local function pick(class)
-    local list = lists[class]
-    if not list or (list.first > #list and #list >= list.asked) then
-      local asked = 2 * (most + WINDOW)
-      list = waiting(class, asked / 2)
-      list.first, list.asked, lists[class] = 1, asked, list
-    end
-    local best, longest, earliest, seen = nil, -1, nil, 0
-    for i = list.first, #list, 2 do
-      local id = list[i]
-      if not id then
-        if i == list.first then list.first = i + 2 end -- taken
-      elseif not may_take(id, class, list[i + 1]) then
-        list[i] = false
-        if late >= 256 then break end
+    local queue = queues[class] or open(class)
+    queues[class] = queue
+    local best, longest, earliest, seen, first, i = nil, -1, nil, 0, nil, 1
+    while late < 256 do
+      local entry = queue.window[i] or read_next(queue)
+      if not entry then break end
+      if not queue.window[i] and queue.seen[entry.id] then
+        entry = nil
       else
-        earliest = earliest or tonumber(list[i + 1])
-        seen = seen + 1
-        if seen > WINDOW or (best and tonumber(list[i + 1]) - earliest > WORTH) then break end
-        local job = look_up(id)
-        job.cached = job.cached or (knows and shared(warm, job.hashes) or 0)
-        if job.cached > longest and not leave(job, job.cached) then best, longest = i, job.cached end
+        queue.seen[entry.id], queue.window[i] = true, entry
+      end
+      if entry and not may_take(entry.id, class, entry.place) then
+        table.remove(queue.window, i)
+        redis.call('ZREM', entry.part.key, entry.id)
+        entry.part.kept = entry.part.kept - 1
+      elseif entry then
+        first, earliest, seen = first or entry, math.min(earliest or entry.place, entry.place), seen + 1
+        if seen > WINDOW then break end
+        if not best or entry.place - earliest <= WORTH and jump(entry, first) <= WORTH_TOKENS then
+          local job = look_up(entry.id)
+          job.cached = job.cached or (knows and shared(warm, job.hashes) or 0)
+          if job.cached > longest and not leave(job, job.cached) then best, longest = i, job.cached end
+        end
         if best and not knows then break end
+        i = i + 1
       end
     end
-    return best and list[best], list, best
+    return best and queue.window[best], queue, best, first
+  end
+
+  -- Charge a job that is taken for its turn, unless it was charged before.
+  local function charge_turn(entry, class, first)
+    local job, tenant, caller, tokens = look_up(entry.id), entry.tenant, entry.caller, entry.tokens
+    if job.charged then return end
+    if not tenant then
+      local prompt, most = tokens_of(job.cost, entry.id)
+      tenant, caller = { name = job.tenant, weight = weight_of(job.tenant), time = 0 }, { name = job.caller, time = 0 }
+      tokens = estimate(prompt, most, job.rows, 0)
+    end
+    local clock = entry.tenant and first.tenant and math.min(first.tenant.time, tenant.time)
+    charge(callers_of(class, field[1], tenant.name), caller.name, tokens, now)
+    charge(tenants_of(class, field[1]), tenant.name, tokens / tenant.weight, now, clock)
+    tenant.time, caller.time = tenant.time + tokens / tenant.weight, caller.time + tokens
+    redis.call('HSET', TAG .. 'job:' .. entry.id, 'charged', exact(tokens))
   end
 
   while rows <= most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other expired jobs
     local class = 'interactive'
-    local id, list, place = pick(class)
-    if rows < free and (not id or slots % share == share - 1) then
-      local other, other_list, other_place = pick('batch')
-      if other then class, id, list, place = 'batch', other, other_list, other_place end
+    local entry, queue, place, first = pick(class)
+    if rows < free and (not entry or slots % share == share - 1) then
+      local other, other_queue, other_place, other_first = pick('batch')
+      if other then class, entry, queue, place, first = 'batch', other, other_queue, other_place, other_first end
     end
-    if not id then break end
+    if not entry then break end
+    local id = entry.id
     local job = TAG .. 'job:' .. id
     local needed, deadline = look_up(id).rows, look_up(id).deadline
-    if deadline and deadline <= now then
-      dequeue(id, class, field[1])
+    local is_late = deadline and deadline <= now
+    if not is_late and rows >= free and rows + needed > most then break end
+    if not is_late then charge_turn(entry, class, first) end
+    dequeue(id, class, field[1])
+    table.remove(queue.window, place)
+    entry.part.kept = entry.part.kept - 1
+    if is_late then
       finish(id, 'expired', ARGV[7], tail_of(id) + 1, now, job_ttl, journal_ttl)
       late = late + 1
-      list[place] = false
-    elseif rows >= free and rows + needed > most then
-      break
     else
-      dequeue(id, class, field[1])
       redis.call('HSET', job, 'state', 'running', 'worker', worker)
       if digest == '' then redis.call('HDEL', job, 'digest') else redis.call('HSET', job, 'digest', digest) end
       count_waiting(id, -1, look_up(id).tenant, look_up(id).account)
@@ -169,7 +302,6 @@ if #taken == 0 then
       if tail > 0 then redis.call('HSET', job, 'from', tail) end
       taken[#taken + 1] = id
       weight = weight + redis.call('HSTRLEN', job, 'request') + EVENT * tail
-      list[place] = false
       for _, hash in ipairs(look_up(id).hashes) do learnt[#learnt + 1] = hash end
       if rows < free then slots = slots + 1 end
       rows = rows + needed

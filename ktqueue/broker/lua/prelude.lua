@@ -1,8 +1,6 @@
--- Prepended to every script.
--- KEYS[1]: the hash tag at the beginning of every key of the shard ("{ktq:s0}").
+-- Prepended to every script, after `turns.lua`.
 -- All times are microseconds (us) since 1970 by the server's clock. Events are opaque bytes.
 -- A script that refuses replies with an error "CODE detail" before it has written anything.
-local TAG = KEYS[1] .. ':'
 local MAX_ENDED = 10000 -- ended jobs kept for listings
 local MAX_WEBHOOKS = 100000 -- ended jobs whose webhook is not called yet
 local MAX_BOUND = 64 -- queues of jobs for some workers only that one call looks at
@@ -125,13 +123,22 @@ local function keep_failed(id, now, usual_ttl, ttl, most_bytes)
   redis.call('PEXPIRE', bytes, ttl)
 end
 
+-- Replace what a job was charged for its turn by the tokens that it used.
+local function end_turns(job, id, class, model, tenant, charged, used)
+  local caller, cost = unpack(redis.call('HMGET', job, 'caller', 'cost'))
+  local prompt, most = tokens_of(cost, id)
+  local answer = most > 0 and math.max(1, used - prompt) or nil
+  settle(callers_of(class, model, tenant), caller or '', used - charged)
+  settle(tenants_of(class, model), tenant, (used - charged) / weight_of(tenant), answer)
+end
+
 -- The only way into a terminal state. `seq`: of `event`, the job's last event. `job_ttl`: lifetime of a record,
 -- lifetime of a failed job's record with its request (both in ms), and the most bytes of such requests. `used`: the
 -- job's tokens if known. `final`: a retry would fail too, so the request is not kept.
 local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, final)
   local job = TAG .. 'job:' .. id
-  local class, model, old_state, tenant, account, started, stored, kept = unpack(redis.call(
-    'HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored', 'keep'))
+  local class, model, old_state, tenant, account, started, stored, kept, charged = unpack(redis.call(
+    'HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored', 'keep', 'charged'))
   redis.call('ZREM', TAG .. 'live', id)
   redis.call('ZREM', TAG .. 'deadlines', id)
   if not old_state then return end -- the record was deleted by hand
@@ -147,6 +154,7 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, fi
     local least = started and tonumber(string.match(account, '^%d+')) + seq - 1 or 0
     end_account(tenant, account, used or least, now)
   end
+  if charged and used then end_turns(job, id, class, model, tenant, charged, used) end
   append(id, seq, event)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
   redis.call('PEXPIRE', job, ttl)
@@ -177,8 +185,17 @@ local function bound_key(class, takers, model)
   return TAG .. 'bound:' .. class .. ':' .. takers .. ':' .. model
 end
 
+-- Give a waiting job that has not started its place in the turns. Returns whether nothing of its caller waited.
+local function enter_turns(id, class, model, place, now)
+  local format, tenant, caller, charged = unpack(redis.call(
+    'HMGET', TAG .. 'job:' .. id, 'format', 'tenant', 'caller', 'charged'))
+  if charged then return join_front(id, class, format or 1, model, place) end
+  return join_line(id, class, format or 1, model, tenant, caller or '', place, now)
+end
+
 -- Put a job into the queue for the workers that can take it. A job that has not started and has the first record format
 -- waits in the common queue of its class, which older versions read. `seq`: of the last event in its journal.
+-- Returns whether nothing of its caller waited.
 local function enqueue(id, class, model, place, seq, now)
   local job = TAG .. 'job:' .. id
   local format, digest = unpack(redis.call('HMGET', job, 'format', 'digest'))
@@ -191,10 +208,12 @@ local function enqueue(id, class, model, place, seq, now)
     redis.call('ZADD', bound_key(class, takers, model), place, id)
     redis.call('ZADD', TAG .. 'bound', 'NX', now, takers .. ':' .. model)
   end
+  if string.sub(takers, -2) == ':-' then return enter_turns(id, class, model, place, now) end
 end
 
 -- Remove a waiting job from its queue. Both queues are tried, because an older version may have moved it.
 local function dequeue(id, class, model)
+  leave_line(id, class, model)
   redis.call('ZREM', TAG .. 'queue:' .. class .. ':' .. model, id)
   local takers = redis.call('HGET', TAG .. 'job:' .. id, 'bound')
   if takers then
@@ -349,15 +368,18 @@ local function lease_lost(worker)
   return redis.error_reply('LEASE_LOST ' .. worker)
 end
 
+-- The place of a waiting job in its class, from 0, or false. With other tenants waiting it is an estimate.
+local function place_of(id)
+  local class, model, takers, tenant, caller, line = unpack(redis.call(
+    'HMGET', TAG .. 'job:' .. id, 'class', 'model', 'bound', 'tenant', 'caller', 'line'))
+  local queue = takers and bound_key(class, takers, model) or TAG .. 'queue:' .. class .. ':' .. model
+  local place = line and place_in_turns(id, class, model, tenant, caller or '', line, redis.call('ZCARD', queue))
+  return place or redis.call('ZRANK', queue, id)
+end
+
 -- A job for readers: {fields and values, place in the queue from 0, or false}.
 local function describe(id)
   local fields = redis.call('HGETALL', TAG .. 'job:' .. id)
   if #fields == 0 then return false end
-  local state, class, model, takers = unpack(redis.call('HMGET', TAG .. 'job:' .. id, 'state', 'class', 'model', 'bound'))
-  local place = false
-  if state == 'queued' then
-    place = redis.call('ZRANK', TAG .. 'queue:' .. class .. ':' .. model, id)
-      or takers and redis.call('ZRANK', bound_key(class, takers, model), id)
-  end
-  return { fields, place }
+  return { fields, redis.call('HGET', TAG .. 'job:' .. id, 'state') == 'queued' and place_of(id) }
 end

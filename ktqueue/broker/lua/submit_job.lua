@@ -6,7 +6,8 @@
 --        once, tokens per minute and at once, tokens of the prompt, tokens to reserve, stored bytes), 1 if it has a
 --        webhook, else '', hashes of the prompt's prefixes, the shortest first, summary that replaces the request after
 --        the end, thousandths of the server's memory that clients may fill, and the thousandths of these that one
---        tenant may fill, and for how many ms record and journal are kept after the end if that is longer than usual.
+--        tenant may fill, for how many ms record and journal are kept after the end if that is longer than usual, the
+--        tenant's caller, estimates 'PROMPT MOST' of tokens (`tokens_of`), and the tenant's weight ('': not known).
 -- Replies {1, arrival, place, requests left, us until all are available, tokens left, us until all are available} for a
 -- new job, and {0, id, job} for an existing one. Instead of the place it is the worker, if one has the job at once.
 -- Refuses with QUEUE_BYTES, MEMORY and TENANT_*. Details: value, limit, and for TENANT_* the us to wait (0: until jobs
@@ -111,9 +112,9 @@ if ARGV[14] ~= '' then
   redis.call('PERSIST', TAG .. 'stored')
 end
 -- The arrival must be later than that of every live job, even if the clock went back.
-local order = now
+local arrival = now
 local newest = redis.call('ZREVRANGE', TAG .. 'live', 0, 0, 'WITHSCORES')
-if #newest > 0 and tonumber(newest[2]) >= order then order = tonumber(newest[2]) + 1 end
+if #newest > 0 and tonumber(newest[2]) >= arrival then arrival = tonumber(newest[2]) + 1 end
 local job, hashes, rows = TAG .. 'job:' .. id, prefix_hashes_of(ARGV[16]), tonumber(ARGV[12])
 local deadline = ARGV[7] ~= '' and now + ARGV[7]
 
@@ -146,7 +147,7 @@ end
 
 local taker, taker_fields = find_taker()
 redis.call('HSET', job, 'state', taker and 'running' or 'queued', 'model', model, 'class', class, 'tenant', ARGV[4],
-  'request', ARGV[5], 'summary', ARGV[17], 'hash', hash, 'order', digits(order), 'attempts', taker and 1 or 0,
+  'request', ARGV[5], 'summary', ARGV[17], 'hash', hash, 'order', digits(arrival), 'attempts', taker and 1 or 0,
   unpack(taker and { 'worker', taker, 'started', digits(now) } or {}))
 if format ~= '1' then redis.call('HSET', job, 'format', format) end
 if taker and taker_fields[6] and taker_fields[6] ~= '' then redis.call('HSET', job, 'digest', taker_fields[6]) end
@@ -162,12 +163,18 @@ end
 if idempotency ~= '' then
   redis.call('SET', TAG .. 'idempotency:' .. idempotency, hash .. ' ' .. id, 'PX', ARGV[9])
 end
-redis.call('ZADD', TAG .. 'live', order, id)
+redis.call('HSET', job, 'cost', ARGV[21])
+if ARGV[20] ~= '' then redis.call('HSET', job, 'caller', ARGV[20]) end
+if ARGV[22] ~= '' then
+  redis.call('HSET', TAG .. 'weights', ARGV[4], ARGV[22])
+  keep(TAG .. 'weights')
+end
+redis.call('ZADD', TAG .. 'live', arrival, id)
 redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
 
 -- Only now, because a server without memory refuses a script's first write only, so all later ones succeed.
 if taker then
-  local head = table.concat({ taker_fields[1], id, deadline and digits(deadline) or '-', digits(order + ARGV[11]) }, ' ')
+  local head = table.concat({ taker_fields[1], id, deadline and digits(deadline) or '-', digits(arrival + ARGV[11]) }, ' ')
   if redis.call('PUBLISH', TAG .. 'worker:' .. taker, head .. '\n' .. ARGV[5]) == 0 then -- its process has exited
     redis.call('HSET', job, 'state', 'queued', 'attempts', 0)
     redis.call('HDEL', job, 'worker', 'started', 'digest')
@@ -180,10 +187,16 @@ if taker then
   redis.call('HSET', TAG .. 'worker:' .. taker, 'claimed', id, 'idle', taker_fields[2] - rows,
     'slots', taker_fields[3] + 1)
   if #hashes > 0 then remember_prefixes(taker, hashes, now) end
+  local tenants = tenants_of(class, model)
+  local prompt, most = tokens_of(ARGV[21], id)
+  local tokens = estimate(prompt, most, rows, select(3, account_of(tenants, ARGV[4])))
+  charge(callers_of(class, model, ARGV[4]), ARGV[20], tokens, now)
+  charge(tenants, ARGV[4], tokens / weight_of(ARGV[4]), now)
+  redis.call('HSET', job, 'charged', exact(tokens))
 else
-  enqueue(id, class, model, order + ARGV[11], 0, now)
+  enqueue(id, class, model, arrival + ARGV[11], 0, now)
   count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')
-  place = redis.call('ZRANK', queue, id)
+  place = place_of(id)
   redis.call('PUBLISH', TAG .. 'wake:' .. model, rows == 0 and 'prompt' or class)
 end
-return { 1, digits(order), place, requests_left, requests_reset, tokens_left, tokens_reset }
+return { 1, digits(arrival), place, requests_left, requests_reset, tokens_left, tokens_reset }

@@ -14,6 +14,7 @@ from ktqueue.broker.job_record import JobRecord, job_not_found
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import AuthenticationFailed
 from ktqueue.core.tenants import DEFAULT_TENANT, TenantLimits
+from ktqueue.gateway.http.connections import client_address
 
 OPEN_PATHS = frozenset({"/healthz", "/health", "/ping", "/readyz"})  # probes send no keys
 PAGE_PATHS = frozenset({"/", "/page.css", "/page.js"})  # a browser has no key before the page has asked for it
@@ -23,6 +24,8 @@ PAGE_PATHS = frozenset({"/", "/page.css", "/page.js"})  # a browser has no key b
 class Tenant:
     """Who sends a request. `alone`: sees only its own jobs. This holds for everybody if there are API keys.
 
+    `caller`: the client's address if there are no keys. Callers of a tenant take turns in the queue.
+
     `limits`: those of a tenant in the settings. None for the operator, and for everybody if there are no keys: their
     jobs are not counted.
     """
@@ -30,6 +33,7 @@ class Tenant:
     name: str = DEFAULT_TENANT
     alone: bool = False
     limits: TenantLimits | None = None
+    caller: str = ""
 
     def check_sees(self, record: JobRecord) -> JobRecord:
         """The record, if this tenant may see it. Else raises JobNotFound, with the same text as for an unknown job."""
@@ -53,10 +57,13 @@ class ApiKeys:
             tenant = Tenant(settings.name, alone=True, limits=settings)
             self._owners += [(bytes.fromhex(key_hash), tenant) for key_hash in settings.keys]
 
-    def tenant(self, path: str, headers: Headers) -> Tenant:
-        """The tenant whose key is in the headers. Raises AuthenticationFailed without a key, unless `path` is open."""
+    def tenant(self, path: str, headers: Headers, host: str) -> Tenant:
+        """The tenant whose key is in the headers. `host`: the client's address.
+
+        Raises AuthenticationFailed without a key, unless `path` is open.
+        """
         if not self._owners or path in OPEN_PATHS | PAGE_PATHS:
-            return Tenant()
+            return Tenant(caller=client_address(host))
         key = _sent_key(headers)
         if key is None:
             raise AuthenticationFailed(

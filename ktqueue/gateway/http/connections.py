@@ -135,7 +135,15 @@ class Connections:
             return host, True
         if any(address in network for network in self._trusted):
             return str(address), True
-        return (str(ip_network((address, 64), strict=False)) if address.version == 6 else str(address)), False
+        return client_address(host), False
+
+
+def client_address(host: str) -> str:
+    """The address that stands for a client: an IPv4 address, the /64 of an IPv6 one, else `host` itself."""
+    address = _parse(host)
+    if address is None or address.version == 4:
+        return host if address is None else str(address)
+    return str(ip_network((address, 64), strict=False))
 
 
 @lru_cache(maxsize=1024)

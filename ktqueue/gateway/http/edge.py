@@ -75,7 +75,7 @@ class Edge:
         slot = _ActiveSlot(self)
         path = scope["path"]
         try:
-            scope["tenant"] = self._keys.tenant(path, headers)
+            scope["tenant"] = self._keys.tenant(path, headers, _client_host(scope))
             if path not in PROBES:
                 refusal = _refusal(scope)
                 if refusal is not None:
@@ -134,6 +134,12 @@ class _ActiveSlot:
         if self._taken:
             self._edge.active -= 1
             self._taken = False
+
+
+def _client_host(scope: Scope) -> str:
+    """The client's address; empty on a Unix socket."""
+    client = scope.get("client")
+    return "" if client is None else str(client[0])
 
 
 def _refusal(scope: Scope) -> KtqueueError | None:
