@@ -65,6 +65,7 @@ SECTIONS = {
     "gateway": ("the HTTP server", ""),
     "bridge": ("jobs of arq clients", "See [arq](../guides/arq.md)."),
     "control": ("chores", "See [webhooks](../guides/webhooks.md) and [batches](../guides/batches.md)."),
+    "storage": ("the bodies of files and batches", ""),
     "log": ("what processes log", "See [logs](../guides/watching.md#logs)."),
 }
 """Title and reference of each section, for the reference page."""

@@ -17,12 +17,13 @@ from ktqueue.core.settings.engine import EngineConfig
 from ktqueue.core.settings.gateway import GatewayConfig
 from ktqueue.core.settings.processes import BridgeConfig, ControlConfig, LogConfig, WorkerConfig
 from ktqueue.core.settings.setting import Setting, settings_of
+from ktqueue.core.settings.storage import StorageConfig
 from ktqueue.core.tenants import TenantConfig, read_tenants, write_tenants
 from ktqueue.core.units import parse_bytes
 
 __all__ = [
     "BridgeConfig", "BrokerConfig", "Config", "ControlConfig", "EngineConfig", "GatewayConfig", "LogConfig",
-    "WorkerConfig", "all_settings", "config_environment", "config_sources", "load_config",
+    "StorageConfig", "WorkerConfig", "all_settings", "config_environment", "config_sources", "load_config",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Config:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -53,6 +55,7 @@ _SECTIONS: dict[str, type] = {
     "gateway": GatewayConfig,
     "bridge": BridgeConfig,
     "control": ControlConfig,
+    "storage": StorageConfig,
     "log": LogConfig,
 }
 _SETTINGS: dict[str, dict[str, Setting]] = {

@@ -1,0 +1,1 @@
+"""Where the bodies of files and batches are kept: a folder, or object storage. Knows neither HTTP nor Redis."""

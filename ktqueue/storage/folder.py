@@ -1,0 +1,269 @@
+"""A store in a folder, which may be on a file system that several hosts share.
+
+An object is written to a file in `.writing`, and renamed once it is whole and durable. Its writer holds a lock on that
+file, so that `sweep` can tell a living writer from a dead one without a clock.
+"""
+
+import asyncio
+import errno
+import fcntl
+import os
+import secrets
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from ktqueue.core.errors import Unavailable
+from ktqueue.core.units import format_bytes
+from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefix
+
+WRITING = ".writing"
+
+Result = TypeVar("Result")
+
+
+class FolderStore:
+    """The store `root`, a folder that is made when it is needed. See `Store`.
+
+    `min_free_bytes`: nothing is written while the file system has less space than that.
+    """
+
+    def __init__(self, root: Path, min_free_bytes: int = 0) -> None:
+        self._root = root
+        self._min_free_bytes = min_free_bytes
+        self._was_swept = False
+
+    @asynccontextmanager
+    async def create(self, name: str) -> AsyncIterator["FileWriting"]:
+        """See `Store`."""
+        path = self._path(name)
+        if not self._was_swept:  # by the first writer of a process, so that a process that dies often leaves little
+            self._was_swept = True
+            await self.sweep()
+        file = _TemporaryFile(self._root, self._min_free_bytes)
+        writing = FileWriting(self, file)
+        try:
+            await self._run(file.open)
+            yield writing
+            await writing.flush()
+            await self._run(file.commit, path)
+        finally:
+            await asyncio.shield(asyncio.to_thread(file.close))
+
+    async def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
+        """See `Store`."""
+        file = await self._run(_ReadFile, self._path(name), start)
+        try:
+            left = length
+            while left is None or left > 0:
+                data = await self._run(file.read, PART_BYTES if left is None else min(left, PART_BYTES))
+                if not data:
+                    return
+                left = None if left is None else left - len(data)
+                yield data
+        finally:
+            await asyncio.shield(asyncio.to_thread(file.close))
+
+    async def size(self, name: str) -> int:
+        """See `Store`."""
+        return (await self._run(_status, self._path(name))).st_size
+
+    async def age(self, name: str) -> float:
+        """See `Store`."""
+        return time.time() - (await self._run(_status, self._path(name))).st_mtime
+
+    async def delete(self, name: str) -> None:
+        """See `Store`."""
+        await self._run(self._delete, self._path(name))
+
+    async def names(self, prefix: str) -> list[str]:
+        """See `Store`."""
+        return await self._run(self._names, self._root / check_prefix(prefix))
+
+    async def sweep(self) -> None:
+        """See `Store`."""
+        await self._run(self._sweep)
+
+    async def _run(self, work: Callable[..., Result], *args: object) -> Result:
+        """Call `work` in a thread. Raises Unavailable."""
+        with self._usable():
+            return await asyncio.to_thread(work, *args)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise Unavailable(f"the store of files cannot be used: {reason}", param="storage.location") from error
+
+    def _path(self, name: str) -> Path:
+        return self._root / check_name(name)
+
+    def _delete(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        folder = path.parent
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError:  # it has other objects, or somebody else has deleted it
+                return
+            folder = folder.parent
+
+    def _names(self, folder: Path) -> list[str]:
+        found = []
+        for parent, _, files in os.walk(folder):  # a folder that is missing has no objects
+            found += [str((Path(parent) / file).relative_to(self._root)) for file in files]
+        return sorted(found)
+
+    def _sweep(self) -> None:
+        for path in (self._root / WRITING).glob("*"):
+            try:
+                descriptor = os.open(path, os.O_RDWR)
+            except FileNotFoundError:  # its writer was ready just now
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            except BlockingIOError:  # its writer lives
+                continue
+            finally:
+                os.close(descriptor)
+
+
+class FileWriting:
+    """See `Writing`. Small writes are collected."""
+
+    def __init__(self, store: FolderStore, file: "_TemporaryFile") -> None:
+        self._store = store
+        self._file = file
+        self._buffer = bytearray()
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """See `Writing`."""
+        return self._size
+
+    async def write(self, data: bytes) -> None:
+        """See `Writing`."""
+        self._buffer += data
+        self._size += len(data)
+        if len(self._buffer) >= PART_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what was collected."""
+        data, self._buffer = self._buffer, bytearray()
+        for start in range(0, len(data), PART_BYTES):
+            await self._store._run(self._file.write, bytes(data[start : start + PART_BYTES]))
+
+
+class _TemporaryFile:
+    """The file of an object that is not whole yet. Its methods block. The lock is for threads that outlive a task."""
+
+    def __init__(self, root: Path, min_free_bytes: int) -> None:
+        self._root = root
+        self._min_free_bytes = min_free_bytes
+        self._path = root / WRITING / secrets.token_hex(8)
+        self._descriptor = -1
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._lock:
+            self._check_open()
+            while True:
+                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                if os.fstat(self._descriptor).st_nlink:
+                    return
+                os.close(self._descriptor)  # a sweep deleted it before it was locked
+                self._descriptor = -1
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            self._check_open()
+            status = os.fstatvfs(self._descriptor)
+            if status.f_bavail * status.f_frsize < self._min_free_bytes:
+                least = format_bytes(self._min_free_bytes)
+                raise OSError(errno.ENOSPC, f"less than {least} are free (storage.min_free_bytes)")
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+    def commit(self, path: Path) -> None:
+        """Make it durable, and give it its name."""
+        with self._lock:
+            self._check_open()
+            os.fsync(self._descriptor)
+            while True:
+                made = [path.parent, *(parent for parent in path.parents if not parent.exists())]
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                try:
+                    self._path.rename(path)
+                    break
+                except FileNotFoundError:
+                    if not self._path.exists():
+                        raise
+                    # else a delete has just removed the folder, which was empty
+            for folder in {*made, *(parent.parent for parent in made)}:
+                _sync(folder)
+
+    def close(self) -> None:
+        """Close it, and delete it unless it has a name. A write that still runs ends first."""
+        with self._lock:
+            self._is_closed = True
+            if self._descriptor >= 0:
+                self._path.unlink(missing_ok=True)
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise OSError(errno.EBADF, "the writer has left")
+
+
+class _ReadFile:
+    """An open file. Its methods block. The lock is for threads that outlive their task."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._lock = threading.Lock()
+        self._place = start
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _not_stored(path) from error
+
+    def read(self, count: int) -> bytes:
+        with self._lock:
+            data = os.pread(self._descriptor, count, self._place)
+            self._place += len(data)
+            return data
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._descriptor)
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _not_stored(path) from error
+
+
+def _not_stored(path: Path) -> NotStored:
+    return NotStored(f"the store has no object {path.name}", value=path.name)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
