@@ -63,8 +63,8 @@ def quantisers(result: dict[str, Any]) -> list[str]:
     formats = result["figures"][0]["ratios"]
     return section(
         "Quantisers",
-        "Sum of the squared errors of weights, each weighted by the importance of its column, as a share of the same "
-        f"sum for llama.cpp's quantiser with the same importance: below 1 ours is nearer. {software(result)}",
+        "Sum of the squared errors of weights, each weighted by the importance of its column. It is divided by the sum "
+        f"for llama.cpp's quantiser with the same importance. Below 1 ours is nearer. {software(result)}",
         {"weights": "{weights}", "importance": "{importance}"}
         | {quant: f"{{ratios[{quant}]:.3f}}" for quant in formats},
         result["figures"],

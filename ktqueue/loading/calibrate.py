@@ -94,6 +94,11 @@ def _batches(
     count = min(len(ids) // chunk_tokens, len(ids) if chunks is None else chunks)
     if not count:
         raise CheckpointError(f"the text has {len(ids)} tokens, which is less than a chunk of {chunk_tokens}")
+    if (highest := max(*first, *ids)) >= (rows := int(checkpoint.config()["vocab_size"])):
+        raise CheckpointError(
+            f"{checkpoint.path}: token id {highest} of the text is outside the model's vocabulary of {rows}",
+            param="text",
+        )
     whole = torch.tensor(ids[: count * chunk_tokens]).reshape(count, chunk_tokens)
     if first:
         whole[:, 0] = first[0]

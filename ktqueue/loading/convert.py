@@ -28,7 +28,7 @@ from ktqueue.loading.gguf.rope import FACTORS_TENSOR, LIST_TENSORS, llama3_facto
 from ktqueue.loading.gguf.vocabulary import to_metadata
 from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.huggingface.checkpoint import open_folder
-from ktqueue.loading.huggingface.next_tokens import layer_count
+from ktqueue.loading.huggingface.next_tokens import check_complete, layer_count
 from ktqueue.loading.load import build_checked_skeleton
 from ktqueue.loading.quantize import WRITABLE, quantize
 from ktqueue.loading.tokenizer.files import vocabulary_of_folder
@@ -94,7 +94,7 @@ def convert(
     if family.heads_differ:
         factors = gemma4_factors(config, str(source))
         outputs = [_OutputTensor(FACTORS_TENSOR, "F32", factors.shape, lambda: factors), *outputs]
-    further, count, left_out = _next_token_outputs(source, family, config, types) if next_tokens else ([], 0, "")
+    further, count, left_out = _next_token_outputs(checkpoint, family, types) if next_tokens else ([], 0, "")
     if count:
         outputs += further
         metadata = with_multi_token_layers(family.layout, metadata, count)
@@ -119,12 +119,15 @@ def _with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _next_token_outputs(
-    source: Path, family: Family, config: dict[str, Any], types: dict[str, str]
+    model: Checkpoint, family: Family, types: dict[str, str]
 ) -> tuple[list[_OutputTensor], int, str]:
-    """Return the tensors of the layers that predict further tokens, how many layers, and what is left out and why."""
-    count = 0
+    """Return the tensors of the layers that predict further tokens, how many layers, and what is left out and why.
+
+    model: the checkpoint of the model's own layers.
+    """
+    count, config = 0, model.config()
     try:
-        checkpoint = open_folder(source, next_tokens=True)
+        checkpoint = open_folder(Path(model.path), next_tokens=True)
         count = layer_count(config, checkpoint.names())
         if not count:
             return [], 0, ""
@@ -132,10 +135,15 @@ def _next_token_outputs(
             raise CheckpointError(
                 f"GGUF's {family.layout.architecture} has no place for {'it' if count == 1 else 'them'}"
             )
+        check_complete(_shapes(model), _shapes(checkpoint))
         return [*_output_tensors(checkpoint, family, _with_layers(config, count), types)], count, ""
     except CheckpointError as error:
         what = "1 layer that predicts further tokens is" if count == 1 else "layers that predict further tokens are"
         return [], 0, f"{what} left out: {error}"
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {name: checkpoint.shape(name) for name in checkpoint.names()}
 
 
 def _output_tensors(

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family
-from ktqueue.families.table import FAMILIES, register
+from ktqueue.families.table import FAMILIES, family_of_type, register
 from ktqueue.loading.installed import FAMILIES as ENTRIES
 from ktqueue.loading.installed import describe, entry_names, load_entry
 
@@ -58,6 +58,8 @@ def _problem(family: Family, model_type: str) -> str | None:
     for entry in fields(Family):
         if entry.name not in (*_STATED, *_FACTS) and getattr(family, entry.name) != entry.default:
             return f"{entry.name} is only for families of ktqueue"
+    if (layout := family.gguf) and layout.loaded_as and family_of_type(layout.loaded_as).gguf is None:
+        return f"loaded_as is {layout.loaded_as!r}, which is no model_type of ktqueue that GGUF files hold"
     if family.decoded:
         try:
             register(family)

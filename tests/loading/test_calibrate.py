@@ -109,10 +109,16 @@ def test_the_first_token_of_a_chunk_is_the_one_in_front_of_texts(
     assert not np.array_equal(plain, fronted)
 
 
-def test_what_cannot_be_calibrated_is_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_cannot_be_calibrated_is_refused(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_model("qwen3")
     with pytest.raises(CheckpointError, match=r"the text has \d tokens, which is less than a chunk of 24"):
         calibrate(str(folder), "Once.", chunk_tokens=CHUNK)
+    encode = "ktqueue.loading.tokenizer.tokenizer.Tokenizer.encode"
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="token id 384 of the text is outside"):
+        patched.setattr(encode, lambda *_: [5, 384])
+        calibrate(str(folder), TEXT, chunk_tokens=1)
     with pytest.raises(CheckpointError, match="the model has 256 positions, a chunk 257 tokens"):
         calibrate(str(folder), TEXT, chunk_tokens=257)
     convert(make_model("qwen3_next"), tmp_path / "model.gguf", experts="f32")

@@ -1,6 +1,7 @@
 """The converter: one file is enough to serve, and what cannot be converted is refused by name."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,31 @@ def test_layers_that_predict_further_tokens_are_kept(
     assert not served and type(load_model(str(target)).module).__name__ == "CpuDecoder"
     convert(tmp_path, target, mix="q4_k_m", next_tokens=False)
     assert not any("blk.2." in tensor.name for tensor in gguf.GGUFReader(target).tensors)
+
+
+@pytest.mark.parametrize(
+    ("missing", "shape", "words"),
+    [
+        ("eh_proj.weight", None, "tensor 'model.layers.2.eh_proj.weight' is missing"),
+        ("self_attn.q_proj.bias", None, "tensor 'model.layers.2.self_attn.q_proj.bias' is missing"),
+        ("mlp.experts.7.", None, r"'model.layers.2.mlp.experts.down_proj' must be \[8, 64, 32\], it is \[7, 64, 32\]"),
+        ("input_layernorm.weight", 32, r"'model.layers.2.input_layernorm.weight' must be \[64\], it is \[32\]"),
+    ],
+)
+def test_a_layer_that_is_not_complete_is_left_out(
+    missing: str, shape: int | None, words: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    layer, file = "model.layers.2.", tmp_path / "model.safetensors"
+    add_next_token_layer(make_model("glm4_moe", attention_bias=True), tmp_path, {"layer": layer})
+    weights = safetensors.torch.load_file(file)
+    for name in [name for name in weights if name.startswith(layer + missing)]:
+        del weights[name]
+        if shape:
+            weights[name] = torch.zeros(shape)
+    safetensors.torch.save_file(weights, file)
+    left_out = convert(tmp_path, tmp_path / "model.gguf", experts="f16")
+    assert re.fullmatch(f"1 layer that predicts further tokens is left out: .*{words}", left_out)
+    assert "glm4moe.nextn_predict_layers" not in gguf.GGUFReader(tmp_path / "model.gguf").fields
 
 
 def test_layers_without_a_place_in_gguf_are_named(make_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def _read(name: str, value: Mapping[str, Any]) -> Quantisation | str | None:
         return f"weight_block_size {stated!r}" if stated is not None and block is None else Quantisation("fp8", block)
     if name == "modelopt" and value.get("quant_algo") == "NVFP4":
         return Quantisation("nvfp4")
+    if name == "modelopt":
+        return f"quant_algo {value.get('quant_algo')!r}"
     if name == "compressed-tensors":
         return _read_compressed(value)
     if name == "quark":

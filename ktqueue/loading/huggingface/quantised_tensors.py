@@ -113,6 +113,11 @@ def join_quantised(
 def _join(source: str, module: str, parts: Parts, quantisation: Quantisation) -> CheckpointTensor:
     if quantisation.packaged is not None:
         return _from_package(source, module, parts, quantisation.packaged)
+    if stacked := next((tensor for tensor in parts.values() if len(tensor.shape) > 2), None):
+        raise CheckpointError(
+            f"{source}: tensor {stacked.name!r} is {stacked.quant} {list(stacked.shape)}: quantised matrices of "
+            "several experts in one tensor are not supported; use a folder with a tensor for each, or a GGUF file"
+        )
     if "qweight" in parts and quantisation.method in ("gptq", "awq"):
         check_names(source, module, parts, _INTERLEAVED, ("g_idx",) if quantisation.method == "gptq" else ())
         return (_from_gptq if quantisation.method == "gptq" else _from_awq)(source, module, parts, quantisation)
@@ -305,6 +310,8 @@ def _from_gptq(source: str, module: str, parts: Parts, quantisation: Quantisatio
         raise refusal(source, weight, "words in I32 [words, rows]")
     columns, rows = weight.shape[0] * 32 // bits, weight.shape[1]
     groups = _check_groups(source, parts, rows, columns, bits)
+    if not quantisation.symmetric and rows * bits % 32:
+        raise refusal(source, weight, "a multiple of 8 rows, since words hold the zero points of 8", f"has {rows} rows")
 
     def convert() -> Bytes:
         _check_order(source, parts.get("g_idx"), columns, groups)

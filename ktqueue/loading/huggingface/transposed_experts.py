@@ -58,8 +58,13 @@ def interleaved_experts(folder: Path, module: str, parts: Mapping[str, Checkpoin
 
     def stack(part: str, chosen: slice) -> PackedExperts:
         quant, experts, rows, columns = matrices[part]
-        convert = _from_mxfp4 if quant == "MXFP4" else _from_transposed
-        data = ConvertedExperts(experts, lambda expert: convert(parts, part, expert, chosen))
+
+        def convert(expert: int) -> Bytes:
+            if quant == "MXFP4":
+                return _from_mxfp4(folder, parts, part, expert, chosen)
+            return _from_transposed(parts, part, expert, chosen)
+
+        data = ConvertedExperts(experts, convert)
         bias: Floats = np.ascontiguousarray(biases[part][:, chosen])
         return PackedExperts(quant, len(range(rows)[chosen]), columns, data, bias)
 
@@ -96,13 +101,16 @@ def _from_transposed(parts: Mapping[str, CheckpointTensor], part: str, expert: i
     return np.ascontiguousarray(numbers[:, chosen].swapaxes(0, 1)).reshape(-1)
 
 
-def _from_mxfp4(parts: Mapping[str, CheckpointTensor], part: str, expert: int, chosen: slice) -> Bytes:
+def _from_mxfp4(folder: Path, parts: Mapping[str, CheckpointTensor], part: str, expert: int, chosen: slice) -> Bytes:
     """Return the rows as GGUF has them: a block is its exponent, then 16 bytes with numbers i and i + 16 in byte i."""
     blocks, scales = parts[f"{part}{BLOCKS}"], parts[f"{part}{SCALES}"]
     _, rows, count, half = blocks.shape
     stored = blocks.expert_views()[expert].reshape(rows, count, half)[chosen]
     numbers = np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:2], _BLOCK)
+    exponents = scales.expert_views()[expert].reshape(rows, count)[chosen]
+    if (exponents == 255).any():  # NaN in OCP Microscaling Formats 1.0
+        raise CheckpointError(f"{folder}: tensor {scales.name!r} has NaN, in expert {expert}")
     out = np.empty((*stored.shape[:2], 1 + half), np.uint8)
-    out[..., 0] = scales.expert_views()[expert].reshape(rows, count)[chosen]
+    out[..., 0] = exponents
     out[..., 1:] = numbers[..., :half] | numbers[..., half:] << 4
     return out.reshape(-1)

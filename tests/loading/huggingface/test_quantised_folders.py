@@ -244,6 +244,28 @@ def test_values_that_cannot_be_held_are_refused_when_they_are_read(
         load_model(str(folder))
 
 
+def test_zero_points_that_are_not_whole_words_are_refused(source: Path, tmp_path: Path) -> None:
+    tensors, _ = quantised(source, SCHEMES["gptq zeros"])
+    odd, _ = SCHEMES["gptq zeros"].make(132, 128, torch.Generator())
+    renamed(tensors, **odd | {"qzeros": odd["qzeros"][:, :-1].contiguous()})  # 16 of 16.5 words
+    with pytest.raises(
+        CheckpointError, match=r"3.down_proj.qweight' has 132 rows, expected a multiple of 8 rows, since"
+    ):
+        open_folder(write(tmp_path / "odd", source, tensors, SCHEMES["gptq zeros"].config))
+
+
+def test_quantised_experts_in_one_tensor_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Llama 4's in FP8, as ModelOpt writes them."""
+    source = make_model("llama4_text")
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    stacked = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    for name in stacked:
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_weight_scale": torch.ones(())}
+    folder = write(tmp_path / "fp8", source, tensors, SCHEMES["modelopt fp8"].config)
+    with pytest.raises(CheckpointError, match=r"_proj' is F8_E4M3 \[8, .*several experts in one tensor are not supp"):
+        open_folder(folder)
+
+
 def test_a_reciprocal_stands_for_a_division() -> None:
     scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()  # all but NaN
     numbers = np.random.default_rng(3).uniform(1, 1e6, 300)
@@ -271,7 +293,10 @@ def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> 
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
         ({"quant_method": "awq", "bits": 8}, "AWQ in 8 bits"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "ModelOpt"),
+        *(
+            ({"quant_method": "modelopt", "quant_algo": algo}, f"ModelOpt, quant_algo {algo!r}")
+            for algo in ("NVFP4_AWQ", "MIXED_PRECISION", "FP8_PB_WO", None)
+        ),
         (
             {"quant_method": "quark", "global_quant_config": {"weight": QUARK_MXFP4 | {"group_size": 16}}},
             "Quark, weights in fp4 with e8m0 scales of 16",

@@ -94,6 +94,16 @@ def test_damaged_parts_are_refused(
         open_folder(write(tmp_path / "damaged", make_model("gpt_oss"), tensors, method="mxfp4"))
 
 
+def test_an_exponent_that_is_nan_is_refused(
+    quantised: tuple[Tensors, Tensors], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    tensors = quantised[0]
+    tensors[f"{MODULE}.down_proj_scales"][3, 5, 0] = 255
+    folder = write(tmp_path / "nan", make_model("gpt_oss"), tensors, method="mxfp4")
+    with pytest.raises(CheckpointError, match=r"tensor 'model.*0\.mlp.experts.down_proj_scales' has NaN, in expert 3"):
+        load_model(str(folder))
+
+
 def test_bytes_elsewhere_and_other_methods_are_refused(
     quantised: tuple[Tensors, Tensors], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

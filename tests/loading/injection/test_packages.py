@@ -17,6 +17,7 @@ import torch
 from example_package import install_example
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.family import GgufLayout
 from ktqueue.loading import installed
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.convert import convert
@@ -231,6 +232,10 @@ def _changed(**changes: Any) -> Callable[[Any], Any]:
         (lambda package: "Qwen3", "is str, not ktqueue.families.family.Family"),
         (lambda package: replace(package.PLAIN, model=package.Qwen3MoeForCausalLM), "must be a class of the package"),
         (_changed(class_name="MoeForCausalLM"), "class_name is MoeForCausalLM, but the model class is PlainMoe"),
+        (
+            _changed(gguf=GgufLayout("plain", (), (), loaded_as="qwen9")),
+            "loaded_as is 'qwen9', which is no model_type of ktqueue",
+        ),
         (_changed(latent=True), "latent is only for families of ktqueue"),
         (
             lambda package: replace(
@@ -241,7 +246,17 @@ def _changed(**changes: Any) -> Callable[[Any], Any]:
         (_changed(decoded=None, config=type("C", (), {"model_type": "plain_moe"})), "must be a subclass of Pre"),
         (lambda package: package.MISSING, "cannot be imported: AttributeError"),
     ],
-    ids=["name", "type", "of transformers", "class name", "latent", "another config", "no config", "import"],
+    ids=[
+        "name",
+        "type",
+        "of transformers",
+        "class name",
+        "loaded as",
+        "latent",
+        "another config",
+        "no config",
+        "import",
+    ],
 )
 def test_a_family_that_is_wrong_is_named(
     make: Callable[[Any], Any],
