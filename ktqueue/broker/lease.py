@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ktqueue.broker.job_record import MICROSECONDS
@@ -35,6 +36,7 @@ from ktqueue.core.codec import (
     encode_card,
     encode_card_more,
     encode_event,
+    loads,
 )
 from ktqueue.core.errors import JournalRegressed, KtqueueError, LeaseLost, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
@@ -47,9 +49,22 @@ if TYPE_CHECKING:
 OUTAGE_LEASES = 30  # lease times that a worker waits for Redis; the scripts extend no lease for longer
 MAX_EVENTS = 1_000  # in one script call, and decoded without a pause; a longer commit is split
 PROMPT_WAKE_UP = b"prompt"  # the message of `submit_job.lua` about a job that takes no row
+NEWCOMER_WAKE_UP = b"newcomer"  # about an interactive job of a caller that had none waiting
 MAILBOX_BYTES = 1 << 17  # for a job that `submit` hands over, and for wake-ups
 
 DecodeEvent = Callable[[int, bytes], TokenEvent]  # of a seq and the stored event
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who takes turns: a tenant with its weight, and one of its callers."""
+
+    tenant: str = ""
+    caller: str = ""
+    weight: float = 1
+
+
+NO_ROWS: Mapping[Owner, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +73,8 @@ class Claim:
 
     deaths_without_progress: number of workers in a row that died without adding a token; see `start_trial`. rank: order
     of the jobs of a class, the lowest first: the arrival in Unix seconds plus the priority's offset. waited: seconds
-    from the arrival to the first claim, by the server's clock.
+    from the arrival to the first claim, by the server's clock. owner: not known of a job that an older gateway handed
+    over.
     """
 
     job_id: str
@@ -69,6 +85,7 @@ class Claim:
     deadline: float | None
     rank: float
     waited: float = 0.0
+    owner: Owner = Owner()
 
 
 class Lease:
@@ -127,6 +144,7 @@ class Lease:
                 encode_card_more(card),
                 card.digest,
                 codec.VERSION,
+                "1",
             )
         except BaseException:
             await broker.hub.unsubscribe(mailbox)
@@ -137,13 +155,24 @@ class Lease:
         """Renew the lease and publish the worker's statistics. Call it every quarter of the lease time."""
         await self._call("renew_lease", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
 
-    async def claim(self, limit: int, interactive_limit: int = 0, *, wait: bool = False) -> list[Claim]:
+    async def claim(
+        self,
+        limit: int,
+        interactive_limit: int = 0,
+        *,
+        wait: bool = False,
+        extra: int = 0,
+        rows: Mapping[Owner, int] = NO_ROWS,
+    ) -> list[Claim]:
         """Claim waiting jobs of the model for `limit` free rows. A job takes a row for each choice.
 
         A job that wants only its prompt takes none, so it is claimed even if no row is free.
 
         Interactive jobs may fill `interactive_limit` rows if that is more; the engine takes these rows from running
         batch jobs.
+
+        If no row is left, one interactive job may take up to `extra` rows more, if its owner has fewer rows here than
+        another, whose jobs then lose them. `rows`: those of the owners of interactive jobs.
 
         With `wait`, if there is no job, a job may be handed to this lease as soon as it is submitted. `wait_for_work`
         or the next claim returns it, whatever the limits. The caller's free rows must not decrease until then.
@@ -166,6 +195,8 @@ class Lease:
                 terminal.job_ttl,
                 terminal.journal_ttl,
                 "1" if wait else "",
+                extra,
+                *(word for owner, count in rows.items() for word in (owner.tenant, owner.caller, count)),
             )
             self._look_again_at = None if again == 0 else time.monotonic() + again / MICROSECONDS
             claims = await self._readable(jobs)
@@ -176,9 +207,8 @@ class Lease:
         claims: list[Claim] = []
         unreadable: list[tuple[str, TokenEvent]] = []
         newer: list[str | int] = []
-        for place, (job_id, request, attempt, deaths_without_progress, deadline, rank, entries, *waited) in enumerate(
-            jobs
-        ):
+        for place, job in enumerate(jobs):
+            job_id, request, attempt, deaths_without_progress, deadline, rank, entries, waited, owner = job
             if place:
                 await asyncio.sleep(0)  # lets a due renewal run
             try:
@@ -191,7 +221,8 @@ class Lease:
                         events=await _decoded(entries, self._decode),
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
                         rank=int(rank) / MICROSECONDS,
-                        waited=sum(waited) / MICROSECONDS,  # a job that was handed over has not waited
+                        waited=waited / MICROSECONDS,
+                        owner=_owner(owner),
                     )
                 )
             except NewerFormat as fault:
@@ -261,12 +292,13 @@ class Lease:
     ) -> list[Claim]:
         """Return when a job was queued, or after `timeout` seconds.
 
-        With `interactive_only` it must be interactive, with `prompt_only` it must be a job without rows.
+        With `interactive_only` it must be interactive. With `prompt_only` it must be a job without rows, or an
+        interactive job of a caller that had none waiting.
 
         It returns within 20 ms if the last claim left a job to a worker that has its prefix cached. The result is the
         job that was handed to this lease, if the last claim had `wait`. If it is empty, claim again.
         """
-        wanted = {PROMPT_WAKE_UP} if prompt_only else {PROMPT_WAKE_UP, JobClass.INTERACTIVE.encode()}
+        wanted = {PROMPT_WAKE_UP, NEWCOMER_WAKE_UP if prompt_only else JobClass.INTERACTIVE.encode()}
         end = time.monotonic() + timeout
         if self._look_again_at is not None:
             end = min(end, self._look_again_at)
@@ -286,10 +318,10 @@ class Lease:
         head, line, request = message.partition(b"\n")
         if not line:
             return None
-        number, job_id, deadline, rank = head.split(b" ")
+        number, job_id, deadline, rank, *owner = head.split(b" ", 4)
         if int(number) != self._claim_number or self._answered:
             return None
-        return job_id, request, 1, 0, None if deadline == b"-" else deadline, rank, ()
+        return job_id, request, 1, 0, None if deadline == b"-" else deadline, rank, (), 0, b"".join(owner)
 
     async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
         terminal = self._terminal
@@ -330,6 +362,11 @@ async def _decoded(entries: Sequence[Any], decode: DecodeEvent) -> list[TokenEve
             "the beginning of the job's journal is lost, so the job cannot be continued", value=events[0].seq
         )
     return events
+
+
+def _owner(data: bytes) -> Owner:
+    """Read `["tenant", "caller", weight]`; empty from an older gateway."""
+    return Owner(*loads(data)) if data else Owner()
 
 
 def _seq(key: bytes) -> int:

@@ -6,7 +6,7 @@ to the caller and leaves the engine unusable: the worker then exits. An error of
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -219,6 +219,10 @@ class Engine:
         """Drop a request and free its pages at once. An unknown id is ignored."""
         self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
         self._requests.abort(request_id)
+
+    def set_over_share(self, request_ids: Collection[str]) -> None:
+        """Let these interactive requests, and no others, give their rows to the rest of their class."""
+        self._rows.set_over_share(request_ids)
 
     def step(self, launch_next: Callable[[], bool] = lambda: False) -> list[SequenceOutput]:
         """Run the model once on the rows that the scheduler picks. Returns what each sequence gained.

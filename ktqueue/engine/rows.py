@@ -4,13 +4,14 @@ A *waiting* sequence has no pages. A *running* sequence has pages, and takes one
 that waits for its prompt takes a row too.
 
 **Rank.** The interactive class goes before the batch class, then the earlier arrival. The `batch_floor` earliest
-sequences of the batch class rank as interactive, so batch jobs always make progress.
+sequences of the batch class rank as interactive, so batch jobs always make progress. Interactive requests *over share*,
+whose owner has more rows than others who want some, rank between the classes, and lose their rows as batch does.
 
 **Pages and preemption.** Pages are allocated when tokens need them, not in advance. If none is available, the running
 sequence of the lowest rank is *preempted*: it loses all its pages, waits again, and is computed again later, mostly
 from the prefix cache. A sequence that would have to preempt itself skips the step. A waiting sequence is admitted
 only if the pages for all its known tokens are available, otherwise it would be preempted at once. To make room for
-it, only sequences of a lower class are preempted.
+it, only sequences of a lower class, or over share, are preempted.
 
 **Nothing starves.** The first running sequence in rank can take pages from all others, so it always progresses. Later
 arrivals rank behind it, and the earliest batch sequence ranks as interactive. So every sequence becomes the first.
@@ -32,10 +33,11 @@ from ktqueue.engine.step_plan import StepPlan
 
 Rank = tuple[int, float, int, int]
 """Class, arrival, admission number, choice. The lowest goes first."""
+OVER_SHARE, BATCH = 1, 2  # ranks of classes after that of interactive requests
 
 
-def _arrival(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.request.arrival, sequence.request.serial, sequence.index
+def _arrival(sequence: Sequence) -> tuple[bool, float, int, int]:
+    return sequence.request.over_share, sequence.request.arrival, sequence.request.serial, sequence.index
 
 
 class Rows:
@@ -72,6 +74,7 @@ class Rows:
         self._costs = costs
         self._auto_rows = auto_rows
         self._batch_floor = batch_floor
+        self._over_share: Collection[str] = frozenset()
         self._promoted: set[Sequence] = set()  # sequences of the batch class that rank as interactive
         self._sorted_version = -1  # the `version` for which `running` is sorted by rank
 
@@ -102,9 +105,21 @@ class Rows:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, with the siblings in its `forks`."""
         self.version += 1
+        sequence.request.over_share = sequence.request.id in self._over_share
         sequence.set_angles()
         sequence.status = SequenceStatus.WAITING
         insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
+
+    def set_over_share(self, request_ids: Collection[str]) -> None:
+        """Let these interactive requests, and no others, rank behind the rest of their class."""
+        if request_ids == self._over_share:
+            return
+        self._over_share = request_ids
+        self.version += 1
+        waiting = self._waiting[JobClass.INTERACTIVE]
+        for sequence in (*self.running, *waiting):
+            sequence.request.over_share = sequence.request.id in request_ids
+        waiting.sort(key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence in any state and free its pages. If siblings wait for its prompt, one takes it over."""
@@ -182,7 +197,7 @@ class Rows:
         """Whether a waiting sequence can get rows, including those that lower classes would lose to it."""
         class_rank = self._class_rank(sequence)
         lower = sum(_rows(running) for running in self.running if self._class_rank(running) > class_rank)
-        limit = self.rows_wanted if class_rank else self.max_num_seqs
+        limit = self.rows_wanted if class_rank == BATCH else self.max_num_seqs
         return self.rows_taken - lower + _rows(sequence) <= limit
 
     def admit(self, sequence: Sequence, plan: StepPlan) -> bool:
@@ -256,8 +271,10 @@ class Rows:
         self.add(sequence)
 
     def _class_rank(self, sequence: Sequence) -> int:
-        """0 for the interactive class and for promoted sequences, 1 for the rest of the batch class."""
-        return int(sequence.request.job_class is JobClass.BATCH and sequence not in self._promoted)
+        """0 for interactive requests and for promoted sequences, then OVER_SHARE, then BATCH."""
+        if sequence.request.job_class is JobClass.BATCH:
+            return 0 if sequence in self._promoted else BATCH
+        return OVER_SHARE if sequence.request.over_share else 0
 
     def _hand_over_forks(self, sequence: Sequence) -> None:
         """Let the first sibling that waits for the sequence's prompt compute it for the others."""

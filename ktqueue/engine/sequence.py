@@ -46,6 +46,7 @@ class Request:
         "id",
         "job_class",
         "max_tokens",
+        "over_share",
         "prompt",
         "prompt_entries",
         "sampling",
@@ -81,6 +82,7 @@ class Request:
         self.unfinished = 0  # number of choices that have not finished
         self.emitted_tokens = 0  # of choices that had finished before the request arrived
         self.prompt_entries = 0  # prompt tokens whose log probabilities are known to the client, if it wants them
+        self.over_share = False  # ranks behind the others of its class: see Rows.set_over_share
         self.cached_tokens: int | None = None  # None until the first lookup in the prefix cache
 
     @property

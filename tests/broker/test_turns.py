@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.lease import Claim, Lease
+from ktqueue.broker.lease import Claim, Lease, Owner
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
@@ -35,11 +35,18 @@ def submit(broker: Broker, make_request: MakeRequest) -> Submit:
     numbers: Counter[str] = Counter()
 
     async def submit_one(
-        tenant: str, caller: str = "", *, tokens: int = ANSWER, weight: int = 1, prompt: str = "Once", **fields: Any
+        tenant: str,
+        caller: str = "",
+        *,
+        tokens: int = ANSWER,
+        weight: int = 1,
+        n: int = 1,
+        prompt: str = "Once",
+        **fields: Any,
     ) -> str:
         owner = f"{tenant}{caller and '-'}{caller}"
         numbers[owner] += 1
-        request = make_request(prompt, sampling=SamplingParams(max_tokens=tokens), **fields)
+        request = make_request(prompt, sampling=SamplingParams(max_tokens=tokens, n=n), **fields)
         limits = TenantLimits(weight=weight)
         job = await broker.jobs.submit(
             request, job_id=f"{owner}-{numbers[owner]}", tenant=tenant, caller=caller, limits=limits
@@ -261,6 +268,40 @@ async def test_the_accounts_of_callers_are_bounded(lease: Lease, submit: Submit,
     assert ids(await lease.claim(2)) == ["default-192.0.2.1-1", "default-192.0.2.2-1"]
     assert raw.keys("*:line:*") == []
     assert [name for name in raw.keys("*:accounts:*") if raw.pttl(name) < 0] == []
+
+
+async def test_a_full_worker_takes_a_job_of_an_owner_with_fewer_rows(lease: Lease, submit: Submit) -> None:
+    for _ in range(4):
+        await submit("acme", "a", weight=2)
+        await submit("acme", "b", weight=2)
+    rows = {claim.owner: 0 for claim in await lease.claim(2)}
+    a, b = rows
+    assert (a.tenant, {a.caller, b.caller}, a.weight) == ("acme", {"a", "b"}, 2)
+    rows = {a: 5, b: 3}
+    assert ids(await lease.claim(0, 0, extra=1, rows=rows)) == []  # the turn is that of `a`
+    await submit("globex")
+    assert ids(await lease.claim(0, 0, extra=0, rows=rows)) == []
+    assert ids(await lease.claim(0, 0, extra=1, rows={a: 2, b: 1, Owner("globex"): 1})) == []
+    (claim,) = await lease.claim(0, 0, extra=1, rows=rows)
+    assert (claim.job_id, claim.owner) == ("globex-1", Owner("globex"))
+    assert ids(await lease.claim(0, 0, extra=1, rows={a: 3, b: 5})) == [f"acme-{a.caller}-2"]
+    assert ids(await lease.claim(0, 0, extra=1, rows=rows)) == [f"acme-{b.caller}-2"]
+    assert ids(await lease.claim(0, 0, extra=1, rows={b: 8})) == [f"acme-{a.caller}-3"]
+    await submit("initech", n=2)
+    assert ids(await lease.claim(0, 0, extra=1, rows=rows)) == []
+
+
+@pytest.mark.parametrize("reads_owners", [True, False])
+async def test_a_job_that_is_handed_over_names_its_owner_to_workers_that_can_read_it(
+    broker: Broker, lease: Lease, submit: Submit, raw: Any, *, reads_owners: bool
+) -> None:
+    if not reads_owners:  # as an older worker registers
+        raw.hdel(f"{broker.keys.tag}:worker:{lease.id}", "owners")
+    await lease.claim(8, wait=True)
+    await submit("acme", "10.0.0.1", weight=3)
+    while not (claims := await lease.wait_for_work(5)):
+        pass
+    assert claims[0].owner == (Owner("acme", "10.0.0.1", 3) if reads_owners else Owner())
 
 
 @pytest.mark.parametrize("weight", [0, 1_001, 1.5, None])

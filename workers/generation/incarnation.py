@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from ktqueue.broker.lease import Claim, Lease
+from ktqueue.broker.lease import NO_ROWS, Claim, Lease
 from ktqueue.core.config import Config
 from ktqueue.core.errors import Cancelled, DeadlineExceeded, ErrorInfo, LeaseLost
 from ktqueue.core.events import JobState
@@ -20,9 +20,11 @@ from ktqueue.workers.generation.admission import AdmissionRefused, TokeniserThre
 from ktqueue.workers.generation.engine_thread import EngineThread, TokenRates
 from ktqueue.workers.generation.heartbeat import Heartbeat
 from ktqueue.workers.generation.outbox import Outbox
+from ktqueue.workers.generation.row_shares import interactive_rows, jobs_over_share
 from ktqueue.workers.generation.running_job import RunningJob
 
 NO_ROW_SECONDS = 10.0  # then a batch job goes back to the queue, because another worker may have a free row
+EXTRA_SHARE = 8  # one more row for each so many may be claimed for owners with few rows
 MOST_UNSTARTED = 64  # rows of batch jobs without a token here, beyond which no batch job is claimed
 IDLE_SECONDS = 0.5  # longest pause between two claims, so that a lost wake-up costs no more
 
@@ -58,6 +60,7 @@ class Incarnation:
         self._claiming_is_over = False
         self._outbox = Outbox(lease, self._cancel)
         self._jobs: dict[str, RunningJob] = {}
+        self._over_share: frozenset[str] = frozenset()  # ids of jobs that give their rows to other owners
         self._admitted: list[RunningJob] = []  # the next step adds them to the engine
         self._aborts: list[str] = []  # ids of jobs that the next step aborts
         self._admissions: set[asyncio.Task[None]] = set()
@@ -114,8 +117,16 @@ class Incarnation:
         while not self._draining.is_set():
             await self._accept(claims, group)
             await self._release_jobs_without_a_row()
+            self._over_share = jobs_over_share(self._jobs.values(), self._rows)
             free, interactive = self._free_rows()
-            claims = await self._lease.claim(free, max(0, interactive), wait=True)
+            extra = 0 if interactive > 0 else max(0, max(1, self._rows // EXTRA_SHARE) + interactive)
+            claims = await self._lease.claim(
+                free,
+                max(0, interactive),
+                wait=True,
+                extra=extra,
+                rows=interactive_rows(self._jobs.values()) if extra else NO_ROWS,
+            )
             if not claims:
                 queued = self._lease.wait_for_work(
                     IDLE_SECONDS, interactive_only=free == 0, prompt_only=interactive <= 0
@@ -160,15 +171,17 @@ class Incarnation:
                 wait.cancel()
 
     async def _release_jobs_without_a_row(self) -> None:
-        """Return batch jobs to the queue that lost their rows to interactive jobs `no_row_seconds` ago.
+        """Return jobs to the queue that lost their rows `no_row_seconds` ago: batch jobs, and those over share.
 
         The jobs with the highest rank number go first.
         """
         surplus = sum(job.rows for job in self._jobs.values()) - self._rows
         oldest_output = time.monotonic() - self._no_row_seconds
-        batch = (job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
+        displaced = [
+            job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH or job.id in self._over_share
+        ]
         released = []
-        for job in sorted(batch, key=lambda job: job.rank, reverse=True):
+        for job in sorted(displaced, key=lambda job: job.rank, reverse=True):
             if surplus > 0 and job.last_output_at < oldest_output:
                 surplus -= job.rows
                 released.append(job)
@@ -248,7 +261,9 @@ class Incarnation:
         """Run one step of the engine and queue its events for the next commit."""
         aborts, self._aborts = self._aborts, []
         adds, self._admitted = [job for job in self._admitted if not job.ended], []
-        result = await self._engine.step(aborts, adds, launch_next=lambda: not (self._admitted or self._aborts))
+        result = await self._engine.step(
+            aborts, adds, self._over_share, launch_next=lambda: not (self._admitted or self._aborts)
+        )
         self._engine_has_work = result.has_work
         for job_id, reason in result.refused:
             if (job := self._jobs.get(job_id)) is not None:

@@ -26,6 +26,7 @@ class RunningJob:
         self.request: GenerationRequest = claim.request
         self.deadline = claim.deadline  # Unix seconds
         self.rank = claim.rank
+        self.owner = claim.owner
         self.deaths_without_progress = claim.deaths_without_progress
         self.progressed = asyncio.Event()  # it has produced an event here, or it left this worker
         self.last_output_at = time.monotonic()  # of the claim, while there is no output

@@ -1,16 +1,17 @@
 -- A worker claims jobs of its model.
 -- ARGV: worker id, lease in us, claim number, rows for any class, rows in all, batch share (one free row in this many),
 --       expired event, job TTLs (see `finish`), journal TTL in ms, 1 if the worker waits for a job if there is none,
---       else ''.
+--       else '', rows beyond all for the job of an owner with few rows, (tenant, caller, rows of its interactive jobs)*.
 -- Replies {jobs, us after which jobs that were left to other workers are free}. A job is {id, request, attempt, deaths
 -- of workers without progress, deadline or false, rank in its class, journal entries, us
--- from its arrival to its first claim}.
+-- from its arrival to its first claim, owner}.
 -- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class tenants and their
 -- callers take turns (`turns.lua`), and the jobs of one caller go by arrival and priority. Jobs that lost their workers
 -- go first.
 -- Rows: a job takes a row for each of its choices, and none if it wants only its prompt. The last job may take more rows than are left, or it would never
 -- start. Rows beyond those for any class are taken from running batch jobs; an interactive job gets them only if all
--- its rows are available.
+-- its rows are available. If none is left, the interactive job whose turn it is gets rows nevertheless, if another
+-- tenant, or caller of its tenant, has more rows here even afterwards. The worker takes them from that one.
 -- Prefixes: among the first jobs of a class, the job with the longest prefix in this worker's cache goes first. A job
 -- that has just arrived is left for a moment to a worker that has more of its prefix and free rows.
 -- Size: a claim ends with the job that makes its reply heavy, because Redis serves nobody else meanwhile.
@@ -30,6 +31,7 @@ local HEAVY, EVENT = 8388608, 512 -- bytes of requests and journals in a reply; 
 local worker, lease, number = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local free, most, share = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local job_ttl, journal_ttl = ARGV[8], ARGV[9]
+local extra = tonumber(ARGV[11] or 0)
 local now = now_us()
 if not lease_lives(worker, now, lease) then return lease_lost(worker) end
 local record, running = TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker
@@ -271,6 +273,31 @@ if #taken == 0 then
     redis.call('HSET', TAG .. 'job:' .. entry.id, 'charged', exact(tokens))
   end
 
+  local held, weights = {}, {} -- rows of interactive jobs on this worker by tenant and caller
+  local function hold_rows(tenant, caller, count)
+    held[tenant] = held[tenant] or { all = 0, of = {} }
+    held[tenant].all = held[tenant].all + count
+    held[tenant].of[caller] = (held[tenant].of[caller] or 0) + count
+    weights[tenant] = weights[tenant] or weight_of(tenant)
+  end
+  for i = 12, #ARGV, 3 do hold_rows(ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])) end
+
+  -- Whether a job may take rows from the tenant or caller that has most of them.
+  local function is_owed(job)
+    if job.rows > extra or job.deadline and job.deadline <= now then return false end
+    hold_rows(job.tenant, job.caller, 0)
+    local richest
+    for tenant, count in pairs(held) do
+      if not richest or count.all / weights[tenant] > held[richest].all / weights[richest] then richest = tenant end
+    end
+    if richest ~= job.tenant then
+      return (held[job.tenant].all + job.rows) / weights[job.tenant] <= (held[richest].all - job.rows) / weights[richest]
+    end
+    local callers, longest = held[richest].of, 0
+    for _, count in pairs(callers) do longest = math.max(longest, count) end
+    return callers[job.caller] + job.rows <= longest - job.rows
+  end
+
   while rows <= most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other expired jobs
     local class = 'interactive'
     local entry, queue, place, first = pick(class)
@@ -283,7 +310,13 @@ if #taken == 0 then
     local job = TAG .. 'job:' .. id
     local needed, deadline = look_up(id).rows, look_up(id).deadline
     local is_late = deadline and deadline <= now
-    if not is_late and rows >= free and rows + needed > most then break end
+    if not is_late and rows >= free and rows + needed > most then
+      entry, place = queue.window[1], 1
+      id, needed = entry.id, look_up(entry.id).rows
+      job = TAG .. 'job:' .. id
+      if class ~= 'interactive' or not is_owed(look_up(id)) then break end
+      rows = most + 1 -- this is the last job
+    end
     if not is_late then charge_turn(entry, class, first) end
     dequeue(id, class, field[1])
     table.remove(queue.window, place)
@@ -305,6 +338,7 @@ if #taken == 0 then
       for _, hash in ipairs(look_up(id).hashes) do learnt[#learnt + 1] = hash end
       if rows < free then slots = slots + 1 end
       rows = rows + needed
+      if class == 'interactive' then hold_rows(look_up(id).tenant, look_up(id).caller, needed) end
     end
   end
   if #learnt > 0 then remember_prefixes(worker, learnt, now) end
@@ -319,12 +353,14 @@ if #taken == 0 then
 end
 local reply = {}
 for _, id in ipairs(taken) do
-  local request, attempts, deadline, order, priority_offset, deaths_without_progress, started = unpack(redis.call(
-    'HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift', 'futile', 'started'))
+  local request, attempts, deadline, order, priority_offset, deaths_without_progress, started, tenant, caller =
+    unpack(redis.call('HMGET', TAG .. 'job:' .. id, 'request', 'attempts', 'deadline', 'order', 'shift', 'futile',
+      'started', 'tenant', 'caller'))
   local rank = digits(order + (priority_offset or 0))
   reply[#reply + 1] = {
     id, request, tonumber(attempts), tonumber(deaths_without_progress or 0), deadline, rank,
     redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+'), math.max(0, (tonumber(started) or now) - order),
+    owner_of(tenant, caller or ''),
   }
 end
 return { reply, again }

@@ -13,7 +13,7 @@
 -- Refuses with QUEUE_BYTES, MEMORY and TENANT_*. Details: value, limit, and for TENANT_* the us to wait (0: until jobs
 -- end). The memory that clients may not fill is for the writes of workers, which Redis never refuses.
 -- If nothing waits and a parked worker has rows, the job is handed to it at once, as if its claim had found it. Its
--- channel gets the message `CLAIM ID DEADLINE RANK`, a newline, the request. A lost message does no harm: the worker
+-- channel gets the message `CLAIM ID DEADLINE RANK OWNER`, a newline, the request. A lost message does no harm: the worker
 -- claims again under the same number.
 -- Promises: the same id or idempotency key never makes a second job, and never counts twice; another request under it
 -- is refused with CONFLICT.
@@ -126,7 +126,8 @@ local function find_taker()
   local parked = redis.call('ZRANGEBYSCORE', TAG .. 'parked:' .. model, now - PARKED, digits(now), 'LIMIT', 0, MAX_PARKED)
   local best, most, field = nil, -1, nil
   for _, worker in ipairs(parked) do
-    local fields = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed', 'format', 'digest')
+    local fields = redis.call('HMGET', TAG .. 'worker:' .. worker, 'claim', 'idle', 'slots', 'claimed', 'format', 'digest',
+      'owners')
     local claim, idle, _, claimed, newest_format = unpack(fields)
     if claim and claimed == '' and tonumber(format) <= tonumber(newest_format or 1) and tonumber(idle) >= rows then
       local count = shared(TAG .. 'warm:' .. worker, hashes)
@@ -175,6 +176,7 @@ redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
 -- Only now, because a server without memory refuses a script's first write only, so all later ones succeed.
 if taker then
   local head = table.concat({ taker_fields[1], id, deadline and digits(deadline) or '-', digits(arrival + ARGV[11]) }, ' ')
+  if taker_fields[7] then head = head .. ' ' .. owner_of(ARGV[4], ARGV[20]) end -- older workers cannot read it
   if redis.call('PUBLISH', TAG .. 'worker:' .. taker, head .. '\n' .. ARGV[5]) == 0 then -- its process has exited
     redis.call('HSET', job, 'state', 'queued', 'attempts', 0)
     redis.call('HDEL', job, 'worker', 'started', 'digest')
@@ -194,9 +196,10 @@ if taker then
   charge(tenants, ARGV[4], tokens / weight_of(ARGV[4]), now)
   redis.call('HSET', job, 'charged', exact(tokens))
 else
-  enqueue(id, class, model, arrival + ARGV[11], 0, now)
+  local is_newcomer = enqueue(id, class, model, arrival + ARGV[11], 0, now)
   count_waiting(id, 1, ARGV[4], ARGV[14] ~= '')
   place = place_of(id)
   redis.call('PUBLISH', TAG .. 'wake:' .. model, rows == 0 and 'prompt' or class)
+  if is_newcomer and class == 'interactive' then redis.call('PUBLISH', TAG .. 'wake:' .. model, 'newcomer') end
 end
 return { 1, digits(arrival), place, requests_left, requests_reset, tokens_left, tokens_reset }

@@ -52,6 +52,11 @@ local function weight_of(tenant)
   return tonumber(redis.call('HGET', TAG .. 'weights', tenant) or 1)
 end
 
+-- A job's owner as workers read it (JSON).
+local function owner_of(tenant, caller)
+  return cjson.encode({ tenant, caller, weight_of(tenant) })
+end
+
 -- Virtual time of an account, the time before which no return of tokens may set it, and the mean tokens of an answer
 -- (0: not known). Nil without an account.
 local function account_of(list, name)

@@ -5,8 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Claim, Owner
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
+from ktqueue.workers.generation.row_shares import jobs_over_share
+from ktqueue.workers.generation.running_job import RunningJob
 
 ROWS, FLOOR = 8, 1  # of the conftest's engine
 
@@ -142,3 +145,45 @@ async def test_preempted_jobs_of_a_dead_worker_continue_elsewhere(
         for job in jobs[:1] + jobs[ROWS - 1 :]:
             assert (await finished(job)).choices == expected[job.rstrip("0123456789")]
             assert (await broker.jobs.get(job)).attempts == 2
+
+
+async def test_a_newcomer_gets_a_row_of_a_tenant_that_has_them_all(
+    broker: Broker, start_worker: Any, finished: Any, model: Any
+) -> None:
+    """The tenant's jobs lose no token. At most one row in eight is given away at once."""
+    long = ask(450)
+    expected = model.undisturbed(long)
+    async with start_worker() as running:
+        theirs = [(await broker.jobs.submit(long, job_id=f"long{i}", tenant="acme")).id for i in range(ROWS + 4)]
+        await until_all_speak(broker, theirs[:ROWS])
+        for caller in ("a", "b"):
+            job = await broker.jobs.submit(ask(3), tenant="globex", caller=caller)
+            assert (await finished(job.id)).state is JobState.DONE
+        states = [(await broker.jobs.get(job_id)).state for job_id in theirs]
+        assert states == [JobState.RUNNING] * ROWS + [JobState.QUEUED] * 4
+        assert running.engine.stats().preemptions >= 1
+        slow = [await broker.jobs.submit(long, tenant="globex") for _ in range(3)]
+        await until_all_speak(broker, [slow[0].id])
+        assert (await broker.jobs.get(slow[1].id)).state is JobState.QUEUED
+        for job_id in [*theirs[1 : ROWS - 1], *theirs[ROWS:], *(job.id for job in slow)]:
+            await broker.jobs.cancel(job_id)
+        for job_id in (theirs[0], theirs[ROWS - 1]):  # the second of these lost its row
+            assert (await finished(job_id)).choices == expected
+            assert (await broker.jobs.get(job_id)).attempts == 1
+
+
+def test_rows_are_shared_by_weight_and_then_among_callers() -> None:
+    def job(number: int, tenant: str, caller: str = "", *, weight: int = 1, n: int = 1) -> RunningJob:
+        owner = Owner(tenant, caller, weight)
+        claim = Claim(
+            job_id=f"{tenant}{caller}{number}", request=ask(9, n=n), attempt=1, deaths_without_progress=0, events=[],
+            deadline=None, rank=number, owner=owner,
+        )  # fmt: skip
+        return RunningJob(claim)
+
+    alone = [job(number, "a") for number in range(20)]
+    assert jobs_over_share(alone, ROWS) == frozenset()
+    both = [*alone, *(job(number, "b", weight=3) for number in range(20))]
+    assert {one.id for one in both} - jobs_over_share(both, ROWS) == {"a0", "a1", *(f"b{i}" for i in range(6))}
+    callers = [job(k, "a", caller) for k, caller in enumerate("xxxxyz")] + [job(9, "b", n=3), job(10, "b", n=3)]
+    assert jobs_over_share(callers, ROWS) == {"ax1", "ax2", "ax3"}
