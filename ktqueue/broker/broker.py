@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from ktqueue.broker.conversations import Conversations
+from ktqueue.broker.files import Files
 from ktqueue.broker.jobs import Jobs
 from ktqueue.broker.journal import Journal
 from ktqueue.broker.keys import Keys
@@ -41,6 +42,7 @@ class Broker:
         self.journal = Journal(self.scripts, self.hub, self.keys, config, max_mailbox_bytes)
         self.models = Models(self.scripts)
         self.webhooks = Webhooks(self.scripts)
+        self.files = Files(self.scripts)
         self._connection = connection
 
     @classmethod

@@ -35,6 +35,10 @@ The scripts build the same names from the tag (`KEYS[1]`).
 | response:DIGEST          | string     | a response's conversation and answer (JSON)   | response_ttl              |
 | responses:TENANT         | zset       | its responses by the time of their storing    | response_ttl; 1,000       |
 | responses:bytes:TENANT   | string     | bytes of these, with some that have expired   | response_ttl              |
+| file:ID                  | hash       | a file's tenant, name, size, times            | as its upload asked       |
+| files:of:TENANT          | zset       | ids of its files by arrival                   | while there are any       |
+| files:bytes              | hash       | bytes of each tenant's files                  | while there are any       |
+| files:expiry             | zset       | ids of files by the end of their life         | while there are any       |
 | leases                   | zset       | worker ids by the end of their lease          | while there are any       |
 | worker:WORKER (channel)  | hash       | card, facts, statistics, numbers, last step   | 5 model_ttl               |
 | running:WORKER           | hash       | its jobs to the seq of their last event       | while it runs jobs        |

@@ -28,6 +28,11 @@ REFUSABLE = (
     "conversation",
     "stored_response",
     "bound_jobs",
+    "add_file",
+    "get_file",
+    "list_files",
+    "expired_files",
+    "missing_records",
 )
 # These run even if the server has no memory left: most of them free some, and without them no job would end. A server
 # without memory refuses only a script whose first write takes memory, so these start with a write that takes none.
@@ -46,10 +51,11 @@ NEVER_REFUSED = (
     "fail_unserved",
     "scrub",
     "mark_retried",
+    "delete_file",
 )
 PRELUDES = ("turns", "prelude")  # prepended to every script
 # What they promise to a client is on disk afterwards, if `broker.durability` requires it.
-DURABLE = ("submit_job", "cancel_job")
+DURABLE = ("submit_job", "cancel_job", "add_file", "delete_file")
 FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between attempts
 

@@ -97,6 +97,19 @@ class JobConflict(KtqueueError):
     status = 409
 
 
+class FileNotFound(KtqueueError):
+    """No file has this id: it was never uploaded, was deleted, or has expired."""
+
+    code = "file_not_found"
+    status = 404
+
+
+class FileLimitReached(InvalidRequest):
+    """The tenant has as many files, or bytes in them, as it may have. Waiting does not help, so it is no 429."""
+
+    code = "file_limit_reached"
+
+
 class RequestTooLarge(KtqueueError):
     """The body, or the work that it requests, exceeds a limit."""
 

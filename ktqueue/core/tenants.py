@@ -28,6 +28,7 @@ class TenantLimits:
 
     Live jobs wait or run; queued jobs wait. Queued bytes are the sizes of waiting requests. Stored bytes are all that
     Redis keeps for the tenant's jobs: requests, and the records and journals of ended jobs while they are kept.
+    Files are uploaded files and those that batches write; without a limit here, those of `storage` hold.
     Tokens are those of prompts and answers together. `weight`: the tenant's part of the turns, beside the other
     tenants of a class, in tokens.
 
@@ -38,6 +39,8 @@ class TenantLimits:
     max_queued_jobs: int | None = None
     max_queued_bytes: int | None = None
     max_stored_bytes: int | None = None
+    max_files: int | None = None
+    max_files_bytes: int | None = None
     requests_per_minute: int | None = None
     requests_burst: int | None = None
     tokens_per_minute: int | None = None
@@ -118,7 +121,7 @@ class TenantConfig(TenantLimits):
         if not isinstance(table["keys"], list | tuple):
             raise ConfigError("a tenant's keys must be a list", param="gateway.tenants.keys")
         settings = {**table, "keys": tuple(table["keys"])}
-        for key in ("max_queued_bytes", "max_stored_bytes"):
+        for key in ("max_queued_bytes", "max_stored_bytes", "max_files_bytes"):
             if settings.get(key) is not None:
                 try:
                     settings[key] = parse_bytes(settings[key])

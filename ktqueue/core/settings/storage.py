@@ -19,6 +19,22 @@ class StorageConfig:
         1 << 30, "Nothing is written while the folder's file system has less free space.", at_least=0
     )
 
+    max_file_bytes: int = setting(
+        200_000_000, "Largest file that can be uploaded. A larger one is refused with 413.", at_least=1
+    )
+    max_files: int = setting(
+        10_000, "Files that a tenant without `max_files` may have, or all callers without a key together.", at_least=1
+    )
+    max_files_bytes: int = setting(
+        10 << 30,
+        "Bytes of these files.",
+        details="Uploads beyond it are refused. What batches write counts too, but is never refused.",
+        at_least=1,
+    )
+    file_ttl: float = setting(
+        30 * 86_400.0, "How long a file is kept whose upload has no `expires_after`.", at_least=0.01
+    )
+
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
         check_settings("storage", self)

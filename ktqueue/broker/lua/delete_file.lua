@@ -1,0 +1,11 @@
+-- Deletes a file's record. ARGV: id, tenant. Replies 1, or 0 if the tenant has no such file.
+local id, tenant = ARGV[1], ARGV[2]
+local file, bytes = TAG .. 'file:' .. id, TAG .. 'files:bytes'
+local owner, size = unpack(redis.call('HMGET', file, 'tenant', 'size'))
+if owner and owner ~= tenant then return 0 end
+redis.call('ZREM', TAG .. 'files:expiry', id)
+redis.call('ZREM', TAG .. 'files:of:' .. tenant, id)
+if not owner then return 0 end
+redis.call('DEL', file)
+if redis.call('HINCRBY', bytes, tenant, -size) <= 0 then redis.call('HDEL', bytes, tenant) end
+return 1
