@@ -31,6 +31,7 @@ from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 BATCH_TOKENS = 4096
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def calibrate(
@@ -94,7 +95,7 @@ def _batches(
     count = min(len(ids) // chunk_tokens, len(ids) if chunks is None else chunks)
     if not count:
         raise CheckpointError(f"the text has {len(ids)} tokens, which is less than a chunk of {chunk_tokens}")
-    if (highest := max(*first, *ids)) >= (rows := int(checkpoint.config()["vocab_size"])):
+    if (highest := max(*first, *ids)) >= (rows := checkpoint.shape(_EMBEDDING)[0]):
         raise CheckpointError(
             f"{checkpoint.path}: token id {highest} of the text is outside the model's vocabulary of {rows}",
             param="text",

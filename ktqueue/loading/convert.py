@@ -36,6 +36,12 @@ from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import Bytes, Floats
 from ktqueue.operators.packed import PackedExperts
 
+_SIZES = (
+    *("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_value_head_dim"),
+)
+"""Config keys of sizes that are read beside those of the layout's fields."""
+
 
 @dataclass(frozen=True, slots=True)
 class _OutputTensor:
@@ -80,7 +86,8 @@ def convert(
     checkpoint = open_folder(source)
     config = checkpoint.config()
     family = family_of_model_type(str(config.get("model_type")), str(source))
-    build_checked_skeleton(checkpoint, torch.float32)  # a model that cannot be loaded is not written
+    built, _ = build_checked_skeleton(checkpoint, torch.float32)  # a model that cannot be loaded is not written
+    config = _with_defaults(config, built, family)
     load_tokenizer(str(source))
     metadata: dict[str, Any] = {"general.name": name or source.name}
     if license:
@@ -94,7 +101,7 @@ def convert(
     if family.heads_differ:
         factors = gemma4_factors(config, str(source))
         outputs = [_OutputTensor(FACTORS_TENSOR, "F32", factors.shape, lambda: factors), *outputs]
-    further, count, left_out = _next_token_outputs(checkpoint, family, types) if next_tokens else ([], 0, "")
+    further, count, left_out = _next_token_outputs(checkpoint, family, config, types) if next_tokens else ([], 0, "")
     if count:
         outputs += further
         metadata = with_multi_token_layers(family.layout, metadata, count)
@@ -113,19 +120,31 @@ def convert(
     return left_out
 
 
+def _with_defaults(config: dict[str, Any], built: Any, family: Family) -> dict[str, Any]:
+    """Return the config of a file with transformers' values of the sizes that it does not state.
+
+    Gemma 3's have few. built: the config of the model's class.
+    """
+    names = {name: (name,) for name in _SIZES} | {
+        entry.config: (entry.config, *entry.aliases) for entry in family.layout.fields if entry.required
+    }
+    missing = (name for name, spellings in names.items() if all(config.get(each) is None for each in spellings))
+    return config | {name: value for name in missing if (value := getattr(built, name, None)) is not None}
+
+
 def _with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
     """Return the config with `count` layers more."""
     return {**config, "num_hidden_layers": config["num_hidden_layers"] + count}
 
 
 def _next_token_outputs(
-    model: Checkpoint, family: Family, types: dict[str, str]
+    model: Checkpoint, family: Family, config: dict[str, Any], types: dict[str, str]
 ) -> tuple[list[_OutputTensor], int, str]:
     """Return the tensors of the layers that predict further tokens, how many layers, and what is left out and why.
 
     model: the checkpoint of the model's own layers.
     """
-    count, config = 0, model.config()
+    count = 0
     try:
         checkpoint = open_folder(Path(model.path), next_tokens=True)
         count = layer_count(config, checkpoint.names())

@@ -284,6 +284,28 @@ def test_llama_queries_are_written_in_the_rotary_order_of_gguf(
     np.testing.assert_array_equal(stored[:, 1::2], rows[:, 8:])
 
 
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        (
+            "gemma3_text",
+            {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 256},
+        ),
+        ("llama", {"num_key_value_heads": 4}),
+    ],
+)
+def test_sizes_that_a_config_does_not_state_are_those_of_transformers(
+    model_type: str, sizes: dict[str, int], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As in Gemma 3's published configs, and those of the first Llama."""
+    copy_with({}, make_model(model_type, **sizes), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: config[key] for key in config.keys() - sizes.keys()}))
+    convert(tmp_path, tmp_path / "model.gguf", experts="f32", dense="f32")
+    config = load_model(str(tmp_path / "model.gguf")).config.to_dict()
+    assert {key: config[key] for key in sizes} == sizes
+
+
 def test_a_dense_model_is_of_the_type_of_its_matrices(make_model: Callable[..., Path], tmp_path: Path) -> None:
     convert(make_model("qwen3"), tmp_path / "model.gguf", experts="q4_0", dense="mxfp4")
     header = read_header(tmp_path / "model.gguf")

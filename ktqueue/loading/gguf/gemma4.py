@@ -107,7 +107,9 @@ def gemma4_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict
     Raises CheckpointError for what GGUF cannot express.
     """
     heads = _heads(config, source)
-    kinds, ropes = config["layer_types"], config["rope_parameters"]
+    kinds, ropes = config["layer_types"], config.get("rope_parameters")
+    if not isinstance(ropes, Mapping) or _FULL not in ropes:
+        raise CheckpointError(f"{source}: config key rope_parameters must have those of {_FULL}")
     for name, what in _PARTS.values():
         if config.get(name):
             raise CheckpointError(f"{source}: a Gemma 4 with {what} is not written to GGUF ({name} is {config[name]})")
