@@ -146,7 +146,7 @@ def _show(found: "Fit", machine: "MachineResources", command: str, model: str) -
             console.print()
             console.print(_sum(place, parts, limit), markup=False)
     if found.tokens:
-        rows = found.config.max_num_seqs
+        rows = found.config.rows
         console.print(
             f"\nThe cache takes {format_bytes(found.token_bytes)} a token: it holds {found.tokens:,} tokens, a context "
             f"of {found.config.max_model_len:,}, {rows} sequences of {found.tokens // rows:,} at once.",

@@ -70,7 +70,8 @@ def _annotation(described: Setting) -> Any:
     about, default = described.about, described.default
     shown = about.shown if default is None or default == () else {True: "on"}.get(default, str(default))
     shown = "none asked" if described.key == "gateway.api_keys" else shown
-    kind: Any = described.type if described.type in (bool, int, float) and not described.is_size else str
+    is_number = described.type in (bool, int, float) and not described.is_size and about.none_word is None
+    kind: Any = described.type if is_number else str
     if described.type == tuple[str, ...]:
         kind = list[str]  # a flag that can be repeated
     option = typer.Option(

@@ -161,6 +161,7 @@ def _put(values: Values, section: str, key: str, value: Any, source: str) -> Non
         values[section][key] = _convert(value, described), source
     except (TypeError, ValueError) as error:
         wanted = "a size such as 256MiB" if described.is_size else f"of type {_type_name(described.type)}"
+        wanted += f", or {described.about.none_word}" * (described.about.none_word is not None)
         raise ConfigError(
             f"{source}: {section}.{key} must be {wanted}, got {value!r}", param=f"{section}.{key}", value=str(value)
         ) from error
@@ -173,6 +174,8 @@ def _nearest(word: str, known: Any) -> str:
 
 def _convert(value: Any, described: Setting) -> Any:
     kind = described.type
+    if value == described.about.none_word:
+        return None
     if kind == tuple[TenantConfig, ...]:
         return read_tenants(value)
     if kind == tuple[str, ...]:

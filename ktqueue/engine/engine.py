@@ -23,6 +23,7 @@ from ktqueue.engine.batch import Batch, BatchBuilder
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
+from ktqueue.engine.memory_plan import SAMPLED_ROWS
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import NextStep
@@ -37,7 +38,7 @@ from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 from ktqueue.engine.step_profile import Profile, StepRecord
 from ktqueue.engine.token_masks import TokenMasks
-from ktqueue.engine.token_selector import TokenSelection
+from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing
 from ktqueue.engine.turns import Turns
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
@@ -81,9 +82,9 @@ class Engine:
         self._rows = Rows(
             Pages(num_pages, parts.kv.copy_page),
             page_size=layout.page_size,
-            max_num_seqs=min(config.max_num_seqs, config.step_tokens),  # every decode row must fit into a step
+            max_num_seqs=min(config.rows, config.step_tokens),  # every decode row must fit into a step
             prefix_caching=config.enable_prefix_caching,
-            batch_floor=config.batch_floor(config.max_num_seqs),
+            batch_floor=config.batch_floor(config.rows),
             costs=self.costs,
             auto_rows=auto_rows,
             states=States(parts.kv.slots) if layout.linear else None,
@@ -116,6 +117,7 @@ class Engine:
         self._generation_tokens = 0
         self._batch_tokens = 0
         self._out_of_memory = 0
+        self._before_reset: EngineStats | None = None
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +125,14 @@ class Engine:
         return bool(self._requests or self._early_outputs)
 
     def stats(self) -> EngineStats:
-        """A snapshot of counters and gauges."""
+        """A snapshot of gauges, and of counters since the last reset."""
+        return self._stats() if self._before_reset is None else self._stats().since(self._before_reset)
+
+    def reset_statistics(self) -> None:
+        """Let all counters begin again at 0. For probes before the first request."""
+        self._before_reset = self._stats()
+
+    def _stats(self) -> EngineStats:
         rows, profile = self._rows, self.profile
         return EngineStats(
             running=rows.rows_taken,
@@ -234,7 +243,7 @@ class Engine:
         started = time.perf_counter()
         prepared = self._next.take()
         plan = prepared.plan if prepared else self._scheduler.schedule()
-        outputs += [self._requests.fail(sequence, self._too_long(sequence)) for sequence in plan.can_never_run]
+        outputs += [self._requests.fail(sequence, self._rows.too_long(sequence)) for sequence in plan.can_never_run]
         if not plan.rows:
             return outputs
         self._scheduler.begin(plan)
@@ -327,15 +336,23 @@ class Engine:
         return ready, complete
 
     def _sample(self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]]) -> TokenSelection:
-        """Choose a token for each ready sequence, in halves while the device is out of memory."""
+        """Choose a token for each ready sequence: some at a time, and in halves while the device is out of memory."""
         if not ready:
             started = time.perf_counter()
             self._runner.wait()
             return TokenSelection([], [], {}, time.perf_counter() - started)
+        selection = self._sample_part(logits, ready[:SAMPLED_ROWS], self._next.prepare)
+        for start in range(SAMPLED_ROWS, len(ready), SAMPLED_ROWS):
+            selection = selection.joined(self._sample_part(logits, ready[start : start + SAMPLED_ROWS], do_nothing))
+        return selection
+
+    def _sample_part(
+        self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]], meanwhile: Meanwhile
+    ) -> TokenSelection:
         try:
             rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
             masked = self._masks.take(sequences)
-            return self._selector.select(logits, rows, sequences, self._next.prepare, masked)
+            return self._selector.select(logits, rows, sequences, meanwhile, masked)
         except torch.OutOfMemoryError as error:
             if len(ready) == 1:
                 raise
@@ -343,7 +360,8 @@ class Engine:
         self._out_of_memory += 1
         torch.cuda.empty_cache()
         half = len(ready) // 2
-        return self._sample(logits, ready[:half]).joined(self._sample(logits, ready[half:]))
+        first = self._sample_part(logits, ready[:half], meanwhile)
+        return first.joined(self._sample_part(logits, ready[half:], do_nothing))
 
     def _score_prompts(self, batch: Batch, logits: torch.Tensor) -> list[SequenceOutput]:
         """Compute the log probabilities of prompt tokens that this step gives. Call it once the device has finished."""
@@ -377,14 +395,6 @@ class Engine:
                 output = self._requests.fail(sequence, no_token(sequence))
             outputs.append(output)
         return outputs
-
-    def _too_long(self, sequence: Sequence) -> EngineFailure:
-        capacity = self._rows.pages.total * self._rows.page_size
-        return EngineFailure(
-            f"this sequence has {sequence.length} tokens, but the whole cache of this worker has room for {capacity}",
-            limit=capacity,
-            value=sequence.length,
-        )
 
 
 def _runs(sequence: Sequence) -> bool:

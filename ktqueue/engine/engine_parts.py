@@ -50,7 +50,7 @@ def make_parts(
     """
     device = config.device
     on_gpu = is_gpu(device)
-    rows = min(config.max_num_seqs, config.step_tokens)
+    rows = min(config.rows, config.step_tokens)
     slots = slots_for(layout, rows)
     if planner is None:
         if on_gpu:

@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 
 from ktqueue.core.errors import ConfigError
+from ktqueue.core.settings.engine import LEAST_AUTO_ROWS
 from ktqueue.core.units import format_bytes
 
 CONTEXT_BYTES = 600 << 20  # of the CUDA context with its kernels, measured on an H200
@@ -15,6 +16,10 @@ _ACTIVATIONS = 10  # float32 rows of the hidden size that a token needs at once,
 ROW_TOKENS = 4096
 """Tokens of cache for each row: more than most requests have, and less than the context length of most models."""
 _LOGITS = 8  # float32 rows of the vocabulary that a sampled row needs at once
+SAMPLED_ROWS = 256  # most rows that are sampled at once, so that their workspace stays small
+MOST_AUTO_ROWS = 1024
+_LOGITS_SHARE = 0.02  # of the memory, for logits of all rows where the number of rows is auto
+_STATES_SHARE = 0.1  # likewise, for states of linear attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +142,19 @@ def estimate_step(tokens: int, rows: int, *, hidden: int, vocabulary: int, exper
     return 4 * (tokens * hidden * (_ACTIVATIONS + experts_per_token) + rows * vocabulary) + _LIBRARY_BYTES
 
 
+def auto_rows(memory: int, *, step_tokens: int, vocabulary: int, row_state_bytes: int) -> int:
+    """Most rows of an engine where that is auto: 1,024, or what fits a step and a small part of `memory` bytes.
+
+    `row_state_bytes`: states of linear attention that a row needs. Pages are no limit: rows wait for them.
+    """
+    by_logits = int(_LOGITS_SHARE * memory) // (3 * 4 * vocabulary)  # two copies of float32, and one of half the size
+    by_states = int(_STATES_SHARE * memory) // row_state_bytes if row_state_bytes else MOST_AUTO_ROWS
+    return max(min(LEAST_AUTO_ROWS, step_tokens), min(MOST_AUTO_ROWS, step_tokens, by_logits, by_states))
+
+
 def estimate_selection(rows: int, vocabulary: int) -> int:
     """Device memory in bytes to sample `rows` rows, in the worst case."""
-    return 4 * rows * vocabulary * _LOGITS
+    return 4 * min(rows, SAMPLED_ROWS) * vocabulary * _LOGITS
 
 
 def estimate_graphs(steps: int, step_bytes: int, tokens: int, rows: int) -> int:

@@ -1,6 +1,6 @@
 """Plain data that enters the engine beside a prompt, and that a step returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
@@ -77,3 +77,9 @@ class EngineStats:
     forward_seconds: float
     sample_seconds: float
     commit_seconds: float
+
+    def since(self, earlier: "EngineStats") -> "EngineStats":
+        """These gauges, and how much each counter has grown since `earlier`."""
+        names = [field.name for field in fields(self)]
+        counters = names[names.index("prompt_tokens") :]
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counters})

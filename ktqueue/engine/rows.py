@@ -23,6 +23,7 @@ from bisect import insort
 from collections.abc import Collection
 from heapq import nsmallest
 
+from ktqueue.core.errors import EngineFailure
 from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prefix_cache import PrefixCache
@@ -192,6 +193,15 @@ class Rows:
 
     def can_never_run(self, sequence: Sequence) -> bool:
         return self._pages_for(sequence.length) > self.pages.total
+
+    def too_long(self, sequence: Sequence) -> EngineFailure:
+        """The error of a sequence that can never run."""
+        capacity = self.pages.total * self.page_size
+        return EngineFailure(
+            f"this sequence has {sequence.length} tokens, but the whole cache of this worker has room for {capacity}",
+            limit=capacity,
+            value=sequence.length,
+        )
 
     def has_room_for(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence can get rows, including those that lower classes would lose to it."""

@@ -29,6 +29,12 @@ class StepCosts:
         """The curve: tokens and seconds of each group that was observed, in rising order of tokens."""
         return self._points
 
+    def clear(self) -> None:
+        """Forget all observations."""
+        for group in self._groups:
+            group.clear()
+        self._points = []
+
     def observe(self, tokens: int, seconds: float) -> None:
         """Add the time of a step of `tokens` tokens, at least one."""
         self._groups[min(bisect_left(self._ends, tokens), len(self._ends) - 1)].append((tokens, seconds))

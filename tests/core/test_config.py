@@ -44,6 +44,9 @@ def test_each_kind_of_value_is_read(tmp_path: Path) -> None:
     assert config.gateway.max_body_bytes == 2 << 20
     assert config.engine.enable_prefix_caching is False
     assert config.engine.kv_cache_bytes == 1_000_000_000
+    numbered = write(tmp_path, "[engine]\nmax_num_seqs = 4\n")
+    assert load_config(numbered, {"KTQUEUE_ENGINE_MAX_NUM_SEQS": "auto"}).engine.max_num_seqs is None
+    assert load_config(numbered, {}, {"engine": {"max_num_seqs": "16"}}).engine.max_num_seqs == 16
     assert load_config(environment={"KTQUEUE_GATEWAY_API_KEYS": f"{A},{B}"}).gateway.api_keys == (A, B)
 
 
@@ -59,6 +62,7 @@ def test_each_kind_of_value_is_read(tmp_path: Path) -> None:
         ("[engine]\nthreads = 'two'\n", {}, "engine.threads"),
         ("[engine]\nthreads = true\n", {}, "engine.threads"),
         ("[engine]\nthreads = 1.5\n", {}, "engine.threads"),
+        ("[engine]\nmax_num_seqs = 'many'\n", {}, "engine.max_num_seqs must be of type int, or auto, got 'many'"),
         ("[engine]\nenable_prefix_caching = 1\n", {}, "engine.enable_prefix_caching"),
         ("[broker]\nlease_seconds = true\n", {}, "broker.lease_seconds"),
         ("[broker]\nlease_seconds = 0\n", {}, "broker.lease_seconds"),

@@ -7,6 +7,7 @@ import pytest
 from ktqueue.core.errors import ConfigError
 from ktqueue.engine.memory_plan import (
     DeviceUse,
+    auto_rows,
     estimate_graphs,
     estimate_selection,
     estimate_step,
@@ -57,3 +58,22 @@ def test_estimates_grow_with_their_settings() -> None:
     assert 0 < estimate_selection(64, 151_936) < GIB
     assert estimate_graphs(0, large, 8192, 64) == 0
     assert 100 << 20 < estimate_graphs(9, large, 8192, 64) < GIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "step_tokens", "vocabulary", "row_state_bytes", "rows"),
+    [
+        (80 * GIB, 8192, 151_936, 0, 942),
+        (141 * GIB, 8192, 151_936, 0, 1024),
+        (141 * GIB, 512, 151_936, 0, 512),
+        (8 * GIB, 8192, 151_936, 0, 94),
+        (80 * GIB, 8192, 151_936, 150 << 20, 54),
+        (GIB, 8192, 151_936, 150 << 20, 32),
+        (GIB, 8, 151_936, 150 << 20, 8),
+    ],
+)
+def test_the_number_of_rows_suits_the_memory(
+    memory: int, step_tokens: int, vocabulary: int, row_state_bytes: int, rows: int
+) -> None:
+    found = auto_rows(memory, step_tokens=step_tokens, vocabulary=vocabulary, row_state_bytes=row_state_bytes)
+    assert found == rows

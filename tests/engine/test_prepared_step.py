@@ -146,6 +146,17 @@ def test_preparing_steps_changes_no_output(make_crowded: Any, compile_grammar: A
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_are_sampled_in_parts_give_the_same(
+    make_crowded: Any, compile_grammar: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    whole = outputs_of_steps(make_crowded(seed, 400), workload(seed), compile_grammar)
+    monkeypatch.setattr("ktqueue.engine.engine.SAMPLED_ROWS", 2)
+    engine = make_crowded(seed, 400)
+    assert outputs_of_steps(engine, workload(seed), compile_grammar) == whole
+    assert engine.stats().prepared_steps > 2
+
+
 @pytest.mark.parametrize("pages", [400, 18])
 @pytest.mark.parametrize("seed", [0, 1, 3])  # those with graphs
 def test_steps_that_are_launched_early_give_the_same(

@@ -17,11 +17,11 @@ from ktqueue.answers.families import REASONING, TOOLS, reasoning_parser_named, t
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.model_card import ModelCard
-from ktqueue.core.settings.engine import Dtype
+from ktqueue.core.settings.engine import LEAST_AUTO_ROWS, Dtype
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.memory_plan import host_cache_bytes
-from ktqueue.engine.states import slots_for
+from ktqueue.engine.memory_plan import auto_rows, host_cache_bytes
+from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
 from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
@@ -35,6 +35,7 @@ from ktqueue.workers.startup.device import check_device_is_here, check_device_na
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.startup.host_memory import available_memory
 from ktqueue.workers.startup.largest_step import run_on_host
+from ktqueue.workers.startup.step_probes import probe_steps
 
 Progress = Callable[[int, int, str], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -124,14 +125,28 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     dtype = compute_dtype(config)
     layout = model.kv_layout(config.page_size, cache_dtype(config, dtype))
     gpu = None
-    if config.on_gpu:
-        memory = CudaMemory(config.device)
+    memory = CudaMemory(config.device) if config.on_gpu else None
+    free = memory.total if memory else available_memory()
+    auto = config.max_num_seqs is None
+    if auto:
+        rows = auto_rows(
+            free,
+            step_tokens=config.step_tokens,
+            vocabulary=model.card_facts.vocab_size,
+            row_state_bytes=SLOTS_PER_ROW * layout.state_bytes,
+        )
+        config = replace(config, max_num_seqs=rows)
+    if memory:
         gpu = prepare_gpu(model, layout, config, memory)
     else:
         run_on_host(model, layout, config)
     longest = model.card_facts.max_position_embeddings
-    free = available_memory() - slots_for(layout, config.max_num_seqs) * layout.state_bytes
-    num_pages = gpu.plan.pages if gpu else resolve_num_pages(config, layout, longest, free)
+    if gpu:
+        num_pages = gpu.plan.pages
+    else:
+        free = available_memory() - slots_for(layout, config.rows) * layout.state_bytes
+        rows = max(LEAST_AUTO_ROWS, config.rows // 4) if auto else config.rows
+        num_pages = resolve_num_pages(config, layout, longest, free, rows)
     max_model_len = resolve_max_model_len(config, longest, num_pages)
     resolved = replace(
         config,
@@ -150,8 +165,11 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         max_model_len,
         planner=gpu.planner if gpu else None,
         progress=captured,
+        auto_rows=auto,
     )
-    if gpu:
+    if auto:
+        probe_steps(engine, model.card_facts.vocab_size)
+    if gpu and memory:
         log_memory(gpu.plan, engine.graph_bytes, config.page_size, memory)
     card = ModelCard(
         name=resolved.served_model_name[0],
@@ -161,7 +179,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         vocab_size=model.card_facts.vocab_size,
         architecture=model.card_facts.architecture,
         quantization=model.card_facts.quantization,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.rows,
         longest_token=tokenizer.longest_token,
         tool_parser=tool_parser_named(config.tool_call_parser, tokenizer.chat_template or ""),
         reasoning_parser=reasoning_parser_named(config.reasoning_parser, tokenizer.chat_template or ""),
@@ -190,11 +208,11 @@ def served_name(model: str) -> str:
     return SPLIT_PART.sub("", path.stem if path.suffix == ".gguf" else path.resolve().name) or model
 
 
-def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, available: int) -> int:
+def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, available: int, rows: int) -> int:
     """Number of pages of a cache on the CPU: the setting, else a number that suits the model and the host.
 
-    `longest`: the longest context of the model in tokens. `available`: free memory in bytes. Raises ConfigError if not
-    even one page fits.
+    `longest`: the longest context of the model in tokens. `available`: free memory in bytes. `rows`: of long sequences.
+    Raises ConfigError if not even one page fits.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -203,7 +221,7 @@ def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, avai
         size = host_cache_bytes(
             available,
             token_bytes=-(-layout.page_bytes // layout.page_size),
-            rows=config.max_num_seqs,
+            rows=rows,
             context=min(longest, config.max_model_len or longest),
             asked=config.max_model_len,
             utilization=config.host_memory_utilization,
@@ -275,7 +293,7 @@ def check_choices(config: EngineConfig) -> None:
 
 
 def _check(config: EngineConfig) -> None:
-    if config.step_tokens < config.max_num_seqs:
+    if config.max_num_seqs is not None and config.step_tokens < config.max_num_seqs:
         # Each running row needs a token of every step's budget.
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
         raise _wrong("max_num_batched_tokens", config.step_tokens, limit, config.max_num_seqs)

@@ -81,14 +81,14 @@ def _on_cpu(config: EngineConfig, machine: MachineResources, examine: Examine, f
     token, page = report.cache_token_bytes, report.cache_token_bytes * config.page_size
     host = _weights(report, "cpu") | {"step": _step_bytes(report, config), "process": PROCESS_BYTES}
     if report.state_bytes:
-        host["states"] = SLOTS_PER_ROW * config.max_num_seqs * report.state_bytes
+        host["states"] = SLOTS_PER_ROW * config.rows * report.state_bytes
     left = machine.host_available - sum(host.values())
     context = min(report.facts.max_position_embeddings, config.max_model_len or report.facts.max_position_embeddings)
     least = token * (config.max_model_len or min(context, LEAST_CONTEXT)) + page
     if config.kv_cache_bytes is not None:
         cache = config.kv_cache_bytes
     else:
-        rows = config.max_num_seqs
+        rows = config.rows
         cache = host_cache_bytes(
             max(left, 0),
             token_bytes=token,
@@ -100,8 +100,8 @@ def _on_cpu(config: EngineConfig, machine: MachineResources, examine: Examine, f
         cache = -(-max(cache, least) // MIB) * MIB
     tokens = cache // page * config.page_size
     if "max_num_seqs" not in fixed:
-        while config.max_num_seqs > 1 and tokens < config.max_num_seqs * min(context, LEAST_CONTEXT // 4):
-            config = replace(config, max_num_seqs=config.max_num_seqs // 2)
+        while config.rows > 1 and tokens < config.rows * min(context, LEAST_CONTEXT // 4):
+            config = replace(config, max_num_seqs=config.rows // 2)
     chosen = replace(config, kv_cache_bytes=cache, max_model_len=max(1, min(context, tokens)))
     host["cache"] = cache
     why = ""
@@ -196,13 +196,13 @@ def _best_plan(
     fault = ""
     for rows, tokens in COMPROMISES:
         chosen = config
-        if "max_num_seqs" not in fixed:
+        if "max_num_seqs" not in fixed and rows < chosen.rows:
             chosen = replace(chosen, max_num_seqs=rows)
         if "max_num_batched_tokens" not in fixed and tokens < chosen.step_tokens:
-            chosen = replace(chosen, max_num_batched_tokens=max(tokens, chosen.max_num_seqs))
+            chosen = replace(chosen, max_num_batched_tokens=max(tokens, chosen.rows))
         context = min(longest, config.max_model_len or longest)
-        wanted = max(chosen.max_num_seqs * min(context, ROW_CONTEXT), config.max_model_len or min(context, ONE_CONTEXT))
-        if chosen.max_num_seqs == 1:
+        wanted = max(chosen.rows * min(context, ROW_CONTEXT), config.max_model_len or min(context, ONE_CONTEXT))
+        if chosen.rows == 1:
             wanted = config.max_model_len or min(context, LEAST_CONTEXT)
 
         def planned(experts: int, chosen: EngineConfig = chosen, wanted: int = wanted) -> MemoryPlan:
@@ -278,7 +278,7 @@ def _weights(report: ModelReport, device: str) -> dict[str, int]:
 
 
 def _step_bytes(report: ModelReport, config: EngineConfig) -> int:
-    rows = min(config.max_num_seqs, config.step_tokens)
+    rows = min(config.rows, config.step_tokens)
     return estimate_step(
         config.step_tokens,
         min(rows + MAX_PROMPT_ROWS, config.step_tokens),

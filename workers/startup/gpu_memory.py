@@ -116,7 +116,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     except torch.OutOfMemoryError as error:
         raise _too_much("gpu_expert_memory_bytes", config.gpu_expert_memory_bytes, memory) from error
     experts = memory.used() - weights
-    rows = min(config.max_num_seqs, config.step_tokens)
+    rows = min(config.rows, config.step_tokens)
     memory.reset_peak()
     try:
         cache = run_largest_step(model, layout, config, planner)
@@ -178,7 +178,7 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
 
     The size of the weights is known, all else is estimated. Raises ConfigError as plan_memory does.
     """
-    rows, tokens = min(config.max_num_seqs, config.step_tokens), config.step_tokens
+    rows, tokens = min(config.rows, config.step_tokens), config.step_tokens
     vocabulary = report.facts.vocab_size
     step = estimate_step(
         tokens,

@@ -19,7 +19,7 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
 
     With an indexer the page table is as wide as for the longest sequence, because the memory of its scores is, too.
     """
-    rows = min(config.max_num_seqs, config.step_tokens)
+    rows = min(config.rows, config.step_tokens)
     tokens = min(config.step_tokens // rows, model.card_facts.max_position_embeddings)
     pages = -(-tokens // layout.page_size)
     states = rows if layout.linear else 0

@@ -111,9 +111,9 @@ def _sized(
     """Return the settings with enough rows, tokens and pages for the measurements, unless flags set them."""
     longest = max([*lengths, row_tokens])
     pages = max(max(rows) * -(-row_tokens // config.page_size), -(-(longest + 1) // config.page_size)) + 1
-    sized = replace(config, enable_prefix_caching=False, max_num_seqs=max(config.max_num_seqs, *rows))
+    sized = replace(config, enable_prefix_caching=False, max_num_seqs=max(config.rows, *rows))
     if flags.max_num_batched_tokens is None:
-        sized = replace(sized, max_num_batched_tokens=max(config.step_tokens, sized.max_num_seqs, *lengths))
+        sized = replace(sized, max_num_batched_tokens=max(config.step_tokens, sized.rows, *lengths))
     if flags.kv_cache_bytes is None and config.num_pages is None:
         sized = replace(sized, num_pages=pages)
     return sized

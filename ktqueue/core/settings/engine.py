@@ -14,6 +14,8 @@ BackendName = Literal["auto", "flashinfer", "triton", "torch"]
 HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
 """How routed tokens reach the CPU's experts; "direct" is for tensors on the CPU."""
 
+LEAST_AUTO_ROWS = 32  # that `max_num_seqs` auto takes even if memory is short
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -136,12 +138,16 @@ class EngineConfig:
         metavar="N",
         panel="Engine",
     )
-    max_num_seqs: int = setting(
-        32,
-        "Sequences that run at once.",
+    max_num_seqs: int | None = setting(
+        None,
+        "Sequences that run at once: a number, or auto.",
+        details="auto takes as many as memory, `max_num_batched_tokens` and 1,024 allow. Of these, batch jobs fill as "
+        "many as raise the tokens computed in a second, by measurement.",
+        shown="auto",
+        none_word="auto",
         at_least=1,
         flags=("--max-num-seqs",),
-        metavar="N",
+        metavar="N|auto",
         panel="Engine",
     )
     max_num_batched_tokens: int | None = setting(
@@ -262,6 +268,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
         check_settings("engine", self)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that run at once, or LEAST_AUTO_ROWS where that is auto and nothing was measured."""
+        return self.max_num_seqs or min(LEAST_AUTO_ROWS, self.step_tokens)
 
     def batch_floor(self, rows: int) -> int:
         """How many of `rows` rows are never taken from batch jobs."""

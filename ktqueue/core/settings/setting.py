@@ -19,14 +19,15 @@ class Description:
     """What is known of a setting besides its name, type and default.
 
     help: one short sentence, for the command line. details: further sentences, for the reference page. shown: the
-    default in words, if it is computed. at_least, at_most, above: limits of a number, `above` excluded. flags: names
-    on the command line. metavar: what the flag's value is called. panel: the flag's group in --help. secret: the value
-    is never shown.
+    default in words, if it is computed. none_word: the word for None, where it can be given. at_least, at_most, above:
+    limits of a number, `above` excluded. flags: names on the command line. metavar: what the flag's value is called.
+    panel: the flag's group in --help. secret: the value is never shown.
     """
 
     help: str
     details: str = ""
     shown: str | None = None
+    none_word: str | None = None
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None

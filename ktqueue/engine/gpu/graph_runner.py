@@ -23,12 +23,15 @@ Progress = Callable[[int, int, str], None]
 
 _FIRST_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _BUCKET_STEP = 64  # beyond them
+MOST_CAPTURED_ROWS = 256
+"""Larger steps run eagerly: the device computes longer than the host launches, and each capture takes memory."""
 
 
 def buckets_up_to(rows: int) -> list[int]:
-    """The row counts that decode steps are padded to, in rising order. The last is `rows`."""
-    below = [*_FIRST_BUCKETS, *range(_FIRST_BUCKETS[-1] + _BUCKET_STEP, rows, _BUCKET_STEP)]
-    return [count for count in below if count < rows] + [rows]
+    """The row counts that decode steps are padded to, in rising order. The last is `rows`, if steps may be so large."""
+    last = min(rows, MOST_CAPTURED_ROWS)
+    below = [*_FIRST_BUCKETS, *range(_FIRST_BUCKETS[-1] + _BUCKET_STEP, last, _BUCKET_STEP)]
+    return [count for count in below if count < last] + [last]
 
 
 class GraphRunner:

@@ -33,7 +33,8 @@ def test_buckets() -> None:
     assert buckets_up_to(1) == [1]
     assert buckets_up_to(20) == [1, 2, 4, 8, 16, 20]
     assert buckets_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    assert buckets_up_to(300) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300]
+    assert buckets_up_to(200) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 200]
+    assert buckets_up_to(300) == buckets_up_to(256) == [*buckets_up_to(192), 256]
 
 
 def test_staged_arrays_arrive_unchanged() -> None:

@@ -165,18 +165,21 @@ def test_the_cache_size_depends_on_the_available_memory(
     settings: dict[str, Any], longest: int, available: int, tokens: int
 ) -> None:
     assert LAYOUT.page_bytes == 256 * 16
-    assert resolve_num_pages(EngineConfig(**settings), LAYOUT, longest, available) == tokens // 16
+    assert (
+        resolve_num_pages(EngineConfig(**settings), LAYOUT, longest, available, EngineConfig(**settings).rows)
+        == tokens // 16
+    )
 
 
 def test_an_error_says_that_memory_is_too_small_for_a_page() -> None:
     with pytest.raises(ConfigError, match=r"at least one page of 4\.0 KiB \(16 tokens\), got 2\.0 KiB"):
-        resolve_num_pages(EngineConfig(), LAYOUT, 1_000, 4096)
+        resolve_num_pages(EngineConfig(), LAYOUT, 1_000, 4096, 32)
 
 
 def test_pages_fill_the_cache() -> None:
     assert LAYOUT.page_bytes == 4096
-    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000), LAYOUT, 1_000, 0) == 2
-    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000, num_pages=9), LAYOUT, 1_000, 0) == 9
+    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000), LAYOUT, 1_000, 0, 32) == 2
+    assert resolve_num_pages(EngineConfig(kv_cache_bytes=10_000, num_pages=9), LAYOUT, 1_000, 0, 32) == 9
 
 
 def test_the_served_name_comes_from_the_file_name() -> None:
@@ -191,7 +194,9 @@ def test_the_built_in_model_is_served_by_default() -> None:
     built = build(EngineConfig(num_pages=8, threads=1), lambda *step: seen.append(step))
     assert built.card.name == "demo"
     assert built.card.max_model_len == 128
-    assert built.card.max_num_seqs == 32
+    assert built.card.max_num_seqs == 512, "auto: as many as a step has tokens"
+    assert [tokens for tokens, _ in built.engine.costs.points][:2] == [1, 2]
+    assert built.engine.stats().steps == built.engine.stats().generation_tokens == 0, "probes are not counted"
     assert built.config.num_pages == 8
     assert built.config.dtype == "float32"
     assert seen[-1][0] == seen[-1][1] > 0

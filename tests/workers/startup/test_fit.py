@@ -58,7 +58,7 @@ def test_chosen_settings_fit_in_the_memory(reports: Reports) -> None:
         plan = plan_before_loading(reports(found.config), found.config, size * GIB)
         resolve_max_model_len(found.config, 32_768, plan.pages)
         assert found.config.max_model_len is not None and found.config.max_model_len >= 2_048
-        if found.config.rules is None and found.config.max_num_seqs == 32:
+        if found.config.rules is None and found.config.rows == 32:
             assert found.config.gpu_expert_memory_bytes >= experts
             experts = found.config.gpu_expert_memory_bytes
     assert experts >= 16 * GIB and found.notes == ("All experts are on the GPU.",)
@@ -95,7 +95,7 @@ def test_the_host_must_hold_the_weights(reports: Reports) -> None:
     assert all(fit.fits and sum(fit.host.values()) <= fit.host_limit for fit in sizes)
     caches = [fit.host["cache"] for fit in sizes]
     assert caches == sorted(caches) and caches[-1] == 32 * 4096 * 192 << 10
-    assert sizes[0].config.max_num_seqs < 32 == sizes[-1].config.max_num_seqs
+    assert sizes[0].config.rows < 32 == sizes[-1].config.rows and sizes[-1].config.max_num_seqs is None
 
 
 def test_flags_that_the_user_gave_are_not_changed(reports: Reports) -> None:

@@ -1,0 +1,174 @@
+"""Measures a backlog beside a chat: `python -m benchmarks.gpu.backlog [--device cuda] [--lines 2000]`.
+
+Redis, gateway, control worker and worker run as under `ktqueue up`, with default settings. A file of completions with
+random tokens goes through /v1/files and /v1/batches. Three times are taken: interactive requests alone, a batch alone,
+and a batch beside the same interactive requests, which arrive at a fixed rate whether or not others were answered. Then
+the engine alone, in this process, runs the lines of the batch with fixed numbers of rows.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from benchmarks import machine
+from benchmarks.command import command_line, integers
+from benchmarks.gpu.loaded_gpu_model import MODEL
+from benchmarks.percentiles import percentiles
+from benchmarks.queue.servers import whole_system
+from benchmarks.queue.system import complete, stream_times
+from benchmarks.results import write
+from ktqueue.bench.engine import finish, prompts
+from ktqueue.bench.environment import environment
+from ktqueue.core.codec import dumps
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.workers.startup.build import build
+
+REPLY_SECONDS = 600.0
+POLL_SECONDS = 0.25
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def batch_file(model: str, asked: list[list[int]], tokens: int) -> bytes:
+    """A batch file with a greedy completion of exactly `tokens` tokens for each prompt."""
+    body = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    lines = [
+        {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": prompt}}
+        for number, prompt in enumerate(asked)
+    ]
+    return b"\n".join(dumps(line) for line in lines)
+
+
+async def run_batch(http: httpx.AsyncClient, content: bytes) -> dict[str, Any]:
+    """Submit a batch and wait for its end. Seconds count from its creation, after the upload."""
+    uploaded = await http.post("/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"})
+    uploaded.raise_for_status()
+    body = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    began = time.monotonic()
+    made = await http.post("/v1/batches", json=body)
+    made.raise_for_status()
+    state = made.json()
+    while state["status"] not in ENDED:
+        await asyncio.sleep(POLL_SECONDS)
+        state = (await http.get(f"/v1/batches/{state['id']}")).json()
+    seconds = time.monotonic() - began
+    tokens = state["usage"]["output_tokens"]
+    return {"status": state["status"], **state["request_counts"], "output_tokens": tokens, "seconds": seconds,
+            "tokens_per_second": tokens / seconds}  # fmt: skip
+
+
+@asynccontextmanager
+async def chatting(
+    http: httpx.AsyncClient, model: str, rate: float, arguments: argparse.Namespace, seed: int
+) -> AsyncIterator[list[list[float]]]:
+    """Interactive requests arrive at `rate` a second until the end of the block. Yields the moments of their frames."""
+    streams: list[list[float]] = []
+
+    async def ask(prompt: list[int]) -> None:
+        streams.append(await complete(http, model, prompt, arguments.chat_tokens))
+
+    async def arrive() -> None:
+        asked = prompts(2000, arguments.prompt, arguments.vocabulary, seed=seed)
+        async with asyncio.TaskGroup() as group:
+            for prompt in asked:
+                group.create_task(ask(prompt))
+                await asyncio.sleep(1 / rate)
+
+    arrivals = asyncio.create_task(arrive())
+    try:
+        yield streams
+    finally:
+        arrivals.cancel()
+        await asyncio.gather(arrivals, return_exceptions=True)
+
+
+def latency(streams: list[list[float]]) -> dict[str, Any]:
+    """Percentiles of the time to the first token and between tokens, in milliseconds."""
+    first, between = stream_times(streams)
+    return {
+        "requests": len(streams),
+        **percentiles(first, 50, 95, 99, prefix="first_token_"),
+        **percentiles(between, 50, 95, 99, prefix="between_tokens_"),
+    }
+
+
+async def served(engine: EngineConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The three measurements through the gateway."""
+    async with (
+        whole_system(engine) as up,
+        httpx.AsyncClient(base_url=up.url, timeout=REPLY_SECONDS, trust_env=False) as http,
+    ):
+        name = (await http.get("/v1/models")).json()["data"][0]["id"]
+        result: dict[str, Any] = {"probe_gb_s": [machine.bandwidth()]}
+        async with chatting(http, name, arguments.rate, arguments, seed=1):  # warms up
+            await asyncio.sleep(arguments.idle_seconds / 4)
+        async with chatting(http, name, arguments.rate, arguments, seed=2) as streams:
+            await asyncio.sleep(arguments.idle_seconds)
+        result["chat_alone"] = latency(streams)
+        sys.stderr.write(f"chat alone: {result['chat_alone']}\n")
+        for key, lines in (("batch_alone", arguments.lines), ("batch_beside_chat", arguments.lines_beside)):
+            asked = prompts(lines, arguments.prompt, arguments.vocabulary, seed=len(key))
+            content = batch_file(name, asked, arguments.tokens)
+            if key == "batch_alone":
+                result[key] = await run_batch(http, content)
+            else:
+                async with chatting(http, name, arguments.rate, arguments, seed=3) as streams:
+                    result[key] = await run_batch(http, content)
+                result["chat_beside_batch"] = latency(streams)
+                sys.stderr.write(f"chat beside it: {result['chat_beside_batch']}\n")
+            result["probe_gb_s"].append(machine.bandwidth())
+            sys.stderr.write(f"{key}: {result[key]}\n")
+    return result
+
+
+def alone(engine: EngineConfig, rows: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine alone with a fixed number of rows: tokens a second over all lines."""
+    built = build(replace(engine, max_num_seqs=rows, max_num_batched_tokens=max(rows, engine.step_tokens)))
+    lines = prompts(arguments.lines, arguments.prompt, arguments.vocabulary, seed=7)
+    sampling = SamplingParams(max_tokens=arguments.tokens, temperature=0.0, ignore_eos=True)
+    began = time.monotonic()
+    for number, prompt in enumerate(lines):
+        built.engine.add(str(number), prompt, sampling, job_class=JobClass.BATCH)
+    finish(built.engine)
+    seconds = time.monotonic() - began
+    built.engine.close()
+    return {"rows": rows, "seconds": seconds, "tokens_per_second": len(lines) * arguments.tokens / seconds,
+            "probe_gb_s": machine.bandwidth()}  # fmt: skip
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = command_line(__doc__)
+    parser.add_argument("--model", default=MODEL, help="a model that a worker accepts")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--lines", type=int, default=2000, help="of the batch alone, and of the engine alone")
+    parser.add_argument("--lines-beside", type=int, default=1000, help="of the batch beside interactive requests")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer in the batch")
+    parser.add_argument("--chat-tokens", type=int, default=32, help="tokens of each interactive answer")
+    parser.add_argument("--rate", type=float, default=2.0, help="interactive requests a second")
+    parser.add_argument("--idle-seconds", type=float, default=20.0, help="of interactive requests alone")
+    parser.add_argument("--rows", type=integers, default="512,1024", help="of the engine alone")
+    parser.add_argument("--vocabulary", type=int, default=500, help="ids that prompts are drawn from")
+    arguments = parser.parse_args()
+    engine = EngineConfig(model=arguments.model, device=arguments.device)
+    figures = asyncio.run(served(engine, arguments))
+    figures["engine_alone"] = [alone(engine, rows, arguments) for rows in arguments.rows]
+    best = max(row["tokens_per_second"] for row in figures["engine_alone"])
+    figures["share_of_engine"] = figures["batch_alone"]["tokens_per_second"] / best
+    result = {"format": 1, "model": arguments.model, "device": arguments.device, "environment": environment(),
+              "prompt_tokens": arguments.prompt, "tokens": arguments.tokens, "chat_tokens": arguments.chat_tokens,
+              "rate": arguments.rate, **figures}  # fmt: skip
+    sys.stderr.write(f"{figures}\n")
+    write(arguments.results / f"backlog-{arguments.device}.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Measures what steps cost before the first job, so that the scheduler knows how many rows are worth having.
+
+The engine runs real steps of random tokens. They are too short to fill a page, so the cache knows nothing of them.
+"""
+
+import logging
+import random
+import time
+
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.engine import Engine
+
+ROWS = (1, 8, 32, 128, 512, 1024)
+PROMPT_TOKENS = 2
+OUTPUT_TOKENS = 3
+STEPS = OUTPUT_TOKENS + PROMPT_TOKENS  # of about `rows` tokens that a probe takes at most
+LEAST_SECONDS, MOST_SECONDS = 0.3, 3.0  # for all probes, of a fast and of a slow model
+STEPS_ALLOWED = 100  # of one row, that all probes may last
+
+log = logging.getLogger(__name__)
+
+
+def probe_steps(engine: Engine, vocabulary: int) -> None:
+    """Time steps of more and more rows, as far as all take no longer than about 100 steps of one row."""
+    stats = engine.stats()
+    most = min(stats.rows_limit, stats.total_pages)
+    draw = random.Random(0)
+    _run(engine, 1, vocabulary, draw)  # the first step of all takes longer
+    engine.costs.clear()
+    began = time.monotonic()
+    allowed = LEAST_SECONDS
+    for rows in (min(rows, most) for rows in ROWS):
+        if time.monotonic() - began + STEPS * engine.costs.seconds(rows) > allowed:
+            break
+        _run(engine, rows, vocabulary, draw)
+        if rows == 1:
+            allowed = min(MOST_SECONDS, max(LEAST_SECONDS, STEPS_ALLOWED * engine.costs.seconds(1)))
+        if rows == most:
+            break
+    engine.reset_statistics()
+    points = ", ".join(f"{tokens:g} in {1e3 * seconds:.1f} ms" for tokens, seconds in engine.costs.points)
+    log.info("tokens of a step: %s", points)
+
+
+def _run(engine: Engine, rows: int, vocabulary: int, draw: random.Random) -> None:
+    """Run `rows` sequences of random tokens to their end."""
+    sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=OUTPUT_TOKENS)
+    for row in range(rows):
+        engine.add(f"probe-{row}", [draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS)], sampling)
+    while engine.has_work:
+        engine.step()
