@@ -55,7 +55,7 @@ def test_json_has_a_line_for_each_look(ktqueue: Run, start: Start, stack: Stack,
     assert ktqueue("jobs", "cancel", "cli-top", *stack.flags).returncode == 0
     assert busy is not None
     assert 0 < worker["lease_left"] <= 2
-    assert (worker["jobs"], worker["max_num_seqs"]) == (1, 32)
+    assert (worker["jobs"], worker["max_num_seqs"]) == (1, 512)
     assert busy["tokens_per_second"] == worker["stats"]["generation_tokens_per_second"]
     assert [(queue["job_class"], queue["waiting"], queue["running"]) for queue in busy["queues"]] == [
         ("interactive", 0, 1),

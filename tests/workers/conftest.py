@@ -69,7 +69,7 @@ class Model:
             vocab_size=self.tokenizer.size,
             architecture="qwen3moe",
             quantization="q4_0",
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.rows,
         )
 
     def undisturbed(self, request: GenerationRequest) -> list[tuple[list[int], str]]:
