@@ -115,8 +115,6 @@ def test_fit_says_yes_with_the_sum_and_the_command(here: Verb) -> None:
         "demo",
         "--max-model-len",
         "4096",
-        "--max-num-seqs",
-        "32",
         "--kv-cache-bytes",
         "1024MiB",
     ]
