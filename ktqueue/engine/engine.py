@@ -249,11 +249,9 @@ class Engine:
         self._scheduler.begin(plan)
         batch = prepared.batch if prepared else self._builder.build(plan.rows)
         scheduled = time.perf_counter()
-        if prepared is not None and prepared.logits is not None:
-            logits: torch.Tensor | None = prepared.logits
-            began = prepared.launched
-        else:
-            began = scheduled
+        is_launched = prepared is not None and prepared.logits is not None
+        began, logits = (prepared.launched, prepared.logits) if prepared and is_launched else (scheduled, None)
+        if logits is None:
             batch, logits = self._run_model(batch, plan)
         if logits is None:
             fault = EngineFailure("not enough GPU memory to run this sequence, even alone")
