@@ -5,7 +5,7 @@ reference, Batch, "request input object"). Or it is plain: a body with `prompt` 
 Without one, the line number names it, as in `line-7`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, loads
-from ktqueue.openai.endpoints import CHAT, COMPLETIONS, ENDPOINTS
+from ktqueue.openai.batch_endpoints import BATCH_ENDPOINTS
+from ktqueue.openai.endpoints import CHAT, COMPLETIONS
 
 ENVELOPE, PLAIN = (
     {"method", "url", "body"},
@@ -25,11 +26,25 @@ MAX_FAULTS_SHOWN = 10
 
 
 class LineFault(BatchFault):
-    """A line of the input is wrong. The message begins with file:line. `custom_id` is the line's, if it is valid."""
+    """A line of the input is wrong. The message begins with file:line. `custom_id` is the line's, if it is valid.
 
-    def __init__(self, message: str, number: int, custom_id: str | None = None) -> None:
-        super().__init__(message)
+    `reason`: the message without its beginning. `kind`: the code of such a fault in OpenAI's batches.
+    """
+
+    def __init__(
+        self,
+        source: Path | str,
+        number: int,
+        reason: str,
+        *,
+        kind: str = "invalid_request",
+        param: str | None = None,
+        custom_id: str | None = None,
+    ) -> None:
+        super().__init__(f"{source}:{number}: {reason}", param=param)
         self.number = number
+        self.reason = reason
+        self.kind = kind
         self.custom_id = custom_id or line_id(number)
 
 
@@ -76,8 +91,8 @@ def attempt_lines(path: Path) -> Iterator[BatchLine | LineFault]:
         if ids.add(line.custom_id):
             yield line
             continue
-        used = f"{path}:{line.number}: custom_id {line.custom_id!r} was used before"
-        fault = LineFault(line.message if isinstance(line, LineFault) else used, line.number)
+        reason = line.reason if isinstance(line, LineFault) else f"custom_id {line.custom_id!r} was used before"
+        fault = LineFault(path, line.number, reason)
         ids.add(fault.custom_id)
         yield fault
 
@@ -120,33 +135,45 @@ def _attempts(path: Path) -> Iterator[BatchLine | LineFault]:
             number += 1
             if raw.strip():
                 try:
-                    yield _parse(path, number, raw)
+                    yield parse_line(path, number, raw)
                 except LineFault as fault:
                     yield fault
             while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):  # skip the rest of a line that is too long
                 raw = file.readline(MAX_LINE_BYTES + 1)
 
 
-def _parse(path: Path, number: int, raw: bytes) -> BatchLine:
+def parse_line(
+    source: Path | str,
+    number: int,
+    raw: bytes,
+    *,
+    urls: Collection[str] = tuple(BATCH_ENDPOINTS),
+    plain_allowed: bool = True,
+) -> BatchLine:
+    """Read one line of `source`. Raises LineFault."""
     custom_id: str | None = None
 
-    def fault(text: str) -> LineFault:
-        return LineFault(f"{path}:{number}: {text}", number, custom_id)
+    def fault(reason: str, kind: str = "invalid_request", param: str | None = None) -> LineFault:
+        return LineFault(source, number, reason, kind=kind, param=param, custom_id=custom_id)
 
     if len(raw) > MAX_LINE_BYTES:
-        raise fault(f"longer than {MAX_LINE_BYTES >> 20} MiB")
+        raise fault(f"longer than {MAX_LINE_BYTES >> 20} MiB", "line_too_long")
     try:
         value = loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise fault(f"not UTF-8: byte {error.start + 1}") from error
+        raise fault(f"not UTF-8: byte {error.start + 1}", "invalid_json_line") from error
     except CodecError as error:
-        raise fault(error.message) from error
+        raise fault(error.message, "invalid_json_line") from error
     if not isinstance(value, dict):
-        raise fault("must be a JSON object")
-    is_plain = not ENVELOPE & value.keys() and bool(PLAIN & value.keys())
+        raise fault("must be a JSON object", "invalid_json_line")
+    is_plain = plain_allowed and not ENVELOPE & value.keys() and bool(PLAIN & value.keys())
     name = value.get("custom_id", line_id(number) if is_plain else None)
     if not isinstance(name, str) or not 0 < len(name) <= MAX_CUSTOM_ID_LENGTH:
-        raise fault(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_LENGTH} characters, got {name!r:.80}")
+        raise fault(
+            f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_LENGTH} characters, got {name!r:.80}",
+            "invalid_custom_id",
+            "custom_id",
+        )
     custom_id = name
     url: Any
     body: Any
@@ -156,11 +183,11 @@ def _parse(path: Path, number: int, raw: bytes) -> BatchLine:
     else:
         method, url, body = value.get("method"), value.get("url"), value.get("body")
         if method != "POST":
-            raise fault(f"method must be POST, got {method!r:.80}")
-        if url not in ENDPOINTS:
-            raise fault(f"url must be {' or '.join(ENDPOINTS)}, got {url!r:.80}")
+            raise fault(f"method must be POST, got {method!r:.80}", "invalid_method", "method")
+        if url not in urls:
+            raise fault(f"url must be {' or '.join(urls)}, got {url!r:.80}", "invalid_url", "url")
         if not isinstance(body, dict):
-            raise fault(f"body must be an object, got {body!r:.80}")
+            raise fault(f"body must be an object, got {body!r:.80}", "invalid_body", "body")
     if body.get("stream"):
-        raise fault("body.stream must be false or absent in a batch")
+        raise fault("body.stream must be false or absent in a batch", "unsupported_parameter", "body.stream")
     return BatchLine(number, custom_id, url, body)

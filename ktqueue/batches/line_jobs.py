@@ -13,54 +13,59 @@ from typing import Any
 from ktqueue.batches.input import BatchLine
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import DeadlineExceeded, ErrorInfo
-from ktqueue.core.events import TokenEvent
+from ktqueue.core.events import TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import JobClass
+from ktqueue.openai.batch_endpoints import BATCH_ENDPOINTS
 from ktqueue.openai.choices import Choices
 from ktqueue.openai.client_names import rename
-from ktqueue.openai.endpoints import ENDPOINTS
 from ktqueue.openai.errors import error_body, failure, status_of
 
-EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
+UNFINISHED = {
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_cancelled": "The batch was cancelled before this request was executed.",
+}
+"""Codes and messages of lines that were not run to their end."""
 
 
 class LineJobs:
     """The jobs of one line: `requests` has one for each of its prompts."""
 
     def __init__(
-        self, line: BatchLine, run: str, *, model: str | None, card: ModelCard | None, job_class: JobClass
+        self, line: BatchLine, name: str, *, model: str | None, card: ModelCard | None, job_class: JobClass
     ) -> None:
-        """`run` names the batch run; `model` replaces the line's model, whose card is `card` if it is known.
+        """`name`: the id of the line's request. `model` replaces the line's model, whose card is `card` if it is known.
 
         Raises InvalidRequest.
         """
         self.custom_id = line.custom_id
-        self.id = request_id(line, run, model)
-        self._endpoint = ENDPOINTS[line.url]
+        self.id = name
         self._digest = card.digest if card else ""
-        requests = self._endpoint.parse(_body(line, model)).requests(card)
-        self.requests = tuple(replace(request, job_class=job_class) for request in requests)
+        self._parsed = BATCH_ENDPOINTS[line.url](_body(line, model), card)
+        self.requests = tuple(replace(request, job_class=job_class) for request in self._parsed.requests)
 
-    def job_id(self, place: int, attempt: int = 0) -> str:
-        """The id of one prompt's job. It is the same when the run is resumed, so that the job is found again."""
-        suffix = f"-r{attempt}" if attempt else ""
-        return f"{self.id}-{place}{suffix}"
-
-    def answer(self, events: Sequence[tuple[int, TokenEvent]], created: int) -> dict[str, Any]:
-        """The output record of a line whose jobs are done. `events` are (place of the prompt, event)."""
+    def answer(self, events: Sequence[tuple[int, TokenEvent]], created: int) -> tuple[dict[str, Any], Usage]:
+        """The output record of a line whose jobs are done, and its tokens. `events`: (place of the prompt, event)."""
         first = self.requests[0]
-        reply = self._endpoint.reply_to(first, self.id, created, self._digest)
+        reply = self._parsed.reply(self.id, created, self._digest)
         choices = Choices(len(self.requests), first)
         whole = choices.whole(events)
-        return response_record(self.id, self.custom_id, 200, reply.whole(whole, choices.usage()))
+        usage = choices.usage()
+        return response_record(self.id, self.custom_id, 200, reply.whole(whole, usage)), usage
 
     def failure(self, place: int, event: TokenEvent) -> ErrorInfo | None:
         """The error of the last event of a prompt's job that failed, else None. `place`: of the prompt."""
         fault = failure(event)
         if fault is None:
             return None
-        rename(fault, self._endpoint.names_in(self.requests[place]))
+        rename(fault, self._parsed.names(self.requests[place]))
         return fault.info()
+
+
+def job_id(name: str, place: int, attempt: int = 0) -> str:
+    """The id of one prompt's job. It is the same when the run is resumed, so that the job is found again."""
+    suffix = f"-r{attempt}" if attempt else ""
+    return f"{name}-{place}{suffix}"
 
 
 def request_id(line: BatchLine, run: str, model: str | None) -> str:
@@ -82,6 +87,11 @@ def response_record(record_id: str, custom_id: str, status: int, body: dict[str,
 def failure_record(record_id: str, custom_id: str, info: ErrorInfo) -> dict[str, Any]:
     """The record of a line that failed. An expired job has no HTTP response, as in OpenAI's batches."""
     if info.code == DeadlineExceeded.code:
-        error = {"code": "batch_expired", "message": EXPIRED_MESSAGE}
-        return {"id": f"batch_req_{record_id}", "custom_id": custom_id, "response": None, "error": error}
+        return unfinished_record(record_id, custom_id, "batch_expired")
     return response_record(record_id, custom_id, status_of(info), error_body(info))
+
+
+def unfinished_record(record_id: str, custom_id: str, code: str) -> dict[str, Any]:
+    """The record of a line that was not run to its end. `code`: a key of UNFINISHED."""
+    error = {"code": code, "message": UNFINISHED[code]}
+    return {"id": f"batch_req_{record_id}", "custom_id": custom_id, "response": None, "error": error}

@@ -1,50 +1,26 @@
-"""Runs the lines of a batch: a limited number of jobs in Redis, each line's record written when its jobs end.
+"""Runs the lines of a batch file: a limited number of jobs in Redis, each line's record written when its jobs end.
 
-Job ids are made from the run and the line, so that an interrupted run finds its jobs again instead of computing them
-twice. This module knows neither file formats nor the terminal.
+This module knows neither file formats nor the terminal.
 """
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.input import BatchLine, LineFault, Survey, line_id
-from ktqueue.batches.line_jobs import LineJobs, failure_record, request_id
+from ktqueue.batches.line_jobs import failure_record, request_id
+from ktqueue.batches.line_runner import LineOptions, LineRunner, Statistics
 from ktqueue.batches.output import BatchOutput
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.jobs import JobRecord
-from ktqueue.broker.models import find_card
-from ktqueue.core.errors import (
-    IdempotencyConflict,
-    InvalidRequest,
-    JobNotFound,
-    JournalRegressed,
-    KtqueueError,
-    ModelNotFound,
-    QueueFull,
-    RequestTooLarge,
-    Unavailable,
-)
-from ktqueue.core.events import TokenEvent
-from ktqueue.core.model_card import ModelCard
-from ktqueue.core.request import GenerationRequest, JobClass
+from ktqueue.core.errors import Unavailable
+from ktqueue.core.request import JobClass
 
-PATIENCE = 60.0  # seconds without an answer from Redis before the run fails
-FIRST_PAUSE = 0.2  # seconds; doubles up to LONGEST_PAUSE
-LONGEST_PAUSE = 5.0
-MAX_ATTEMPTS = 3  # of a job whose journal was lost
-LEAST_WINDOW, LARGEST_WINDOW = 16, 1024
-KEPT_DELAYS = 10_000
+LEAST_WINDOW, LARGEST_WINDOW = 16, 4096
 SKIPS_PER_PAUSE = 1_000  # finished lines that are skipped before other tasks run
 
 Line = BatchLine | LineFault
-JobHistory = tuple[float, list[TokenEvent]]  # when a job was created, in Unix seconds, and all its events
 
 
 async def window_for(broker: Broker) -> int:
@@ -80,30 +56,6 @@ def with_model(lines: Iterable[Line], model: str | None) -> Iterator[Line]:
             yield line
 
 
-@dataclass(slots=True)
-class Statistics:
-    """Figures of a run. Times in seconds."""
-
-    began: float = field(default_factory=time.monotonic)
-    tokens: int = 0
-    in_flight: int = 0
-    away_since: float | None = None  # monotonic time since which Redis does not answer
-    first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DELAYS))
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    def first_token_percentile(self, part: float) -> float | None:
-        """The percentile `part`, from 0 to 1, of the times from submission to first token."""
-        ordered = sorted(self.first_token)
-        return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
-
-
 class BatchRun:
     """One run. `model` replaces the lines' models; `window` is the number of lines in Redis at once."""
 
@@ -116,14 +68,16 @@ class BatchRun:
         model: str | None = None,
         job_class: JobClass = JobClass.BATCH,
     ) -> None:
-        self.statistics = Statistics()
-        self._broker = broker
+        self._runner = LineRunner(broker, LineOptions(model=model, job_class=job_class))
         self._output = output
         self._model = model
-        self._job_class = job_class
-        self._cards: list[ModelCard] = []
         self._window = asyncio.Semaphore(window)
         self._stopping = False
+
+    @property
+    def statistics(self) -> Statistics:
+        """Figures of this run."""
+        return self._runner.statistics
 
     def stop(self) -> None:
         """Submit no further lines. `run` returns when the lines in flight are written."""
@@ -132,7 +86,7 @@ class BatchRun:
     async def run(self, lines: Iterable[Line]) -> None:
         """Run every line that has no record in the output. A faulty line gets a failure record.
 
-        Raises Unavailable if Redis does not answer for PATIENCE seconds, and OSError.
+        Raises Unavailable if Redis does not answer for a minute, and OSError.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -153,87 +107,9 @@ class BatchRun:
             raise several.exceptions[0] from None
 
     async def _line(self, line: BatchLine) -> None:
-        self.statistics.in_flight += 1
         try:
-            await self._answer(line)
-        except (InvalidRequest, ModelNotFound, RequestTooLarge) as error:
-            name = request_id(line, self._output.run, self._model)
-            self._output.fail(failure_record(name, line.custom_id, error.info()))
+            result = await self._runner.run(line, request_id(line, self._output.run, self._model))
+            write = self._output.answer if result.failure is None else self._output.fail
+            write(result.record)
         finally:
-            self.statistics.in_flight -= 1
             self._window.release()
-
-    async def _answer(self, line: BatchLine) -> None:
-        card = await self._card(self._model or line.body.get("model"))
-        line_jobs = LineJobs(line, self._output.run, model=self._model, card=card, job_class=self._job_class)
-        jobs = [self._job(line_jobs, place, request) for place, request in enumerate(line_jobs.requests)]
-        # Wait for all: if one is refused, the others are still in the queue and in the window.
-        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-        histories = [_raise_if_error(outcome) for outcome in outcomes]
-        for place, (_, journal) in enumerate(histories):
-            fault = line_jobs.failure(place, journal[-1])
-            if fault is not None:
-                self._output.fail(failure_record(line_jobs.id, line_jobs.custom_id, fault))
-                return
-        events = [(place, event) for place, (_, journal) in enumerate(histories) for event in journal]
-        self._output.answer(line_jobs.answer(events, created=int(histories[0][0])))
-
-    async def _card(self, model: Any) -> ModelCard | None:
-        """The card of a line's model. While Redis does not answer, the one that was last seen."""
-        with suppress(Unavailable):
-            self._cards = await self._broker.models.cards()
-        return find_card(self._cards, model)
-
-    async def _job(self, line_jobs: LineJobs, place: int, request: GenerationRequest) -> JobHistory:
-        """Run one job to its end."""
-        for attempt in range(MAX_ATTEMPTS):
-            job_id = line_jobs.job_id(place, attempt)
-            began = time.monotonic()
-            try:
-                created = await self._submit(request, job_id)
-                events = await self._follow(job_id, began)
-            except (JobNotFound, JournalRegressed):  # it has expired, or Redis lost it
-                continue
-            if events and events[0].seq == 1:
-                return created, events
-        raise KtqueueError(f"the journal of job {job_id} was lost {MAX_ATTEMPTS} times")
-
-    async def _submit(self, request: GenerationRequest, job_id: str) -> float:
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                record = await self._record(request, job_id)
-            except QueueFull as error:
-                await asyncio.sleep(error.retry_after or pause)
-            except Unavailable:
-                now = time.monotonic()
-                self.statistics.away_since = self.statistics.away_since or now
-                if now - self.statistics.away_since > PATIENCE:
-                    raise
-                await asyncio.sleep(pause)
-            else:
-                self.statistics.away_since = None
-                return record.created_at
-            pause = min(2 * pause, LONGEST_PAUSE)
-
-    async def _record(self, request: GenerationRequest, job_id: str) -> JobRecord:
-        try:
-            return await self._broker.jobs.submit(request, job_id=job_id)
-        except IdempotencyConflict:  # it was submitted before in another class; its answer is the same
-            return await self._broker.jobs.get(job_id)
-
-    async def _follow(self, job_id: str, began: float) -> list[TokenEvent]:
-        events: list[TokenEvent] = []
-        async for event in self._broker.journal.follow(job_id):
-            if event.token_ids:
-                if not self.statistics.tokens or not any(earlier.token_ids for earlier in events):
-                    self.statistics.first_token.append(time.monotonic() - began)
-                self.statistics.tokens += len(event.token_ids)
-            events.append(event)
-        return events
-
-
-def _raise_if_error(outcome: JobHistory | BaseException) -> JobHistory:
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome

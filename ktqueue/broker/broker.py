@@ -5,6 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ktqueue.broker.batches import Batches
 from ktqueue.broker.conversations import Conversations
 from ktqueue.broker.files import Files
 from ktqueue.broker.jobs import Jobs
@@ -43,6 +44,7 @@ class Broker:
         self.models = Models(self.scripts)
         self.webhooks = Webhooks(self.scripts)
         self.files = Files(self.scripts)
+        self.batches = Batches(self.scripts, config)
         self._connection = connection
 
     @classmethod

@@ -30,6 +30,7 @@ from ktqueue.core.tenants import DEFAULT_TENANT, TenantLimits
 __all__ = ["BoundJobs", "JobRecord", "Jobs", "QueueDepth", "TenantLoad"]
 
 MAX_LISTED = 1_000
+MAX_FORGOTTEN = 128  # jobs that one call deletes
 MAX_LISTED_BYTES = 16 << 20  # bytes of requests in one listing
 RETRY_AFTER = {JobClass.INTERACTIVE: 2.0, JobClass.BATCH: 30.0}  # seconds, if the queue is full
 RETRY_NO_MEMORY = 5.0  # seconds
@@ -260,6 +261,11 @@ class Jobs:
         again = await self.submit(request, job_id=_next_id(job_id), tenant=record.tenant, limits=limits, caller=caller)
         await self._scripts.call("mark_retried", job_id, again.id)
         return again
+
+    async def forget(self, job_ids: Sequence[str]) -> None:
+        """Delete ended jobs whose answers are stored elsewhere. Jobs that have not ended stay."""
+        for start in range(0, len(job_ids), MAX_FORGOTTEN):
+            await self._scripts.call("forget_jobs", *job_ids[start : start + MAX_FORGOTTEN])
 
     async def list(
         self,

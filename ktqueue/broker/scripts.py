@@ -33,6 +33,9 @@ REFUSABLE = (
     "list_files",
     "expired_files",
     "missing_records",
+    "create_batch",
+    "get_batch",
+    "list_batches",
 )
 # These run even if the server has no memory left: most of them free some, and without them no job would end. A server
 # without memory refuses only a script whose first write takes memory, so these start with a write that takes none.
@@ -52,10 +55,15 @@ NEVER_REFUSED = (
     "scrub",
     "mark_retried",
     "delete_file",
+    "cancel_batch",
+    "take_batch",
+    "update_batch",
+    "release_batch",
+    "forget_jobs",
 )
 PRELUDES = ("turns", "prelude")  # prepended to every script
 # What they promise to a client is on disk afterwards, if `broker.durability` requires it.
-DURABLE = ("submit_job", "cancel_job", "add_file", "delete_file")
+DURABLE = ("submit_job", "cancel_job", "add_file", "delete_file", "create_batch", "cancel_batch", "update_batch")
 FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5  # seconds between attempts
 

@@ -110,6 +110,27 @@ class FileLimitReached(InvalidRequest):
     code = "file_limit_reached"
 
 
+class BatchNotFound(KtqueueError):
+    """No batch has this id: it was never created, or its record has expired."""
+
+    code = "batch_not_found"
+    status = 404
+
+
+class BatchConflict(KtqueueError):
+    """The batch is not in a state that allows the call."""
+
+    code = "batch_conflict"
+    status = 409
+
+
+class TooManyBatches(KtqueueError):
+    """The tenant has as many batches that have not ended as it may have."""
+
+    code = "too_many_batches"
+    status = 429
+
+
 class RequestTooLarge(KtqueueError):
     """The body, or the work that it requests, exceeds a limit."""
 

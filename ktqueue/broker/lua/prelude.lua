@@ -85,13 +85,15 @@ local function add_stored(tenant, bytes)
   if redis.call('HINCRBY', TAG .. 'stored', tenant, bytes) <= 0 then redis.call('HDEL', TAG .. 'stored', tenant) end
 end
 
--- Count bytes that expire in `ttl` ms. The reaper subtracts them then.
+-- Count bytes that expire in `ttl` ms. The reaper subtracts them then. Returns their entry in `held`.
 local function hold(tenant, bytes, name, now, ttl)
   add_stored(tenant, bytes)
-  redis.call('ZADD', TAG .. 'held', now + ttl * 1000, digits(bytes) .. ' ' .. name .. ' ' .. tenant)
+  local entry = digits(bytes) .. ' ' .. name .. ' ' .. tenant
+  redis.call('ZADD', TAG .. 'held', now + ttl * 1000, entry)
   for _, key in ipairs({ TAG .. 'stored', TAG .. 'held' }) do
     if redis.call('PTTL', key) < tonumber(ttl) then redis.call('PEXPIRE', key, ttl) end
   end
+  return entry
 end
 
 -- An ended job no longer needs its prompt: its request is replaced by the summary.
@@ -162,8 +164,11 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, fi
   if keeps then keep_failed(id, now, usual_ttl, ttl, most_failed) else drop_request(job) end
   if stored then
     add_stored(tenant, -stored)
-    hold(tenant, size_of(job, redis.call('HSTRLEN', job, 'request') + 1024) + INDEXED, 'job:' .. id, now, ttl)
-    hold(tenant, size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED, 'journal:' .. id, now, journal_ttl)
+    local record = hold(tenant, size_of(job, redis.call('HSTRLEN', job, 'request') + 1024) + INDEXED, 'job:' .. id,
+      now, ttl)
+    local journal = hold(tenant, size_of(TAG .. 'journal:' .. id, 4096 + 100 * seq) + INDEXED, 'journal:' .. id, now,
+      journal_ttl)
+    if kept then redis.call('HSET', job, 'held', record .. '\n' .. journal) end -- it may be forgotten earlier
   end
   if redis.call('HEXISTS', job, 'webhook') == 1 then
     redis.call('ZADD', TAG .. 'webhooks', now, id)

@@ -91,6 +91,10 @@ class BrokerConfig:
     max_response_bytes: int = setting(
         32 << 20, "Stored responses of one tenant. Beyond it the oldest are deleted.", at_least=1
     )
+    max_open_batches: int = setting(
+        64, "Batches of a tenant that have not ended. More are refused with 429.", at_least=1
+    )
+    batch_ttl: float = setting(30 * 86_400.0, "How long a batch's record is kept after its end.", at_least=0.01)
     model_ttl: float = setting(
         3_600.0,
         "How long a model is known, and its jobs are accepted, after its last worker left.",

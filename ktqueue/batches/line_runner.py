@@ -1,0 +1,217 @@
+"""Runs single lines of batches: a line's jobs are submitted and followed, and its record is made of their events.
+
+Job ids are made from the name of the line's request, so that an interrupted run finds its jobs again instead of
+computing them twice. This module knows neither where lines are read nor where records are written.
+"""
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktqueue.batches.input import BatchLine
+from ktqueue.batches.line_jobs import LineJobs, failure_record, job_id
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.jobs import JobRecord
+from ktqueue.broker.models import find_card
+from ktqueue.core.errors import (
+    ErrorInfo,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobNotFound,
+    JournalRegressed,
+    KtqueueError,
+    ModelNotFound,
+    QueueFull,
+    RateLimitExceeded,
+    RequestTooLarge,
+    TenantLimitReached,
+    Unavailable,
+)
+from ktqueue.core.events import TokenEvent, Usage
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest, JobClass
+from ktqueue.core.tenants import DEFAULT_TENANT, TenantLimits
+
+FIRST_PAUSE = 0.2  # seconds; doubles up to LONGEST_PAUSE
+LONGEST_PAUSE = 5.0
+MAX_ATTEMPTS = 3  # of a job whose journal was lost
+MAX_SUBMITTING = 16  # lines that try to submit a job at the same time, so that a full queue is not asked by all
+KEPT_DELAYS = 10_000
+
+JobHistory = tuple[float, list[TokenEvent]]  # when a job was created, in Unix seconds, and all its events
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Figures of a run. Times in seconds."""
+
+    began: float = field(default_factory=time.monotonic)
+    tokens: int = 0
+    in_flight: int = 0
+    away_since: float | None = None  # monotonic time since which Redis does not answer
+    first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DELAYS))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def first_token_percentile(self, part: float) -> float | None:
+        """The percentile `part`, from 0 to 1, of the times from submission to first token."""
+        ordered = sorted(self.first_token)
+        return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """A line that has ended: its output record, and its tokens. `failure` is None if it has an answer."""
+
+    record: dict[str, Any]
+    failure: ErrorInfo | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineOptions:
+    """How the jobs of all lines are submitted. `model` replaces the lines' models.
+
+    `patience`: seconds without Redis after which a line gives up. `keep`: as in `Jobs.submit`. `waits_for_model`: a
+    model that nobody serves now, but somebody did, is waited for. `caller` as in `Jobs.submit`.
+    """
+
+    model: str | None = None
+    job_class: JobClass = JobClass.BATCH
+    tenant: str = DEFAULT_TENANT
+    limits: TenantLimits | None = None
+    keep: float = 0.0
+    patience: float = 60.0
+    waits_for_model: bool = False
+    caller: str = ""
+
+
+class LineRunner:
+    """Runs any number of lines at once."""
+
+    def __init__(self, broker: Broker, options: LineOptions) -> None:
+        self.statistics = Statistics()
+        self._broker = broker
+        self._options = options
+        self._card_seen: ModelCard | None = None
+        self._submitting = asyncio.Semaphore(MAX_SUBMITTING)
+
+    async def run(self, line: BatchLine, name: str, job_ids: list[str] | None = None) -> LineResult:
+        """Run a line to its end. `name`: the id of its request. `job_ids` is extended by those that are submitted.
+
+        Raises Unavailable if Redis does not answer for the patience, and KtqueueError if a journal is lost repeatedly.
+        """
+        self.statistics.in_flight += 1
+        try:
+            return await self._answer(line, name, [] if job_ids is None else job_ids)
+        except (InvalidRequest, ModelNotFound, RequestTooLarge) as error:
+            return LineResult(failure_record(name, line.custom_id, error.info()), error.info())
+        finally:
+            self.statistics.in_flight -= 1
+
+    async def _answer(self, line: BatchLine, name: str, job_ids: list[str]) -> LineResult:
+        model, job_class = self._options.model, self._options.job_class
+        card = await self._card(model or line.body.get("model"))
+        line_jobs = LineJobs(line, name, model=model, card=card, job_class=job_class)
+        jobs = [self._job(name, place, request, job_ids) for place, request in enumerate(line_jobs.requests)]
+        # Wait for all: if one is refused, the others are still in the queue and in the window.
+        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
+        histories = [_raise_if_error(outcome) for outcome in outcomes]
+        for place, (_, journal) in enumerate(histories):
+            fault = line_jobs.failure(place, journal[-1])
+            if fault is not None:
+                return LineResult(failure_record(name, line.custom_id, fault), fault)
+        events = [(place, event) for place, (_, journal) in enumerate(histories) for event in journal]
+        record, usage = line_jobs.answer(events, created=int(histories[0][0]))
+        return LineResult(record, usage=usage)
+
+    async def _card(self, model: Any) -> ModelCard | None:
+        """The card of a line's model. While Redis does not answer, the one that was last seen."""
+        if not isinstance(model, str):
+            return None
+        with suppress(Unavailable):
+            card = await self._broker.models.card(model)
+            self._card_seen = card or self._card_seen
+            return card
+        return self._card_seen if self._card_seen is not None and find_card([self._card_seen], model) else None
+
+    async def _job(self, name: str, place: int, request: GenerationRequest, job_ids: list[str]) -> JobHistory:
+        """Run one job to its end."""
+        for attempt in range(MAX_ATTEMPTS):
+            job = job_id(name, place, attempt)
+            job_ids.append(job)
+            began = time.monotonic()
+            try:
+                created = await self._submit(request, job)
+                events = await self._follow(job, began)
+            except (JobNotFound, JournalRegressed):  # it has expired, or Redis lost it
+                continue
+            if events and events[0].seq == 1:
+                return created, events
+        raise KtqueueError(f"the journal of job {job} was lost {MAX_ATTEMPTS} times")
+
+    async def _submit(self, request: GenerationRequest, job: str) -> float:
+        pause = FIRST_PAUSE
+        async with self._submitting:
+            while True:
+                try:
+                    record = await self._record(request, job)
+                except RateLimitExceeded as error:
+                    await asyncio.sleep(min(error.retry_after or pause, LONGEST_PAUSE))
+                except (QueueFull, TenantLimitReached):
+                    await asyncio.sleep(pause)
+                except Unavailable:
+                    now = time.monotonic()
+                    self.statistics.away_since = self.statistics.away_since or now
+                    if now - self.statistics.away_since > self._options.patience:
+                        raise
+                    await asyncio.sleep(pause)
+                except ModelNotFound:
+                    if not self._options.waits_for_model:
+                        raise
+                    await asyncio.sleep(pause)
+                else:
+                    self.statistics.away_since = None
+                    return record.created_at
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _record(self, request: GenerationRequest, job: str) -> JobRecord:
+        options = self._options
+        try:
+            return await self._broker.jobs.submit(
+                request,
+                job_id=job,
+                tenant=options.tenant,
+                limits=options.limits,
+                keep=options.keep,
+                caller=options.caller,
+            )
+        except IdempotencyConflict:  # it was submitted before in another class; its answer is the same
+            return await self._broker.jobs.get(job)
+
+    async def _follow(self, job: str, began: float) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        has_tokens = False
+        async for event in self._broker.journal.follow(job):
+            if event.token_ids:
+                if not has_tokens:
+                    self.statistics.first_token.append(time.monotonic() - began)
+                    has_tokens = True
+                self.statistics.tokens += len(event.token_ids)
+            events.append(event)
+        return events
+
+
+def _raise_if_error(outcome: JobHistory | BaseException) -> JobHistory:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome

@@ -1,0 +1,275 @@
+"""Batches over HTTP: their records, and the leases of the control workers that run them.
+
+A batch has one owner at a time. `take` gives it a lease and a number, the fence, which grows with each owner. All that
+an owner stores is refused once another owner has a larger fence. The scripts use only the server's clock.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from ktqueue.broker.jobs import digest
+from ktqueue.broker.scripts import ScriptRefused, Scripts
+from ktqueue.broker.terminal_events import microseconds, milliseconds
+from ktqueue.core.codec import dumps, loads
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import BatchConflict, BatchNotFound, IdempotencyConflict, InvalidRequest, TooManyBatches
+
+LEASES = 5  # a batch's lease is so many times `broker.lease_seconds`, because its owner does other work too
+MAX_LISTED = 1_000  # newest batches of a tenant that its list shows
+RETRY_AFTER = 30.0  # seconds, if the tenant has too many batches
+MICROSECONDS = 1_000_000
+
+
+class BatchStatus(StrEnum):
+    """Where a batch is. The names and their order are those of OpenAI's Batch object."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the batch stays in this status."""
+        return self in (self.FAILED, self.COMPLETED, self.EXPIRED, self.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """What a client asks for. `completion_window` as it was sent; `output_seconds`: life of the output files."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Mapping[str, str] | None = None
+    output_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchUsage:
+    """Sums of tokens over the lines that have an answer."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+    def plus(self, other: "BatchUsage") -> "BatchUsage":
+        """The sum of both."""
+        return BatchUsage(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """What the owners of a batch found out and did so far.
+
+    `total`, `answered` and `failed` count lines, once their records are stored. `errors` has a few objects {code,
+    message, param, line}. `segments` are (name, count) of the stored records. `outcome`: the status in which the batch
+    ends, once that is known. `tokens_per_second` and `seconds_left` are None while they are not known.
+    """
+
+    model: str | None = None
+    total: int = 0
+    answered: int = 0
+    failed: int = 0
+    usage: BatchUsage = field(default_factory=BatchUsage)
+    errors: tuple[Mapping[str, Any], ...] = ()
+    segments: tuple[tuple[str, int], ...] = ()
+    outcome: str = ""
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """A batch. Times in Unix seconds by the server's clock; `times` has the time of each status that was reached.
+
+    `now`: the server's time of this reply, None in replies to clients.
+    """
+
+    id: str
+    tenant: str
+    request: BatchRequest
+    status: BatchStatus
+    created_at: float
+    expires_at: float
+    times: Mapping[BatchStatus, float] = field(default_factory=dict)
+    facts: BatchFacts = field(default_factory=BatchFacts)
+    now: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its completion window was over at the time of the reply."""
+        return self.now is not None and self.now >= self.expires_at
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLease:
+    """The right to run a batch, until another owner has a larger fence."""
+
+    id: str
+    fence: int
+
+
+class Batches:
+    """All batches of an installation. Every call raises Unavailable if Redis does not answer."""
+
+    def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
+        self._scripts = scripts
+        self._config = config
+        self.lease_seconds = LEASES * config.lease_seconds
+
+    async def create(
+        self, request: BatchRequest, *, window_seconds: float, tenant: str, idempotency_key: str | None = None
+    ) -> BatchRecord:
+        """Create a batch. The same key of a tenant returns the existing one.
+
+        Raises TooManyBatches, IdempotencyConflict if the key was used for another request, and BatchConflict if its
+        batch has expired.
+        """
+        body = dumps({"v": 1, **asdict(request)})
+        try:
+            _, batch_id, described = await self._scripts.call(
+                "create_batch",
+                f"batch_{secrets.token_hex(12)}",
+                tenant,
+                body,
+                hashlib.sha256(body).hexdigest(),
+                microseconds(window_seconds),
+                "" if idempotency_key is None else digest(tenant, f"batch:{idempotency_key}"),
+                milliseconds(self._config.idempotency_ttl),
+                self._config.max_open_batches,
+                MAX_LISTED,
+            )
+        except ScriptRefused as refused:
+            raise self._create_error(refused) from refused
+        return _decoded(batch_id.decode(), described)
+
+    def _create_error(self, refused: ScriptRefused) -> Exception:
+        match refused.code:
+            case "CONFLICT":
+                return IdempotencyConflict(f"batch {refused.detail} was created with this key for another request")
+            case "GONE":
+                return BatchConflict(f"batch {refused.detail} of this idempotency key has ended and has expired")
+            case "OPEN":
+                limit = self._config.max_open_batches
+                return TooManyBatches(
+                    f"{refused.detail} batches have not ended, but at most {limit} may wait or run at once",
+                    limit=limit,
+                    value=int(refused.detail),
+                    retry_after=RETRY_AFTER,
+                )
+        return refused
+
+    async def get(self, tenant: str, batch_id: str) -> BatchRecord:
+        """One batch of a tenant. Raises BatchNotFound, also for a batch of another tenant."""
+        return _found(batch_id, await self._scripts.call("get_batch", batch_id, tenant))
+
+    async def list(self, tenant: str, *, limit: int, after: str | None = None) -> tuple[Sequence[BatchRecord], bool]:
+        """A tenant's batches, newest first, those older than the batch `after`, and whether there are more.
+
+        Raises InvalidRequest if there is no batch `after`.
+        """
+        reply = await self._scripts.call("list_batches", tenant, limit, after or "")
+        if reply is None:
+            raise InvalidRequest(f"after must be the id of a batch, got {after!r:.80}", param="after", value=after)
+        return [_decoded(batch_id.decode(), described) for batch_id, described in reply[0]], bool(reply[1])
+
+    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Ask for the end of a batch. Its owner then cancels the jobs, and stores what is done.
+
+        Cancelling it again is no error. Raises BatchNotFound, BatchConflict if its lines have all ended.
+        """
+        record = _found(batch_id, await self._scripts.call("cancel_batch", batch_id, tenant))
+        if record.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
+            raise BatchConflict(
+                f"the batch {batch_id} is {record.status} already and cannot be cancelled",
+                param="batch_id",
+                limit="a batch that has not ended",
+                value=record.status.value,
+            )
+        return record
+
+    # What owners call. Each call but `take` raises LeaseLost if the batch has another owner.
+
+    async def take(self, owner: str) -> tuple[BatchLease, BatchRecord] | None:
+        """Take a batch without a living owner, if there is one. The lease lasts `lease_seconds`."""
+        reply = await self._scripts.call("take_batch", owner, microseconds(self.lease_seconds))
+        if reply is None:
+            return None
+        batch_id, fence, now, described = reply
+        lease = BatchLease(batch_id.decode(), fence)
+        return lease, _decoded(lease.id, described, now)
+
+    async def update(
+        self,
+        lease: BatchLease,
+        facts: BatchFacts | None = None,
+        *,
+        change: tuple[BatchStatus, BatchStatus] | None = None,
+    ) -> BatchRecord:
+        """Renew the lease, and store facts and a change of the status, from one to another.
+
+        If the status is not the first of `change`, nothing is stored. The record that is returned shows that.
+        """
+        before, after = change or ("", "")
+        reply = await self._scripts.call(
+            "update_batch",
+            lease.id,
+            lease.fence,
+            microseconds(self.lease_seconds),
+            before,
+            after,
+            "" if facts is None else dumps({"v": 1, **asdict(facts)}),
+        )
+        return _decoded(lease.id, reply[1], reply[0])
+
+    async def release(self, lease: BatchLease) -> None:
+        """Give the batch back. Another owner can take it now, unless it has ended."""
+        await self._scripts.call("release_batch", lease.id, lease.fence, milliseconds(self._config.batch_ttl))
+
+
+def _found(batch_id: str, described: Sequence[bytes] | None) -> BatchRecord:
+    if described is None:
+        shown = batch_id[:80]
+        raise BatchNotFound(f"no batch {shown!r}: it was never created, or has expired", param="batch_id", value=shown)
+    return _decoded(batch_id, described)
+
+
+def _decoded(batch_id: str, described: Sequence[bytes], now: bytes | None = None) -> BatchRecord:
+    values = {name.decode(): value for name, value in zip(described[::2], described[1::2], strict=True)}
+    request, facts = loads(values["request"]), loads(values.get("facts", b"{}"))
+    facts["usage"] = BatchUsage(**_known(BatchUsage, facts.get("usage", {})))
+    facts["errors"] = tuple(facts.get("errors", ()))
+    facts["segments"] = tuple((name, count) for name, count in facts.get("segments", ()))
+    return BatchRecord(
+        id=batch_id,
+        tenant=values["tenant"].decode(),
+        request=BatchRequest(**_known(BatchRequest, request)),
+        status=BatchStatus(values["status"].decode()),
+        created_at=int(values["created"]) / MICROSECONDS,
+        expires_at=int(values["expires"]) / MICROSECONDS,
+        times={
+            BatchStatus(name.removeprefix("at:")): int(value) / MICROSECONDS
+            for name, value in values.items()
+            if name.startswith("at:")
+        },
+        facts=BatchFacts(**_known(BatchFacts, facts)),
+        now=None if now is None else int(now) / MICROSECONDS,
+    )
+
+
+def _known(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that this version knows."""
+    names = {each.name for each in fields(kind)}
+    return {name: entry for name, entry in value.items() if name in names}

@@ -1,0 +1,30 @@
+-- Takes a batch without a living owner. ARGV: owner, lease in us.
+-- Replies {id, fence, now in us, fields and values}, or false if there is none.
+-- Of the first 64 such batches it takes one of the tenant that has the fewest batches with an owner.
+-- Promises: a batch has one owner at a time. Each owner has a larger fence than those before it.
+local MAX_FREE, MAX_OWNED = 64, 256
+local now, lease, live = now_us(), tonumber(ARGV[2]), TAG .. 'batches'
+-- If the clock went back, no lease may last longer for it.
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '(' .. digits(now + 2 * lease), '+inf', 'LIMIT', 0, MAX_FREE)) do
+  redis.call('ZADD', live, now + lease, id)
+end
+local owned = {}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '(' .. digits(now), '+inf', 'LIMIT', 0, MAX_OWNED)) do
+  local tenant = redis.call('HGET', TAG .. 'batch:' .. id, 'tenant')
+  if tenant then owned[tenant] = (owned[tenant] or 0) + 1 end
+end
+local chosen, fewest
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '-inf', digits(now), 'LIMIT', 0, MAX_FREE)) do
+  local tenant = redis.call('HGET', TAG .. 'batch:' .. id, 'tenant')
+  if not tenant then
+    redis.call('ZREM', live, id) -- the record was deleted by hand
+  elseif not fewest or (owned[tenant] or 0) < fewest then
+    chosen, fewest = id, owned[tenant] or 0
+  end
+end
+if not chosen then return false end
+local batch = TAG .. 'batch:' .. chosen
+redis.call('ZADD', live, now + lease, chosen)
+redis.call('HSET', batch, 'owner', ARGV[1])
+local fence = redis.call('HINCRBY', batch, 'fence', 1)
+return { chosen, fence, digits(now), redis.call('HGETALL', batch) }

@@ -1,0 +1,73 @@
+"""The endpoints that lines of batches may name, and what each makes of a line's body."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.events import Usage
+from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
+from ktqueue.core.request import GenerationRequest
+from ktqueue.openai.choices import Delta
+from ktqueue.openai.client_names import Names
+from ktqueue.openai.endpoint import Endpoint, ReplyHead
+from ktqueue.openai.endpoints import CHAT, COMPLETIONS
+from ktqueue.openai.responses.body import NAMES, PREFIX, parse_response
+from ktqueue.openai.responses.reply import ResponseReply
+
+RESPONSES_PATH = "/v1/responses"
+
+
+class WholeReply(Protocol):
+    """Writes the answer of one line."""
+
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        """The body of the answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedLine:
+    """A request for each job of a line, the client's names of their fields, and what writes the answer.
+
+    `reply` takes the id of the line's request, the time of its creation in Unix seconds, and the model's digest.
+    """
+
+    requests: tuple[GenerationRequest, ...]
+    names: Callable[[GenerationRequest], Names]
+    reply: Callable[[str, int, str], WholeReply]
+
+
+LineParser = Callable[[Mapping[str, Any], ModelCard | None], ParsedLine]
+
+
+def _parser(endpoint: Endpoint) -> LineParser:
+    def parse(body: Mapping[str, Any], card: ModelCard | None) -> ParsedLine:
+        requests = endpoint.parse(body).requests(card)
+
+        def reply(name: str, created: int, digest: str) -> WholeReply:
+            return endpoint.reply_to(requests[0], name, created, digest)
+
+        return ParsedLine(requests, endpoint.names_in, reply)
+
+    return parse
+
+
+def _parse_response(body: Mapping[str, Any], card: ModelCard | None) -> ParsedLine:
+    for name in ("previous_response_id", "background"):
+        if body.get(name):
+            raise InvalidRequest(f"{name} must be left out in a batch", param=name, limit="left out")
+    call = parse_response(body, card)
+
+    def reply(name: str, created: int, digest: str) -> WholeReply:
+        head = ReplyHead(PREFIX + name, created, digest[:SHORT_DIGEST], call.generation)
+        return ResponseReply(head, {**call.echo, "store": False})
+
+    return ParsedLine((call.generation,), lambda _: NAMES, reply)
+
+
+BATCH_ENDPOINTS: Mapping[str, LineParser] = {
+    CHAT.path: _parser(CHAT),
+    COMPLETIONS.path: _parser(COMPLETIONS),
+    RESPONSES_PATH: _parse_response,
+}

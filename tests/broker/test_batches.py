@@ -1,0 +1,191 @@
+"""Batches in Redis: one batch for each key, one owner at a time, a list for each tenant, and nothing left at the end."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ktqueue.broker.batches import Batches, BatchFacts, BatchLease, BatchRequest, BatchStatus, BatchUsage
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.lease import Lease
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import (
+    BatchConflict,
+    BatchNotFound,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobNotFound,
+    LeaseLost,
+    TooManyBatches,
+)
+from ktqueue.core.events import JobState, TokenEvent
+from ktqueue.core.model_card import ModelCard
+from ktqueue.core.request import GenerationRequest
+from ktqueue.core.tenants import TenantLimits
+
+REQUEST = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h", metadata={"a": "b"})
+DAY = 86_400.0
+
+
+@pytest.fixture
+def config(broker_config: BrokerConfig) -> BrokerConfig:
+    return replace(broker_config, lease_seconds=0.06, max_open_batches=3)
+
+
+@pytest.fixture
+def batches(broker: Broker) -> Batches:
+    return broker.batches
+
+
+async def create(batches: Batches, tenant: str = "a", **options: Any) -> str:
+    return (await batches.create(REQUEST, **{"window_seconds": DAY, "tenant": tenant, **options})).id
+
+
+async def taken(batches: Batches) -> BatchLease:
+    found = await batches.take("owner")
+    assert found is not None
+    return found[0]
+
+
+async def end(batches: Batches, lease: BatchLease, status: BatchStatus = BatchStatus.FAILED) -> None:
+    await batches.update(lease, change=((await batches.update(lease)).status, status))
+    await batches.release(lease)
+
+
+async def test_a_key_makes_one_batch(batches: Batches, raw: Any, broker: Broker) -> None:
+    first = await batches.create(REQUEST, window_seconds=DAY, tenant="a", idempotency_key="k")
+    assert first.status is BatchStatus.VALIDATING
+    assert (first.request, first.expires_at) == (REQUEST, first.created_at + DAY)
+    assert await create(batches, idempotency_key="k") == first.id
+    assert await create(batches, "b", idempotency_key="k") != first.id
+    with pytest.raises(IdempotencyConflict):
+        await batches.create(replace(REQUEST, metadata=None), window_seconds=DAY, tenant="a", idempotency_key="k")
+    raw.delete(f"{broker.keys.tag}:batch:{first.id}")
+    with pytest.raises(BatchConflict):
+        await create(batches, idempotency_key="k")
+
+
+async def test_tenants_see_their_own_batches_page_by_page(batches: Batches, raw: Any, broker: Broker) -> None:
+    other = await create(batches, "b")
+    ids = [await create(batches) for _ in range(3)][::-1]
+    with pytest.raises(TooManyBatches, match="3 batches have not ended, but at most 3"):
+        await create(batches)
+    pages = [await batches.list("a", limit=2), await batches.list("a", limit=2, after=ids[1])]
+    assert [([record.id for record in records], more) for records, more in pages] == [(ids[:2], True), (ids[2:], False)]
+    for missing in (other, "batch_unknown"):
+        with pytest.raises(BatchNotFound):
+            await batches.get("a", missing)
+        with pytest.raises(BatchNotFound):
+            await batches.cancel("a", missing)
+        with pytest.raises(InvalidRequest):
+            await batches.list("a", limit=2, after=missing)
+    raw.delete(f"{broker.keys.tag}:batch:{ids[0]}")  # it has expired
+    records, more = await batches.list("a", limit=2)
+    assert ([record.id for record in records], more) == (ids[1:], False)
+
+
+async def test_a_batch_has_one_owner_at_a_time(batches: Batches) -> None:
+    batch_id = await create(batches)
+    stalled = await taken(batches)
+    assert await batches.take("other") is None
+    for _ in range(3):  # a lease that is renewed lasts
+        await asyncio.sleep(0.2)
+        assert (await batches.update(stalled)).id == batch_id
+    assert await batches.take("other") is None
+    await asyncio.sleep(0.35)
+    lease = await taken(batches)
+    assert lease == BatchLease(batch_id, stalled.fence + 1)
+    with pytest.raises(LeaseLost):
+        await batches.update(stalled, BatchFacts(total=9))
+    await batches.release(stalled)  # changes nothing
+    assert await batches.take("other") is None
+    assert (await batches.get("a", batch_id)).facts == BatchFacts()
+    await batches.release(lease)
+    assert (await taken(batches)).fence == lease.fence + 1  # at once
+
+
+async def test_the_tenant_with_the_fewest_batches_is_next(batches: Batches) -> None:
+    first, second = await create(batches), await create(batches)
+    other = await create(batches, "b")
+    assert [(await taken(batches)).id for _ in range(3)] == [first, other, second]
+
+
+async def test_no_lease_is_longer_because_the_clock_went_back(batches: Batches, raw: Any, broker: Broker) -> None:
+    batch_id = await create(batches)
+    await taken(batches)
+    raw.zincrby(f"{broker.keys.tag}:batches", 3_600_000_000, batch_id)
+    assert await batches.take("other") is None
+    await asyncio.sleep(0.35)
+    assert (await taken(batches)).id == batch_id
+
+
+async def test_facts_and_status_change_together_or_not_at_all(batches: Batches) -> None:
+    batch_id = await create(batches)
+    lease = await taken(batches)
+    facts = BatchFacts(
+        model="demo", total=3, answered=2, failed=1, usage=BatchUsage(prompt=4, completion=5),
+        errors=({"code": "c", "message": "m", "param": None, "line": 1},), segments=(("t", 2),), tokens_per_second=1.5,
+    )  # fmt: skip
+    await batches.update(lease, facts, change=(BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
+    record = await batches.get("a", batch_id)
+    assert (record.facts, record.status, set(record.times)) == (
+        facts, BatchStatus.IN_PROGRESS, {BatchStatus.IN_PROGRESS}
+    )  # fmt: skip
+    assert (await batches.cancel("a", batch_id)).status is BatchStatus.CANCELLING
+    change = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING)
+    record = await batches.update(lease, replace(facts, outcome="completed"), change=change)
+    assert (record.status, record.facts.outcome) == (BatchStatus.CANCELLING, "")
+
+
+async def test_a_batch_is_cancelled_once_and_not_after_its_end(batches: Batches) -> None:
+    batch_id = await create(batches)
+    lease = await taken(batches)
+    for _ in range(2):
+        assert (await batches.cancel("a", batch_id)).status is BatchStatus.CANCELLING
+    await end(batches, lease, BatchStatus.CANCELLED)
+    assert (await batches.cancel("a", batch_id)).status is BatchStatus.CANCELLED
+    done = await create(batches)
+    await end(batches, await taken(batches), BatchStatus.COMPLETED)
+    with pytest.raises(BatchConflict, match="completed already"):
+        await batches.cancel("a", done)
+
+
+async def test_an_ended_batch_expires_and_leaves_nothing(broker: Broker, raw: Any) -> None:
+    batches = Batches(broker.scripts, replace(broker.config, batch_ttl=0.2))
+    await create(batches)
+    lease = await taken(batches)
+    await batches.update(lease, change=(BatchStatus.VALIDATING, BatchStatus.FAILED))
+    await create(batches)  # an ended batch does not count
+    await end(batches, lease)
+    await end(batches, await taken(batches))
+    assert await batches.take("owner") is None
+    await asyncio.sleep(0.3)
+    assert raw.keys("*") == []
+
+
+async def test_ended_jobs_are_forgotten(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
+    async with await Broker.open(replace(config, lease_seconds=2.0)) as broker:
+        lease = await Lease.register(broker, card)
+        before = set(raw.keys("*"))
+        for name in ("done", "failed", "live"):
+            await broker.jobs.submit(make_request(), job_id=name, tenant="a", limits=TenantLimits(), keep=DAY)
+        await lease.claim(2)
+        states = {"done": JobState.DONE, "failed": JobState.FAILED}
+        await lease.commit([(name, TokenEvent(seq=1, state=state)) for name, state in states.items()])
+        await broker.jobs.forget(["done", "failed", "live", "unknown"])
+        for name in states:
+            with pytest.raises(JobNotFound):
+                await broker.jobs.get(name)
+        assert (await broker.jobs.get("live")).state is JobState.QUEUED
+        await broker.jobs.cancel("live")
+        await broker.jobs.forget(["live"])
+        (load,) = await broker.jobs.tenant_loads(["a"])
+        assert (load.live, load.stored_bytes) == (0, 0)
+        assert not int(raw.get(f"{broker.keys.tag}:failed:bytes") or 0)
+        left = {key.decode().removeprefix(f"{broker.keys.tag}:") for key in set(raw.keys("*")) - before}
+        await lease.close()
+    assert {name for name in left if not name.startswith("warm:")} <= {"tenant:a", "failed:bytes"}
