@@ -24,7 +24,10 @@ def up(
     gateway: GatewayFlags,
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
     bridge: Annotated[bool, typer.Option("--bridge", help="Also serve arq clients.")] = False,
-    control: Annotated[bool, typer.Option("--control", help="Also call webhooks, and do other chores.")] = False,
+    control: Annotated[
+        bool | None,
+        typer.Option("--control/--no-control", help="Run batches, webhooks and other chores.", show_default="control"),
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Run in the background; `ktqueue down` stops it.")
     ] = False,
@@ -37,8 +40,8 @@ def up(
     config = settings(common, engine=engine, gateway=gateway)
     if bridge:
         config = replace(config, bridge=replace(config.bridge, enabled=True))
-    if control:
-        config = replace(config, control=replace(config.control, enabled=True))
+    if control is not None:
+        config = replace(config, control=replace(config.control, enabled=control))
     require("gateway", "worker", *(["arq"] if config.bridge.enabled or config.control.enabled else []))
     config = with_model(config)
     check_device_is_here(config.engine.device)

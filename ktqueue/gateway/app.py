@@ -17,7 +17,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.codec import dumps
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway import health, jobs, models, responses
+from ktqueue.gateway import batches, health, jobs, models, responses
 from ktqueue.gateway.conversations import StreamEndpoint
 from ktqueue.gateway.endpoints import DESCRIPTIONS
 from ktqueue.gateway.errors import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
@@ -98,6 +98,9 @@ def routes() -> list[Route]:
         Route("/v1/responses/{response_id}", responses.ResponseEndpoint),
         Route("/v1/responses/{response_id}/cancel", responses.cancel_response, methods=["POST"]),
         Route("/v1/responses/{response_id}/input_items", responses.list_input_items),
+        Route("/v1/batches", batches.BatchesEndpoint),
+        Route("/v1/batches/{batch_id}", batches.get_batch),
+        Route("/v1/batches/{batch_id}/cancel", batches.cancel_batch, methods=["POST"]),
         Route("/v1/stream", StreamEndpoint),
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),

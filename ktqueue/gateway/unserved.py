@@ -32,7 +32,6 @@ UNSERVED: Mapping[str, str] = {
     "containers": "ktqueue runs no programs",
     "uploads": "use `ktqueue batch run` for files of prompts",
     "files": "use `ktqueue batch run` for files of prompts",
-    "batches": "use `ktqueue batch run` for files of prompts",
     "infill": "use the field suffix of /v1/completions",
     "slots": "use /v1/jobs, or `ktqueue top`",
     "lora-adapters": "there are no adapters",

@@ -8,7 +8,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ktqueue import __version__
+from ktqueue.openai import batch_schema as batch_shapes
 from ktqueue.openai import schema as shapes
+from ktqueue.openai.batches import BatchBody
 from ktqueue.openai.chat import ChatBody
 from ktqueue.openai.completions import CompletionBody
 from ktqueue.openai.foreign_fields import refused_fields
@@ -26,6 +28,7 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     TokenizeBody,
     DetokenizeBody,
 )
+_BODIES_WITHOUT_MODEL: tuple[type[BaseModel], ...] = (BatchBody,)
 _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.ChatCompletion,
     shapes.ChatCompletionChunk,
@@ -39,6 +42,8 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.JobEvent,
     shapes.ErrorResponse,
     shapes.ResponseObject,
+    batch_shapes.Batch,
+    batch_shapes.BatchList,
     shapes.HealthStatus,
     shapes.Status,
     shapes.Version,
@@ -96,7 +101,7 @@ _WRITE = ("400", "401", "404", "413", "415", "422", "429", "503", "504")
 def build_document(others: Sequence[Description] = ()) -> Json:
     """The whole document as plain data. `others`: endpoints of other APIs."""
     more = [model for other in others for model in (other.answer, other.error, other.body) if model is not None]
-    models = dict.fromkeys((*_REQUESTS, *_ANSWERS, *more))
+    models = dict.fromkeys((*_REQUESTS, *_BODIES_WITHOUT_MODEL, *_ANSWERS, *more))
     inputs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in models]
     _, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")
     for body in (*_REQUESTS, *(other.body for other in others if other.body is not None)):
@@ -185,6 +190,7 @@ def _paths() -> Json:
             )
         },
         **_response_paths(),
+        **_batch_paths(),
         "/v1/models": {
             "get": _get("listModels", "List the models that are served.", shapes.ModelList, errors=("401", "503"))
         },
@@ -233,6 +239,24 @@ def _response_paths() -> Json:
         "/v1/responses/{response_id}": {"get": get, "delete": delete, "parameters": name},
         "/v1/responses/{response_id}/cancel": {"post": cancel, "parameters": name},
         "/v1/responses/{response_id}/input_items": {"get": items, "parameters": name},
+    }
+
+
+def _batch_paths() -> Json:
+    create = _post("createBatch", "Run the requests of an uploaded file.", [BatchBody], batch_shapes.Batch)
+    listing = _get("listBatches", "List batches, newest first.", batch_shapes.BatchList, errors=("400", "401", "503"))
+    listing["parameters"] = [
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}},
+    ]
+    cancel = _get(
+        "cancelBatch", "Cancel a batch. What is done is kept.", batch_shapes.Batch, errors=("401", "404", "409", "503")
+    )
+    name = [{"name": "batch_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {
+        "/v1/batches": {"get": listing, "post": create},
+        "/v1/batches/{batch_id}": {"get": _get("getBatch", "Get a batch.", batch_shapes.Batch), "parameters": name},
+        "/v1/batches/{batch_id}/cancel": {"post": cancel, "parameters": name},
     }
 
 

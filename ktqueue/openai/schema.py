@@ -5,11 +5,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class _Shape(BaseModel):
+class Shape(BaseModel):
+    """An answer, which may have more fields than are described."""
+
     model_config = ConfigDict(extra="allow")
 
 
-class ErrorDetail(_Shape):
+class ErrorDetail(Shape):
     """What went wrong, with `limit` and `value` if a limit was broken."""
 
     message: str
@@ -20,25 +22,25 @@ class ErrorDetail(_Shape):
     value: float | str | None = None
 
 
-class ErrorResponse(_Shape):
+class ErrorResponse(Shape):
     """The body of every error."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(_Shape):
+class PromptTokensDetails(Shape):
     """Parts of the prompt's tokens."""
 
     cached_tokens: int
 
 
-class CompletionTokensDetails(_Shape):
+class CompletionTokensDetails(Shape):
     """Parts of the answer's tokens."""
 
     reasoning_tokens: int
 
 
-class UsageTimings(_Shape):
+class UsageTimings(Shape):
     """Seconds of a job in each part."""
 
     queue_seconds: float
@@ -47,7 +49,7 @@ class UsageTimings(_Shape):
     decode_seconds: float
 
 
-class CompletionUsage(_Shape):
+class CompletionUsage(Shape):
     """Token counts, and the seconds that they took if the request has `timings: true`."""
 
     prompt_tokens: int
@@ -58,7 +60,7 @@ class CompletionUsage(_Shape):
     timings: UsageTimings | None = None
 
 
-class TopLogprob(_Shape):
+class TopLogprob(Shape):
     """A token that could have been chosen."""
 
     token: str
@@ -72,14 +74,14 @@ class TokenLogprobs(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Shape):
+class ChatLogprobs(Shape):
     """Logprobs of a chat choice."""
 
     content: list[TokenLogprobs] | None
     refusal: None = None
 
 
-class PromptLogprob(_Shape):
+class PromptLogprob(Shape):
     """A token that could be at a place of the prompt. `rank` from 1, null if it is not among the likeliest."""
 
     logprob: float = Field(le=0)
@@ -90,14 +92,14 @@ class PromptLogprob(_Shape):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, null for the first token
 
 
-class CalledFunction(_Shape):
+class CalledFunction(Shape):
     """A function that the model calls, with arguments in JSON."""
 
     name: str
     arguments: str
 
 
-class ChatToolCall(_Shape):
+class ChatToolCall(Shape):
     """A tool call of the model."""
 
     id: str
@@ -105,7 +107,7 @@ class ChatToolCall(_Shape):
     function: CalledFunction
 
 
-class ChatMessage(_Shape):
+class ChatMessage(Shape):
     """The message of the model. `function_call` is the old form of `tool_calls`."""
 
     role: Literal["assistant"]
@@ -119,7 +121,7 @@ class ChatMessage(_Shape):
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
-class ChatChoice(_Shape):
+class ChatChoice(Shape):
     """One choice."""
 
     index: int
@@ -129,7 +131,7 @@ class ChatChoice(_Shape):
     token_ids: list[int] = []
 
 
-class ChatCompletion(_Shape):
+class ChatCompletion(Shape):
     """The answer to a conversation."""
 
     id: str
@@ -143,14 +145,14 @@ class ChatCompletion(_Shape):
     prompt_logprobs: PromptLogprobs = []
 
 
-class FunctionDelta(_Shape):
+class FunctionDelta(Shape):
     """A piece of a call: the name first, then pieces of the arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class ToolCallDelta(_Shape):
+class ToolCallDelta(Shape):
     """A piece of the tool call with this index. `id` and `type` are in its first piece."""
 
     index: int
@@ -159,7 +161,7 @@ class ToolCallDelta(_Shape):
     function: FunctionDelta
 
 
-class ChatDelta(_Shape):
+class ChatDelta(Shape):
     """New content: the role in a choice's first chunk, then text, reasoning or calls, nothing in its last chunk."""
 
     role: Literal["assistant"] | None = None
@@ -169,7 +171,7 @@ class ChatDelta(_Shape):
     function_call: FunctionDelta | None = None
 
 
-class ChatChunkChoice(_Shape):
+class ChatChunkChoice(Shape):
     """One choice's part of a chunk."""
 
     index: int
@@ -179,7 +181,7 @@ class ChatChunkChoice(_Shape):
     token_ids: list[int] = []
 
 
-class ChatCompletionChunk(_Shape):
+class ChatCompletionChunk(Shape):
     """One event of a chat stream. If usage was asked for, the last event has usage and no choices."""
 
     id: str
@@ -192,7 +194,7 @@ class ChatCompletionChunk(_Shape):
     prompt_token_ids: list[int] = []
 
 
-class CompletionLogprobs(_Shape):
+class CompletionLogprobs(Shape):
     """Logprobs of a completion choice: four lists of equal length. The first token of an echoed prompt has null."""
 
     tokens: list[str]
@@ -201,7 +203,7 @@ class CompletionLogprobs(_Shape):
     text_offset: list[int]
 
 
-class CompletionChoice(_Shape):
+class CompletionChoice(Shape):
     """One choice. In a stream, `finish_reason` is null except in the choice's last chunk."""
 
     index: int
@@ -213,7 +215,7 @@ class CompletionChoice(_Shape):
     prompt_logprobs: PromptLogprobs = []
 
 
-class TextCompletion(_Shape):
+class TextCompletion(Shape):
     """A completion, and each event of its stream."""
 
     id: str
@@ -225,7 +227,7 @@ class TextCompletion(_Shape):
     usage: CompletionUsage | None = None
 
 
-class Tokens(_Shape):
+class Tokens(Shape):
     """Token ids of a text. `count`, `max_model_len` and `token_strs` only if it was sent as `prompt` or `messages`."""
 
     tokens: list[int] | list[dict[str, Any]]
@@ -234,14 +236,14 @@ class Tokens(_Shape):
     token_strs: list[str] | None = None
 
 
-class PromptText(_Shape):
+class PromptText(Shape):
     """The text of token ids or of messages, which is also called `content` if token ids were sent."""
 
     prompt: str
     content: str | None = None
 
 
-class ResponseObject(_Shape):
+class ResponseObject(Shape):
     """A response of /v1/responses."""
 
     id: str
@@ -254,7 +256,7 @@ class ResponseObject(_Shape):
     error: dict[str, Any] | None
 
 
-class Model(_Shape):
+class Model(Shape):
     """A served model."""
 
     id: str
@@ -268,14 +270,14 @@ class Model(_Shape):
     digests: list[str]
 
 
-class ModelList(_Shape):
+class ModelList(Shape):
     """All models that are served."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class JobResult(_Shape):
+class JobResult(Shape):
     """The text of one choice of a job that has ended."""
 
     index: int
@@ -283,7 +285,7 @@ class JobResult(_Shape):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Job(_Shape):
+class Job(Shape):
     """A job. Times in Unix seconds; `position` in the queue, from 1."""
 
     id: str
@@ -308,14 +310,14 @@ class Job(_Shape):
     result: list[JobResult] | None = Field(None, description="Only from GET /v1/jobs/{job_id}, once the job has ended.")
 
 
-class JobList(_Shape):
+class JobList(Shape):
     """A list of jobs."""
 
     object: Literal["list"]
     data: list[Job]
 
 
-class JobPrompt(_Shape):
+class JobPrompt(Shape):
     """A part of the prompt: token ids, text and log probabilities. The first token has null instead."""
 
     token_ids: list[int] = []
@@ -323,7 +325,7 @@ class JobPrompt(_Shape):
     logprobs: list[dict[str, Any] | None] = []
 
 
-class JobEvent(_Shape):
+class JobEvent(Shape):
     """One event of a job's journal: the data of a server-sent event whose id is `seq`."""
 
     seq: int = Field(ge=1)
@@ -338,20 +340,20 @@ class JobEvent(_Shape):
     prompt: JobPrompt | None = None
 
 
-class HealthStatus(_Shape):
+class HealthStatus(Shape):
     """The gateway works."""
 
     status: Literal["ok"]
 
 
-class FirstTokenTotals(_Shape):
+class FirstTokenTotals(Shape):
     """Seconds to the first token, summed over all requests of this gateway, and their number."""
 
     seconds: float
     count: int
 
 
-class Status(_Shape):
+class Status(Shape):
     """Workers and queues at one moment, as `ktqueue top --json` writes them."""
 
     time: float
@@ -361,7 +363,7 @@ class Status(_Shape):
     first_token: FirstTokenTotals
 
 
-class Version(_Shape):
+class Version(Shape):
     """The version of the gateway."""
 
     version: str

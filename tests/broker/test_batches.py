@@ -1,4 +1,4 @@
-"""Batches in Redis: one batch for each key, one owner at a time, a list for each tenant, and nothing left at the end."""
+"""Batches in Redis: one batch for each key, one owner at a time, a list for each tenant, nothing left at the end."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The control worker: a worker of arq on a queue of ours, for idempotent chores.
 
 The chores are `webhook JOB`, which calls a job's webhook; `batches`, which finds batch files; `batch FILE`, which runs
-a batch file; and `retention`, which removes old files.
+a batch file; and `retention`, which removes old files. Beside them it runs batches over HTTP: see `batch_owner`.
 
 Also a module to execute (`python -m ktqueue.workers.arq.control`).
 """
@@ -14,7 +14,9 @@ from typing import Any
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.core.errors import JobNotFound, JournalRegressed
+from ktqueue.storage.opening import open_store
 from ktqueue.workers.arq.batch_files import BatchFiles
+from ktqueue.workers.arq.batch_owner import BatchOwner
 from ktqueue.workers.arq.crontab import parse_entry
 from ktqueue.workers.arq.process import execute, serve
 from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, body_of, deliver, event_of, key_of
@@ -53,17 +55,27 @@ class ControlWorker(SteadyWorker):
             poll_seconds=POLL_SECONDS / 5,
         )
         self._broker = broker
+        self._owner = BatchOwner(broker, open_store(config.storage, config.broker.state_dir), config)
         self._settings = config.control
         if self._settings.webhook_secret is not None:
             key_of(self._settings.webhook_secret)  # checks it
 
     async def main(self) -> None:
-        """Run chores until cancelled."""
-        webhooks = asyncio.create_task(self._enqueue_webhooks(), name="webhooks")
+        """Run chores and batches until cancelled. Raises ConfigError."""
+        work = [
+            asyncio.create_task(super().main(), name="chores"),
+            asyncio.create_task(self._enqueue_webhooks(), name="webhooks"),
+            asyncio.create_task(self._owner.run(), name="batches"),
+        ]
         try:
-            await super().main()
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            webhooks.cancel()
+            for task in work:
+                task.cancel()
+            results = await asyncio.gather(*work, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
     async def webhook(self, context: dict[str, Any], job_id: str) -> None:
         """Call a job's webhook. A failed call is repeated, `control.webhook_attempts` calls in all."""

@@ -53,9 +53,11 @@ class BridgeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
-    """The control worker: webhooks, batch files, retention. Times in seconds."""
+    """The control worker: batches, webhooks, batch files, retention. Times in seconds."""
 
-    enabled: bool = setting(False, "`ktqueue up` runs a control worker (`--control`).")
+    enabled: bool = setting(
+        True, "`ktqueue up` runs a control worker (`--no-control`: none, so that batches wait for another)."
+    )
     redis_url: str | None = setting(
         None, "The Redis of its queue; with a cluster, a single server.", shown="the broker's"
     )

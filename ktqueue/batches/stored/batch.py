@@ -1,0 +1,332 @@
+"""A batch over HTTP, from the status in which its owner finds it to its end.
+
+Each step can be repeated after the death of an owner with the same result. What is done is what the committed segments
+have. The ids of the output files are made from the batch's id. A batch that has ended keeps its owner until its objects
+are deleted, so nothing is left behind.
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ktqueue.batches.errors import BatchFault
+from ktqueue.batches.line_runner import LineOptions, LineRunner
+from ktqueue.batches.stored.execution import Execution, ExecutionParts, load_segments
+from ktqueue.batches.stored.index import LineIndex
+from ktqueue.batches.stored.merge import Merged, MergeJob, merge
+from ktqueue.batches.stored.segments import Segments
+from ktqueue.batches.stored.speed import Speed
+from ktqueue.batches.stored.validation import check_input
+from ktqueue.batches.stored.window import Window
+from ktqueue.broker.batches import BatchFacts, BatchLease, BatchRecord, BatchStatus
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.files import FileFacts, content_name
+from ktqueue.broker.models import find_card, model_not_found
+from ktqueue.core.errors import Unavailable
+from ktqueue.core.tenants import TenantLimits
+from ktqueue.storage.store import NotStored, Store
+
+KEEP_SECONDS = 6 * 3_600.0  # jobs of lines can be read so long, so that another owner finds what a dead one has started
+BEATS = 5  # renewals in the time of a lease
+RETRY_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What all batches of one process share. Output files are kept for `file_seconds`, unless the client says it."""
+
+    broker: Broker
+    store: Store
+    window: Window
+    file_seconds: float
+
+
+class StoredBatch:
+    """One batch and its lease. `limits`: those of its tenant."""
+
+    def __init__(self, owner: Owner, lease: BatchLease, record: BatchRecord, limits: TenantLimits | None) -> None:
+        self._owner = owner
+        self._lease = lease
+        self._record = record
+        self._facts = record.facts
+        self._folder = f"batches/{record.id}/"
+        self._input = content_name(record.request.input_file_id)
+        self._token = secrets.token_hex(4)
+        self._former = record.facts.segments
+        self._taken_over = record.status is not BatchStatus.VALIDATING
+        self._stop = asyncio.Event()
+        self._speed = Speed()
+        self._index: LineIndex | None = None
+        self._segments: Segments | None = None
+        self._execution: Execution | None = None
+        self._trouble = ""
+        self._runner = LineRunner(
+            owner.broker,
+            LineOptions(
+                tenant=record.tenant,
+                limits=limits,
+                keep=KEEP_SECONDS,
+                patience=float("inf"),
+                waits_for_model=True,
+                caller=record.id,
+            ),
+        )
+
+    async def run(self) -> None:
+        """Run the batch to its end. Raises LeaseLost if another owner has it."""
+        self._notice(self._record)
+        try:
+            async with asyncio.TaskGroup() as group:
+                beat = group.create_task(self._beat(), name="lease of a batch")
+                await self._advance()
+                beat.cancel()
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def leave(self) -> None:
+        """Store what is done and give the batch back, so that another owner goes on at once. Call it after `run`."""
+        if self._execution is not None:
+            await self._execution.flush()
+        await self._owner.broker.batches.release(self._lease)
+
+    async def _advance(self) -> None:
+        while not self._record.status.ended:
+            match self._record.status:
+                case BatchStatus.VALIDATING:
+                    await self._validate()
+                case BatchStatus.IN_PROGRESS:
+                    await self._execute()
+                    done = self._is_done()
+                    facts = replace(self._facts, outcome="completed" if done else "expired")
+                    if not self._is_cancelled():
+                        await self._update(facts, (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING))
+                case _:
+                    await self._finish()
+        await self._clean()
+
+    # Status validating
+
+    async def _validate(self) -> None:
+        findings = await self._patiently(
+            lambda: check_input(self._owner.store, self._input, self._record.request.endpoint, self._why_not_served)
+        )
+        if self._is_cancelled():
+            return
+        facts = replace(self._facts, model=findings.model)
+        if findings.faults:
+            facts = replace(facts, errors=tuple(findings.faults))
+            await self._update(facts, (BatchStatus.VALIDATING, BatchStatus.FAILED))
+            return
+        await self._patiently(lambda: self._write_index(findings.index))
+        self._index = findings.index
+        facts = replace(facts, total=len(findings.index))
+        await self._update(facts, (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
+
+    async def _why_not_served(self, model: str) -> str | None:
+        """Why a model cannot be used, or None. Waits while no model is served at all: workers may be starting."""
+        while not self._stop.is_set():
+            try:
+                cards = await self._owner.broker.models.cards()
+            except Unavailable as error:
+                self._say(error)
+            else:
+                if cards:
+                    return None if find_card(cards, model) else model_not_found(model, cards).message
+            await asyncio.sleep(RETRY_SECONDS)
+        return None
+
+    async def _write_index(self, index: LineIndex) -> None:
+        async with self._owner.store.create(f"{self._folder}index") as writing:
+            await writing.write(index.encode())
+
+    # Status in_progress
+
+    async def _execute(self) -> None:
+        """Run the lines without a record, until all have one, or the batch is cancelled or late."""
+        execution = await self._loaded()
+        if not self._is_done() and not self._stop.is_set():
+            await execution.run(self._stop)
+
+    async def _loaded(self) -> Execution:
+        """The execution, after the index and the records of former owners were read."""
+        if self._execution is None:
+            if self._index is None:
+                self._index = await self._patiently(self._read_index)
+            index = self._index
+            self._segments = await self._patiently(
+                lambda: load_segments(self._owner.store, self._folder, index, self._former)
+            )
+            parts = ExecutionParts(
+                broker=self._owner.broker,
+                store=self._owner.store,
+                runner=self._runner,
+                window=self._owner.window,
+                input=self._input,
+                endpoint=self._record.request.endpoint,
+                run=self._record.id.replace("_", "-", 1),
+            )
+            self._execution = Execution(parts, index, self._segments, token=self._token, commit=self._commit)
+        return self._execution
+
+    async def _read_index(self) -> LineIndex:
+        """The index; made again if it is lost. Empty if the batch was cancelled before there was one."""
+        data = bytearray()
+        try:
+            async with aclosing(self._owner.store.read(f"{self._folder}index")) as parts:
+                async for part in parts:
+                    data += part
+            return LineIndex.decode(bytes(data))
+        except (NotStored, BatchFault) as error:
+            if not self._facts.total:
+                return LineIndex()
+            log.error("%s: %s; it is made again", self._record.id, error)
+        findings = await check_input(self._owner.store, self._input, self._record.request.endpoint, _is_served)
+        return findings.index
+
+    async def _commit(self, written: int) -> None:
+        """Store that the segments up to this number exist, and the counts that follow from all segments."""
+        assert self._segments is not None
+        assert self._index is not None
+        done = self._segments.answered + self._segments.failed
+        self._speed.add(done, self._segments.usage.completion)
+        facts = replace(
+            self._facts,
+            segments=(*self._former, (self._token, written)),
+            answered=self._segments.answered,
+            failed=self._segments.failed,
+            usage=self._segments.usage,
+            tokens_per_second=self._speed.tokens_per_second(),
+            seconds_left=self._speed.seconds_left(len(self._index) - done),
+        )
+        await self._update(facts)
+
+    def _is_done(self) -> bool:
+        assert self._segments is not None
+        assert self._index is not None
+        return self._segments.answered + self._segments.failed == len(self._index)
+
+    # Status finalizing or cancelling
+
+    async def _finish(self) -> None:
+        """Make the output files and end the batch."""
+        status, expired = self._record.status, self._facts.outcome == "expired"
+        execution = await self._loaded()
+        if self._taken_over and (expired or self._is_cancelled()):
+            await execution.cancel_leftovers()
+        if self._is_cancelled():
+            end, unfinished = BatchStatus.CANCELLED, "batch_cancelled"
+        else:
+            if not expired:
+                await self._execute()  # nothing is left to do, unless a segment was lost
+                expired = not self._is_done()
+            end, unfinished = (BatchStatus.EXPIRED if expired else BatchStatus.COMPLETED), "batch_expired"
+        facts = await self._add_files(unfinished)
+        await self._update(replace(facts, tokens_per_second=None, seconds_left=None), (status, end))
+
+    async def _add_files(self, unfinished: str) -> BatchFacts:
+        """Merge the records, and enter the files. Returns the facts with their ids, and the final counts."""
+        assert self._segments is not None
+        assert self._index is not None
+        index, segments, facts = self._index, self._segments, self._facts
+        output_id, error_id = (_file_id(kind, self._record.id) for kind in ("output", "errors"))
+        job = MergeJob(
+            input=self._input,
+            output=content_name(output_id),
+            errors=content_name(error_id),
+            unfinished=unfinished,
+            record_name=self._record.id.replace("_", "-", 1),
+        )
+        merged: Merged = await self._patiently(lambda: merge(self._owner.store, index, segments, job))
+        if merged.output_bytes:
+            await self._add_file(output_id, "output", merged.output_bytes)
+        if merged.error_bytes:
+            await self._add_file(error_id, "error", merged.error_bytes)
+        return replace(
+            facts,
+            total=len(index),
+            answered=merged.answered,
+            failed=merged.failed,
+            output_file_id=output_id if merged.output_bytes else None,
+            error_file_id=error_id if merged.error_bytes else None,
+        )
+
+    async def _add_file(self, file_id: str, kind: str, size: int) -> None:
+        facts = FileFacts(
+            id=file_id,
+            tenant=self._record.tenant,
+            filename=f"{self._record.id}_{kind}.jsonl",
+            purpose="batch_output",
+            size=size,
+            seconds=self._record.request.output_seconds or self._owner.file_seconds,
+        )
+        await self._patiently(lambda: self._owner.broker.files.add(facts, None))
+
+    async def _clean(self) -> None:
+        """Delete everything that only the run needed, and give the batch back."""
+        await self._patiently(self._delete_objects)
+        await self._patiently(lambda: self._owner.broker.batches.release(self._lease))
+
+    async def _delete_objects(self) -> None:
+        for name in await self._owner.store.names(self._folder):
+            await self._owner.store.delete(name)
+
+    # The lease
+
+    async def _beat(self) -> None:
+        """Renew the lease, and notice that the batch is cancelled or late. Raises LeaseLost."""
+        while True:
+            try:
+                self._notice(await self._owner.broker.batches.update(self._lease))
+            except Unavailable as error:
+                self._say(error)
+            await asyncio.sleep(min(1.0, self._owner.broker.batches.lease_seconds / BEATS))
+
+    def _notice(self, record: BatchRecord) -> None:
+        self._record = record
+        if self._is_cancelled() or (record.is_late and not self._facts.outcome):
+            self._stop.set()
+
+    def _is_cancelled(self) -> bool:
+        return self._record.status is BatchStatus.CANCELLING
+
+    async def _update(self, facts: BatchFacts, change: tuple[BatchStatus, BatchStatus] | None = None) -> None:
+        """Store facts, and a change of the status. If the client has cancelled the batch meanwhile, it stays."""
+        record = await self._patiently(lambda: self._owner.broker.batches.update(self._lease, facts, change=change))
+        self._facts = record.facts
+        self._notice(record)
+
+    async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of a call, which is repeated while Redis or the store cannot be used."""
+        while True:
+            try:
+                result = await call()
+            except Unavailable as error:
+                self._say(error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self._trouble = ""
+                return result
+
+    def _say(self, error: Exception) -> None:
+        """Log why the batch waits, once for each reason."""
+        text = str(error)
+        if text != self._trouble:
+            log.warning("%s waits: %s", self._record.id, text)
+        self._trouble = text
+
+
+async def _is_served(_: str) -> str | None:
+    return None
+
+
+def _file_id(kind: str, batch_id: str) -> str:
+    """The id of one of a batch's files, the same whoever makes it."""
+    return f"file-{hashlib.sha256(f'{kind}:{batch_id}'.encode()).hexdigest()[:24]}"

@@ -1,0 +1,299 @@
+"""Runs the lines of a stored batch that have no record yet, and stores their records in segments."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+from ktqueue.batches.errors import BatchFault
+from ktqueue.batches.input import LineFault, parse_line
+from ktqueue.batches.line_jobs import failure_record, job_id
+from ktqueue.batches.line_runner import LineResult, LineRunner
+from ktqueue.batches.stored.index import LineIndex
+from ktqueue.batches.stored.segments import Segments, StoredRecord
+from ktqueue.batches.stored.window import Window
+from ktqueue.broker.batches import BatchUsage
+from ktqueue.broker.broker import Broker
+from ktqueue.core.codec import dumps
+from ktqueue.core.errors import Cancelled, ErrorInfo, JobNotFound, KtqueueError, Unavailable
+from ktqueue.core.events import Usage
+from ktqueue.storage.store import NotStored, Store
+
+SEGMENT_SECONDS, LONGEST_SEGMENT_SECONDS = 1.0, 5.0  # between two segments; grows with their number
+SEGMENT_BYTES = 4 << 20  # of records after which a segment is written earlier
+MAX_PENDING_BYTES = 32 << 20  # of records that are not stored yet; then no further line begins
+RETRY_SECONDS = 1.0  # after the store or Redis could not be used
+END_SECONDS = 10.0  # in which running lines end after their jobs were cancelled
+CANCELS_AT_ONCE = 64
+MAX_LEFTOVERS = 8192  # lines of a dead owner that are searched for jobs to cancel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionParts:
+    """What an execution works with. `run`: the beginning of the names of its requests."""
+
+    broker: Broker
+    store: Store
+    runner: LineRunner
+    window: Window
+    input: str
+    endpoint: str
+    run: str
+
+
+@dataclass(slots=True)
+class _Running:
+    """A line in flight, and the ids of its jobs."""
+
+    task: asyncio.Task[None]
+    job_ids: list[str] = field(default_factory=list)
+
+
+class Execution:
+    """One owner's run over the lines. `commit` stores that segments up to a number exist, and may raise LeaseLost."""
+
+    def __init__(
+        self,
+        parts: ExecutionParts,
+        index: LineIndex,
+        segments: Segments,
+        *,
+        token: str,
+        commit: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._parts = parts
+        self._index = index
+        self._segments = segments
+        self._token = token
+        self._commit = commit
+        self._order = index.order()
+        self._running: dict[int, _Running] = {}
+        self._pending: list[tuple[StoredRecord, list[str]]] = []
+        self._pending_bytes = 0
+        self._has_room, self._is_due = asyncio.Event(), asyncio.Event()
+        self._has_room.set()
+        self._written = 0
+        self._stopping = False
+        self._flushing = asyncio.Lock()
+        self._trouble = ""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of lines that run now."""
+        return len(self._running)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until every line has a record, or until `stop`, when the jobs in flight are cancelled.
+
+        When this returns, the records of all lines that have ended are stored and committed. Raises what `commit`
+        raises; then nothing more is stored.
+        """
+        flusher = asyncio.create_task(self._flush_regularly(), name="segments")
+        work = asyncio.create_task(self._work(), name="lines")
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({flusher, work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if flusher.done():
+                flusher.result()
+            if work.done():
+                work.result()
+            else:
+                await self._stop(work)
+        finally:
+            tasks = [flusher, work, stopped, *(line.task for line in self._running.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Store the records of all lines that have ended, commit them, and forget their jobs."""
+        async with self._flushing:
+            while self._pending:
+                count = len(self._pending)
+                pending = self._pending[:count]
+                await self._store([record for record, _ in pending])
+                self._written += 1
+                await self._commit(self._written)
+                del self._pending[:count]  # not before: a flush that is cancelled is repeated
+                self._pending_bytes -= sum(len(record.data) for record, _ in pending)
+                self._has_room.set()
+                with suppress(Unavailable):  # their records expire later
+                    await self._parts.broker.jobs.forget([job for _, job_ids in pending for job in job_ids])
+
+    async def cancel_leftovers(self) -> None:
+        """Cancel the jobs of lines without a record that an earlier owner has submitted."""
+        places = [place for place in self._order if not self._segments.has(place)][:MAX_LEFTOVERS]
+        for start in range(0, len(places), CANCELS_AT_ONCE):
+            await asyncio.gather(*(self._cancel_jobs_of(place) for place in places[start : start + CANCELS_AT_ONCE]))
+
+    async def _work(self) -> None:
+        for place in self._order:
+            if self._segments.has(place):
+                continue
+            size = self._index.span(place)[1]
+            await self._has_room.wait()
+            await self._parts.window.acquire(size)
+            job_ids: list[str] = []
+            task = asyncio.create_task(self._line(place, size, job_ids))
+            self._running[place] = _Running(task, job_ids)
+        while self._running:
+            await asyncio.wait([line.task for line in self._running.values()])
+
+    async def _stop(self, work: asyncio.Task[None]) -> None:
+        """Begin no further line, and cancel the jobs of those in flight. Those that are done keep their answers."""
+        self._stopping = True
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        lines = list(self._running.values())
+        if not lines:
+            return
+        await self._cancel_jobs_in(lines)
+        _, unfinished = await asyncio.wait([line.task for line in lines], timeout=END_SECONDS)
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+        await self._cancel_jobs_in([line for line in lines if line.task in unfinished])
+
+    async def _cancel_jobs_in(self, lines: list[_Running]) -> None:
+        """Cancel the jobs of these lines. A line of which no job was submitted yet ends at once."""
+
+        async def cancel(line: _Running) -> None:
+            found = [await self._cancel(job) for job in line.job_ids]
+            if not any(found):
+                line.task.cancel()
+
+        for start in range(0, len(lines), CANCELS_AT_ONCE):
+            await asyncio.gather(*(cancel(line) for line in lines[start : start + CANCELS_AT_ONCE]))
+
+    async def _line(self, place: int, size: int, job_ids: list[str]) -> None:
+        try:
+            result = await self._result(place, job_ids)
+            if self._stopping and result.failure is not None and result.failure.code == Cancelled.code:
+                return
+            record = StoredRecord(place, result.failure is None, dumps(result.record) + b"\n", _usage_of(result.usage))
+            self._pending.append((record, job_ids))
+            self._pending_bytes += len(record.data)
+            if self._pending_bytes >= SEGMENT_BYTES:
+                self._is_due.set()
+            if self._pending_bytes >= MAX_PENDING_BYTES:
+                self._has_room.clear()
+        finally:
+            self._running.pop(place, None)
+            self._parts.window.release(size)
+
+    async def _result(self, place: int, job_ids: list[str]) -> LineResult:
+        number = self._index.number(place)
+        name = self._name(place)
+        custom_id = f"line-{number}"
+        while True:
+            try:
+                data = await self._read(place)
+                line = parse_line("line", number, data, urls=(self._parts.endpoint,), plain_allowed=False)
+                custom_id = line.custom_id
+                result = await self._parts.runner.run(line, name, job_ids)
+            except NotStored:
+                info = ErrorInfo(code="file_not_found", message="the input file was deleted", status=404)
+                return LineResult(failure_record(name, custom_id, info), info)
+            except LineFault as fault:
+                return LineResult(failure_record(name, custom_id, fault.info()), fault.info())
+            except Unavailable as error:
+                self._say(error)
+                await asyncio.sleep(RETRY_SECONDS)
+            except KtqueueError as error:
+                return LineResult(failure_record(name, custom_id, error.info()), error.info())
+            except Exception:
+                log.exception("%s line %d failed", self._parts.run, number)
+                info = ErrorInfo(code=KtqueueError.code, message="an unexpected error; the log has the details")
+                return LineResult(failure_record(name, custom_id, info), info)
+            else:
+                return result
+
+    async def _read(self, place: int) -> bytes:
+        start, length = self._index.span(place)
+        data = bytearray()
+        async with aclosing(self._parts.store.read(self._parts.input, start, length)) as parts:
+            async for part in parts:
+                data += part
+        return bytes(data)
+
+    async def _flush_regularly(self) -> None:
+        while True:
+            seconds = min(SEGMENT_SECONDS + self._written / 100, LONGEST_SEGMENT_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._is_due.wait()
+            self._is_due.clear()
+            await self.flush()
+
+    async def _store(self, records: list[StoredRecord]) -> None:
+        """Write the next segment, however long the store is away or full."""
+        name = segment_name(self._token, self._written + 1)
+        while True:
+            try:
+                await self._segments.write(name, records)
+            except Unavailable as error:
+                self._say(error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self._trouble = ""
+                return
+
+    def _say(self, error: Exception) -> None:
+        """Log why the lines wait, once for each reason."""
+        text = str(error)
+        if text != self._trouble:
+            log.warning("%s waits: %s", self._parts.run, text)
+        self._trouble = text
+
+    def _name(self, place: int) -> str:
+        return f"{self._parts.run}-{self._index.number(place)}"
+
+    async def _cancel(self, job: str) -> bool:
+        """Cancel a job. Returns whether there is one."""
+        while True:
+            try:
+                await self._parts.broker.jobs.cancel(job)
+            except JobNotFound:
+                return False
+            except Unavailable as error:
+                self._say(error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return True
+
+    async def _cancel_jobs_of(self, place: int) -> None:
+        prompt = 0
+        while await self._cancel(job_id(self._name(place), prompt)):
+            prompt += 1
+
+
+def segment_name(token: str, number: int) -> str:
+    """The name of an owner's segment, from 1."""
+    return f"out-{token}-{number:06d}"
+
+
+async def load_segments(store: Store, folder: str, index: LineIndex, written: tuple[tuple[str, int], ...]) -> Segments:
+    """The records that earlier owners have committed. Lines of a segment that cannot be read run again."""
+    segments = Segments(store, folder, len(index))
+    for token, count in written:
+        for number in range(1, count + 1):
+            try:
+                await segments.load(segment_name(token, number))
+            except (NotStored, BatchFault) as error:
+                log.error("%s: %s; its lines run again", folder, error)
+    return segments
+
+
+def _usage_of(usage: Usage | None) -> BatchUsage:
+    if usage is None:
+        return BatchUsage()
+    return BatchUsage(
+        prompt=usage.prompt_tokens,
+        cached=usage.cached_tokens,
+        completion=usage.completion_tokens,
+        reasoning=usage.reasoning_tokens,
+    )

@@ -1,0 +1,122 @@
+"""The records of lines that have ended, in objects of the store: segments.
+
+A segment is a line of JSON, {"v": 1, "lines": [[place, answered, length, prompt, cached, completion, reasoning], ...]},
+and then the records one after the other. They are in the order of their places. What is done of a batch is what its
+segments have, so no counter can differ from them.
+"""
+
+from array import array
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from ktqueue.batches.errors import BatchFault
+from ktqueue.broker.batches import BatchUsage
+from ktqueue.core.codec import CodecError, dumps, loads
+from ktqueue.storage.store import Store
+
+MAX_HEADER_BYTES = 16 << 20
+_OPEN, _ANSWERED, _FAILED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """The output record of a line, as bytes that end with a newline. `answered`: else it is for the error file."""
+
+    place: int
+    answered: bool
+    data: bytes
+    usage: BatchUsage
+
+
+class Segments:
+    """All records of one batch, by the places of their lines: 13 bytes a line."""
+
+    def __init__(self, store: Store, folder: str, lines: int) -> None:
+        """`folder`: the beginning of the segments' names. `lines`: of the input."""
+        self._store = store
+        self._folder = folder
+        self._names: list[str] = []
+        self._state = bytearray(lines)
+        self._segment = array("I", bytes(4 * lines))
+        self._start = array("I", bytes(4 * lines))
+        self._length = array("I", bytes(4 * lines))
+        self.answered = self.failed = 0
+        self.usage = BatchUsage()
+
+    def has(self, place: int) -> bool:
+        """Whether the line has a record."""
+        return self._state[place] != _OPEN
+
+    def is_answered(self, place: int) -> bool:
+        """Whether the line has a record with an answer."""
+        return self._state[place] == _ANSWERED
+
+    def length(self, place: int) -> int:
+        """Bytes of the line's record."""
+        return self._length[place]
+
+    async def load(self, name: str) -> None:
+        """Read which records a segment has. Raises NotStored, and BatchFault if it cannot be read."""
+        header = bytearray()
+        async with aclosing(self._store.read(f"{self._folder}{name}")) as parts:
+            async for part in parts:
+                head, newline, _ = part.partition(b"\n")
+                header += head
+                if newline or len(header) > MAX_HEADER_BYTES:
+                    break
+        try:
+            value = loads(bytes(header))
+            self._add(name, len(header) + 1, value["lines"])
+        except (CodecError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise BatchFault(f"segment {name}: not one that this version can read") from error
+
+    async def write(self, name: str, records: Iterable[StoredRecord]) -> None:
+        """Store a segment. What the store raises leaves everything as it was."""
+        ordered = sorted(records, key=lambda record: record.place)
+        lines = [[each.place, int(each.answered), len(each.data), *_numbers(each.usage)] for each in ordered]
+        header = dumps({"v": 1, "lines": lines}) + b"\n"
+        async with self._store.create(f"{self._folder}{name}") as writing:
+            await writing.write(header)
+            for record in ordered:
+                await writing.write(record.data)
+        self._add(name, len(header), lines)
+
+    async def read(self, places: Iterable[int]) -> dict[int, bytes]:
+        """The records of these lines. Records that are neighbours in a segment are read at once."""
+        by_segment: dict[int, list[int]] = {}
+        for place in places:
+            by_segment.setdefault(self._segment[place], []).append(place)
+        found: dict[int, bytes] = {}
+        for segment, members in by_segment.items():
+            members.sort(key=self._start.__getitem__)
+            first = self._start[members[0]]
+            length = self._start[members[-1]] + self._length[members[-1]] - first
+            data = bytearray()
+            async with aclosing(self._store.read(f"{self._folder}{self._names[segment]}", first, length)) as parts:
+                async for part in parts:
+                    data += part
+            for place in members:
+                start = self._start[place] - first
+                found[place] = bytes(data[start : start + self._length[place]])
+        return found
+
+    def _add(self, name: str, start: int, lines: Iterable[list[int]]) -> None:
+        """Enter the records of a segment. A line that has a record already keeps that one."""
+        self._names.append(name)
+        for place, answered, length, *tokens in lines:
+            if self._state[place] == _OPEN:
+                self._state[place] = _ANSWERED if answered else _FAILED
+                self._segment[place] = len(self._names) - 1
+                self._start[place], self._length[place] = start, length
+                self.answered += bool(answered)
+                self.failed += not answered
+                prompt, cached, completion, reasoning = tokens
+                self.usage = self.usage.plus(
+                    BatchUsage(prompt=prompt, cached=cached, completion=completion, reasoning=reasoning)
+                )
+            start += length
+
+
+def _numbers(usage: BatchUsage) -> tuple[int, int, int, int]:
+    return usage.prompt, usage.cached, usage.completion, usage.reasoning

@@ -1,0 +1,193 @@
+"""Parts of stored batches: lines of any file, faults by line, the order of lines, records that are put in order."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktqueue.batches.errors import BatchFault
+from ktqueue.batches.input import MAX_LINE_BYTES
+from ktqueue.batches.stored import merge as merge_module
+from ktqueue.batches.stored.index import LineIndex, beginning_key
+from ktqueue.batches.stored.lines import stored_lines
+from ktqueue.batches.stored.merge import MergeJob, merge
+from ktqueue.batches.stored.segments import Segments, StoredRecord
+from ktqueue.batches.stored.validation import MAX_FAULTS, check_input
+from ktqueue.batches.stored.window import MAX_BYTES, Window
+from ktqueue.broker.batches import BatchUsage
+from ktqueue.storage.store import NotStored, Store
+
+COMPLETIONS = "/v1/completions"
+
+
+def line(custom_id: str = "a", **changes: Any) -> bytes:
+    body = {"model": "demo", "prompt": "Once", **changes.pop("body", {})}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": COMPLETIONS, "body": body, **changes}).encode()
+
+
+async def put(store: Store, name: str, data: bytes) -> None:
+    async with store.create(name) as writing:
+        await writing.write(data)
+
+
+async def served(model: str) -> str | None:
+    return None if model == "demo" else f"no worker serves the model {model!r}; served: demo"
+
+
+@given(data=st.lists(st.sampled_from([b"a", b"\n", b" ", b"\r\n", b"bcd"]), max_size=12), size=st.integers(1, 5))
+def test_lines_are_where_the_index_says(data: list[bytes], size: int) -> None:
+    whole = b"".join(data)
+
+    class Parts:
+        async def read(self, name: str) -> Any:
+            for start in range(0, len(whole), size):
+                yield whole[start : start + size]
+
+    async def read() -> list[Any]:
+        return [found async for found in stored_lines(Parts(), "x")]  # type: ignore[arg-type]
+
+    found = asyncio.run(read())
+    expected = [(number, text) for number, text in enumerate(whole.split(b"\n"), 1) if text.strip()]
+    assert [(each.number, each.data.rstrip(b"\n")) for each in found] == expected
+    assert [whole[each.offset : each.offset + each.length] for each in found] == [each.data for each in found]
+
+
+async def test_every_fault_names_its_line(store: Store) -> None:
+    lines = [
+        b"\xef\xbb\xbf" + line("bom") + b"\r", b"", line("a"), line("a"), b"{", b"[1]", b"\xff", line(""), line(7),  # type: ignore[arg-type]
+        line("m", method="GET"), line("u", url="/v1/chat/completions"), line("b", body={"stream": True}),
+        line("n", body={"model": None}), line("o", body={"model": "other"}), json.dumps({"prompt": "plain"}).encode(),
+        line("y", body={"model": "demo"}), line("z")[:-1],
+    ]  # fmt: skip
+    await put(store, "x", b"\n".join(lines))
+    findings = await check_input(store, "x", COMPLETIONS, served)
+    assert [(fault["line"], fault["code"], fault["param"]) for fault in findings.faults] == [
+        (4, "duplicate_custom_id", "custom_id"),
+        (5, "invalid_json_line", None),
+        (6, "invalid_json_line", None),
+        (7, "invalid_json_line", None),
+        (8, "invalid_custom_id", "custom_id"),
+        (9, "invalid_custom_id", "custom_id"),
+        (10, "invalid_method", "method"),
+        (11, "invalid_url", "url"),
+        (12, "unsupported_parameter", "body.stream"),
+        (13, "missing_model", "body.model"),
+        (14, "mismatched_model", "body.model"),
+        (15, "invalid_custom_id", "custom_id"),
+        (17, "invalid_json_line", None),
+    ]
+    assert findings.model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"", "empty_file"),
+        (b"\n \r\n", "empty_file"),
+        (line("a", body={"model": "other"}), "model_not_found"),
+        (b"x" * (MAX_LINE_BYTES + 2) + b"\n" + line(), "line_too_long"),
+        (None, "file_not_found"),
+    ],
+)
+async def test_a_file_that_cannot_run_says_why(store: Store, data: bytes | None, code: str) -> None:
+    if data is not None:
+        await put(store, "x", data)
+    (fault,) = (await check_input(store, "x", COMPLETIONS, served)).faults
+    assert fault["code"] == code
+
+
+async def test_too_many_lines_and_faults_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await put(store, "x", b"{\n" * 3 * MAX_FAULTS)
+    assert len((await check_input(store, "x", COMPLETIONS, served)).faults) == MAX_FAULTS
+    await put(store, "x", b"\n".join(line(str(number)) for number in range(50_001)))
+    (fault,) = (await check_input(store, "x", COMPLETIONS, served)).faults
+    assert (fault["code"], fault["line"]) == ("too_many_lines", 50_001)
+
+
+def test_lines_with_one_beginning_run_together() -> None:
+    prompts = ["A" * 300 + "x", "B" * 5000 + "1", "C", "A" * 300 + "y", "B" * 1500, "C", "B" * 5000 + "2"]
+    index = LineIndex()
+    for number, prompt in enumerate(prompts, 1):
+        index.add(100 * number, 90, number, beginning_key({"prompt": prompt}))
+    assert list(index.order()) == [0, 3, 1, 6, 4, 2, 5]
+    again = LineIndex.decode(index.encode())
+    assert list(again.order()) == list(index.order())
+    assert [(again.span(place), again.number(place)) for place in range(7)] == [
+        ((100 * number, 90), number) for number in range(1, 8)
+    ]
+    for damaged in (b"", index.encode()[:-1], b"x" + index.encode()):
+        with pytest.raises(BatchFault):
+            LineIndex.decode(damaged)
+
+
+async def test_records_are_put_into_the_order_of_the_input(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_module, "MAX_RECORDS_BYTES", 100)  # several ranges
+    count, draw = 60, random.Random(1)
+    await put(store, "in", b"\n\n".join(line(f"c{place}") for place in range(count)))
+    findings = await check_input(store, "in", COMPLETIONS, served)
+    assert [findings.index.number(place) for place in range(3)] == [1, 3, 5]
+    places = draw.sample(range(count), 50)
+    segments = Segments(store, "b/", count)
+    for number in range(5):
+        await segments.write(f"out-{number}", [
+            StoredRecord(place, place % 3 > 0, b"%d first\n" % place, BatchUsage(prompt=1, completion=place))
+            for place in places[10 * number : 10 * number + 10]
+        ])  # fmt: skip
+    await segments.write("out-again", [StoredRecord(places[0], True, b"second\n", BatchUsage(prompt=1))])
+    again = Segments(store, "b/", count)
+    for name in ("out-0", "out-1", "out-2", "out-3", "out-4", "out-again"):
+        await again.load(name)
+    assert (again.answered, again.failed, again.usage) == (segments.answered, segments.failed, segments.usage)
+    assert segments.usage == BatchUsage(prompt=50, completion=sum(places))
+    answered = [place for place in range(count) if place in places and place % 3]
+    for name, known in (("one", segments), ("two", again)):
+        job = MergeJob(input="in", output=name, errors=f"{name}.e", unfinished="batch_expired", record_name="r")
+        merged = await merge(store, findings.index, known, job)
+        assert (merged.answered, merged.failed) == (len(answered), count - len(answered))
+        assert await read(store, name) == b"".join(b"%d first\n" % place for place in answered)
+        errors = (await read(store, f"{name}.e")).splitlines()
+        left = [place for place in range(count) if place not in answered]
+        for place, raw in zip(left, errors, strict=True):
+            if place in places:
+                assert raw == b"%d first" % place
+            else:
+                record = json.loads(raw)
+                assert (record["custom_id"], record["error"]["code"]) == (f"c{place}", "batch_expired")
+    for damaged in (b"", b"{}\n", b'{"v":1,"lines":[[1,2]]}\n', b'{"v":1,"lines":[[99,1,2,3,4,5,6]]}\n'):
+        await put(store, "b/damaged", damaged)
+        with pytest.raises(BatchFault):
+            await again.load("damaged")
+    with pytest.raises(NotStored):
+        await again.load("out-9")
+
+
+async def read(store: Store, name: str) -> bytes:
+    return b"".join([part async for part in store.read(name)])
+
+
+async def test_a_window_has_a_limit_of_lines_and_bytes_and_an_order() -> None:
+    window, seen = Window(2), list[int]()
+
+    async def run(number: int, size: int) -> None:
+        await window.acquire(size)
+        seen.append(number)
+
+    await window.acquire(2 * MAX_BYTES)  # a single line always fits
+    tasks = [asyncio.create_task(run(number, MAX_BYTES // 2)) for number in range(4)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    assert (seen, window.lines) == ([], 1)
+    window.release(2 * MAX_BYTES)
+    await asyncio.sleep(0)
+    assert (seen, window.lines) == ([0, 2], 2)
+    window.resize(5)
+    await asyncio.sleep(0)
+    assert seen == [0, 2]  # the bytes are used
+    window.release(MAX_BYTES // 2)
+    await asyncio.gather(tasks[3])
+    assert (seen, window.lines) == ([0, 2, 3], 2)

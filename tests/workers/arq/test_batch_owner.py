@@ -1,0 +1,235 @@
+"""Batches with a real model: every line once and in order, whatever ends the batch and whenever an owner dies."""
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from ktqueue.batches.stored import execution
+from ktqueue.batches.stored.batch import Owner, StoredBatch
+from ktqueue.batches.stored.window import Window
+from ktqueue.broker.batches import BatchLease, BatchRecord, BatchRequest, BatchStatus
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import Config
+from ktqueue.core.tenants import TenantLimits
+from ktqueue.storage.folder import FolderStore
+from ktqueue.storage.store import Store
+from ktqueue.workers.arq.batch_owner import BatchOwner
+
+INPUT = "file-in"
+DEATHS = 24
+
+
+class Death(BaseException):
+    """The process is killed."""
+
+
+class Mortal:
+    """Stands before an object and dies at one of its calls, just before or just after the call.
+
+    Afterwards nothing is called any more. All parts of an owner share one `life`, a list with the calls that are left.
+    """
+
+    def __init__(self, target: Any, life: list[float]) -> None:
+        self._target = target
+        self._life = life
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if name in ("batches", "jobs", "journal", "models", "files"):
+            return Mortal(value, self._life)
+        if name == "create":
+            return self._create
+        if not asyncio.iscoroutinefunction(value):
+            return value
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self._step()
+            result = await value(*args, **kwargs)
+            self._step()
+            return result
+
+        return call
+
+    @contextlib.asynccontextmanager
+    async def _create(self, name: str) -> AsyncIterator[Any]:
+        self._step()
+        async with self._target.create(name) as writing:
+            yield writing
+            self._step()
+        self._step()
+
+    def _step(self) -> None:
+        self._life[0] -= 1
+        if self._life[0] <= 0:
+            raise Death
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "SEGMENT_SECONDS", 0.05)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return FolderStore(tmp_path)
+
+
+@pytest.fixture
+def free(broker: Broker) -> Callable[[], None]:
+    """End the leases of all batches now, as if their owners had been dead for long."""
+
+    def end() -> None:
+        with redis.Redis.from_url(broker.config.url or "") as client:
+            for batch_id in client.zrange(f"{broker.keys.tag}:batches", 0, -1):
+                client.zadd(f"{broker.keys.tag}:batches", {batch_id: 1})
+
+    return end
+
+
+async def put(store: Store, count: int, **body: Any) -> None:
+    async with store.create(f"files/{INPUT}") as writing:
+        for number in range(count):
+            values = {"model": "demo", "prompt": f"Tale {number}", "max_tokens": 4, "seed": number, **body}
+            if number % 5 == 3:
+                values["temperature"] = 900
+            line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": values}
+            await writing.write(json.dumps(line).encode() + b"\n\n")
+
+
+async def create(broker: Broker, seconds: float = 3_600.0, tenant: str = "default") -> str:
+    request = BatchRequest(input_file_id=INPUT, endpoint="/v1/completions", completion_window="1h")
+    return (await broker.batches.create(request, window_seconds=seconds, tenant=tenant)).id
+
+
+async def outputs(broker: Broker, store: Store, record: BatchRecord) -> tuple[list[Any], list[Any]]:
+    """The lines of the output file and of the error file. Nothing else is left in the store."""
+    ids = (record.facts.output_file_id, record.facts.error_file_id)
+    assert {*await store.names("files/"), *await store.names("batches/")} == {
+        f"files/{name}" for name in (INPUT, *ids) if name is not None
+    }
+    found = []
+    for file_id in ids:
+        data = b"" if file_id is None else b"".join([part async for part in store.read(f"files/{file_id}")])
+        found.append([json.loads(line) for line in data.splitlines()])
+    assert (record.facts.answered, record.facts.failed) == (len(found[0]), len(found[1]))
+    for file_id in filter(None, ids):
+        file = await broker.files.get(record.tenant, file_id)
+        assert (file.purpose, file.size) == ("batch_output", await store.size(f"files/{file_id}"))
+    return found[0], found[1]
+
+
+async def taken(broker: Broker) -> tuple[BatchLease, BatchRecord]:
+    found = await broker.batches.take("test")
+    assert found is not None
+    return found
+
+
+def owned(broker: Any, store: Any, lease: BatchLease, record: BatchRecord, **options: Any) -> StoredBatch:
+    return StoredBatch(Owner(broker, store, Window(4), 3_600.0), lease, record, options.get("limits"))
+
+
+async def until(broker: Broker, batch_id: str, fits: Callable[[BatchRecord], bool], tenant: str = "default") -> None:
+    async with asyncio.timeout(20):
+        while not fits(await broker.batches.get(tenant, batch_id)):  # noqa: ASYNC110 # what it asks of has no event
+            await asyncio.sleep(0.01)
+
+
+def texts(lines: list[Any]) -> list[tuple[str, str]]:
+    return [(line["custom_id"], line["response"]["body"]["choices"][0]["text"]) for line in lines]
+
+
+async def test_every_death_of_an_owner_gives_the_same_files(
+    broker: Broker, store: Store, start_worker: Any, free: Callable[[], None]
+) -> None:
+    await put(store, 12)
+    draw = random.Random(3)
+    async with start_worker():
+        batch_id = await create(broker)
+        counted = [1e6]
+        await owned(Mortal(broker, counted), Mortal(store, counted), *await taken(broker)).run()
+        expected, failed = await outputs(broker, store, await broker.batches.get("default", batch_id))
+        assert [line["custom_id"] for line in expected] == [f"c{number}" for number in range(12) if number % 5 != 3]
+        assert [line["custom_id"] for line in failed] == ["c3", "c8"]
+        assert {line["response"]["status_code"] for line in failed} == {400}
+        steps = int(1e6 - counted[0])
+        statuses = set()
+        for number in range(DEATHS):
+            for name in await store.names("files/"):
+                if name != f"files/{INPUT}":
+                    await store.delete(name)
+            batch_id = await create(broker)
+            for calls in (2 + steps * number // DEATHS, draw.randint(1, steps)):  # two owners die one after the other
+                life = [float(calls)]
+                with contextlib.suppress(Death, BaseExceptionGroup):
+                    await owned(Mortal(broker, life), Mortal(store, life), *await taken(broker)).run()
+                record = await broker.batches.get("default", batch_id)
+                statuses.add(record.status)
+                free()
+                if record.status.ended and await broker.batches.take("nobody") is None:
+                    break
+                free()
+            else:
+                await owned(broker, store, *await taken(broker)).run()
+            record = await broker.batches.get("default", batch_id)
+            answered, failed_again = await outputs(broker, store, record)
+            assert texts(answered) == texts(expected)
+            assert [line["custom_id"] for line in failed_again] == ["c3", "c8"]
+            assert record.status is BatchStatus.COMPLETED
+    assert {BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING} <= statuses
+
+
+async def test_a_cancelled_batch_keeps_what_is_done(broker: Broker, store: Store, start_worker: Any) -> None:
+    await put(store, 40, max_tokens=40, ignore_eos=True)
+    batch_id = await create(broker)
+    owner = asyncio.create_task(BatchOwner(broker, store, Config(broker=broker.config)).run())
+    async with start_worker():
+        await until(broker, batch_id, lambda record: record.facts.answered >= 4)
+        await broker.batches.cancel("default", batch_id)
+        await until(broker, batch_id, lambda record: record.status is BatchStatus.CANCELLED)
+        await asyncio.sleep(0.3)
+        record = await broker.batches.get("default", batch_id)
+        answered, failed = await outputs(broker, store, record)
+        assert 4 <= len(answered) < 32
+        codes = [line["error"]["code"] for line in failed if line["error"] is not None]
+        assert set(codes) == {"batch_cancelled"}
+        assert len(answered) + len(failed) == 40
+        assert all(job.state.terminal for job in await broker.jobs.list())
+    owner.cancel()
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+async def test_a_late_batch_expires(broker: Broker, store: Store, free: Callable[[], None], taken_over: bool) -> None:
+    await put(store, 6)
+    batch_id = await create(broker, 0.5)
+    owner = asyncio.create_task(BatchOwner(broker, store, Config(broker=broker.config)).run())  # there is no worker
+    if taken_over:
+        await until(broker, batch_id, lambda record: record.status is BatchStatus.IN_PROGRESS)
+        owner.cancel()
+        await asyncio.wait([owner])
+        await asyncio.sleep(0.6)
+        owner = asyncio.create_task(BatchOwner(broker, store, Config(broker=broker.config)).run())
+    await until(broker, batch_id, lambda record: record.status is BatchStatus.EXPIRED)
+    owner.cancel()
+    await asyncio.wait([owner])
+    answered, failed = await outputs(broker, store, await broker.batches.get("default", batch_id))
+    assert answered == []
+    assert [line["custom_id"] for line in failed] == [f"c{number}" for number in range(6)]
+    assert [line["error"] and line["error"]["code"] for line in failed].count("batch_expired") >= 5
+    assert all(job.state.terminal for job in await broker.jobs.list())
+
+
+async def test_limits_of_the_tenant_slow_its_lines_down(broker: Broker, store: Store, start_worker: Any) -> None:
+    await put(store, 8)
+    batch_id = await create(broker, tenant="slow")
+    limits = TenantLimits(max_live_jobs=1, requests_per_minute=600, requests_burst=1)
+    async with start_worker():
+        await owned(broker, store, *await taken(broker), limits=limits).run()
+    answered, failed = await outputs(broker, store, await broker.batches.get("slow", batch_id))
+    assert (len(answered), len(failed)) == (7, 1)
