@@ -61,6 +61,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "depth": queue.depth,
             "chaos": queue.chaos,
             "fairness": queue.fairness,
+            "tenants": queue.tenants,
             "crew": queue.fleet,
         },
     ),

@@ -78,13 +78,13 @@ async def fill(broker: Broker, model: str, count: int) -> list[str]:
 
 async def batch_alone(broker: Broker, seconds: float) -> float:
     """Tokens a second of batch jobs, over whole beats of the worker."""
-    first, began = await _next_figure(broker)
+    first, began = await next_figure(broker)
     await asyncio.sleep(seconds)
-    last, ended = await _next_figure(broker)
+    last, ended = await next_figure(broker)
     return (last - first) / (ended - began)
 
 
-async def _next_figure(broker: Broker) -> tuple[float, float]:
+async def next_figure(broker: Broker) -> tuple[float, float]:
     """The number of generated tokens when it next changes, and the time of the change."""
     (before,) = await broker.models.workers()
     while True:
@@ -109,10 +109,10 @@ async def flood(broker: Broker, model: str, clients: int, seconds: float) -> flo
     tasks = [asyncio.create_task(client(number)) for number in range(clients)]
     try:
         await asyncio.sleep(SETTLE_SECONDS)
-        first, _ = await _next_figure(broker)
+        first, _ = await next_figure(broker)
         before = tokens
         await asyncio.sleep(seconds)
-        last, _ = await _next_figure(broker)
+        last, _ = await next_figure(broker)
         return 1 - (tokens - before) / (last - first)
     finally:
         for task in tasks:
@@ -135,9 +135,9 @@ async def round_of(broker: Broker, model: str, arguments: argparse.Namespace, se
     submitted = len(jobs) / (time.perf_counter() - began)
     batch_rate = await batch_alone(broker, arguments.seconds)
     (before,) = await broker.jobs.depth()
-    first, began = await _next_figure(broker)
+    first, began = await next_figure(broker)
     beside = await interactive(broker, model, rate=arguments.rate, count=arguments.jobs, seed=seed)
-    last, ended = await _next_figure(broker)
+    last, ended = await next_figure(broker)
     (after,) = await broker.jobs.depth()
     shared = (last - first - arguments.jobs * INTERACTIVE_TOKENS) / (ended - began)
     share = await flood(broker, model, 3 * arguments.rows, arguments.seconds)

@@ -159,10 +159,32 @@ FAIRNESS: Columns = {
     "batch kept": "{batch_kept:.0%}",
     "batch's share in a flood": "{batch_share_in_a_flood:.1%}",
 }
+TENANTS: Columns = {
+    "order of the queue": "{label}",
+    "idle p50, p95": "{idle[p50_ms]:.1f}, {idle[p95_ms]:.1f} ms",
+    "behind the backlog p50, p95": "{behind[p50_ms]:,.0f}, {behind[p95_ms]:,.0f} ms",
+    "longest": "{behind[max_ms]:,.0f} ms",
+    "tok/s kept": "{kept:.0%}",
+    "preempted": "{preemptions:.0f}",
+}
 FLEET: Columns = {
     "workers": "{workers}", "workers that left": "{left}", "jobs/s": "{jobs_per_second:.0f}",
     "tok/s": "{tokens_per_second:.0f}", "lost or different": "{wrong}", "load average": "{load_average}",
 }  # fmt: skip
+
+
+def tenants(result: dict[str, Any]) -> list[str]:
+    """A tenant behind the backlog of another."""
+    load = sorted(row["load_average"] for row in result["figures"])
+    return section(
+        "One tenant behind the backlog of another",
+        f"One worker with {result['rows']} rows, {result['model']}. A tenant sends {result['backlog']} requests of "
+        f"{result['tokens']['long']} tokens at once, then another {result['short_per_second']:g} a second of "
+        f"{result['tokens']['short']}, all interactive. Waits of the latter are from submission to the first token. "
+        f"Load average {load[0]} to {load[-1]} on the machine, which was shared. {software(result)}",
+        TENANTS,
+        numbered(result["figures"]),
+    )
 
 
 def fleet(result: dict[str, Any]) -> list[str]:
