@@ -24,7 +24,7 @@ local WINDOW = 16 -- waiting jobs of a class among which a job with a cached pre
 local WORTH = 2000000 -- us of waiting that a cached prefix is worth: no job overtakes one that arrived so much earlier
 local WORTH_TOKENS = 2048 -- tokens that a cached prefix is worth: no job goes so much before the turn of another caller
 local LEAVE = 20000 -- us for which a job is left to another worker
-local CHUNK = 64 -- jobs that are read together
+local MAX_CHUNK = 64 -- jobs that are read together
 local MAX_MEMBERS = 256 -- tenants, and callers of a tenant, whose turns one claim looks at
 local MAX_ENTERED = 256 -- jobs of older gateways in a queue to which one claim gives a place in the turns
 local HEAVY, EVENT = 8388608, 512 -- bytes of requests and journals in a reply; rough bytes of an event
@@ -50,6 +50,7 @@ if #taken == 0 then
   local rows, late, weight = 0, 0, 0
   local knows = redis.call('EXISTS', warm) == 1
   local learnt = {}
+  local chunk = math.min(MAX_CHUNK, most + (knows and WINDOW or 1))
   local queues, jobs, others = {}, {}, nil
 
   local function look_up(id)
@@ -87,7 +88,7 @@ if #taken == 0 then
         if job.line and redis.call('ZSCORE', TAG .. job.line, id) and (job.charged
           or redis.call('ZSCORE', callers_of(class, field[1], job.tenant).turns, job.caller)
           and redis.call('ZSCORE', tenants_of(class, field[1]).turns, job.tenant)) then return end
-        enter_turns(id, class, field[1], place, now)
+        enter_turns(id, class, field[1], place, now, job.format, job.tenant, job.caller, job.charged)
       end
     end
   end
@@ -103,8 +104,8 @@ if #taken == 0 then
     local first
     for _, part in ipairs(stream) do
       if part.next > #part.list and not part.is_over then
-        part.list = redis.call('ZRANGE', part.key, part.kept, part.kept + CHUNK - 1, 'WITHSCORES')
-        part.next, part.is_over = 1, #part.list < 2 * CHUNK
+        part.list = redis.call('ZRANGE', part.key, part.kept, part.kept + chunk - 1, 'WITHSCORES')
+        part.next, part.is_over = 1, #part.list < 2 * chunk
       end
       local id, place = part.list[part.next], tonumber(part.list[part.next + 1])
       if id and (not first or place < first.place or place == first.place and id < first.id) then
@@ -257,6 +258,14 @@ if #taken == 0 then
     return best and queue.window[best], queue, best, first
   end
 
+  local charges = {} -- for all jobs of this claim together
+
+  local function add_charge(list, name, tokens, clock)
+    local key = list.turns .. ' ' .. name
+    charges[key] = charges[key] or { list = list, name = name, tokens = 0 }
+    charges[key].tokens, charges[key].clock = charges[key].tokens + tokens, clock
+  end
+
   -- Charge a job that is taken for its turn, unless it was charged before.
   local function charge_turn(entry, class, first)
     local job, tenant, caller, tokens = look_up(entry.id), entry.tenant, entry.caller, entry.tokens
@@ -266,19 +275,19 @@ if #taken == 0 then
       tenant, caller = { name = job.tenant, weight = weight_of(job.tenant), time = 0 }, { name = job.caller, time = 0 }
       tokens = estimate(prompt, most, job.rows, 0)
     end
-    local clock = entry.tenant and first.tenant and math.min(first.tenant.time, tenant.time)
-    charge(callers_of(class, field[1], tenant.name), caller.name, tokens, now)
-    charge(tenants_of(class, field[1]), tenant.name, tokens / tenant.weight, now, clock)
+    local is_in_turn = entry.tenant and first.tenant
+    add_charge(callers_of(class, field[1], tenant.name), caller.name, tokens, is_in_turn and caller.time)
+    add_charge(tenants_of(class, field[1]), tenant.name, tokens / tenant.weight,
+      is_in_turn and math.min(first.tenant.time, tenant.time))
     tenant.time, caller.time = tenant.time + tokens / tenant.weight, caller.time + tokens
     redis.call('HSET', TAG .. 'job:' .. entry.id, 'charged', exact(tokens))
   end
 
-  local held, weights = {}, {} -- rows of interactive jobs on this worker by tenant and caller
+  local held = {} -- rows of interactive jobs on this worker by tenant and caller
   local function hold_rows(tenant, caller, count)
     held[tenant] = held[tenant] or { all = 0, of = {} }
     held[tenant].all = held[tenant].all + count
     held[tenant].of[caller] = (held[tenant].of[caller] or 0) + count
-    weights[tenant] = weights[tenant] or weight_of(tenant)
   end
   for i = 12, #ARGV, 3 do hold_rows(ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])) end
 
@@ -288,10 +297,11 @@ if #taken == 0 then
     hold_rows(job.tenant, job.caller, 0)
     local richest
     for tenant, count in pairs(held) do
-      if not richest or count.all / weights[tenant] > held[richest].all / weights[richest] then richest = tenant end
+      if not richest or count.all / weight_of(tenant) > held[richest].all / weight_of(richest) then richest = tenant end
     end
     if richest ~= job.tenant then
-      return (held[job.tenant].all + job.rows) / weights[job.tenant] <= (held[richest].all - job.rows) / weights[richest]
+      return (held[job.tenant].all + job.rows) / weight_of(job.tenant)
+        <= (held[richest].all - job.rows) / weight_of(richest)
     end
     local callers, longest = held[richest].of, 0
     for _, count in pairs(callers) do longest = math.max(longest, count) end
@@ -341,6 +351,7 @@ if #taken == 0 then
       if class == 'interactive' then hold_rows(look_up(id).tenant, look_up(id).caller, needed) end
     end
   end
+  for _, one in pairs(charges) do charge(one.list, one.name, one.tokens, now, one.clock) end
   if #learnt > 0 then remember_prefixes(worker, learnt, now) end
   redis.call('HSET', record, 'claim', number, 'claimed', table.concat(taken, ' '), 'slots', slots,
     'idle', math.max(0, free - rows))

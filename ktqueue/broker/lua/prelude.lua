@@ -126,8 +126,7 @@ local function keep_failed(id, now, usual_ttl, ttl, most_bytes)
 end
 
 -- Replace what a job was charged for its turn by the tokens that it used.
-local function end_turns(job, id, class, model, tenant, charged, used)
-  local caller, cost = unpack(redis.call('HMGET', job, 'caller', 'cost'))
+local function end_turns(id, class, model, tenant, caller, cost, charged, used)
   local prompt, most = tokens_of(cost, id)
   local answer = most > 0 and math.max(1, used - prompt) or nil
   settle(callers_of(class, model, tenant), caller or '', used - charged)
@@ -139,8 +138,9 @@ end
 -- job's tokens if known. `final`: a retry would fail too, so the request is not kept.
 local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, final)
   local job = TAG .. 'job:' .. id
-  local class, model, old_state, tenant, account, started, stored, kept, charged = unpack(redis.call(
-    'HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored', 'keep', 'charged'))
+  local class, model, old_state, tenant, account, started, stored, kept, charged, caller, cost = unpack(redis.call(
+    'HMGET', job, 'class', 'model', 'state', 'tenant', 'account', 'started', 'stored', 'keep', 'charged', 'caller',
+    'cost'))
   redis.call('ZREM', TAG .. 'live', id)
   redis.call('ZREM', TAG .. 'deadlines', id)
   if not old_state then return end -- the record was deleted by hand
@@ -156,7 +156,7 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, fi
     local least = started and tonumber(string.match(account, '^%d+')) + seq - 1 or 0
     end_account(tenant, account, used or least, now)
   end
-  if charged and used then end_turns(job, id, class, model, tenant, charged, used) end
+  if charged and used then end_turns(id, class, model, tenant, caller, cost, charged, used) end
   append(id, seq, event)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
   redis.call('PEXPIRE', job, ttl)
@@ -191,9 +191,7 @@ local function bound_key(class, takers, model)
 end
 
 -- Give a waiting job that has not started its place in the turns. Returns whether nothing of its caller waited.
-local function enter_turns(id, class, model, place, now)
-  local format, tenant, caller, charged = unpack(redis.call(
-    'HMGET', TAG .. 'job:' .. id, 'format', 'tenant', 'caller', 'charged'))
+local function enter_turns(id, class, model, place, now, format, tenant, caller, charged)
   if charged then return join_front(id, class, format or 1, model, place) end
   return join_line(id, class, format or 1, model, tenant, caller or '', place, now)
 end
@@ -203,7 +201,8 @@ end
 -- Returns whether nothing of its caller waited.
 local function enqueue(id, class, model, place, seq, now)
   local job = TAG .. 'job:' .. id
-  local format, digest = unpack(redis.call('HMGET', job, 'format', 'digest'))
+  local format, digest, tenant, caller, charged = unpack(redis.call(
+    'HMGET', job, 'format', 'digest', 'tenant', 'caller', 'charged'))
   local takers = (format or '1') .. ':' .. (seq > 0 and digest or '-')
   if seq == 0 and digest then redis.call('HDEL', job, 'digest') end
   if takers == '1:-' then
@@ -213,14 +212,17 @@ local function enqueue(id, class, model, place, seq, now)
     redis.call('ZADD', bound_key(class, takers, model), place, id)
     redis.call('ZADD', TAG .. 'bound', 'NX', now, takers .. ':' .. model)
   end
-  if string.sub(takers, -2) == ':-' then return enter_turns(id, class, model, place, now) end
+  if string.sub(takers, -2) == ':-' then
+    return enter_turns(id, class, model, place, now, format, tenant, caller, charged)
+  end
 end
 
 -- Remove a waiting job from its queue. Both queues are tried, because an older version may have moved it.
 local function dequeue(id, class, model)
-  leave_line(id, class, model)
   redis.call('ZREM', TAG .. 'queue:' .. class .. ':' .. model, id)
-  local takers = redis.call('HGET', TAG .. 'job:' .. id, 'bound')
+  local takers, line, tenant, caller = unpack(redis.call(
+    'HMGET', TAG .. 'job:' .. id, 'bound', 'line', 'tenant', 'caller'))
+  if line then leave_line(id, class, model, line, tenant, caller) end
   if takers then
     redis.call('ZREM', bound_key(class, takers, model), id)
     redis.call('HDEL', TAG .. 'job:' .. id, 'bound')

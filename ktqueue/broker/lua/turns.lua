@@ -11,16 +11,16 @@
 -- jobs that no longer wait, which are dropped when they are found; and `claim_jobs` enters jobs that are in no line.
 local TAG = KEYS[1] .. ':'
 local CLOCK = ' '
-local FORMATS = 4 -- record formats, from 1, whose lines are known
+local FORMATS = 3 -- record formats, from 1, whose lines are known: those of this version and of the next
 local MAX_ACCOUNTS = 1024 -- of a list; if there are more, all are forgotten, and those without waiting jobs owe nothing
 local MAX_OTHERS = 64 -- tenants with earlier turns that count for a job's place
 local ASSUMED = 256 -- tokens of an answer while the tenant's mean is not known
 
 -- Let a key live as long as the models are known, from now.
-local ttl
+local ttl, kept
 local function keep(key)
-  ttl = ttl or math.max(1000, redis.call('PTTL', TAG .. 'models'))
-  redis.call('PEXPIRE', key, ttl)
+  ttl, kept = ttl or math.max(1000, redis.call('PTTL', TAG .. 'models')), kept or {}
+  if not kept[key] and redis.call('PEXPIRE', key, ttl) == 1 then kept[key] = true end
 end
 
 local function exact(number)
@@ -48,8 +48,10 @@ local function front_of(class, format, model)
   return table.concat({ 'front', class, format, model }, ':')
 end
 
+local weights = {} -- that were read
 local function weight_of(tenant)
-  return tonumber(redis.call('HGET', TAG .. 'weights', tenant) or 1)
+  weights[tenant] = weights[tenant] or tonumber(redis.call('HGET', TAG .. 'weights', tenant) or 1)
+  return weights[tenant]
 end
 
 -- A job's owner as workers read it (JSON).
@@ -65,11 +67,9 @@ local function account_of(list, name)
 end
 
 local function write_account(list, name, time, floor, mean)
-  if redis.call('HLEN', list.accounts) >= MAX_ACCOUNTS and redis.call('HEXISTS', list.accounts, name) == 0 then
-    redis.call('DEL', list.accounts)
-  end
-  redis.call('HSET', list.accounts, name, exact(time) .. ' ' .. exact(floor) .. ' ' .. exact(mean))
-  keep(list.accounts)
+  local is_new = redis.call('HSET', list.accounts, name, exact(time) .. ' ' .. exact(floor) .. ' ' .. exact(mean)) == 1
+  if is_new and redis.call('HLEN', list.accounts) > MAX_ACCOUNTS then redis.call('DEL', list.accounts) end
+  if is_new then keep(list.accounts) end
   redis.call('ZADD', list.turns, 'XX', exact(time), name)
 end
 
@@ -89,8 +89,8 @@ local function enter(list, name, now)
     local time, floor, mean = returning(list, name, now)
     redis.call('ZADD', list.turns, exact(time), name)
     write_account(list, name, time, floor, mean)
+    keep(list.turns)
   end
-  keep(list.turns)
   return is_new
 end
 
@@ -123,12 +123,9 @@ local function end_turn(class, model, tenant, caller)
   end
 end
 
--- Take a job out of its line or the front.
-local function leave_line(id, class, model)
-  local line, tenant, caller = unpack(redis.call('HMGET', TAG .. 'job:' .. id, 'line', 'tenant', 'caller'))
-  if not line then return end
+-- Take a job out of its line or the front. The field `line` stays, and has no meaning until the job waits again.
+local function leave_line(id, class, model, line, tenant, caller)
   redis.call('ZREM', TAG .. line, id)
-  redis.call('HDEL', TAG .. 'job:' .. id, 'line')
   if string.sub(line, 1, 5) == 'line:' then end_turn(class, model, tenant, caller or '') end
 end
 
@@ -136,14 +133,15 @@ end
 local function charge(list, name, tokens, now, clock)
   local time, floor, mean = account_of(list, name)
   local waits = redis.call('ZSCORE', list.turns, name)
-  if not waits then
+  if not waits then -- this was its last job
     time, floor, mean = returning(list, name, now)
   elseif not time then
     time, floor = tonumber(waits), tonumber(waits)
   end
   redis.call('ZADD', list.turns, 'GT', exact(clock or time), CLOCK)
-  keep(list.turns)
   write_account(list, name, time + tokens, floor, mean)
+  keep(list.turns)
+  keep(list.accounts)
 end
 
 -- Correct what a job was charged, now that the tokens that it used are known. Tokens that are returned give no credit
@@ -167,24 +165,26 @@ local function estimate(prompt, most, rows, mean)
   return math.max(1, prompt + math.min(most, mean > 0 and mean or ASSUMED * rows))
 end
 
--- Number of jobs in the sets with these names, for all formats, and of those before a place.
+-- Number of jobs before a place in the sets with these names, for all formats. Without a place: of all jobs.
 local function count_before(name_of, place)
-  local count, before = 0, 0
+  local count, keys = 0, {}
+  for format = 1, FORMATS do keys[format] = TAG .. name_of(format) end
+  if redis.call('EXISTS', unpack(keys)) == 0 then return 0 end
   for format = 1, FORMATS do
-    local key = TAG .. name_of(format)
-    count = count + redis.call('ZCARD', key)
-    before = before + redis.call('ZCOUNT', key, '-inf', '(' .. place)
+    count = count + redis.call('ZCOUNT', keys[format], '-inf', place and '(' .. place or '+inf')
   end
-  return count, before
+  return count
 end
 
 -- How many others have turns, and how many of them before `name`.
 local function others_of(list, name)
-  local clock, mine = redis.call('ZSCORE', list.turns, CLOCK), redis.call('ZSCORE', list.turns, name)
+  local clock = redis.call('ZSCORE', list.turns, CLOCK)
+  local others = redis.call('ZCARD', list.turns) - (clock and 2 or 1)
+  local mine = others > 0 and redis.call('ZSCORE', list.turns, name)
   if not mine then return 0, 0 end
   local ahead = redis.call('ZCOUNT', list.turns, '-inf', '(' .. mine)
   if clock and tonumber(clock) < tonumber(mine) then ahead = ahead - 1 end
-  return redis.call('ZCARD', list.turns) - (clock and 2 or 1), ahead
+  return others, ahead
 end
 
 -- How many jobs go before a waiting job if all need the same number of tokens: those before it in its line, as many of
@@ -193,12 +193,13 @@ end
 local function place_in_turns(id, class, model, tenant, caller, line, waiting)
   local place = redis.call('ZSCORE', TAG .. line, id)
   if not place then return end
-  local own, rank = count_before(function(format) return line_of(class, format, model, tenant, caller) end, place)
-  local fronts, front = count_before(function(format) return front_of(class, format, model) end, place)
-  if string.sub(line, 1, 6) == 'front:' then return front + rank end
+  local function own_line(format) return line_of(class, format, model, tenant, caller) end
+  local function front(format) return front_of(class, format, model) end
+  local rank = count_before(own_line, place)
+  if string.sub(line, 1, 6) == 'front:' then return rank + count_before(front, place) end
   local callers, callers_ahead = others_of(callers_of(class, model, tenant), caller)
   local tenants = tenants_of(class, model)
-  if callers + others_of(tenants, tenant) == 0 then return rank + front end
+  if callers + others_of(tenants, tenant) == 0 then return rank + count_before(front, place) end
   local before = rank + rank * callers + callers_ahead
   local all, weight = before, weight_of(tenant)
   local mine = tonumber(redis.call('ZSCORE', tenants.turns, tenant) or 0)
@@ -210,10 +211,10 @@ local function place_in_turns(id, class, model, tenant, caller, line, waiting)
       local known = redis.call('ZRANGE', turns.turns, 0, 2)
       if #known <= 2 then -- a clock and one caller
         local only = known[1] ~= CLOCK and known[1] or known[2] or ''
-        share = math.min(share, (count_before(function(format) return line_of(class, format, model, other, only) end, 0)))
+        share = math.min(share, count_before(function(format) return line_of(class, format, model, other, only) end))
       end
       all = all + share
     end
   end
-  return math.min(all + fronts, math.max(rank, rank + waiting - own))
+  return math.min(all + count_before(front), math.max(rank, rank + waiting - count_before(own_line)))
 end
