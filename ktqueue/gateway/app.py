@@ -17,10 +17,16 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.codec import dumps
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway import batches, health, jobs, models, responses
+from ktqueue.gateway import batches, files, health, jobs, models, responses
 from ktqueue.gateway.conversations import StreamEndpoint
 from ktqueue.gateway.endpoints import DESCRIPTIONS
-from ktqueue.gateway.errors import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections
+from ktqueue.gateway.errors import (
+    MethodNotAllowed,
+    RouteNotFound,
+    TooManyBodyBytes,
+    TooManyConnections,
+    TooManyUploads,
+)
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.generation import generation_routes
 from ktqueue.gateway.http.edge import Edge
@@ -101,6 +107,9 @@ def routes() -> list[Route]:
         Route("/v1/batches", batches.BatchesEndpoint),
         Route("/v1/batches/{batch_id}", batches.get_batch),
         Route("/v1/batches/{batch_id}/cancel", batches.cancel_batch, methods=["POST"]),
+        Route("/v1/files", files.FilesEndpoint),
+        Route("/v1/files/{file_id}", files.FileEndpoint),
+        Route("/v1/files/{file_id}/content", files.read_content),
         Route("/v1/stream", StreamEndpoint),
         Route("/v1/jobs", jobs.JobsEndpoint),
         Route("/v1/jobs/{job_id}", jobs.JobEndpoint),
@@ -153,7 +162,7 @@ async def _reap(gateway: Gateway) -> None:
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KtqueueError)
     # Refusals that anybody can cause at any rate are counted, not logged.
-    if error.info().status >= 500 and not isinstance(error, TooManyConnections | TooManyBodyBytes):
+    if error.info().status >= 500 and not isinstance(error, TooManyConnections | TooManyBodyBytes | TooManyUploads):
         logger.warning("%s %s: %s", request.method, request.url.path, error.message)
     return error_response(error, path=request.url.path)
 

@@ -9,6 +9,12 @@ class MalformedBody(InvalidRequest):
     code = "invalid_json"
 
 
+class MalformedForm(InvalidRequest):
+    """The body is not multipart/form-data, or has more parts than an upload needs."""
+
+    code = "invalid_form"
+
+
 class PermissionDenied(KtqueueError):
     """The API key is known, but may not do this."""
 
@@ -89,6 +95,12 @@ class TooManyBodyBytes(Unavailable):
     """All bodies that are being read have too many bytes together."""
 
     code = "too_many_body_bytes"
+
+
+class TooManyUploads(Unavailable):
+    """The gateway receives as many files as it may at once."""
+
+    code = "too_many_uploads"
 
 
 class UnknownEvent(JournalRegressed):

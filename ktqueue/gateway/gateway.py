@@ -29,9 +29,11 @@ from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.grammars import GrammarChecks
 from ktqueue.gateway.http.auth import ApiKeys, Tenant
 from ktqueue.gateway.http.body import BodyReader, JsonBody
+from ktqueue.gateway.http.file_uploads import FileUploads
 from ktqueue.gateway.http.sse import watch_disconnect
 from ktqueue.gateway.metrics import Metrics
 from ktqueue.openai.constraints import may_constrain
+from ktqueue.storage.opening import open_store
 
 LARGE_PROMPT = 4_096  # characters or token ids; a smaller prompt costs a worker little
 LATEST = ":latest"
@@ -48,6 +50,8 @@ class Gateway:
         self.metrics = Metrics()
         self.keys = ApiKeys(config.gateway)
         self.bodies = BodyReader(config.gateway)
+        self.file_uploads = FileUploads(config.storage, config.gateway.stall_seconds)
+        self.store = open_store(config.storage, config.broker.state_dir)
         self.grammars = GrammarChecks()
         self.draining = False
         self._broker = broker

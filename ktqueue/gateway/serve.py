@@ -49,6 +49,7 @@ class GatewayServer(uvicorn.Server):
         protocol = partial(
             LimitedProtocol,
             settings=settings,
+            max_file_bytes=settings.max_body_bytes,
             metrics=self.gateway.metrics,
             connections=Connections(PROBE_CONNECTIONS),
             probes_only=True,
@@ -92,7 +93,12 @@ def build_server(config: Config) -> GatewayServer:
         settings.socket_limit, per_address=settings.max_sockets_per_address, trusted=settings.trusted_addresses
     )
     protocol: Any = partial(
-        LimitedProtocol, settings=settings, metrics=gateway.metrics, connections=connections, probes_only=False
+        LimitedProtocol,
+        settings=settings,
+        max_file_bytes=config.storage.max_file_bytes,
+        metrics=gateway.metrics,
+        connections=connections,
+        probes_only=False,
     )
     server_config = uvicorn.Config(
         Http10(app),

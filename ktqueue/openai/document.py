@@ -9,10 +9,12 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ktqueue import __version__
 from ktqueue.openai import batch_schema as batch_shapes
+from ktqueue.openai import file_schema as file_shapes
 from ktqueue.openai import schema as shapes
 from ktqueue.openai.batches import BatchBody
 from ktqueue.openai.chat import ChatBody
 from ktqueue.openai.completions import CompletionBody
+from ktqueue.openai.files import LONGEST_LIFE, SHORTEST_LIFE
 from ktqueue.openai.foreign_fields import refused_fields
 from ktqueue.openai.jobs import GenerationBody
 from ktqueue.openai.prompt_endpoints import DetokenizeBody, TokenizeBody
@@ -44,6 +46,9 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.ResponseObject,
     batch_shapes.Batch,
     batch_shapes.BatchList,
+    file_shapes.File,
+    file_shapes.FileList,
+    file_shapes.DeletedFile,
     shapes.HealthStatus,
     shapes.Status,
     shapes.Version,
@@ -191,6 +196,7 @@ def _paths() -> Json:
         },
         **_response_paths(),
         **_batch_paths(),
+        **_file_paths(),
         "/v1/models": {
             "get": _get("listModels", "List the models that are served.", shapes.ModelList, errors=("401", "503"))
         },
@@ -257,6 +263,46 @@ def _batch_paths() -> Json:
         "/v1/batches": {"get": listing, "post": create},
         "/v1/batches/{batch_id}": {"get": _get("getBatch", "Get a batch.", batch_shapes.Batch), "parameters": name},
         "/v1/batches/{batch_id}/cancel": {"post": cancel, "parameters": name},
+    }
+
+
+def _file_paths() -> Json:
+    upload = _post("uploadFile", "Upload a file of requests, for a batch.", [], file_shapes.File, is_job=False)
+    text: Json = {"type": "string"}
+    seconds = {"type": "integer", "minimum": SHORTEST_LIFE, "maximum": LONGEST_LIFE}
+    upload["requestBody"]["content"] = {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+                    "purpose": {"const": "batch"},
+                    "expires_after[anchor]": {"const": "created_at"},
+                    "expires_after[seconds]": seconds,
+                },
+            }
+        }
+    }
+    listing = _get("listFiles", "List files.", file_shapes.FileList, errors=("400", "401", "503"))
+    listing["parameters"] = [
+        {"name": "purpose", "in": "query", "schema": text},
+        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+        {"name": "after", "in": "query", "schema": text},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}},
+    ]
+    name = [{"name": "file_id", "in": "path", "required": True, "schema": text}]
+    return {
+        "/v1/files": {"get": listing, "post": upload},
+        "/v1/files/{file_id}": {
+            "get": _get("getFile", "Get the facts of a file.", file_shapes.File),
+            "delete": _get("deleteFile", "Delete a file.", file_shapes.DeletedFile),
+            "parameters": name,
+        },
+        "/v1/files/{file_id}/content": {
+            "get": _text("readFile", "The bytes of a file.", "application/octet-stream"),
+            "parameters": name,
+        },
     }
 
 

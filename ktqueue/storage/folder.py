@@ -55,17 +55,14 @@ class FolderStore:
 
     async def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
         """See `Store`."""
-        file = await self._run(_ReadFile, self._path(name), start)
-        try:
-            left = length
-            while left is None or left > 0:
-                data = await self._run(file.read, PART_BYTES if left is None else min(left, PART_BYTES))
-                if not data:
-                    return
-                left = None if left is None else left - len(data)
-                yield data
-        finally:
-            await asyncio.shield(asyncio.to_thread(file.close))
+        path, place, left = self._path(name), start, length
+        while left is None or left > 0:
+            data = await self._run(_read, path, place, PART_BYTES if left is None else min(left, PART_BYTES))
+            if not data:
+                return
+            place += len(data)
+            left = None if left is None else left - len(data)
+            yield data
 
     async def size(self, name: str) -> int:
         """See `Store`."""
@@ -228,26 +225,16 @@ class _TemporaryFile:
             raise OSError(errno.EBADF, "the writer has left")
 
 
-class _ReadFile:
-    """An open file. Its methods block. The lock is for threads that outlive their task."""
-
-    def __init__(self, path: Path, start: int) -> None:
-        self._lock = threading.Lock()
-        self._place = start
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise _not_stored(path) from error
-
-    def read(self, count: int) -> bytes:
-        with self._lock:
-            data = os.pread(self._descriptor, count, self._place)
-            self._place += len(data)
-            return data
-
-    def close(self) -> None:
-        with self._lock:
-            os.close(self._descriptor)
+def _read(path: Path, start: int, count: int) -> bytes:
+    """A part of a file, which is opened for it alone: slow readers then hold no open files."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _not_stored(path) from error
+    try:
+        return os.pread(descriptor, count, start)
+    finally:
+        os.close(descriptor)
 
 
 def _status(path: Path) -> os.stat_result:

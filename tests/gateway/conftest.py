@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 import redis
-from openai.types import Completion, ErrorObject, Model
+from openai.types import Completion, ErrorObject, FileDeleted, FileObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
@@ -142,14 +142,24 @@ class _Refusal(BaseModel):
     error: ErrorObject
 
 
+class _Files(BaseModel):
+    """OpenAI's list of files; the openai package has no type for it."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+
+
 TYPES: dict[str, Any] = {
     "CreateChatCompletionResponse": ChatCompletion,
     "CreateChatCompletionStreamResponse": ChatCompletionChunk,
     "CreateCompletionResponse": Completion,
+    "DeleteFileResponse": FileDeleted,
     "Error": ErrorObject,
     "ErrorResponse": _Refusal,
+    "ListFilesResponse": _Files,
     "ListModelsResponse": _Models,
     "Model": Model,
+    "OpenAIFile": FileObject,
     "Response": OpenAIResponse,
     "ResponseStreamEvent": ResponseStreamEvent,
 }

@@ -22,6 +22,15 @@ class StorageConfig:
     max_file_bytes: int = setting(
         200_000_000, "Largest file that can be uploaded. A larger one is refused with 413.", at_least=1
     )
+    max_uploads: int = setting(
+        32,
+        "Files that a gateway receives at once. More are refused with 503.",
+        details="If they are all in use, a new caller takes the place of one of the caller with the most.",
+        at_least=1,
+    )
+    min_upload_rate: int = setting(
+        32 << 10, "Bytes a second that an upload must average after its first 5 seconds. Else 408.", at_least=1
+    )
     max_files: int = setting(
         10_000, "Files that a tenant without `max_files` may have, or all callers without a key together.", at_least=1
     )

@@ -23,6 +23,7 @@ from ktqueue.gateway.http.responses import error_response
 from ktqueue.gateway.http.uploads import too_large
 from ktqueue.gateway.metrics import Metrics
 
+UPLOAD_PATH = "/v1/files"  # where a body may have the size of a file
 PIECE_BYTES = 4 << 10  # fed to the parser in one call, so it may exceed a limit by this much
 MAX_PIPELINED = 2  # requests that wait for an earlier answer; with more, the connection is closed
 IGNORED_SECONDS = 0.02  # pause between two reads of input that is thrown away
@@ -59,6 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self,
         *,
         settings: GatewayConfig,
+        max_file_bytes: int,
         metrics: Metrics,
         connections: Connections,
         probes_only: bool,
@@ -67,8 +69,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn)
         self._settings = settings
         self._metrics = metrics
-        # With chunk headers a body may take twice its size. More is an attack with tiny chunks.
-        self._longest_body = 2 * self._settings.max_body_bytes + self._settings.max_header_bytes
+        self._max_file_bytes = max_file_bytes
+        self._max_body_bytes = settings.max_body_bytes  # of the request that is being read
         self._connections = connections
         self._probes_only = probes_only
         self._refusal: KtqueueError | None = None  # of every request of this connection that is not a probe
@@ -171,8 +173,12 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             if self._unparsed_bytes > settings.max_header_bytes:
                 self._refuse(self._too_large())
-            elif self._body_wire_bytes > self._longest_body and not self.cycle.response_complete:
-                self._refuse(too_large(self._body_wire_bytes, settings.max_body_bytes))
+            # With chunk headers a body may take twice its size. More is an attack with tiny chunks.
+            elif (
+                self._body_wire_bytes > 2 * self._max_body_bytes + settings.max_header_bytes
+                and not self.cycle.response_complete
+            ):
+                self._refuse(too_large(self._body_wire_bytes, self._max_body_bytes))
 
     def on_message_begin(self) -> None:
         """The first byte of a request has arrived."""
@@ -222,6 +228,8 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _StopParsing
         super().on_headers_complete()
         self._in_headers, self._in_body = False, True
+        is_upload = self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH
+        self._max_body_bytes = self._max_file_bytes if is_upload else self._settings.max_body_bytes
         self._stop_header_timer()
         if self._refusal is not None or self.parser.should_upgrade():
             self.cycle.keep_alive = False

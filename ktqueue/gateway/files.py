@@ -1,0 +1,174 @@
+"""/v1/files: upload, list, read and delete files. The records are in Redis, the bytes in the store."""
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.endpoints import HTTPEndpoint
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from ktqueue.broker.files import FileFacts, FileLimits, FileRecord, content_name, new_file_id
+from ktqueue.core.errors import FileLimitReached, FileNotFound, InvalidRequest, Unavailable
+from ktqueue.gateway.errors import PermissionDenied
+from ktqueue.gateway.gateway import Gateway
+from ktqueue.gateway.http.auth import Tenant, tenant_of
+from ktqueue.gateway.http.responses import json_response
+from ktqueue.gateway.http.upload_form import FORM_BYTES, UploadForm, boundary_of, file_too_large
+from ktqueue.openai.files import file_json, parse_upload
+from ktqueue.storage.store import NotStored
+
+MAX_LISTED = 10_000
+
+logger = logging.getLogger(__name__)
+
+
+class FilesEndpoint(HTTPEndpoint):
+    """/v1/files."""
+
+    async def get(self, request: Request) -> Response:
+        """List the tenant's files, newest first unless `order` is asc. Raises InvalidRequest."""
+        gateway: Gateway = request.app.state.gateway
+        query = request.query_params
+        limit, order = query.get("limit", str(MAX_LISTED)), query.get("order", "desc")
+        if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_LISTED:
+            raise InvalidRequest(
+                f"limit must be from 1 to {MAX_LISTED}, got {limit[:80]!r}",
+                param="limit",
+                limit=MAX_LISTED,
+                value=limit[:80],
+            )
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(
+                f"order must be asc or desc, got {order[:80]!r}", param="order", limit="asc, desc", value=order[:80]
+            )
+        records, has_more = await gateway.broker.files.list(
+            tenant_of(request).name,
+            limit=int(limit),
+            purpose=query.get("purpose"),
+            order="asc" if order == "asc" else "desc",
+            after=query.get("after"),
+        )
+        return json_response(
+            {
+                "object": "list",
+                "data": [file_json(record) for record in records],
+                "first_id": records[0].id if records else None,
+                "last_id": records[-1].id if records else None,
+                "has_more": has_more,
+            }
+        )
+
+    async def post(self, request: Request) -> Response:
+        """Upload a file. Raises InvalidRequest, RequestTooLarge, FileLimitReached, and what bodies raise."""
+        gateway: Gateway = request.app.state.gateway
+        _check_origin(request, gateway.config.gateway.cors_origins)
+        tenant = tenant_of(request)
+        limits = FileLimits.of(gateway.config.storage, tenant.limits)
+        form = UploadForm(boundary_of(request.headers), gateway.config.storage.max_file_bytes)
+        least = await _check_size(request, gateway, tenant, limits)
+        file_id = new_file_id()
+        async with gateway.store.create(content_name(file_id)) as writing:
+            async with aclosing(gateway.file_uploads.receive(request, (tenant.name, tenant.caller))) as parts:
+                async for part in parts:
+                    await writing.write(form.feed(part))
+            form.end()
+            fields = parse_upload(form.fields)
+            if writing.size > least:
+                await gateway.broker.files.check_room(tenant.name, writing.size, limits)
+        facts = FileFacts(
+            id=file_id,
+            tenant=tenant.name,
+            filename=form.filename,
+            purpose=fields.purpose,
+            size=writing.size,
+            seconds=fields.seconds or gateway.config.storage.file_ttl,
+        )
+        try:
+            record = await gateway.broker.files.add(facts, limits)
+        except FileLimitReached:  # another upload took the room meanwhile
+            await _delete_content(gateway, file_id)
+            raise
+        return json_response(file_json(record))
+
+
+class FileEndpoint(HTTPEndpoint):
+    """/v1/files/{id}."""
+
+    async def get(self, request: Request) -> Response:
+        """Return a file's record. Raises FileNotFound, also for a file of another tenant."""
+        return json_response(file_json(await _find(request)))
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a file. Raises FileNotFound."""
+        gateway: Gateway = request.app.state.gateway
+        file_id = request.path_params["file_id"]
+        await gateway.broker.files.delete(tenant_of(request).name, file_id)
+        await _delete_content(gateway, file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+async def read_content(request: Request) -> Response:
+    """GET /v1/files/{id}/content: the bytes of a file. Raises FileNotFound."""
+    gateway: Gateway = request.app.state.gateway
+    record = await _find(request)
+    name = content_name(record.id)
+    try:
+        size = await gateway.store.size(name)
+    except NotStored as error:
+        raise FileNotFound(
+            f"the bytes of file {record.id} are lost: they are not in the store (storage.location)",
+            param="file_id",
+            value=record.id,
+        ) from error
+    headers = {
+        "content-length": str(size),
+        "content-disposition": "attachment",  # a browser shows no page that somebody uploaded
+        "x-content-type-options": "nosniff",
+    }
+    return StreamingResponse(_parts(gateway, name, size), headers=headers, media_type="application/octet-stream")
+
+
+async def _parts(gateway: Gateway, name: str, size: int) -> AsyncGenerator[bytes, None]:
+    async with aclosing(gateway.store.read(name, 0, size)) as parts:
+        async for part in parts:
+            yield part
+
+
+async def _find(request: Request) -> FileRecord:
+    gateway: Gateway = request.app.state.gateway
+    return await gateway.broker.files.get(tenant_of(request).name, request.path_params["file_id"])
+
+
+async def _check_size(request: Request, gateway: Gateway, tenant: Tenant, limits: FileLimits) -> int:
+    """Refuse an upload by its Content-Length before it is read. Returns the bytes for which there is room now.
+
+    Raises RequestTooLarge, FileLimitReached.
+    """
+    announced = request.headers.get("content-length", "")
+    size = max(0, int(announced) - FORM_BYTES) if announced.isdecimal() else 0
+    limit = gateway.config.storage.max_file_bytes
+    if size > limit:
+        raise file_too_large(size, limit)
+    await gateway.broker.files.check_room(tenant.name, size, limits)
+    return size
+
+
+async def _delete_content(gateway: Gateway, file_id: str) -> None:
+    """Delete the bytes of a file without a record. If that fails, the control worker does it later."""
+    try:
+        await gateway.store.delete(content_name(file_id))
+    except Unavailable as error:
+        logger.warning("the bytes of %s are deleted later: %s", file_id, error.message)
+
+
+def _check_origin(request: Request, allowed: tuple[str, ...]) -> None:
+    """Refuse forms of foreign web pages: browsers send them without a preflight. Raises PermissionDenied."""
+    origin = request.headers.get("origin")
+    if origin is None or "*" in allowed or origin in allowed:
+        return
+    if origin.partition("://")[2] == request.headers.get("host"):
+        return
+    raise PermissionDenied(
+        f"pages of {origin[:80]} may not upload files (gateway.cors_origins)", param="origin", value=origin[:80]
+    )

@@ -1,0 +1,48 @@
+"""/v1/files: the fields of an upload, and the file object. Source: OpenAI's API reference, Files."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ktqueue.broker.files import FileRecord
+from ktqueue.core.errors import InvalidRequest
+from ktqueue.openai.validation import parse
+
+Json = dict[str, Any]
+SHORTEST_LIFE, LONGEST_LIFE = 3_600, 2_592_000  # seconds
+_NAMES = {"anchor": "expires_after[anchor]", "seconds": "expires_after[seconds]"}  # as clients write them in a form
+
+
+class UploadFields(BaseModel):
+    """The fields of an upload besides its file. Numbers of a form are text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    purpose: Literal["batch"]
+    anchor: Literal["created_at"] | None = None
+    seconds: int | None = Field(None, ge=SHORTEST_LIFE, le=LONGEST_LIFE)
+
+
+def parse_upload(fields: Mapping[str, str]) -> UploadFields:
+    """The fields of a form. Raises InvalidRequest."""
+    ours = {written: name for name, written in _NAMES.items()}
+    body = parse(UploadFields, {ours.get(name, name): value for name, value in fields.items()}, _NAMES)
+    if (body.anchor is None) != (body.seconds is None):
+        missing = _NAMES["anchor" if body.anchor is None else "seconds"]
+        raise InvalidRequest(f"{missing} must be present if the other is", param=missing)
+    return body
+
+
+def file_json(record: FileRecord) -> Json:
+    """The file object."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.size,
+        "created_at": int(record.created_at),
+        "expires_at": int(record.expires_at),
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+    }
