@@ -30,8 +30,8 @@ ROTARY: dict[str, Mutation] = {
     "a sequence keeps its angles when it grows": Mutation(
         "a sequence of longrope has the angles of its own length",
         "ktqueue/engine/scheduler.py",
-        "if running.rotary_offset != running.needed_offset]",
-        "if False]",
+        "if running.rotary_offset != running.needed_offset\n",
+        "if False\n",
         (f"{LENGTH}[exact on cpu]",),
     ),
     "adjacent rotary columns are not moved": Mutation(
