@@ -8,6 +8,7 @@ after the last of them. States are overwritten, so snapshots are kept: at the la
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.sequence import NO_SLOT, Sequence
 from ktqueue.engine.states import States
+from ktqueue.engine.step_plan import StepPlan
 
 LEAST_SNAPSHOT = 128  # tokens; computing fewer again takes less than a step more
 SNAPSHOT_TOKENS = 1024  # between snapshots
@@ -33,15 +34,31 @@ class PrefixCache:
         """
         if not self._enabled:
             return [], NO_SLOT
-        full = self._last_page(sequence)
-        if sequence.request.sampling.prompt_logprobs is not None:
-            full = min(full, max(0, sequence.request.prompt_entries - 1) // self._page_size)
-        digests = sequence.page_digests(full, self._page_size)
+        digests = self._reusable(sequence)
         pages = self._pages.find_prefix(digests)
         if self._states is None:
             return pages, NO_SLOT
         count, slot = self._states.snapshot_of(digests[: len(pages)])
         return pages[:count], slot
+
+    def found_later(self, sequence: Sequence, found: int, plan: StepPlan) -> int:
+        """Return how many pages more than the `found` ones of `find` a sequence will find after the planned step."""
+        if not plan.prefixes:
+            return 0
+        digests = self._reusable(sequence)
+        return next(
+            (count - found for count in range(len(digests), found, -1) if plan.completes(digests[count - 1])), 0
+        )
+
+    def completed(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Digests of the prefixes that `register` will make known after the next `count` tokens of a prompt."""
+        end = sequence.num_computed_tokens + count
+        full = end // self._page_size
+        if not self._enabled or count == 1 or full <= sequence.registered_pages:
+            return []
+        if self._states is not None and not self._keeps_state(sequence, end, count):
+            return []
+        return sequence.page_digests(full, self._page_size)[sequence.registered_pages if self._states is None else -1 :]
 
     def record_use(self, sequence: Sequence) -> None:
         """Count the tokens of a sequence that starts, all of which but those of its pages will be computed."""
@@ -65,15 +82,27 @@ class PrefixCache:
         if not self._enabled:
             return
         computed = sequence.num_computed_tokens
-        full, rest = divmod(computed, self._page_size)
+        full = computed // self._page_size
         if full > sequence.registered_pages:
             digests = sequence.page_digests(full, self._page_size)
             for place in range(sequence.registered_pages, full):
                 self._pages.register(int(sequence.pages[place]), digests[place])
             sequence.registered_pages = full
-        far = computed // SNAPSHOT_TOKENS > (computed - count) // SNAPSHOT_TOKENS
-        if self._states is not None and full and not rest and (far or full == self._last_page(sequence)):
+        if self._states is not None and self._keeps_state(sequence, computed, count):
             self._states.keep(sequence, sequence.page_digests(full, self._page_size)[-1])
+
+    def _reusable(self, sequence: Sequence) -> list[bytes]:
+        """Digests of the full pages whose tokens need no logits."""
+        full = self._last_page(sequence)
+        if sequence.request.sampling.prompt_logprobs is not None:
+            full = min(full, max(0, sequence.request.prompt_entries - 1) // self._page_size)
+        return sequence.page_digests(full, self._page_size)
+
+    def _keeps_state(self, sequence: Sequence, end: int, count: int) -> bool:
+        """Whether the state after `end` tokens, the last `count` of them in one step, becomes a snapshot."""
+        full, rest = divmod(end, self._page_size)
+        far = end // SNAPSHOT_TOKENS > (end - count) // SNAPSHOT_TOKENS
+        return full > 0 and not rest and (far or full == self._last_page(sequence))
 
     def _last_page(self, sequence: Sequence) -> int:
         """Number of full pages before the last known token."""

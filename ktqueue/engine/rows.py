@@ -13,6 +13,10 @@ from the prefix cache. A sequence that would have to preempt itself skips the st
 only if the pages for all its known tokens are available, otherwise it would be preempted at once. To make room for
 it, only sequences of a lower class, or over share, are preempted.
 
+**Prompts that arrive together.** A step may compute a prefix that a waiting sequence has too. The sequence then sits
+the step out, if that saves more than it costs, and finds the prefix in the cache before the next. Its row and pages
+are reserved meanwhile. A sequence that overtakes it must fit into the step, so that no long prompt gets in between.
+
 **Nothing starves.** The first running sequence in rank can take pages from all others, so it always progresses. Later
 arrivals rank behind it, and the earliest batch sequence ranks as interactive. So every sequence becomes the first.
 
@@ -31,6 +35,10 @@ from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
+
+LEAST_SHARED = {JobClass.INTERACTIVE: 256, JobClass.BATCH: 1}
+"""Tokens of a prefix for which a sequence sits a step out. A step of a few rows takes about as long as 256 tokens of a
+prompt. The batch class need not count steps."""
 
 Rank = tuple[int, float, int, int]
 """Class, arrival, admission number, choice. The lowest goes first."""
@@ -72,6 +80,8 @@ class Rows:
         self.preemptions = 0
         self.prefixes = PrefixCache(pages, states, page_size=page_size, enabled=prefix_caching)
         self._waiting: dict[JobClass, list[Sequence]] = {job_class: [] for job_class in JobClass}
+        self._sitting_out: list[Sequence] = []  # waiting sequences that must not join the step that is being planned
+        self._reserved_rows = self._reserved_pages = 0  # for them
         self._costs = costs
         self._auto_rows = auto_rows
         self._batch_floor = batch_floor
@@ -164,6 +174,7 @@ class Rows:
         self.pages.check()
         if self.states is not None:
             self.states.check()
+        assert not self._sitting_out, "a sequence is not in its queue"
         assert self.rows_taken <= self.max_num_seqs, "more rows than max_num_seqs"
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING, "a sequence runs that should not"
@@ -208,20 +219,33 @@ class Rows:
         class_rank = self._class_rank(sequence)
         lower = sum(_rows(running) for running in self.running if self._class_rank(running) > class_rank)
         limit = self.rows_wanted if class_rank == BATCH else self.max_num_seqs
-        return self.rows_taken - lower + _rows(sequence) <= limit
+        return self.rows_taken + self._reserved_rows - lower + _rows(sequence) <= limit
 
-    def admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Start the first waiting sequence, or find that it can never run. Returns False if it has to wait."""
+    def admit(self, sequence: Sequence, plan: StepPlan, budget: int) -> bool:
+        """Start the first waiting sequence, find that it can never run, or let it sit out this step of `budget` tokens.
+
+        Returns False if it has to wait, and all behind it. Call `end_admission` once the step is planned.
+        """
         if self.can_never_run(sequence):
             self.remove(sequence)
             plan.can_never_run.append(sequence)
             return True
         if not self.has_room_for(sequence):
             return False
-        while self.rows_taken + _rows(sequence) > self.max_num_seqs:
+        cached, slot = self.prefixes.find(sequence)
+        needed = self._pages_for(sequence.length) - len(cached)
+        shared = self.prefixes.found_later(sequence, len(cached), plan)
+        if shared * self.page_size >= LEAST_SHARED[sequence.request.job_class]:
+            self._waiting[sequence.request.job_class].remove(sequence)
+            self._sitting_out.append(sequence)
+            self._reserved_rows += _rows(sequence)
+            self._reserved_pages += needed - shared
+            return True
+        if self._sitting_out and sequence.length - len(cached) * self.page_size > budget - plan.tokens:
+            return False
+        while self.rows_taken + self._reserved_rows + _rows(sequence) > self.max_num_seqs:
             self._preempt_lower_class(sequence, plan)
-        needed, (cached, slot) = self._pages_for(sequence.length), self.prefixes.find(sequence)
-        while self.pages.available - self.pages.count_idle(cached) < needed - len(cached):
+        while self.pages.available - self.pages.count_idle(cached) - self._reserved_pages < needed:
             if not self._preempt_lower_class(sequence, plan):
                 return False
         self.version += 1
@@ -237,6 +261,13 @@ class Rows:
         sequence.num_computed_tokens = len(cached) * self.page_size
         self.prefixes.record_use(sequence)
         return True
+
+    def end_admission(self) -> None:
+        """Let the sequences that sat out the planned step wait for the next."""
+        for sequence in self._sitting_out:
+            insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
+        self._sitting_out.clear()
+        self._reserved_rows = self._reserved_pages = 0
 
     def allocate(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Allocate pages for the next `count` tokens, copying a shared page before it is written.

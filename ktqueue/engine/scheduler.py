@@ -66,6 +66,7 @@ class Scheduler:
         else:
             self._fill(plan, _INTERACTIVE, self._token_budget)
             self._fill(plan, _BATCH, min(self._token_budget, plan.tokens + self._turns.free_tokens(plan.tokens)))
+        self._rows.end_admission()
         return plan
 
     def begin(self, plan: StepPlan) -> None:
@@ -113,9 +114,10 @@ class Scheduler:
         while (
             len(plan.rows) < half and (first := self._rows.first_waiting(_ALL)) and not self._rows.can_never_run(first)
         ):
-            if not self._rows.admit(first, plan):
+            if not self._rows.admit(first, plan, self._token_budget):
                 break
             self._plan_row(first, plan, self._token_budget)
+        self._rows.end_admission()
         return len(ranked) > 1
 
     def is_long(self, plan: StepPlan) -> bool:
@@ -149,7 +151,9 @@ class Scheduler:
                 self._plan_row(sequence, plan, budget)
         for sequence in plan.can_never_run:
             self._rows.remove(sequence)
-        while plan.tokens < budget and (first := self._rows.first_waiting(classes)) and self._rows.admit(first, plan):
+        while plan.tokens < budget and (first := self._rows.first_waiting(classes)):
+            if not self._rows.admit(first, plan, budget):
+                break
             self._plan_row(first, plan, budget)
 
     def _plan_row(self, sequence: Sequence, plan: StepPlan, budget: int) -> None:
@@ -158,7 +162,7 @@ class Scheduler:
             count = min(sequence.remaining, budget - plan.tokens)
             count = self._rows.prefixes.limit(sequence, self._limited_by_prompt_rows(sequence, count, plan))
             if count and self._rows.allocate(sequence, count, plan):
-                plan.add(sequence, count)
+                plan.add(sequence, count, self._rows.prefixes.completed(sequence, count))
 
     def _running_of(self, classes: Collection[JobClass]) -> list[Sequence]:
         """The running sequences of these classes by rank, the interactive class first even if others rank with it."""

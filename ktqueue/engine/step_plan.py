@@ -1,5 +1,6 @@
 """The plan of one step: which sequences compute how many tokens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ktqueue.engine.sequence import Sequence
@@ -10,19 +11,27 @@ class StepPlan:
     """The rows of one step: the number of tokens to compute for each sequence, in the order of the batch.
 
     `tokens`: their sum. `can_never_run`: sequences that need more pages than the cache has. `is_turn`: whether the
-    batch class takes its turn, or has the step for itself.
+    batch class takes its turn, or has the step for itself. `prefixes`: digests of the prefixes that the prefix cache
+    will know after the step, and the sequence that computes each.
     """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
     tokens: int = 0
     can_never_run: list[Sequence] = field(default_factory=list)
     is_turn: bool = True
+    prefixes: dict[bytes, Sequence] = field(default_factory=dict)
 
-    def add(self, sequence: Sequence, count: int) -> None:
-        """Plan the next `count` tokens of a sequence."""
+    def add(self, sequence: Sequence, count: int, prefixes: Iterable[bytes] = ()) -> None:
+        """Plan the next `count` tokens of a sequence, which complete these prefixes."""
         self.rows[sequence] = count
         self.tokens += count
+        for digest in prefixes:
+            self.prefixes[digest] = sequence
 
     def drop(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is planned."""
         self.tokens -= self.rows.pop(sequence, 0)
+
+    def completes(self, digest: bytes) -> bool:
+        """Whether the prefix with this digest is known after the step."""
+        return self.prefixes.get(digest) in self.rows

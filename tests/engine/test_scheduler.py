@@ -271,3 +271,92 @@ def test_each_choice_takes_a_row(model: Any, vocabulary: Any, make_engine: Calla
     engine.step()
     assert (engine.stats().running, engine.stats().waiting) == (3, 6)
     run(engine)
+
+
+def once(count: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "job_class, length, sits_out",
+    [(BATCH, 4, True), (BATCH, 3, False), (INTERACTIVE, 256, True), (INTERACTIVE, 252, False)],
+)
+def test_a_prefix_of_requests_that_arrive_together_is_computed_once(
+    model: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    greedy: Any,
+    job_class: JobClass,
+    length: int,
+    sits_out: bool,
+) -> None:
+    """The others sit out the step that computes it. Interactive requests do so only if it is long."""
+    prefix = [i % 90 for i in range(length)]
+    engine = make_engine(
+        model, vocabulary, num_pages=2000, max_model_len=300, max_num_seqs=20, max_num_batched_tokens=8000
+    )
+    prompts = {f"r{i}": [*prefix, i, i + 1, i + 2] for i in range(20)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, once(), job_class=job_class)
+    results = run(engine)
+    assert model.steps == ([(1, length + 3), (19, 57)] if sits_out else [(20, 20 * (length + 3))])
+    for name, prompt in prompts.items():
+        assert results[name, 0].token_ids == greedy(prompt, 1)
+        assert results[name, 0].usage.cached_tokens == (length if sits_out and name != "r0" else 0)
+
+
+def test_each_prompt_is_computed_from_its_own_longest_prefix(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
+    """Requests that share some of a long prompt join as soon as its next chunk has nothing more for them."""
+    engine = make_engine(model, vocabulary, num_pages=2000, max_num_batched_tokens=30, max_num_seqs=8)
+    long = [i % 90 for i in range(80)]
+    prompts = {"long": long, "some": [*long[:20], 1], "half": [*long[:41], 2], "most": [*long[:79], 3]}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, once(), job_class=BATCH)
+    results = run(engine)
+    assert model.computed_tokens == 80 + 1 + 2 + 4
+    assert all(results[name, 0].token_ids == greedy(prompt, 1) for name, prompt in prompts.items())
+
+
+def test_a_request_that_sits_out_keeps_its_place(
+    make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
+    """A later request takes neither its row nor its pages, and no long prompt gets in between."""
+    prefix = list(range(40))
+    for settings, length, together in (
+        ({"max_num_seqs": 2}, 5, False),
+        ({"max_num_seqs": 3}, 5, True),
+        ({"num_pages": 13}, 5, False),  # of which the requests need 11, 1 and 2
+        ({"num_pages": 14}, 5, True),
+        ({"max_num_batched_tokens": 47}, 100, False),
+        ({"max_num_batched_tokens": 48}, 5, True),
+    ):
+        engine = make_engine(make_model(), vocabulary, **settings)
+        engine.add("first", [*prefix, 1, 2, 3], once(9), job_class=BATCH)
+        engine.add("second", [*prefix, 4, 5, 6], once(9), job_class=BATCH)
+        engine.add("later", [50] * length, once(9), job_class=BATCH)
+        assert names(engine.step()) == ({"first", "later"} if together else {"first"}), settings
+        engine.check()
+        assert names(engine.step()) >= {"first", "second"}, settings
+        run(engine)
+
+
+def test_prompts_of_a_batch_fill_steps(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
+    """Groups of five share a prefix of ten pages. Each is computed once, and steps are full nevertheless."""
+    noise = random.Random(0)
+    engine = make_engine(model, vocabulary, num_pages=8000, max_num_seqs=300, max_num_batched_tokens=512)
+    tokens = 0
+    for group in range(60):
+        prefix = [noise.randrange(96) for _ in range(40)]
+        tokens += 40
+        for line in range(5):
+            tail = [group, line, *(noise.randrange(96) for _ in range(noise.randrange(20)))]
+            tokens += len(tail)
+            engine.add(f"{group}-{line}", [*prefix, *tail], once(), job_class=BATCH)
+    run(engine)
+    assert model.computed_tokens == tokens
+    assert min(tokens for _, tokens in model.steps[:-2]) > 512 - 62, "the longest prompt has 62 tokens"

@@ -14,7 +14,7 @@ from endless_vocabulary import NoEnd
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from ktqueue.core.config import EngineConfig
-from ktqueue.core.request import SamplingParams
+from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import make_parts
 from ktqueue.engine.outputs import EmittedChoice
@@ -200,3 +200,16 @@ def test_snapshots_are_evicted_before_a_slot_is_lacking(make_engine: Callable[..
         answers = [found[f"{turn}-{i}", 0] for i in range(len(prompts))]
         first = first or answers
         assert answers == first
+
+
+def test_prompts_that_arrive_together_wait_for_a_snapshot(make_engine: Callable[..., Engine], alone: list[int]) -> None:
+    """Their common prefix is computed once, if a snapshot is kept where it ends."""
+    engine = make_engine(max_num_batched_tokens=512)
+    for name in "abc":
+        engine.add(name, PROMPT, SAMPLING, job_class=JobClass.BATCH)
+    engine.add("d", [*PROMPT[:100], 7], SAMPLING, job_class=JobClass.BATCH)  # no snapshot will be of use to it
+    assert {output.request_id for output in engine.step()} == {"d"}
+    firsts = {output.request_id: list(output.token_ids) for output in engine.step()}
+    assert engine.stats().prefix_hits == 2 * 192
+    rest = finish(engine)
+    assert all(firsts[name] + rest[name, 0] == alone for name in "abc")

@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 ENGINE, WORKER = "tests/engine/test_prompt_logprobs.py", "tests/workers/generation/test_prompts.py"
+SCHEDULER = "tests/engine/test_scheduler.py"
 COMPLETIONS = "tests/e2e/test_completions.py"
 GAPS = "tests/loading/tokenizer/test_fill_in_middle.py"
 
@@ -20,6 +21,27 @@ PROMPTS: dict[str, Mutation] = {
         "ranked[0 if self._rows.states and len(ranked) > 1 else half :]",
         "ranked[half:]",
         ("tests/engine/test_states.py::test_no_state_of_a_failed_step_is_used",),
+    ),
+    "a prefix that arrives several times is computed as often": Mutation(
+        "prompts that arrive together compute a common prefix once",
+        "ktqueue/engine/scheduler.py",
+        "plan.add(sequence, count, self._rows.prefixes.completed(sequence, count))",
+        "plan.add(sequence, count)",
+        (f"{SCHEDULER}::test_a_prefix_of_requests_that_arrive_together_is_computed_once[batch-4-True]",),
+    ),
+    "a request that sits out loses its row": Mutation(
+        "a request that waits for a prefix is overtaken by none that delays it",
+        "ktqueue/engine/rows.py",
+        "            self._reserved_rows += _rows(sequence)\n",
+        "",
+        (f"{SCHEDULER}::test_a_request_that_sits_out_keeps_its_place",),
+    ),
+    "a long prompt gets in between": Mutation(
+        "a request that waits for a prefix is overtaken by none that delays it",
+        "ktqueue/engine/rows.py",
+        "        if self._sitting_out and sequence.length",
+        "        if False and sequence.length",
+        (f"{SCHEDULER}::test_a_request_that_sits_out_keeps_its_place",),
     ),
     "a snapshot of a state is overwritten": Mutation(
         "a prefix that is reused has the state that was computed for it",
