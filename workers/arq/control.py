@@ -19,6 +19,7 @@ from ktqueue.workers.arq.batch_files import BatchFiles
 from ktqueue.workers.arq.batch_owner import BatchOwner
 from ktqueue.workers.arq.crontab import parse_entry
 from ktqueue.workers.arq.process import execute, serve
+from ktqueue.workers.arq.stored_files import purge_store
 from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, body_of, deliver, event_of, key_of
 from ktqueue.workers.arq.worker import CronJob, Function, Retry, SteadyWorker, by_clock
 
@@ -40,7 +41,7 @@ class ControlWorker(SteadyWorker):
             "webhook": self.webhook,
             "batches": self.batches,
             "batch": self._files.run,
-            "retention": self._files.purge,
+            "retention": self.retention,
         }
         super().__init__(
             chores,
@@ -55,7 +56,8 @@ class ControlWorker(SteadyWorker):
             poll_seconds=POLL_SECONDS / 5,
         )
         self._broker = broker
-        self._owner = BatchOwner(broker, open_store(config.storage, config.broker.state_dir), config)
+        self._store = open_store(config.storage, config.broker.state_dir)
+        self._owner = BatchOwner(broker, self._store, config)
         self._settings = config.control
         if self._settings.webhook_secret is not None:
             key_of(self._settings.webhook_secret)  # checks it
@@ -110,6 +112,11 @@ class ControlWorker(SteadyWorker):
         """Enqueue a chore for each waiting batch file, unless there is one for it."""
         for name in await asyncio.to_thread(self._files.waiting):
             await self.pool.enqueue_job("batch", name, _job_id=f"batch:{name}", _queue_name=self.queue_name)
+
+    async def retention(self, context: dict[str, Any]) -> None:
+        """Delete old batch files, and old files of the store."""
+        await self._files.purge(context)
+        await purge_store(self._broker, self._store)
 
     async def _enqueue_webhooks(self) -> None:
         """Enqueue a chore for each ended job with a webhook. If this process dies in between, it is enqueued twice."""

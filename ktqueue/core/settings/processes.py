@@ -63,7 +63,7 @@ class ControlConfig:
     )
     queue: str = setting("ktqueue:control", "Its arq queue.")
     crontab: tuple[str, ...] = setting(
-        ("* * * * * batches", "17 3 * * * retention"),
+        ("* * * * * batches", "17 * * * * retention"),
         "When to run its chores: minute, hour, day, month, weekday as in a crontab, then the chore.",
         details="A field may be `*`, `*/5`, `3` or `1-5`.",
     )
