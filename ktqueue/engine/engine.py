@@ -92,6 +92,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._rows,
             Turns(self.costs, longest_step=config.interactive_step_ms / 1000, share=config.batch_share),
+            self.costs,
             max_num_batched_tokens=config.step_tokens,
             max_prompt_rows=max_prompt_rows,
             original_length=layout.original_length,
@@ -266,9 +267,7 @@ class Engine:
         self.costs.observe(plan.tokens, sampled - began)
         outputs += self._score_prompts(batch, logits) if batch.prompts else []
         outputs += self._postprocess(ready, selection)
-        outputs += [
-            self._requests.output(sequence, (), "", FinishReason.LENGTH) for sequence in complete if _runs(sequence)
-        ]
+        outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if _runs(done)]
         self._next.launch(launch_next)
         self.profile.record(
             StepRecord(

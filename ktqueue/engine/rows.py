@@ -202,6 +202,10 @@ class Rows:
         heads = [queue[0] for job_class, queue in self._waiting.items() if queue and job_class in classes]
         return min(heads, key=self.rank, default=None)
 
+    def waiting_tokens(self, job_class: JobClass, rows: int) -> int:
+        """Known tokens of the first waiting sequences of a class that take `rows` rows."""
+        return sum(sequence.length for sequence in self._waiting[job_class][: max(0, rows)])
+
     def can_never_run(self, sequence: Sequence) -> bool:
         return self._pages_for(sequence.length) > self.pages.total
 

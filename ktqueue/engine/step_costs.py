@@ -9,6 +9,7 @@ from collections import deque
 from statistics import median
 
 KEPT = 5  # last steps of a group
+FAR_MORE = 1.5
 AS_FAST = 0.95  # a size is as fast as another that computes at most so much fewer tokens a second
 
 Point = tuple[float, float]
@@ -67,6 +68,12 @@ class StepCosts:
             return min(self.most, int(low * seconds / fast)) if fast > 0.0 else self.most
         high, slow = points[place + 1]
         return int(low + (seconds - fast) / (slow - fast) * (high - low))
+
+    def gains_by_filling(self, tokens: int, more: int, full: int) -> bool:
+        """Whether `more` tokens beside `tokens` cost far more each than in a step that is filled up to `full`."""
+        now = (self.seconds(tokens + more) - self.seconds(tokens)) / more
+        filled = (self.seconds(full) - self.seconds(tokens)) / (full - tokens)
+        return now > FAR_MORE * filled
 
     def best_tokens(self) -> int:
         """The smallest step that computes about as many tokens a second as any.

@@ -3,7 +3,7 @@
 With routed experts a step of a thousand rows takes thirty times as long as a step of one row, but a row in it costs
 thirty times less. Mixed steps would slow down every token of a chat. So while interactive sequences run, the batch
 class takes turns. Most steps are *small*: they compute the interactive sequences, and batch tokens only if these cost
-almost nothing. One step in 21 is a *turn* of the batch class: it computes as much as `longest_step` allows. So more
+almost nothing. One step in 25 is a *turn* of the batch class: it computes as much as `longest_step` allows. So more
 than 95 % of the gaps between an interactive sequence's tokens are as short as without the batch class.
 
 After the last interactive sequence no step is longer than `longest_step` for a while, since the next may arrive soon.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ktqueue.engine.step_costs import StepCosts
 
-SMALL_STEPS = 20  # between two turns
+SMALL_STEPS = 24  # between two turns
 FREE = 1.1  # batch tokens that make a small step longer by at most this factor cost almost nothing
 LONG_SECONDS = 0.1
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short

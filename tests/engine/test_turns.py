@@ -81,16 +81,16 @@ class Clock:
         return self.now
 
 
-def test_the_batch_class_takes_one_step_in_21_and_steps_stay_short_afterwards() -> None:
+def test_the_batch_class_takes_one_step_in_25_and_steps_stay_short_afterwards() -> None:
     clock = Clock()
     turns = Turns(learnt(), longest_step=0.25, share=8, clock=clock)
     assert turns.most_tokens(0) == 8192, "nobody waits"
     taken = []
-    for _ in range(64):
+    for _ in range(76):
         taken.append(turns.is_due(1000))
         turns.record(1000 if taken[-1] else 1, interactive=True, is_turn=taken[-1])
-    assert [place for place, is_turn in enumerate(taken) if is_turn] == [20, 41, 62]
-    assert SMALL_STEPS == 20
+    assert [place for place, is_turn in enumerate(taken) if is_turn] == [24, 49, 74]
+    assert SMALL_STEPS == 24
     assert turns.most_tokens(1) == pytest.approx(780, abs=10)
     assert turns.free_tokens(1) == 0, "a second row would double the time of a small step"
     assert turns.free_tokens(512) == pytest.approx(80, abs=10)
@@ -162,6 +162,31 @@ def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
         assert stats.prepared_steps > 50
     results = run(engine)
     assert all(len(results[f"b{i}", 0].token_ids) > 0 for i in range(60))
+
+
+def streamed(tokens: float) -> float:
+    """Seconds of a step whose experts are copied to a GPU from 32 tokens on, whatever their number."""
+    return 0.001 * tokens if tokens < 32 else 0.1 + 0.0001 * tokens
+
+
+@pytest.mark.parametrize(("cost", "fewer"), [(streamed, True), (lambda tokens: 0.001 * tokens, False)])
+def test_batch_prompts_wait_for_each_other_where_a_full_step_is_faster(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], greedy: Any, cost: Any, fewer: bool
+) -> None:
+    """16 rows end one after the other, and the next prompts of 16 tokens take their places two by two."""
+    engine = make_engine(model, vocabulary, num_pages=4000, max_num_seqs=16, max_num_batched_tokens=256)
+    started(engine, learnt(cost, most=256, upto=256))
+    results: dict[str, list[int]] = {}
+    for i in range(60):
+        prompt = [i] * 16
+        engine.add(f"b{i}", prompt, SamplingParams(temperature=0.0, max_tokens=20 + i), job_class=BATCH)
+    while engine.has_work:
+        for output in engine.step():
+            results.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.check()
+    assert all(results[f"b{i}"] == greedy([i] * 16, 20 + i) for i in range(60))
+    prefills = [tokens - rows for rows, tokens in model.steps if tokens > rows]
+    assert (len(prefills) < 35) == fewer
 
 
 def test_interactive_requests_alone_are_not_held_back(

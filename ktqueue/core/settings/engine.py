@@ -195,7 +195,7 @@ class EngineConfig:
     interactive_step_ms: float = setting(
         250.0,
         "Longest step, in milliseconds, while interactive jobs run or have just run.",
-        details="Meanwhile batch jobs take part in about one of 21 steps, which is as long as this allows, and beyond "
+        details="Meanwhile batch jobs take part in about one of 25 steps, which is as long as this allows, and beyond "
         "that where they cost almost nothing. With 0 they take part in every step.",
         at_least=0,
         flags=("--interactive-step-ms",),
