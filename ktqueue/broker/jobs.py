@@ -45,8 +45,8 @@ LONGEST_NAME = 116  # characters of an id to which a number is appended
 class QueueDepth:
     """Numbers of jobs of one model: waiting by class, and running, of which `batch_running` are of the batch class.
 
-    Waits are the seconds that the oldest waiting job of a class has waited, by the server's clock, or None if no job
-    waits. Only the first hundred jobs of each queue are compared.
+    `callers`: of all tenants, those with waiting jobs by class. Waits are the seconds that the oldest waiting job of a
+    class has waited, by the server's clock, or None. Only the first hundred jobs of each queue are compared.
     """
 
     model: str
@@ -56,6 +56,7 @@ class QueueDepth:
     batch_running: int = 0
     interactive_wait: float | None = field(default=None, compare=False)
     batch_wait: float | None = field(default=None, compare=False)
+    callers: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def by_class(self) -> list[tuple[str, int, int, float | None]]:
         """(class, waiting, running, seconds that the oldest job has waited) of each class."""
@@ -233,8 +234,7 @@ class Jobs:
     async def retry(self, job_id: str, *, limits: TenantLimits | None = None, caller: str = "") -> JobRecord:
         """Submit a failed job's request again, as a new job of the same tenant. Returns the new job.
 
-        A job is retried once: another call returns the same new job until that expires. `limits` and `caller` as in
-        `submit`.
+        A job is retried once: a second call returns the same new job while it exists. Options are those of `submit`.
 
         Raises JobNotFound, what `submit` raises, and JobConflict if the job has not failed or its request is no longer
         kept.
@@ -294,10 +294,10 @@ class Jobs:
 
     async def depth(self) -> QueueDepths:
         """Numbers of waiting and running jobs, for every model that is known or has jobs."""
-        by_model: dict[str, dict[JobClass, tuple[int, int, float | None]]] = {}
-        for model, job_class, waiting, running, wait in await self._scripts.call("queue_depths"):
+        by_model: dict[str, dict[JobClass, tuple[int, int, float | None, int]]] = {}
+        for model, job_class, waiting, running, wait, callers in await self._scripts.call("queue_depths"):
             seconds = None if wait is None else wait / MICROSECONDS
-            by_model.setdefault(model.decode(), {})[JobClass(job_class.decode())] = (waiting, running, seconds)
+            by_model.setdefault(model.decode(), {})[JobClass(job_class.decode())] = (waiting, running, seconds, callers)
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
 
     async def bound(self) -> Sequence[BoundJobs]:
@@ -321,7 +321,7 @@ class Jobs:
         return [TenantLoad(name, *numbers) for name, numbers in zip(tenants, reply, strict=True)]
 
 
-def _depth(model: str, counts: Mapping[JobClass, tuple[int, int, float | None]]) -> QueueDepth:
+def _depth(model: str, counts: Mapping[JobClass, tuple[int, int, float | None, int]]) -> QueueDepth:
     interactive, batch = counts[JobClass.INTERACTIVE], counts[JobClass.BATCH]
     return QueueDepth(
         model,
@@ -331,6 +331,7 @@ def _depth(model: str, counts: Mapping[JobClass, tuple[int, int, float | None]])
         batch_running=batch[1],
         interactive_wait=interactive[2],
         batch_wait=batch[2],
+        callers={job_class.value: count[3] for job_class, count in counts.items()},
     )
 
 

@@ -11,6 +11,7 @@ from ktqueue.gateway.metrics import Metric, counter, gauge
 _GAUGES = (
     ("running", "num_requests_running", "Sequences that a worker runs."),
     ("waiting", "num_requests_waiting", "Sequences that a worker has claimed and not started."),
+    ("jobs_over_share", "num_jobs_over_share", "Interactive jobs that give their rows to other tenants or callers."),
     ("free_pages", "kv_cache_free_pages", "Pages of the KV cache that are free."),
     ("total_pages", "kv_cache_total_pages", "Pages of the KV cache."),
     ("experts", "experts", "Routed experts of all layers, of a worker on a GPU."),
@@ -40,11 +41,14 @@ def queue_metrics(depths: Iterable[QueueDepth]) -> list[Metric]:
     """Queued and running jobs by model."""
     queued = gauge("queue_depth", "Jobs queued in the broker.", ("model_name", "job_class"))
     running = gauge("jobs_running", "Jobs held by workers.", ("model_name",))
+    callers = gauge("queue_callers", "Callers with queued jobs, who take turns.", ("model_name", "job_class"))
     for depth in depths:
+        for job_class, count in depth.callers.items():
+            callers.add_metric((depth.model, job_class), count)
         queued.add_metric((depth.model, "interactive"), depth.interactive)
         queued.add_metric((depth.model, "batch"), depth.batch)
         running.add_metric((depth.model,), depth.running)
-    return [queued, running]
+    return [queued, running, callers]
 
 
 def bound_metrics(bound: Iterable[BoundJobs]) -> list[Metric]:

@@ -232,6 +232,18 @@ async def test_jobs_whose_turns_are_lost_are_still_taken(
     assert sorted(ids(await lease.claim(16))) == sorted(names)
 
 
+async def test_a_job_of_an_older_gateway_goes_by_arrival_at_the_latest(
+    lease: Lease, submit: Submit, raw: Any, broker: Broker
+) -> None:
+    older = await submit("globex")
+    line = raw.hget(f"{broker.keys.tag}:job:{older}", "line").decode()
+    raw.delete(f"{broker.keys.tag}:{line}", f"{broker.keys.tag}:turns:interactive:tale")
+    raw.hdel(f"{broker.keys.tag}:job:{older}", "line", "cost")
+    for _ in range(8):
+        await submit("acme")
+    assert older in ids(await lease.claim(2))
+
+
 async def test_a_job_that_loses_its_worker_goes_first_and_is_charged_once(
     lease: Lease, submit: Submit, raw: Any, broker: Broker
 ) -> None:
@@ -242,8 +254,11 @@ async def test_a_job_that_loses_its_worker_goes_first_and_is_charged_once(
     accounts = raw.hgetall(f"{broker.keys.tag}:accounts:interactive:tale")
     await lease.release(ids(claims))
     assert (await broker.jobs.get("globex-3")).position == 6
+    for _ in range(4):
+        await submit("initech")  # whose turn is next
     assert ids(await lease.claim(4)) == ids(claims)
-    assert raw.hgetall(f"{broker.keys.tag}:accounts:interactive:tale") == accounts
+    again = raw.hgetall(f"{broker.keys.tag}:accounts:interactive:tale")
+    assert {name: again[name] for name in accounts} == accounts
 
 
 async def test_a_cached_prefix_goes_before_the_turn_of_others_for_some_tokens_only(
@@ -268,6 +283,24 @@ async def test_the_accounts_of_callers_are_bounded(lease: Lease, submit: Submit,
     assert ids(await lease.claim(2)) == ["default-192.0.2.1-1", "default-192.0.2.2-1"]
     assert raw.keys("*:line:*") == []
     assert [name for name in raw.keys("*:accounts:*") if raw.pttl(name) < 0] == []
+
+
+async def test_jobs_that_older_workers_took_leave_their_lines(
+    broker: Broker, lease: Lease, submit: Submit, raw: Any
+) -> None:
+    for caller in ("a", "b"):
+        names = [await submit("acme", caller) for _ in range(4)]
+        for name in names[:3]:
+            raw.zrem(f"{broker.keys.tag}:queue:interactive:tale", name)
+            raw.hset(f"{broker.keys.tag}:job:{name}", "state", "done")
+    (depth,) = await broker.jobs.depth()
+    assert (depth.interactive, depth.callers) == (2, {"interactive": 2, "batch": 0})
+    while not await broker.reaper().scrub(keys=7, pause=0):
+        pass
+    assert {raw.zcard(line) for line in raw.keys("*:line:*")} == {1}
+    assert sorted(ids(await lease.claim(8))) == ["acme-a-4", "acme-b-4"]
+    (depth,) = await broker.jobs.depth()
+    assert depth.callers == {"interactive": 0, "batch": 0}
 
 
 async def test_a_full_worker_takes_a_job_of_an_owner_with_fewer_rows(lease: Lease, submit: Submit) -> None:

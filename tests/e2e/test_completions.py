@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -195,3 +196,15 @@ async def test_a_prompt_in_an_answer_survives_the_death_of_its_worker(stack: Any
         if name == "logprobs":
             joined = [[entry and entry["token_id"] for entry in entries] for entries in joined]
         assert joined[0] == joined[1] and joined[0]
+
+
+async def test_the_backlog_of_one_address_does_not_delay_another(start_stack: Any) -> None:
+    async with start_stack(engine={"max_num_seqs": 4}) as stack:
+        await stack.until_ready()
+        long = [await stack.submit(prompt=STORY, sampling={"max_tokens": 400, "ignore_eos": True}) for _ in range(40)]
+        other = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with httpx.AsyncClient(base_url=stack.up.url, timeout=60, transport=other) as neighbour:
+            answer = await neighbour.post("/v1/completions", json=BODY)
+        states = [(await stack.job(job_id))["state"] for job_id in long]
+        assert answer.json()["usage"]["completion_tokens"] == 6
+        assert states.count("queued") >= 20  # it came after all of them

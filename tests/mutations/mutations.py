@@ -13,6 +13,7 @@ from rotary import ROTARY
 from stored_jobs import STORED_JOBS
 from structured_output import STRUCTURED_OUTPUT
 from tools import TOOLS
+from turns import TURNS_OF_TENANTS
 from upgrades import UPGRADES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
@@ -392,6 +393,7 @@ MUTATIONS: dict[str, Mutation] = {
     **HTTP_REQUESTS,
     **OPERATION,
     **STORED_JOBS,
+    **TURNS_OF_TENANTS,
     **STRUCTURED_OUTPUT,
     **TOOLS,
 }

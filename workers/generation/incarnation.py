@@ -107,7 +107,13 @@ class Incarnation:
         """The engine's statistics, tokens per second, and this worker's state, for the heartbeat."""
         stats = self._engine.stats
         rates = self._rates.update(time.monotonic(), stats)
-        return {**stats, **rates, "jobs": float(len(self._jobs)), "draining": float(self._draining.is_set())}
+        return {
+            **stats,
+            **rates,
+            "jobs": float(len(self._jobs)),
+            "jobs_over_share": float(len(self._over_share)),
+            "draining": float(self._draining.is_set()),
+        }
 
     # Claim
 

@@ -352,6 +352,7 @@ if #taken == 0 then
     end
   end
   for _, one in pairs(charges) do charge(one.list, one.name, one.tokens, now, one.clock) end
+  if #taken == 0 and late >= 256 then again = LEAVE end -- there may be jobs behind those that were dropped
   if #learnt > 0 then remember_prefixes(worker, learnt, now) end
   redis.call('HSET', record, 'claim', number, 'claimed', table.concat(taken, ' '), 'slots', slots,
     'idle', math.max(0, free - rows))

@@ -1,8 +1,9 @@
 -- Numbers of waiting and running jobs.
--- Replies {model, class, waiting, running, us that the oldest has waited or false}* for every class of every model that
+-- Replies {model, class, waiting, running, us that the oldest has waited or false, callers with waiting jobs}* for every class of every model that
 -- is known or has jobs. Writes nothing.
 -- Jobs at the head of a queue among which the oldest is searched: with priorities the first need not be the oldest.
 local LOOKED_AT = 100
+local MAX_TENANTS = 64 -- whose callers are counted
 local now = now_us()
 local live = {}
 for _, model in ipairs(redis.call('HKEYS', TAG .. 'models')) do live[model] = {} end
@@ -31,7 +32,12 @@ for model, count in pairs(live) do
         if not oldest or wait > oldest then oldest = wait end
       end
     end
-    reply[#reply + 1] = { model, class, waiting, (count[class] or 0) - waiting, oldest }
+    local callers = 0
+    for _, tenant in ipairs(redis.call('ZRANGE', tenants_of(class, model).turns, 0, MAX_TENANTS)) do
+      local turns = callers_of(class, model, tenant).turns
+      callers = callers + redis.call('ZCARD', turns) - (redis.call('ZSCORE', turns, CLOCK) and 1 or 0)
+    end
+    reply[#reply + 1] = { model, class, waiting, (count[class] or 0) - waiting, oldest, callers }
   end
 end
 return reply

@@ -8,6 +8,7 @@
 -- count as an attempt. An ended job gets a time to live. At the end of a pass, all counts are computed again.
 -- Promises: a job that is where its record says is left alone; the number of keys per call is limited; live jobs and
 -- stored bytes are counted only if there are few enough for one call.
+local MOST_LOOKED_AT = 20 -- jobs at the head of a line
 local MOST_COUNTED = 5000 -- the most live jobs, and entries of `held`, that are counted
 local events = { cancelled = ARGV[1], expired = ARGV[2], poison = ARGV[3] }
 local max_attempts, job_ttl, journal_ttl = tonumber(ARGV[4]), ARGV[5], ARGV[6]
@@ -77,6 +78,16 @@ local function check_worker(worker)
     if redis.call('HGET', TAG .. 'job:' .. id, 'worker') == worker then check_job(id) end
   end
   delete_worker(worker)
+end
+
+-- An older worker takes jobs from the queues and leaves them in their lines.
+local function check_line(key)
+  for _, id in ipairs(redis.call('ZRANGE', key, 0, MOST_LOOKED_AT - 1)) do
+    if redis.call('HGET', TAG .. 'job:' .. id, 'state') ~= 'queued' then
+      redis.call('ZREM', key, id)
+      repaired = repaired + 1
+    end
+  end
 end
 
 local function write_counts(key, counts)
@@ -154,6 +165,8 @@ for _, key in ipairs(looked[2]) do
     if redis.call('EXISTS', TAG .. 'job:' .. name) == 0 then must_expire(key, journal_ttl) end
   elseif kind == 'running' or kind == 'cancels' or kind == 'worker' then
     check_worker(name)
+  elseif kind == 'line' or kind == 'front' then
+    check_line(key)
   elseif kind == 'tenant' then
     redis.call('HSET', place, 'tenant:' .. name, 1)
   end

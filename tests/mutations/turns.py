@@ -1,0 +1,78 @@
+"""Mutations of the turns that tenants and their callers take, in the queue and in the rows of a worker."""
+
+from mutation import SCRIPTS, Mutation
+
+TURNS, CLASSES = "tests/broker/test_turns.py", "tests/workers/generation/test_classes.py"
+
+TURNS_OF_TENANTS: dict[str, Mutation] = {
+    "a turn costs nothing": Mutation(
+        "no tenant waits for the backlog of another",
+        f"{SCRIPTS}/turns.lua",
+        "write_account(list, name, time + tokens, floor, mean)",
+        "write_account(list, name, time, floor, mean)",
+        (f"{TURNS}::test_tenants_with_backlogs_get_tokens_by_weight_whatever_happens[0]",),
+    ),
+    "a pause earns turns": Mutation(
+        "who comes back starts with the last turn",
+        f"{SCRIPTS}/turns.lua",
+        "if not time or time < start then",
+        "if not time then",
+        (f"{TURNS}::test_what_an_answer_really_used_decides_and_a_pause_earns_nothing",),
+    ),
+    "estimates are never corrected": Mutation(
+        "a job is charged what it used",
+        f"{SCRIPTS}/prelude.lua",
+        "if charged and used then",
+        "if false then",
+        (f"{TURNS}::test_what_an_answer_really_used_decides_and_a_pause_earns_nothing",),
+    ),
+    "addresses take turns with tenants": Mutation(
+        "many addresses have one tenant's share",
+        f"{SCRIPTS}/claim_jobs.lua",
+        "entry.tenant.planned = entry.tenant.planned + entry.tokens / entry.tenant.weight",
+        "entry.tenant.planned = entry.tenant.planned",
+        (f"{TURNS}::test_many_addresses_have_no_more_than_their_tenants_share",),
+    ),
+    "jobs of older gateways wait for all others": Mutation(
+        "a job that is in no line enters one",
+        f"{SCRIPTS}/claim_jobs.lua",
+        "for _, key in ipairs(common) do enter_first(class, key) end",
+        "",
+        (f"{TURNS}::test_a_job_of_an_older_gateway_goes_by_arrival_at_the_latest",),
+    ),
+    "a job is charged for each attempt": Mutation(
+        "a job that loses its worker is charged once, and goes first",
+        f"{SCRIPTS}/prelude.lua",
+        "  if charged then return join_front(id, class, format or 1, model, place) end\n",
+        "",
+        (f"{TURNS}::test_a_job_that_loses_its_worker_goes_first_and_is_charged_once",),
+    ),
+    "cached prefixes take all turns": Mutation(
+        "a cached prefix goes before the turns of others for some tokens only",
+        f"{SCRIPTS}/claim_jobs.lua",
+        " and jump(entry, first) <= WORTH_TOKENS",
+        "",
+        (f"{TURNS}::test_a_cached_prefix_goes_before_the_turn_of_others_for_some_tokens_only",),
+    ),
+    "accounts are never forgotten": Mutation(
+        "the accounts of callers are bounded",
+        f"{SCRIPTS}/turns.lua",
+        "if is_new and redis.call('HLEN', list.accounts) > MAX_ACCOUNTS then",
+        "if false then",
+        (f"{TURNS}::test_the_accounts_of_callers_are_bounded",),
+    ),
+    "a full worker gives no row away": Mutation(
+        "a newcomer gets a row of a tenant that has them all",
+        "ktqueue/engine/rows.py",
+        "return OVER_SHARE if sequence.request.over_share else 0",
+        "return 0",
+        (f"{CLASSES}::test_a_newcomer_gets_a_row_of_a_tenant_that_has_them_all",),
+    ),
+    "a full worker gives rows to anybody": Mutation(
+        "a full worker gives a row only to who has fewer",
+        f"{SCRIPTS}/claim_jobs.lua",
+        "or not is_owed(look_up(id)) then",
+        "then",
+        (f"{TURNS}::test_a_full_worker_takes_a_job_of_an_owner_with_fewer_rows",),
+    ),
+}
