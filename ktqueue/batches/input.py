@@ -84,10 +84,13 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
         yield line
 
 
-def attempt_lines(path: Path) -> Iterator[BatchLine | LineFault]:
-    """Each line that is not blank, or its fault. A custom_id that was used before is a fault too. Raises OSError."""
+def attempt_lines(path: Path, *, url: str | None = None) -> Iterator[BatchLine | LineFault]:
+    """Each line that is not blank, or its fault. A custom_id that was used before is a fault too. Raises OSError.
+
+    `url`: that of all lines, none of which may be plain.
+    """
     ids = IdSet()
-    for line in _attempts(path):
+    for line in _attempts(path, url):
         if ids.add(line.custom_id):
             yield line
             continue
@@ -97,14 +100,15 @@ def attempt_lines(path: Path) -> Iterator[BatchLine | LineFault]:
         yield fault
 
 
-def survey(path: Path, *, model: str | None, skip_invalid: bool = False) -> Survey:
+def survey(path: Path, *, model: str | None, url: str | None = None, skip_invalid: bool = False) -> Survey:
     """Read the whole file, check every line, and check that custom_ids are unique. `model` replaces the lines' models.
 
+    `url`: see `attempt_lines`.
     Raises BatchFault naming the first faulty lines, unless `skip_invalid`.
     """
     found = Survey()
     faults: list[str] = []
-    for line in attempt_lines(path):
+    for line in attempt_lines(path, url=url):
         found.lines += 1
         found.ids.add(line.custom_id)
         if isinstance(line, LineFault):
@@ -127,15 +131,16 @@ def survey(path: Path, *, model: str | None, skip_invalid: bool = False) -> Surv
     return found
 
 
-def _attempts(path: Path) -> Iterator[BatchLine | LineFault]:
+def _attempts(path: Path, url: str | None) -> Iterator[BatchLine | LineFault]:
     """Each line that is not blank, or its fault."""
+    urls = tuple(BATCH_ENDPOINTS) if url is None else (url,)
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if raw.strip():
                 try:
-                    yield parse_line(path, number, raw)
+                    yield parse_line(path, number, raw, urls=urls, plain_allowed=url is None)
                 except LineFault as fault:
                     yield fault
             while len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):  # skip the rest of a line that is too long

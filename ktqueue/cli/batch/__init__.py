@@ -1,1 +1,1 @@
-"""`ktqueue batch run`: a file of requests in, a file of answers out."""
+"""`ktqueue batch`: files of requests in, files of answers out."""

@@ -1,4 +1,4 @@
-"""`ktqueue batch run`: a file of OpenAI batch lines in, a file of answers out."""
+"""`ktqueue batch`, and its command `run`: a file of OpenAI batch lines in, a file of answers out."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktqueue.cli.batch import over_http
 from ktqueue.cli.flags import AsJson, CommonFlags, expand, settings
 from ktqueue.cli.terminal.console import results, write_json
 from ktqueue.cli.terminal.failures import EXIT_CODES_HELP, ExitCode, UsageFault
@@ -20,9 +21,15 @@ STANDARD_INPUT = Path("-")
 
 def application() -> typer.Typer:
     """The commands of `ktqueue batch`."""
-    app = typer.Typer(no_args_is_help=True, help="Run a file of requests.", epilog=EXIT_CODES_HELP)
-    app.callback()(lambda: None)
-    app.command("run")(run)
+    app = typer.Typer(no_args_is_help=True, help="Run files of requests, here or on a server.", epilog=EXIT_CODES_HELP)
+    here, there = "Through Redis", "On a gateway, or a server with OpenAI's API"
+    app.command("run", rich_help_panel=here)(run)
+    app.command("submit", rich_help_panel=there)(over_http.submit)
+    app.command("status", rich_help_panel=there)(over_http.status)
+    app.command("follow", rich_help_panel=there)(over_http.follow)
+    app.command("cancel", rich_help_panel=there)(over_http.cancel)
+    app.command("fetch", rich_help_panel=there)(over_http.fetch)
+    app.command("list", rich_help_panel=there)(over_http.list_batches)
     return app
 
 

@@ -11,12 +11,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ktqueue.cli.connection import one_model
-from ktqueue.core.errors import InvalidRequest, KtqueueError, Unavailable
+from ktqueue.core.errors import KtqueueError
 from ktqueue.core.request import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
-    import httpx
-
     from ktqueue.client import SyncClient
     from ktqueue.core.config import EngineConfig
     from ktqueue.engine.engine import Engine
@@ -51,27 +49,29 @@ class HttpTalker:
 
     def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
         """`base_url` is that of the openai client, with or without /v1. Raises Unavailable."""
-        import httpx
+        from ktqueue.cli.http_client import connect
 
-        base = base_url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(600.0, connect=5.0))
+        self._client = connect(base_url, api_key)
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
         import httpx
 
+        from ktqueue.cli.http_client import check, unreachable
+
         try:
             response = self._client.get("/v1/models")
-            _check(response)
+            check(response)
             served = [str(card["id"]) for card in response.json()["data"]]
         except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
-            raise Unavailable(f"{self._client.base_url}: {error}") from error
+            raise unreachable(self._client, error) from error
         return one_model(served)
 
     def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
         """See Talker."""
         import httpx
+
+        from ktqueue.cli.http_client import check, unreachable
 
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -81,7 +81,7 @@ class HttpTalker:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.is_error:
                     response.read()
-                _check(response)
+                check(response)
                 for line in response.iter_lines():
                     document = stream_document(line)
                     for choice in document.get("choices", ()):
@@ -90,7 +90,7 @@ class HttpTalker:
                     if usage := document.get("usage"):
                         yield Piece("", usage["completion_tokens"])
         except httpx.TransportError as error:
-            raise Unavailable(f"{self._client.base_url}: {error or type(error).__name__}") from error
+            raise unreachable(self._client, error) from error
 
     def close(self) -> None:
         """See Talker."""
@@ -184,18 +184,3 @@ def stream_document(line: str) -> dict[str, Any]:
     if document.get("error"):
         raise KtqueueError(str(document["error"].get("message")))
     return document
-
-
-def _check(response: "httpx.Response") -> None:
-    """Raise the error for an HTTP status, with the message of its body."""
-    if not response.is_error:
-        return
-    try:
-        message = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = f"{response.url}: HTTP {response.status_code}"
-    if response.status_code == 503:
-        raise Unavailable(message)
-    if response.status_code in (400, 404, 413, 422):
-        raise InvalidRequest(message)
-    raise KtqueueError(message)

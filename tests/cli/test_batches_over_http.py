@@ -1,0 +1,109 @@
+"""`ktqueue batch submit` and its companions against a real gateway, a control worker and the demo model."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import OpenTerminal, Run, Stack
+
+URL = "/v1/completions"
+
+
+def write(path: Path, count: int, *, url: str = URL, **body: Any) -> Path:
+    """Write `count` batch lines."""
+    lines = (
+        {"custom_id": f"c{number}", "method": "POST", "url": url, "body": {"model": "demo", "prompt": "Once", **body}}
+        for number in range(count)
+    )
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_batch_is_submitted_followed_listed_and_fetched(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
+    source, server = write(tmp_path / "in.jsonl", 5, max_tokens=4, seed=1), ("--base-url", stack.url)
+    with source.open("a") as file:
+        bad = {"model": "demo", "prompt": "x", "temperature": 9}
+        file.write(json.dumps({"custom_id": "bad", "method": "POST", "url": URL, "body": bad}) + "\n")
+    done = ktqueue("batch", "submit", source, "--metadata", "night=3", "--follow", *server)
+    assert done.returncode == 1, done.stderr  # a line failed
+    batch_id, *shown = done.stdout.splitlines()
+    assert "6 of 6, 1 failed" in "\n".join(shown) and f"fetch {batch_id} -o OUT.jsonl" in done.stderr
+    batch = json.loads(ktqueue("batch", "status", batch_id, "--json", *server).stdout)
+    assert batch["status"] == "completed" and batch["metadata"] == {"night": "3"}
+    assert batch["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
+    listed = json.loads(ktqueue("batch", "list", "--limit", "1", "--json", *server).stdout)
+    assert listed == [batch] and batch_id in ktqueue("batch", "list", *server).stdout
+    fetched = ktqueue("batch", "fetch", batch_id, "-o", "out.jsonl", *server)
+    assert fetched.returncode == 0, fetched.stderr
+    answers = records(tmp_path / "out.jsonl")
+    assert [record["custom_id"] for record in answers] == [f"c{number}" for number in range(5)]
+    for record in answers:
+        assert record.keys() == {"id", "custom_id", "response", "error"} and record["error"] is None
+        assert record["response"]["status_code"] == 200 and record["response"]["request_id"]
+        assert record["response"]["body"]["object"] == "text_completion"
+    (failure,) = records(tmp_path / "out.errors.jsonl")
+    assert failure["custom_id"] == "bad" and "temperature" in json.dumps(failure)
+    again = ktqueue("batch", "fetch", batch_id, "-o", "out.jsonl", *server)
+    assert again.returncode == 2 and "exists already" in again.stderr
+    assert ktqueue("batch", "fetch", batch_id, "-o", "out.jsonl", "--overwrite", *server).returncode == 0
+    assert records(tmp_path / "out.jsonl") == answers
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.errors.jsonl", "out.jsonl"]
+    cancelled = ktqueue("batch", "cancel", batch_id, *server)
+    assert cancelled.returncode == 1 and "completed" in cancelled.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "text"),
+    [
+        ({"url": "/v1/chat/completions"}, (), "in.jsonl:2: url must be /v1/completions, got '/v1/chat/completions'"),
+        ({"url": "/v1/embeddings"}, ("--endpoint", "/v1/embeddings"), "in.jsonl:1: url must be /v1/embeddings"),
+        ({"model": "other"}, (), "in.jsonl:2: all lines of a batch need the same model: the first has 'demo'"),
+        ({"model": None}, (), "in.jsonl:2: body.model is missing"),
+        ({}, ("--metadata", "night"), "--metadata must be KEY=VALUE with at most 64 and 512 characters, got 'night'"),
+        ({}, ("--base-url", "http://127.0.0.1:9"), "127.0.0.1:9"),
+    ],
+)
+def test_mistakes_are_shown_before_anything_is_sent(
+    change: dict[str, Any], words: tuple[str, ...], text: str, ktqueue: Run, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", 1)
+    second = write(tmp_path / "second.jsonl", 1, **change).read_text().replace("c0", "c1")
+    source.write_text(source.read_text() + second)
+    nobody = () if "--base-url" in words else ("--base-url", "http://127.0.0.1:9")
+    done = ktqueue("batch", "submit", source, *words, *nobody)
+    assert text in done.stderr and done.returncode == (2 if nobody else 3)
+
+
+def test_a_refused_batch_leaves_no_file(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
+    import httpx
+
+    before = httpx.get(f"{stack.url}/v1/files").json()["data"]
+    done = ktqueue("batch", "submit", write(tmp_path / "in.jsonl", 1), "--window", "soon", "--base-url", stack.url)
+    assert done.returncode == 2 and "completion_window" in done.stderr
+    assert httpx.get(f"{stack.url}/v1/files").json()["data"] == before
+
+
+def test_an_interrupted_follow_leaves_the_batch_running_until_it_is_cancelled(
+    ktqueue: Run, stack: Stack, terminal: OpenTerminal, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", 3, max_tokens=100_000, ignore_eos=True)
+    server = ("--base-url", stack.url)
+    watched = terminal("batch", "submit", source, "--follow", *server)
+    watched.wait_for("0/3")
+    watched.type("\x03")
+    watched.wait_for("keeps running")
+    assert watched.end() == 130
+    (batch,) = json.loads(ktqueue("batch", "list", "--limit", "1", "--json", *server).stdout)
+    assert batch["status"] == "in_progress"
+    early = ktqueue("batch", "fetch", batch["id"], "-o", "out.jsonl", *server)
+    assert early.returncode == 1 and "is in_progress and has no output yet" in early.stderr
+    assert ktqueue("batch", "cancel", batch["id"], *server).stdout == f"{batch['id']} cancelling\n"
+    began = time.monotonic()
+    followed = ktqueue("batch", "follow", batch["id"], *server)
+    assert followed.returncode == 1 and "cancelled" in followed.stdout and time.monotonic() - began < 30
