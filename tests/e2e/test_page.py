@@ -1,6 +1,7 @@
 """The web page in a real browser: Debian's Chromium, headless. Without one these tests are skipped."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -143,6 +144,35 @@ async def test_the_queue_shows_the_worker_and_the_job(stack: Any, page: Any) -> 
     assert (await page.locator("#first-token-now").text_content()).endswith(" s")
 
 
+async def create_batch(stack: Any, *bodies: dict[str, Any]) -> str:
+    """Create a batch of /v1/completions and return its id."""
+    common = {"method": "POST", "url": "/v1/completions"}
+    lines = [json.dumps({"custom_id": f"c{n}", **common, "body": body}) for n, body in enumerate(bodies)]
+    files = {"file": ("in.jsonl", "\n".join(lines).encode())}
+    file = (await stack.http.post("/v1/files", data={"purpose": "batch"}, files=files)).json()
+    wanted = {"input_file_id": file["id"], "endpoint": common["url"], "completion_window": "24h"}
+    return str((await stack.http.post("/v1/batches", json=wanted)).json()["id"])
+
+
+async def test_the_queue_shows_batches_cancels_them_and_downloads_their_output(stack: Any, page: Any) -> None:
+    await page.get_by_role("button", name="Queue", exact=True).click()
+    body = {"model": "demo", "prompt": "Once", "max_tokens": 4}
+    done = await create_batch(stack, body, body | {"temperature": 9})
+    faulty = await create_batch(stack, {"prompt": "no model"})
+    endless = await create_batch(stack, body | {"max_tokens": 100_000, "ignore_eos": True})
+    row = page.locator("#batches tr", has_text=done)
+    await row.get_by_text("2 of 2, 1 failed").wait_for()
+    async with page.expect_download() as download:
+        await row.get_by_role("button", name=f"Output of {done}").click()
+    output = (await stack.http.get(f"/v1/batches/{done}")).json()["output_file_id"]
+    stored = (await stack.http.get(f"/v1/files/{output}/content")).text
+    saved = await (await download.value).path()
+    assert await asyncio.to_thread(saved.read_text) == stored and '"c0"' in stored
+    await page.locator("#batches tr", has_text=faulty).get_by_text("line 1: body.model is missing").wait_for()
+    await page.get_by_role("button", name=f"Cancel {endless}").click()
+    await page.locator("#batches tr", has_text=endless).get_by_text("cancelled").wait_for()
+
+
 async def test_a_phone_needs_no_sideways_scrolling(page: Any) -> None:
     await page.set_viewport_size({"width": 360, "height": 640})
     for view in ("Chat", "Queue"):
@@ -151,7 +181,7 @@ async def test_a_phone_needs_no_sideways_scrolling(page: Any) -> None:
 
 
 async def test_every_control_has_a_name_for_screen_readers(page: Any) -> None:
-    nameless = """[...document.querySelectorAll('button, input, select, textarea, svg')].filter(
+    nameless = """[...document.querySelectorAll('button, input, progress, select, textarea, svg')].filter(
         (node) => !(node.textContent.trim() || node.getAttribute('aria-label') || node.labels?.length))
         .map((node) => node.outerHTML)"""
     assert await page.evaluate(nameless) == []

@@ -346,7 +346,7 @@ async function attach(files) {
   question.focus();
 }
 
-// ---- workers, queues, jobs
+// ---- workers, queues, batches, jobs
 
 const samples = { throughput: [], "first-token": [], waiting: [] };
 let firstTokens = null; // sum of seconds and number of requests at the last look
@@ -359,6 +359,7 @@ async function look() {
   const shown = !element("queue").hidden;
   try {
     if (seesStatus) showStatus(await (await call("v1/status")).json());
+    if (shown) showBatches((await (await call("v1/batches")).json()).data);
     if (shown) fill("jobs", (await (await call("v1/jobs?limit=30")).json()).data.map(jobRow));
     if (shown) notice("");
   } catch (error) {
@@ -369,8 +370,9 @@ async function look() {
   looking = setTimeout(look, document.hidden ? 5 * POLL_MS : POLL_MS);
 }
 
+const seconds = (value) => (value == null ? "–" : value < 10 ? `${value.toFixed(2)} s` : `${Math.round(value)} s`);
+
 function showStatus(status) {
-  const seconds = (value) => (value == null ? "–" : value < 10 ? `${value.toFixed(2)} s` : `${Math.round(value)} s`);
   const waiting = status.queues.reduce((sum, queue) => sum + queue.waiting, 0);
   plot("throughput", status.tokens_per_second, status.tokens_per_second.toFixed(1));
   plot("waiting", waiting, String(waiting));
@@ -387,16 +389,64 @@ function showStatus(status) {
   fill("queues", status.queues.map((queue) => [queue.model, queue.job_class, queue.waiting, seconds(queue.oldest_wait)]));
 }
 
+const left = (value) => {
+  const [size, unit] = value >= 7200 ? [3600, "h"] : value >= 120 ? [60, "min"] : [1, "s"];
+  return value == null ? "–" : `${Math.round(value / size)} ${unit}`;
+};
+
+function showBatches(batches) {
+  element("batches-part").hidden = !batches.length;
+  fill("batches", batches.map(batchRow));
+}
+
+function batchRow(batch) {
+  const { total, completed, failed } = batch.request_counts;
+  const done = completed + failed;
+  const bar = made("progress", { max: total || 1, value: done });
+  bar.setAttribute("aria-label", `Lines of ${batch.id}`);
+  const cell = made("span", { className: "actions" });
+  const path = `v1/batches/${encodeURIComponent(batch.id)}/cancel`;
+  if (batch.status === "validating" || batch.status === "in_progress") cell.append(cancelling(batch.id, path, "POST"));
+  for (const [name, file] of [["Output", batch.output_file_id], ["Errors", batch.error_file_id]]) {
+    if (!file) continue;
+    const button = action(name, () => download(file, `${batch.id}.${name.toLowerCase()}.jsonl`));
+    button.setAttribute("aria-label", `${name} of ${batch.id}`);
+    cell.append(button);
+  }
+  const counted = `${done.toLocaleString("en")} of ${total.toLocaleString("en")}${failed ? `, ${failed.toLocaleString("en")} failed` : ""}`;
+  const fault = batch.errors?.data[0];
+  const lines = fault
+    ? made("span", { className: "fault", textContent: `${fault.line ? `line ${fault.line}: ` : ""}${fault.message}` })
+    : made("span", { className: "lines" }, bar, counted);
+  return [batch.id, batch.status.replace("_", " "), lines, batch.model ?? "–", left(batch.progress?.seconds_left), cell];
+}
+
+// Without a key the browser itself stores the file while it arrives.
+async function download(file, name) {
+  const path = `v1/files/${encodeURIComponent(file)}/content`;
+  try {
+    const href = sessionStorage.getItem(KEY) ? URL.createObjectURL(await (await call(path)).blob()) : path;
+    made("a", { href, download: name }).click();
+    if (href !== path) setTimeout(() => URL.revokeObjectURL(href), 60_000);
+  } catch (error) {
+    notice(error.message);
+  }
+}
+
+function cancelling(id, path, method) {
+  const button = action("Cancel", async () => {
+    button.disabled = true;
+    await call(path, { method }).catch((error) => notice(error.message));
+    look();
+  });
+  button.setAttribute("aria-label", `Cancel ${id}`);
+  return button;
+}
+
 function jobRow(job) {
   const cell = made("span");
   if (job.state === "queued" || job.state === "running") {
-    const button = action("Cancel", async () => {
-      button.disabled = true;
-      await call(`v1/jobs/${encodeURIComponent(job.id)}`, { method: "DELETE" }).catch((error) => notice(error.message));
-      look();
-    });
-    button.setAttribute("aria-label", `Cancel ${job.id}`);
-    cell.append(button);
+    cell.append(cancelling(job.id, `v1/jobs/${encodeURIComponent(job.id)}`, "DELETE"));
   }
   return [job.id, job.state, job.model, job.job_class, job.usage?.completion_tokens ?? "–", cell];
 }
