@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 import redis
-from openai.types import Completion, ErrorObject, FileDeleted, FileObject, Model
+from openai.types import Batch, Completion, ErrorObject, FileDeleted, FileObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
@@ -138,6 +138,16 @@ class _Models(BaseModel):
     data: list[Model]
 
 
+class _Batches(BaseModel):
+    """OpenAI's list of batches."""
+
+    object: Literal["list"]
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class _Refusal(BaseModel):
     error: ErrorObject
 
@@ -150,12 +160,14 @@ class _Files(BaseModel):
 
 
 TYPES: dict[str, Any] = {
+    "Batch": Batch,
     "CreateChatCompletionResponse": ChatCompletion,
     "CreateChatCompletionStreamResponse": ChatCompletionChunk,
     "CreateCompletionResponse": Completion,
     "DeleteFileResponse": FileDeleted,
     "Error": ErrorObject,
     "ErrorResponse": _Refusal,
+    "ListBatchesResponse": _Batches,
     "ListFilesResponse": _Files,
     "ListModelsResponse": _Models,
     "Model": Model,

@@ -1,0 +1,67 @@
+"""/v1/batches: every object, in each status, has OpenAI's type."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from served_gateway import Conforms
+
+from ktqueue.broker.batches import BatchFacts, BatchStatus, BatchUsage
+from ktqueue.broker.broker import Broker
+
+FACTS = BatchFacts(model="tale", total=3, answered=2, failed=1, usage=BatchUsage(prompt=5, completion=7))
+FAULT = {"code": "invalid_method", "message": "method must be POST", "param": None, "line": None}
+WRITTEN = {"output_file_id": "file-out", "error_file_id": "file-err"}
+Changes = Sequence[tuple[BatchStatus, dict[str, Any]]]
+
+
+def stated(value: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are not null. OpenAI's API has null for what is not known, but its schema leaves it out."""
+    return {name: field for name, field in value.items() if field is not None}
+
+
+async def upload(http: httpx.AsyncClient) -> dict[str, Any]:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tale", "prompt": "x"}}
+    files = {"file": ("in.jsonl", json.dumps(line).encode(), "application/jsonl")}
+    return dict((await http.post("/v1/files", data={"purpose": "batch"}, files=files)).raise_for_status().json())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [(BatchStatus.IN_PROGRESS, {}), (BatchStatus.FINALIZING, {}), (BatchStatus.COMPLETED, WRITTEN)],
+        [(BatchStatus.FAILED, {"errors": (FAULT, FAULT | {"line": 3, "param": "method"})})],
+        [(BatchStatus.IN_PROGRESS, {"tokens_per_second": 7.5}), (BatchStatus.EXPIRED, WRITTEN)],
+        [(BatchStatus.IN_PROGRESS, {}), (BatchStatus.CANCELLING, {}), (BatchStatus.CANCELLED, {})],
+    ],
+    ids=["completed", "failed", "expired", "cancelled"],
+)
+async def test_a_batch_has_openais_type_in_each_status(
+    changes: Changes, http: httpx.AsyncClient, broker: Broker, conforms: Conforms
+) -> None:
+    body = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"name": "night"}}
+    made = await http.post("/v1/batches", json=body | {"input_file_id": (await upload(http))["id"]})
+    batch = made.raise_for_status().json()
+    conforms(stated(batch), "Batch")
+    found = await broker.batches.take("owner")
+    assert found is not None
+    lease, facts, before = found[0], FACTS, BatchStatus.VALIDATING
+    for status, more in changes:
+        facts = replace(facts, **more)
+        if status is BatchStatus.CANCELLING:
+            conforms(stated((await http.post(f"/v1/batches/{batch['id']}/cancel")).json()), "Batch")
+        else:
+            await broker.batches.update(lease, facts, change=(before, status))
+        batch, before = (await http.get(f"/v1/batches/{batch['id']}")).json(), status
+        conforms(stated(batch), "Batch")
+        assert batch["status"] == status and batch[f"{status}_at"] >= batch["created_at"]
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert batch["metadata"] == {"name": "night"} and batch["usage"]["total_tokens"] == 12
+    listed = (await http.get("/v1/batches")).json()
+    conforms(listed | {"data": [stated(each) for each in listed["data"]]}, "ListBatchesResponse")
+    assert listed["data"][0] == batch
+    again = await http.post(f"/v1/batches/{batch['id']}/cancel")
+    assert again.status_code in (200, 409)
