@@ -23,12 +23,14 @@ from ktqueue.core.errors import (
     JobNotFound,
     JournalRegressed,
     KtqueueError,
+    ModelChanged,
     ModelNotFound,
     QueueFull,
     RateLimitExceeded,
     RequestTooLarge,
     TenantLimitReached,
     Unavailable,
+    VersionChanged,
 )
 from ktqueue.core.events import TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
@@ -81,8 +83,9 @@ class LineResult:
 class LineOptions:
     """How the jobs of all lines are submitted. `model` replaces the lines' models.
 
-    `patience`: seconds without Redis after which a line gives up. `keep`: as in `Jobs.submit`. `waits_for_model`: a
-    model that nobody serves now, but somebody did, is waited for. `caller` as in `Jobs.submit`.
+    `patience`: seconds without Redis after which a line gives up. `keep` and `caller` as in `Jobs.submit`.
+    `outlives_models`: a model that nobody serves now, but somebody did, is waited for. A job that had started when its
+    model or the workers' version was changed runs again.
     """
 
     model: str | None = None
@@ -91,7 +94,7 @@ class LineOptions:
     limits: TenantLimits | None = None
     keep: float = 0.0
     patience: float = 60.0
-    waits_for_model: bool = False
+    outlives_models: bool = False
     caller: str = ""
 
 
@@ -155,9 +158,13 @@ class LineRunner:
                 events = await self._follow(job, began)
             except (JobNotFound, JournalRegressed):  # it has expired, or Redis lost it
                 continue
-            if events and events[0].seq == 1:
+            if events and events[0].seq == 1 and not self._starts_again(events[-1], attempt):
                 return created, events
         raise KtqueueError(f"the journal of job {job} was lost {MAX_ATTEMPTS} times")
+
+    def _starts_again(self, last: TokenEvent, attempt: int) -> bool:
+        is_outlived = last.error is not None and last.error.code in (ModelChanged.code, VersionChanged.code)
+        return is_outlived and self._options.outlives_models and attempt + 1 < MAX_ATTEMPTS
 
     async def _submit(self, request: GenerationRequest, job: str) -> float:
         pause = FIRST_PAUSE
@@ -176,7 +183,7 @@ class LineRunner:
                         raise
                     await asyncio.sleep(pause)
                 except ModelNotFound:
-                    if not self._options.waits_for_model:
+                    if not self._options.outlives_models:
                         raise
                     await asyncio.sleep(pause)
                 else:

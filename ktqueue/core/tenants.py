@@ -132,6 +132,19 @@ class TenantConfig(TenantLimits):
         return cls(**settings)
 
 
+def batch_limits(limits: TenantLimits) -> TenantLimits:
+    """The limits of a tenant for the lines of its batches, which leave half of its jobs and its burst for others.
+
+    Lines wait for these limits. A limit that refuses a large request for good stays as it is.
+    """
+    values = {limit.name: getattr(limits, limit.name) for limit in fields(TenantLimits)}
+    values["requests_burst"] = limits.most_requests
+    for name in ("max_live_jobs", "max_queued_jobs", "requests_burst"):
+        if values[name] is not None:
+            values[name] = max(1, values[name] // 2)
+    return TenantLimits(**values)
+
+
 def hash_of(key: str) -> str:
     """Return the hash that the settings contain instead of a key."""
     return sha256(key.encode()).hexdigest()

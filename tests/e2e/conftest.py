@@ -12,7 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from ktqueue.core.config import BridgeConfig, BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.core.config import (
+    BridgeConfig,
+    BrokerConfig,
+    Config,
+    ControlConfig,
+    EngineConfig,
+    GatewayConfig,
+    WorkerConfig,
+)
 from ktqueue.workers.supervision.fork_client import COMMAND as FORK_SERVER_COMMAND
 from ktqueue.workers.supervision.supervisor import Supervisor
 
@@ -124,6 +132,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
         broker: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
         bridge: BridgeConfig | None = None,
+        control: ControlConfig | None = None,
         fork_server_command: Sequence[str] = FORK_SERVER_COMMAND,
         **worker: Any,
     ) -> AsyncIterator[Installation]:
@@ -134,6 +143,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
             worker=WorkerConfig(**worker),
             gateway=GatewayConfig(port=0, drain_seconds=2.0),
             bridge=bridge or BridgeConfig(),
+            control=control or ControlConfig(enabled=False),
         )
         async with Supervisor(config, workers=workers, fork_server_command=fork_server_command) as up:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)

@@ -28,7 +28,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.files import FileFacts, content_name
 from ktqueue.broker.models import find_card, model_not_found
 from ktqueue.core.errors import Unavailable
-from ktqueue.core.tenants import TenantLimits
+from ktqueue.core.tenants import TenantLimits, batch_limits
 from ktqueue.storage.store import NotStored, Store
 
 KEEP_SECONDS = 6 * 3_600.0  # jobs of lines can be read so long, so that another owner finds what a dead one has started
@@ -72,10 +72,10 @@ class StoredBatch:
             owner.broker,
             LineOptions(
                 tenant=record.tenant,
-                limits=limits,
+                limits=None if limits is None else batch_limits(limits),
                 keep=KEEP_SECONDS,
                 patience=float("inf"),
-                waits_for_model=True,
+                outlives_models=True,
                 caller=record.id,
             ),
         )
