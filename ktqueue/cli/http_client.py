@@ -15,7 +15,10 @@ def connect(base_url: str, api_key: str | None) -> httpx.Client:
 
 
 def check(response: httpx.Response) -> None:
-    """Raise the error for an HTTP status, with the message of its body, which must have been read."""
+    """Raise the error for an HTTP status, with the message of its body, which must have been read.
+
+    Unavailable, and an error with `retry_after`, may pass.
+    """
     if not response.is_error:
         return
     try:
@@ -26,7 +29,14 @@ def check(response: httpx.Response) -> None:
         raise Unavailable(message)
     if response.status_code in (400, 404, 413, 422):
         raise InvalidRequest(message)
-    raise KtqueueError(message)
+    may_pass = response.status_code in (408, 429) or response.status_code >= 500
+    raise KtqueueError(message, retry_after=_retry_after(response) if may_pass else None)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Return the seconds after which the server wants to be asked again, one if it does not say."""
+    stated = response.headers.get("retry-after", "")
+    return float(stated) if stated.isdecimal() and len(stated) < 6 else 1.0
 
 
 def unreachable(client: httpx.Client, error: Exception) -> Unavailable:

@@ -1,7 +1,10 @@
 """`ktqueue batch submit` and its companions against a real gateway, a control worker and the demo model."""
 
 import json
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +110,45 @@ def test_an_interrupted_follow_leaves_the_batch_running_until_it_is_cancelled(
     began = time.monotonic()
     followed = ktqueue("batch", "follow", batch["id"], *server)
     assert followed.returncode == 1 and "cancelled" in followed.stdout and time.monotonic() - began < 30
+
+
+BATCH = {"id": "batch_1", "object": "batch", "status": "completed", "output_file_id": "file-1"}
+BUSY = (503, {"retry-after": "0"}, b'{"error": {"message": "no"}}')
+
+
+@pytest.fixture
+def troubled() -> Iterator[str]:
+    """The URL of a server without error files and counts. A batch is there at first, then twice not, then again. It
+    closes the connection in the middle of a file."""
+    answers = iter([(200, {}, json.dumps(BATCH | {"status": "in_progress"}).encode()), BUSY, (429, *BUSY[1:])])
+    whole = (200, {}, json.dumps(BATCH).encode())
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            cut = self.path.endswith("/content")
+            status, headers, body = (200, {}, b"{}\n") if cut else next(answers, whole)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(body) + cut))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_server_that_fails_for_a_while_does_not_end_a_follow(ktqueue: Run, troubled: str) -> None:
+    done = ktqueue("batch", "follow", "batch_1", "--base-url", troubled)
+    assert done.returncode == 0 and "completed" in done.stdout, done.stderr
+
+
+def test_half_of_a_file_is_not_kept(ktqueue: Run, troubled: str, tmp_path: Path) -> None:
+    done = ktqueue("batch", "fetch", "batch_1", "-o", "out.jsonl", "--base-url", troubled)
+    assert done.returncode == 3 and "peer closed connection" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from mutation import Mutation
 
+BATCHES = "tests/cli/test_batches_over_http.py"
 STATE_FOLDER, LOG_FILES = "tests/broker/redis/test_state_folder.py", "tests/workers/supervision/test_log_files.py"
 
 OPERATION: dict[str, Mutation] = {
@@ -91,5 +92,19 @@ OPERATION: dict[str, Mutation] = {
         "    if not first.lstrip().startswith(QUOTES):",
         "    if True:",
         ("tests/cli/test_chat.py::test_a_conversation_through_a_pipe_has_commands_and_quotes",),
+    ),
+    "half of a batch's output is kept": Mutation(
+        "the output of a batch appears when it is complete",
+        "ktqueue/cli/batch/over_http.py",
+        'draft = path.with_name(f"{path.name}.part")',
+        "draft = path",
+        (f"{BATCHES}::test_half_of_a_file_is_not_kept",),
+    ),
+    "a busy server ends a follow": Mutation(
+        "`ktqueue batch follow` waits for a server that fails for a while",
+        "ktqueue/cli/batch/over_http.py",
+        "            except KtqueueError as error:\n                if not",
+        "            except KtqueueError as error:\n                raise\n                if not",
+        (f"{BATCHES}::test_a_server_that_fails_for_a_while_does_not_end_a_follow",),
     ),
 }

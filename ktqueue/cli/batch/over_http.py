@@ -20,7 +20,7 @@ from ktqueue.core.errors import KtqueueError, Unavailable
 if TYPE_CHECKING:
     from ktqueue.cli.batch.service import BatchService, Json
 
-POLL_SECONDS = 1.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two looks at a batch
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # entries, and characters of each, in OpenAI's API
 MAX_LISTED = 1_000
 
@@ -259,18 +259,22 @@ def _until_ended(service: "BatchService", batch_id: str) -> "Json":
     from ktqueue.cli.batch.service import ENDED
     from ktqueue.cli.terminal.progress import Bar
 
-    batch = service.batch(batch_id)
+    batch, pause = service.batch(batch_id), FIRST_PAUSE
     with Bar("batch") as bar:
         while True:
             done, _, total = counts(batch)
             bar.update(done, total or None, note(batch))
             if batch.get("status") in ENDED:
                 return batch
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(pause * 1.05, LONGEST_PAUSE)
             try:
                 batch = service.batch(batch_id)
-            except Unavailable:  # the batch goes on, so this command does too
-                bar.update(done, total or None, "waiting for the server")
+            except KtqueueError as error:
+                if not isinstance(error, Unavailable) and error.retry_after is None:
+                    raise
+                bar.update(done, total or None, "waiting for the server")  # the batch goes on, so this command does too
+                pause = min(max(pause, error.retry_after or 0), LONGEST_PAUSE)
 
 
 def _download(service: "BatchService", file_id: str, path: Path) -> None:

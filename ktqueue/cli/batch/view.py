@@ -67,7 +67,8 @@ def _fields(batch: Json) -> Iterator[tuple[str, str]]:
     done, failed, total = counts(batch)
     yield "id", batch["id"]
     yield "status", str(batch.get("status"))
-    yield "lines", f"{done} of {total}" + (f", {failed} failed" if failed else "")
+    if total:
+        yield "lines", f"{done} of {total}" + (f", {failed} failed" if failed else "")
     for name in ("endpoint", "model", "input_file_id", "output_file_id", "error_file_id"):
         if batch.get(name):
             yield name.removesuffix("_id").replace("_", " "), str(batch[name])
