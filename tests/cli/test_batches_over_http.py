@@ -113,20 +113,24 @@ def test_an_interrupted_follow_leaves_the_batch_running_until_it_is_cancelled(
 
 
 BATCH = {"id": "batch_1", "object": "batch", "status": "completed", "output_file_id": "file-1"}
-BUSY = (503, {"retry-after": "0"}, b'{"error": {"message": "no"}}')
+Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
+BUSY: Answer = (503, {"retry-after": "0"}, b'{"error": {"message": "no"}}')
 
 
 @pytest.fixture
 def troubled() -> Iterator[str]:
     """The URL of a server without error files and counts. A batch is there at first, then twice not, then again. It
     closes the connection in the middle of a file."""
-    answers = iter([(200, {}, json.dumps(BATCH | {"status": "in_progress"}).encode()), BUSY, (429, *BUSY[1:])])
-    whole = (200, {}, json.dumps(BATCH).encode())
+    answers: Iterator[Answer] = iter(
+        [(200, {}, json.dumps(BATCH | {"status": "in_progress"}).encode()), BUSY, (429, *BUSY[1:])]
+    )
+    whole: Answer = (200, {}, json.dumps(BATCH).encode())
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             cut = self.path.endswith("/content")
-            status, headers, body = (200, {}, b"{}\n") if cut else next(answers, whole)
+            answer: Answer = (200, {}, b"{}\n") if cut else next(answers, whole)
+            status, headers, body = answer
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)

@@ -96,8 +96,8 @@ OPERATION: dict[str, Mutation] = {
     "half of a batch's output is kept": Mutation(
         "the output of a batch appears when it is complete",
         "ktqueue/cli/batch/over_http.py",
-        'draft = path.with_name(f"{path.name}.part")',
-        "draft = path",
+        "        draft.unlink(missing_ok=True)",
+        "        draft.replace(path)",
         (f"{BATCHES}::test_half_of_a_file_is_not_kept",),
     ),
     "a busy server ends a follow": Mutation(
