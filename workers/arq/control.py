@@ -9,11 +9,13 @@ Also a module to execute (`python -m ktqueue.workers.arq.control`).
 import asyncio
 import logging
 import sys
+from contextlib import suppress
 from typing import Any
 
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.redis.address import DeploymentKind, read_address
 from ktqueue.core.config import Config
-from ktqueue.core.errors import JobNotFound, JournalRegressed
+from ktqueue.core.errors import JobNotFound, JournalRegressed, Unavailable
 from ktqueue.storage.opening import open_store
 from ktqueue.workers.arq.batch_files import BatchFiles
 from ktqueue.workers.arq.batch_owner import BatchOwner
@@ -28,6 +30,9 @@ POLL_SECONDS = 0.5  # between searches for jobs that have ended
 MAX_WEBHOOKS_READ = 100  # by one search
 BATCH_RESULT_SECONDS = 60.0  # then another file of the same name can be run
 LONGEST_PAUSE_SECONDS = 120.0  # between attempts to call a webhook
+OTHERS_SECONDS = 0.2  # before another control worker may take a chore that this one has no settings for
+MAX_LEFT = 50  # times that a batch file is left to others
+PURGE_SECONDS = 3_600.0  # between two looks for old files of the store, where there is no crontab
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ class ControlWorker(SteadyWorker):
         chores: dict[str, Function] = {
             "webhook": self.webhook,
             "batches": self.batches,
-            "batch": self._files.run,
+            "batch": self.batch,
             "retention": self.retention,
         }
         super().__init__(
@@ -52,7 +57,11 @@ class ControlWorker(SteadyWorker):
             max_jobs=MAX_CHORES,
             keep_result=0,
             kept={"batch": BATCH_RESULT_SECONDS},
-            cron_jobs=[_cron_job(entry, chores) for entry in config.control.crontab],
+            cron_jobs=[
+                _cron_job(entry, chores)
+                for entry in config.control.crontab
+                if config.control.batch_dir is not None or parse_entry(entry, chores)[1] != "batches"
+            ],
             poll_seconds=POLL_SECONDS / 5,
         )
         self._broker = broker
@@ -66,9 +75,10 @@ class ControlWorker(SteadyWorker):
         """Run chores and batches until cancelled. Raises ConfigError."""
         work = [
             asyncio.create_task(super().main(), name="chores"),
-            asyncio.create_task(self._enqueue_webhooks(), name="webhooks"),
             asyncio.create_task(self._owner.run(), name="batches"),
         ]
+        if self._settings.webhook_secret is not None:
+            work.append(asyncio.create_task(self._enqueue_webhooks(), name="webhooks"))
         try:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -81,6 +91,8 @@ class ControlWorker(SteadyWorker):
 
     async def webhook(self, context: dict[str, Any], job_id: str) -> None:
         """Call a job's webhook. A failed call is repeated, `control.webhook_attempts` calls in all."""
+        if self._settings.webhook_secret is None:
+            raise Retry(OTHERS_SECONDS)
         try:
             record = await self._broker.jobs.get(job_id)
         except JobNotFound:
@@ -107,6 +119,12 @@ class ControlWorker(SteadyWorker):
                 return
             log.info("webhook of %s failed at attempt %d and will be repeated: %s", job_id, attempt, fault.message)
             raise Retry(min(LONGEST_PAUSE_SECONDS, self._settings.webhook_pause * 2 ** (attempt - 1))) from fault
+
+    async def batch(self, context: dict[str, Any], name: str, model: str | None = None) -> dict[str, Any]:
+        """Run a batch file: see `BatchFiles.run`. Without `control.batch_dir` it is left to other control workers."""
+        if self._settings.batch_dir is None and int(context["job_try"]) < MAX_LEFT:
+            raise Retry(OTHERS_SECONDS)
+        return await self._files.run(context, name, model)
 
     async def batches(self, context: dict[str, Any]) -> None:
         """Enqueue a chore for each waiting batch file, unless there is one for it."""
@@ -144,10 +162,48 @@ def _cron_job(entry: str, chores: dict[str, Function]) -> CronJob:
     return by_clock(f"cron:{entry}", run, when)
 
 
+class BatchesOnly:
+    """A control worker beside a Redis Cluster, which arq does not support: it runs batches, and no other chores."""
+
+    queue_name = "of batches"
+
+    def __init__(self, broker: Broker, config: Config) -> None:
+        self._broker = broker
+        self._store = open_store(config.storage, config.broker.state_dir)
+        self._owner = BatchOwner(broker, self._store, config)
+
+    async def async_run(self) -> None:
+        """Run batches until cancelled, and delete old files of the store each hour."""
+        owner = asyncio.create_task(self._owner.run(), name="batches")
+        try:
+            while True:
+                done, _ = await asyncio.wait([owner], timeout=PURGE_SECONDS)
+                if done:
+                    owner.result()
+                with suppress(Unavailable):
+                    await purge_store(self._broker, self._store)
+        finally:
+            owner.cancel()
+            await asyncio.gather(owner, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Do nothing: batches were given back when `async_run` ended."""
+
+
+def worker_for(broker: Broker, config: Config, url: str) -> SteadyWorker | BatchesOnly:
+    """The control worker for the Redis at `url`. Raises ConfigError."""
+    control = config.control
+    needs_arq = control.redis_url is not None or control.webhook_secret is not None or control.batch_dir is not None
+    if not needs_arq and read_address(url, None).kind is DeploymentKind.CLUSTER:
+        log.info("batches run; webhooks and batch files need control.redis_url, another server than a Redis Cluster")
+        return BatchesOnly(broker, config)
+    return ControlWorker(broker, config, url)
+
+
 async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Waits while Redis does not answer. Raises ConfigError."""
     logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs each URL
-    await serve(config, lambda broker, url: ControlWorker(broker, config, url))
+    await serve(config, lambda broker, url: worker_for(broker, config, url))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.redis.private_server import running_url
 from ktqueue.core.config import Config
 from ktqueue.core.errors import ConfigError, Unavailable
 from ktqueue.core.logs import configure_process
-from ktqueue.workers.arq.worker import SteadyWorker
 from ktqueue.workers.exit_codes import DRAINED, UNUSABLE
 
 RETRY_SECONDS = 0.5  # between attempts to reach Redis
@@ -20,7 +20,21 @@ RETRY_SECONDS = 0.5  # between attempts to reach Redis
 log = logging.getLogger(__name__)
 
 
-async def serve(config: Config, make: Callable[[Broker, str], SteadyWorker]) -> None:
+class Service(Protocol):
+    """What `serve` runs: a SteadyWorker, or what stands in for one."""
+
+    queue_name: str
+
+    async def async_run(self) -> None:
+        """Run until cancelled."""
+        ...
+
+    async def leave(self) -> None:
+        """Return what is not finished. Called after `async_run`."""
+        ...
+
+
+async def serve(config: Config, make: Callable[[Broker, str], Service]) -> None:
     """Run a worker until SIGTERM or SIGINT, then return its jobs to the queue.
 
     `make` creates the worker from a broker and the URL of its Redis. Waits while Redis does not answer. Raises

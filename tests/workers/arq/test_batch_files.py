@@ -186,3 +186,16 @@ async def test_the_clock_starts_chores_once(broker: Broker, config: Config, fold
             while await first.pool.zcard("ktqueue:control") > 0:  # noqa: ASYNC110 # as one held for later would stay
                 await asyncio.sleep(0.01)
     assert first.jobs_complete + other.jobs_complete == 1
+
+
+async def test_a_control_worker_without_a_folder_leaves_files_to_others(
+    broker: Broker, config: Config, folder: Path, start_worker: Any
+) -> None:
+    write(folder / "in" / "one.jsonl", 1)
+    plain = replace(config, control=replace(config.control, batch_dir=None, crontab=("* * * * * batches",)))
+    async with running(broker, plain) as control:
+        assert control.cron_jobs == []
+        await control.pool.enqueue_job("batch", "one.jsonl", _job_id="batch:one.jsonl")
+        await until(lambda: control.jobs_retried > 0)
+        async with start_worker(), running(broker, config):
+            await until(lambda: (folder / "done" / "one.jsonl").exists())
