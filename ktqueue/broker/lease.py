@@ -42,6 +42,7 @@ from ktqueue.core.errors import JournalRegressed, KtqueueError, LeaseLost, Unava
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass
+from ktqueue.core.tenants import NOBODY, Owner
 
 if TYPE_CHECKING:
     from ktqueue.broker.broker import Broker
@@ -53,15 +54,6 @@ NEWCOMER_WAKE_UP = b"newcomer"  # about an interactive job of a caller that had 
 MAILBOX_BYTES = 1 << 17  # for a job that `submit` hands over, and for wake-ups
 
 DecodeEvent = Callable[[int, bytes], TokenEvent]  # of a seq and the stored event
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Who takes turns: a tenant with its weight, and one of its callers."""
-
-    tenant: str = ""
-    caller: str = ""
-    weight: float = 1
 
 
 NO_ROWS: Mapping[Owner, int] = MappingProxyType({})
@@ -85,7 +77,7 @@ class Claim:
     deadline: float | None
     rank: float
     waited: float = 0.0
-    owner: Owner = Owner()
+    owner: Owner = NOBODY
 
 
 class Lease:
@@ -366,7 +358,7 @@ async def _decoded(entries: Sequence[Any], decode: DecodeEvent) -> list[TokenEve
 
 def _owner(data: bytes) -> Owner:
     """Read `["tenant", "caller", weight]`; empty from an older gateway."""
-    return Owner(*loads(data)) if data else Owner()
+    return Owner(*loads(data)) if data else NOBODY
 
 
 def _seq(key: bytes) -> int:

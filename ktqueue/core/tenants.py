@@ -22,6 +22,18 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who takes turns: a tenant with its weight, and one of its callers, such as a client address."""
+
+    tenant: str = ""
+    caller: str = ""
+    weight: float = 1
+
+
+NOBODY = Owner()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
     """None means no limit. By default a burst is what the rate allows in one minute.

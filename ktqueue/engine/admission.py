@@ -14,6 +14,7 @@ from ktqueue.answers.grammar import Matcher
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.prompt_size import check_tokens
 from ktqueue.core.request import MAX_SEED, JobClass, SamplingParams
+from ktqueue.core.tenants import Owner
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.detokenizer import Detokenizer, StopStrings
 from ktqueue.engine.logit_edits import LogitEdits
@@ -52,6 +53,7 @@ class Admission:
         prompt_entries: int,
         bad_words: Many[Many[int]],
         matcher: Matcher | None,
+        owner: Owner,
     ) -> Request:
         """Make a request with a sequence for each choice that has not finished. Emitted ids are not added yet.
 
@@ -94,6 +96,7 @@ class Admission:
             seed=secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed,
             max_tokens=max_completion if sampling.max_tokens is None else min(max_completion, sampling.max_tokens),
             end_ids=eos | frozenset(sampling.stop_token_ids),
+            owner=owner,
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
         for index in range(sampling.n):

@@ -6,7 +6,7 @@ to the caller and leaves the engine unusable: the worker then exits. An error of
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import EngineFailure
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
 from ktqueue.engine.batch import Batch, BatchBuilder
@@ -138,6 +139,7 @@ class Engine:
         return EngineStats(
             running=rows.rows_taken,
             waiting=rows.num_waiting,
+            over_share=rows.num_over_share,
             rows_limit=rows.max_num_seqs,
             rows_wanted=rows.rows_wanted,
             rows_out_of_turn=self._scheduler.rows_out_of_turn,
@@ -179,6 +181,7 @@ class Engine:
         prompt_entries: int = 0,
         bad_words: Many[Many[int]] = (),
         matcher: Matcher | None = None,
+        owner: Owner = NOBODY,
     ) -> None:
         """Add a request. `emitted[index]` is what an earlier worker wrote to the journal for that choice.
 
@@ -200,6 +203,7 @@ class Engine:
             prompt_entries=prompt_entries,
             bad_words=bad_words,
             matcher=matcher,
+            owner=owner,
         )
         if request.sequences:
             self._requests.add(request)
@@ -229,10 +233,6 @@ class Engine:
         """Drop a request and free its pages at once. An unknown id is ignored."""
         self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
         self._requests.abort(request_id)
-
-    def set_over_share(self, request_ids: Collection[str]) -> None:
-        """Let these interactive requests, and no others, give their rows to the rest of their class."""
-        self._rows.set_over_share(request_ids)
 
     def step(self, launch_next: Callable[[], bool] = lambda: False) -> list[SequenceOutput]:
         """Run the model once on the rows that the scheduler picks. Returns what each sequence gained.

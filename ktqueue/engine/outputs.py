@@ -47,17 +47,19 @@ class SequenceOutput:
 class EngineStats:
     """Counters and gauges of an engine. `running` and `waiting` count sequences; from `prompt_tokens` on values grow.
 
-    rows_limit: most rows. rows_wanted: rows that batch sequences may fill, as more would not raise the tokens computed
-    in a second. rows_out_of_turn: batch rows that the last step left out for interactive sequences.
-    prompt_tokens: computed prompt tokens, including recomputed ones but not cached ones. batch_tokens: those of
-    `generation_tokens` that are of the batch class. prefix_queries, prefix_hits: tokens looked up in the prefix cache,
-    and found there. out_of_memory: steps that were made smaller because the device had too little memory.
-    replayed_steps: steps that replayed a captured graph. prepared_steps: steps that were built while the device
-    computed the step before. Seconds are wall time of each part of all steps so far.
+    over_share: interactive ones that give their rows to other owners. rows_limit: most rows. rows_wanted: rows that
+    batch sequences may fill, as more would not raise the tokens computed in a second. rows_out_of_turn: batch rows
+    that the last step left out for interactive sequences. prompt_tokens: computed prompt tokens, including recomputed
+    ones but not cached ones. batch_tokens: those of `generation_tokens` that are of the batch class. prefix_queries,
+    prefix_hits: tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller
+    because the device had too little memory. replayed_steps: steps that replayed a captured graph. prepared_steps:
+    steps that were built while the device computed the step before. Seconds are wall time of each part of all steps so
+    far.
     """
 
     running: int
     waiting: int
+    over_share: int
     rows_limit: int
     rows_wanted: int
     rows_out_of_turn: int

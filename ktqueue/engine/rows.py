@@ -4,8 +4,8 @@ A *waiting* sequence has no pages. A *running* sequence has pages, and takes one
 that waits for its prompt takes a row too.
 
 **Rank.** The interactive class goes before the batch class, then the earlier arrival. The `batch_floor` earliest
-sequences of the batch class rank as interactive, so batch jobs always make progress. Interactive requests *over share*,
-whose owner has more rows than others who want some, rank between the classes, and lose their rows as batch does.
+sequences of the batch class rank as interactive, so batch jobs always make progress. Interactive sequences *over
+share*, of an owner who has more than others, rank between the classes, and lose rows and pages as batch does.
 
 **Pages and preemption.** Pages are allocated when tokens need them, not in advance. If none is available, the running
 sequence of the lowest rank is *preempted*: it loses all its pages, waits again, and is computed again later, mostly
@@ -31,6 +31,7 @@ from ktqueue.core.errors import EngineFailure
 from ktqueue.core.request import JobClass
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prefix_cache import PrefixCache
+from ktqueue.engine.row_shares import over_share
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
@@ -45,8 +46,8 @@ Rank = tuple[int, float, int, int]
 OVER_SHARE, BATCH = 1, 2  # ranks of classes after that of interactive requests
 
 
-def _arrival(sequence: Sequence) -> tuple[bool, float, int, int]:
-    return sequence.request.over_share, sequence.request.arrival, sequence.request.serial, sequence.index
+def _arrival(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.request.arrival, sequence.request.serial, sequence.index
 
 
 class Rows:
@@ -85,7 +86,7 @@ class Rows:
         self._costs = costs
         self._auto_rows = auto_rows
         self._batch_floor = batch_floor
-        self._over_share: Collection[str] = frozenset()
+        self._over_share: set[Sequence] = set()
         self._promoted: set[Sequence] = set()  # sequences of the batch class that rank as interactive
         self._sorted_version = -1  # the `version` for which `running` is sorted by rank
 
@@ -93,6 +94,11 @@ class Rows:
     def num_waiting(self) -> int:
         """Number of waiting sequences, including those that wait for a waiting sibling's prompt."""
         return sum(_rows(sequence) for queue in self._waiting.values() for sequence in queue)
+
+    @property
+    def num_over_share(self) -> int:
+        """Number of interactive sequences that are more than the share of their owner."""
+        return len(self._over_share)
 
     @property
     def rows_taken(self) -> int:
@@ -116,21 +122,9 @@ class Rows:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, with the siblings in its `forks`."""
         self.version += 1
-        sequence.request.over_share = sequence.request.id in self._over_share
         sequence.set_angles()
         sequence.status = SequenceStatus.WAITING
         insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
-
-    def set_over_share(self, request_ids: Collection[str]) -> None:
-        """Let these interactive requests, and no others, rank behind the rest of their class."""
-        if request_ids == self._over_share:
-            return
-        self._over_share = request_ids
-        self.version += 1
-        waiting = self._waiting[JobClass.INTERACTIVE]
-        for sequence in (*self.running, *waiting):
-            sequence.request.over_share = sequence.request.id in request_ids
-        waiting.sort(key=_arrival)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence in any state and free its pages. If siblings wait for its prompt, one takes it over."""
@@ -191,6 +185,9 @@ class Rows:
         if self._sorted_version != self.version:
             batch = [sequence for sequence in self.running if sequence.request.job_class is JobClass.BATCH]
             self._promoted = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
+            interactive = [one for one in self.running if one.request.job_class is JobClass.INTERACTIVE]
+            everyone = sorted(interactive + self._waiting[JobClass.INTERACTIVE], key=_arrival)
+            self._over_share = over_share(everyone, sum(map(_rows, interactive)))
             self.running.sort(key=self.rank)
             self._sorted_version = self.version
 
@@ -200,6 +197,9 @@ class Rows:
 
     def first_waiting(self, classes: Collection[JobClass]) -> Sequence | None:
         heads = [queue[0] for job_class, queue in self._waiting.items() if queue and job_class in classes]
+        if self._over_share and JobClass.INTERACTIVE in classes:
+            within = (one for one in self._waiting[JobClass.INTERACTIVE] if one not in self._over_share)
+            heads += [one for one in (next(within, None),) if one is not None]
         return min(heads, key=self.rank, default=None)
 
     def waiting_tokens(self, job_class: JobClass, rows: int) -> int:
@@ -319,7 +319,7 @@ class Rows:
         """0 for interactive requests and for promoted sequences, then OVER_SHARE, then BATCH."""
         if sequence.request.job_class is JobClass.BATCH:
             return 0 if sequence in self._promoted else BATCH
-        return OVER_SHARE if sequence.request.over_share else 0
+        return OVER_SHARE if sequence in self._over_share else 0
 
     def _hand_over_forks(self, sequence: Sequence) -> None:
         """Let the first sibling that waits for the sequence's prompt compute it for the others."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ktqueue.answers.grammar import Matcher
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.engine.detokenizer import Detokenizer
 from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.noise import stream
@@ -46,7 +47,7 @@ class Request:
         "id",
         "job_class",
         "max_tokens",
-        "over_share",
+        "owner",
         "prompt",
         "prompt_entries",
         "sampling",
@@ -68,8 +69,10 @@ class Request:
         seed: int,
         max_tokens: int,
         end_ids: frozenset[int],
+        owner: Owner = NOBODY,
     ) -> None:
         self.id = request_id
+        self.owner = owner
         self.prompt = prompt
         self.sampling = sampling
         self.job_class = job_class
@@ -82,7 +85,6 @@ class Request:
         self.unfinished = 0  # number of choices that have not finished
         self.emitted_tokens = 0  # of choices that had finished before the request arrived
         self.prompt_entries = 0  # prompt tokens whose log probabilities are known to the client, if it wants them
-        self.over_share = False  # ranks behind the others of its class: see Rows.set_over_share
         self.cached_tokens: int | None = None  # None until the first lookup in the prefix cache
 
     @property

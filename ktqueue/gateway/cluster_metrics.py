@@ -11,7 +11,7 @@ from ktqueue.gateway.metrics import Metric, counter, gauge
 _GAUGES = (
     ("running", "num_requests_running", "Sequences that a worker runs."),
     ("waiting", "num_requests_waiting", "Sequences that a worker has claimed and not started."),
-    ("jobs_over_share", "num_jobs_over_share", "Interactive jobs that give their rows to other tenants or callers."),
+    ("over_share", "num_requests_over_share", "Interactive sequences that give their rows to other owners."),
     ("free_pages", "kv_cache_free_pages", "Pages of the KV cache that are free."),
     ("total_pages", "kv_cache_total_pages", "Pages of the KV cache."),
     ("experts", "experts", "Routed experts of all layers, of a worker on a GPU."),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.lease import Claim, Lease, Owner
+from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.core.tenants import TenantLimits
+from ktqueue.core.tenants import Owner, TenantLimits
 
 OLD, NEW = "o" * 2048, "n" * 2048  # prompts with a prefix that the queue compares
 ANSWER = 100  # tokens of an answer, if a test does not say otherwise

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.engine.engine import Engine
 
 BATCH, INTERACTIVE = JobClass.BATCH, JobClass.INTERACTIVE
@@ -57,6 +58,8 @@ def test_random_requests_get_the_right_tokens(
         enable_prefix_caching=noise.random() < 0.7,
         batch_share=noise.choice([1, 3, 1000]),
     )
+    has_owners = seed % 2 == 1
+    owners = (Owner("a"), Owner("b", "x", 2), Owner("b", "y", 2))
     asked: dict[str, Any] = {}
     results: dict[tuple[str, int], Any] = {}
     aborted: set[str] = set()
@@ -74,7 +77,8 @@ def test_random_requests_get_the_right_tokens(
             name = f"r{todo}"
             sampling = SamplingParams(temperature=temperature, max_tokens=count, n=n, seed=todo, ignore_eos=True)
             asked[name] = (prompt, sampling, min(count, capacity - len(prompt)))
-            engine.add(name, prompt, sampling, job_class=noise.choice([BATCH, INTERACTIVE]))
+            owner = owners[noise.choice([0, 0, 0, 1, 2])] if has_owners else NOBODY
+            engine.add(name, prompt, sampling, job_class=noise.choice([BATCH, INTERACTIVE]), owner=owner)
         if asked and noise.random() < 0.05:
             name = noise.choice(sorted(asked))
             engine.abort(name)

@@ -64,9 +64,16 @@ TURNS_OF_TENANTS: dict[str, Mutation] = {
     "a full worker gives no row away": Mutation(
         "a newcomer gets a row of a tenant that has them all",
         "ktqueue/engine/rows.py",
-        "return OVER_SHARE if sequence.request.over_share else 0",
+        "return OVER_SHARE if sequence in self._over_share else 0",
         "return 0",
         (f"{CLASSES}::test_a_newcomer_gets_a_row_of_a_tenant_that_has_them_all",),
+    ),
+    "requests over share are admitted by arrival": Mutation(
+        "an owner with few requests waits for none of one with many",
+        "ktqueue/engine/rows.py",
+        "        if self._over_share and JobClass.INTERACTIVE in classes:",
+        "        if False:",
+        ("tests/engine/test_row_shares.py::test_an_owner_with_few_requests_waits_for_none_of_one_with_many[pages]",),
     ),
     "a full worker gives rows to anybody": Mutation(
         "a full worker gives a row only to who has fewer",

@@ -6,7 +6,7 @@ Knows requests, outputs and statistics; no leases and no journals.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
@@ -43,22 +43,14 @@ class EngineThread:
         self._take_stats()
 
     async def step(
-        self,
-        aborts: Sequence[str],
-        adds: Sequence[RunningJob],
-        over_share: Collection[str],
-        *,
-        launch_next: Callable[[], bool],
+        self, aborts: Sequence[str], adds: Sequence[RunningJob], *, launch_next: Callable[[], bool]
     ) -> StepResult:
         """Abort requests, add jobs, and run one step if the engine has work. An exception means that the engine broke.
 
-        `over_share`: ids of the interactive jobs that give their rows to the rest of their class.
         `launch_next` is called in the engine's thread at the end of the step. It says whether no request is waiting to
         be added or aborted, so that a GPU may launch the next step at once.
         """
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._step, aborts, adds, over_share, launch_next
-        )
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._step, aborts, adds, launch_next)
 
     async def clear(self, request_ids: Sequence[str], within: float) -> None:
         """Wait for the current step, then abort these requests. Raises EngineStalled after `within` seconds."""
@@ -72,17 +64,10 @@ class EngineThread:
         """Stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _step(
-        self,
-        aborts: Sequence[str],
-        adds: Sequence[RunningJob],
-        over_share: Collection[str],
-        launch_next: Callable[[], bool],
-    ) -> StepResult:
+    def _step(self, aborts: Sequence[str], adds: Sequence[RunningJob], launch_next: Callable[[], bool]) -> StepResult:
         self.clock.start()
         try:
             self._abort(aborts)
-            self._engine.set_over_share(over_share)
             refused = [(job.id, reason) for job in adds if (reason := self._add(job)) is not None]
             outputs = self._engine.step(launch_next) if self._engine.has_work else []
             has_work = self._engine.has_work
@@ -108,6 +93,7 @@ class EngineThread:
                 prompt_entries=job.prompt_entries,
                 bad_words=job.prompt.bad_words,
                 matcher=job.prompt.matcher,
+                owner=job.owner,
             )
         except Exception as error:  # a bad request ends its own job only
             self._engine.abort(job.id)

@@ -7,6 +7,7 @@ events of step n are committed and the prompts of new jobs are tokenised. Knows 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -15,12 +16,12 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import Cancelled, DeadlineExceeded, ErrorInfo, LeaseLost
 from ktqueue.core.events import JobState
 from ktqueue.core.request import JobClass
+from ktqueue.core.tenants import Owner
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.workers.generation.admission import AdmissionRefused, TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread, TokenRates
 from ktqueue.workers.generation.heartbeat import Heartbeat
 from ktqueue.workers.generation.outbox import Outbox
-from ktqueue.workers.generation.row_shares import interactive_rows, jobs_over_share
 from ktqueue.workers.generation.running_job import RunningJob
 
 NO_ROW_SECONDS = 10.0  # then a batch job goes back to the queue, because another worker may have a free row
@@ -60,7 +61,6 @@ class Incarnation:
         self._claiming_is_over = False
         self._outbox = Outbox(lease, self._cancel)
         self._jobs: dict[str, RunningJob] = {}
-        self._over_share: frozenset[str] = frozenset()  # ids of jobs that give their rows to other owners
         self._admitted: list[RunningJob] = []  # the next step adds them to the engine
         self._aborts: list[str] = []  # ids of jobs that the next step aborts
         self._admissions: set[asyncio.Task[None]] = set()
@@ -107,13 +107,7 @@ class Incarnation:
         """The engine's statistics, tokens per second, and this worker's state, for the heartbeat."""
         stats = self._engine.stats
         rates = self._rates.update(time.monotonic(), stats)
-        return {
-            **stats,
-            **rates,
-            "jobs": float(len(self._jobs)),
-            "jobs_over_share": float(len(self._over_share)),
-            "draining": float(self._draining.is_set()),
-        }
+        return {**stats, **rates, "jobs": float(len(self._jobs)), "draining": float(self._draining.is_set())}
 
     # Claim
 
@@ -123,7 +117,6 @@ class Incarnation:
         while not self._draining.is_set():
             await self._accept(claims, group)
             await self._release_jobs_without_a_row()
-            self._over_share = jobs_over_share(self._jobs.values(), self._rows)
             free, interactive = self._free_rows()
             extra = 0 if interactive > 0 else max(0, max(1, self._rows // EXTRA_SHARE) + interactive)
             claims = await self._lease.claim(
@@ -131,7 +124,7 @@ class Incarnation:
                 max(0, interactive),
                 wait=True,
                 extra=extra,
-                rows=interactive_rows(self._jobs.values()) if extra else NO_ROWS,
+                rows=self._interactive_rows() if extra else NO_ROWS,
             )
             if not claims:
                 queued = self._lease.wait_for_work(
@@ -166,6 +159,14 @@ class Incarnation:
         free = min(free, max(MOST_UNSTARTED, 2 * self._batch_floor) - unstarted)
         return max(0, free), self._rows - interactive - min(batch, self._batch_floor)
 
+    def _interactive_rows(self) -> Counter[Owner]:
+        """The rows of each owner of interactive jobs."""
+        rows: Counter[Owner] = Counter()
+        for job in self._jobs.values():
+            if job.request.job_class is JobClass.INTERACTIVE:
+                rows[job.owner] += job.rows
+        return rows
+
     async def _first_of(self, *events: Coroutine[Any, Any, Any]) -> list[Claim]:
         """Wait for the first of the events, or for the drain. Returns the job that was handed to the lease, if any."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event) for event in (*events, self._draining.wait())]
@@ -177,17 +178,15 @@ class Incarnation:
                 wait.cancel()
 
     async def _release_jobs_without_a_row(self) -> None:
-        """Return jobs to the queue that lost their rows `no_row_seconds` ago: batch jobs, and those over share.
+        """Return batch jobs to the queue that lost their rows to interactive jobs `no_row_seconds` ago.
 
         The jobs with the highest rank number go first.
         """
         surplus = sum(job.rows for job in self._jobs.values()) - self._rows
         oldest_output = time.monotonic() - self._no_row_seconds
-        displaced = [
-            job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH or job.id in self._over_share
-        ]
+        batch = (job for job in self._jobs.values() if job.request.job_class is JobClass.BATCH)
         released = []
-        for job in sorted(displaced, key=lambda job: job.rank, reverse=True):
+        for job in sorted(batch, key=lambda job: job.rank, reverse=True):
             if surplus > 0 and job.last_output_at < oldest_output:
                 surplus -= job.rows
                 released.append(job)
@@ -267,9 +266,7 @@ class Incarnation:
         """Run one step of the engine and queue its events for the next commit."""
         aborts, self._aborts = self._aborts, []
         adds, self._admitted = [job for job in self._admitted if not job.ended], []
-        result = await self._engine.step(
-            aborts, adds, self._over_share, launch_next=lambda: not (self._admitted or self._aborts)
-        )
+        result = await self._engine.step(aborts, adds, launch_next=lambda: not (self._admitted or self._aborts))
         self._engine_has_work = result.has_work
         for job_id, reason in result.refused:
             if (job := self._jobs.get(job_id)) is not None:

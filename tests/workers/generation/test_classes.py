@@ -5,11 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.lease import Claim, Owner
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
-from ktqueue.workers.generation.row_shares import jobs_over_share
-from ktqueue.workers.generation.running_job import RunningJob
 
 ROWS, FLOOR = 8, 1  # of the conftest's engine
 
@@ -170,20 +167,3 @@ async def test_a_newcomer_gets_a_row_of_a_tenant_that_has_them_all(
         for job_id in (theirs[0], theirs[ROWS - 1]):  # the second of these lost its row
             assert (await finished(job_id)).choices == expected
             assert (await broker.jobs.get(job_id)).attempts == 1
-
-
-def test_rows_are_shared_by_weight_and_then_among_callers() -> None:
-    def job(number: int, tenant: str, caller: str = "", *, weight: int = 1, n: int = 1) -> RunningJob:
-        owner = Owner(tenant, caller, weight)
-        claim = Claim(
-            job_id=f"{tenant}{caller}{number}", request=ask(9, n=n), attempt=1, deaths_without_progress=0, events=[],
-            deadline=None, rank=number, owner=owner,
-        )  # fmt: skip
-        return RunningJob(claim)
-
-    alone = [job(number, "a") for number in range(20)]
-    assert jobs_over_share(alone, ROWS) == frozenset()
-    both = [*alone, *(job(number, "b", weight=3) for number in range(20))]
-    assert {one.id for one in both} - jobs_over_share(both, ROWS) == {"a0", "a1", *(f"b{i}" for i in range(6))}
-    callers = [job(k, "a", caller) for k, caller in enumerate("xxxxyz")] + [job(9, "b", n=3), job(10, "b", n=3)]
-    assert jobs_over_share(callers, ROWS) == {"ax1", "ax2", "ax3"}
