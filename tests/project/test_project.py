@@ -87,7 +87,9 @@ def test_the_pythons_are_the_same_everywhere() -> None:
 
 def test_modules_that_need_no_extra_import_none() -> None:
     book = project()["project"]
-    extras = {name: book["optional-dependencies"][name] for name in ("gateway", "worker", "embedded", "arq", "gpu")}
+    extras = {
+        name: book["optional-dependencies"][name] for name in ("gateway", "worker", "embedded", "arq", "gpu", "s3")
+    }
     optional = {Requirement(requirement).name for extra in extras.values() for requirement in extra}
     optional -= {Requirement(requirement).name for requirement in book["dependencies"]}
     called = {"pyyaml": "yaml", "flashinfer-python": "flashinfer"}

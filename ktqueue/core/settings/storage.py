@@ -11,8 +11,9 @@ class StorageConfig:
 
     location: str | None = setting(
         None,
-        "Folder of uploaded files and of what batches write.",
-        details="All gateways and control workers of an installation use the same one.",
+        "Folder of uploaded files and of what batches write, or `s3://BUCKET[/PREFIX]`.",
+        details="All gateways and control workers of an installation use the same one. S3 needs the extra "
+        "`ktqueue[s3]`; its keys and address are in AWS's own variables and files, such as `AWS_ENDPOINT_URL_S3`.",
         shown="`files` in `broker.state_dir`",
     )
     min_free_bytes: int = setting(
