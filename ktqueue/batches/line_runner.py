@@ -56,6 +56,13 @@ class Statistics:
     away_since: float | None = None  # monotonic time since which Redis does not answer
     first_token: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_DELAYS))
 
+    def count(self, events: list[TokenEvent]) -> None:
+        """Count a job that has ended, with all its events."""
+        self.tokens += sum(len(event.token_ids) for event in events)
+        timings = events[-1].usage.timings if events[-1].usage else None
+        if timings is not None:
+            self.first_token.append(timings.queue + timings.tokenise + timings.prefill)
+
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
@@ -152,13 +159,13 @@ class LineRunner:
         for attempt in range(MAX_ATTEMPTS):
             job = job_id(name, place, attempt)
             job_ids.append(job)
-            began = time.monotonic()
             try:
                 created = await self._submit(request, job)
-                events = await self._follow(job, began)
+                events = await self._broker.journal.whole(job)
             except (JobNotFound, JournalRegressed):  # it has expired, or Redis lost it
                 continue
-            if events and events[0].seq == 1 and not self._starts_again(events[-1], attempt):
+            self.statistics.count(events)
+            if not self._starts_again(events[-1], attempt):
                 return created, events
         raise KtqueueError(f"the journal of job {job} was lost {MAX_ATTEMPTS} times")
 
@@ -204,18 +211,6 @@ class LineRunner:
             )
         except IdempotencyConflict:  # it was submitted before in another class; its answer is the same
             return await self._broker.jobs.get(job)
-
-    async def _follow(self, job: str, began: float) -> list[TokenEvent]:
-        events: list[TokenEvent] = []
-        has_tokens = False
-        async for event in self._broker.journal.follow(job):
-            if event.token_ids:
-                if not has_tokens:
-                    self.statistics.first_token.append(time.monotonic() - began)
-                    has_tokens = True
-                self.statistics.tokens += len(event.token_ids)
-            events.append(event)
-        return events
 
 
 def _raise_if_error(outcome: JobHistory | BaseException) -> JobHistory:

@@ -79,6 +79,7 @@ class Broker:
 
     async def close(self) -> None:
         """Close all connections. Close leases before."""
+        await self.journal.close()
         await self.hub.close()
         await self._connection.close()
 

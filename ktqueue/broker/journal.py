@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
+from ktqueue.broker.job_ends import JobEnds
 from ktqueue.broker.job_record import job_not_found
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.hub import Hub
@@ -43,6 +44,7 @@ class Journal:
         self._hub = hub
         self._keys = keys
         self._config = config
+        self._ends = JobEnds(scripts, hub, keys, config)
         self._max_mailbox_bytes = max_mailbox_bytes
 
     async def replay(self, job_id: str, after: int = 0, *, lenient: bool = False) -> list[TokenEvent]:
@@ -57,6 +59,26 @@ class Journal:
             events += page.events
             if not page.events or page.events[-1].seq == page.tail:
                 return events
+
+    async def close(self) -> None:
+        """Stop. Nobody may read any more."""
+        await self._ends.close()
+
+    async def whole(self, job_id: str) -> list[TokenEvent]:
+        """Wait for the end of a job, and return all its events. It costs Redis far less than `follow`.
+
+        Raises Unavailable after a minute without Redis, JobNotFound, or JournalRegressed if the end is lost.
+        """
+        await self._ends.wait(job_id)
+        events: list[TokenEvent] = []
+        while not events or events[-1].state is None:
+            last = events[-1] if events else None
+            after = last.seq if last else 0
+            page = await self._page_after_outage(job_id, after, last, self._max_mailbox_bytes, lenient=False)
+            if not page.events:
+                raise JournalRegressed(f"the journal of job {job_id} has no end", limit=page.tail, value=after)
+            events += page.events
+        return events
 
     async def follow(
         self, job_id: str, after: int = 0, *, journals: int = 1, lenient: bool = False

@@ -55,6 +55,7 @@ The scripts build the same names from the tag (`KEYS[1]`).
 | synced                   | string     | a write to wait for (durability fsync)        | a minute                  |
 | webhooks                 | zset       | ended jobs whose webhook is due, by their end | job_ttl; 100,000 entries  |
 | wake:MODEL               | channel    | a job was queued                              |                           |
+| ends                     | channel    | the id of a job that has ended                |                           |
 """
 
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ class Keys:
     def journal_channel(self, job_id: str) -> str:
         """The channel of a job's events. Messages are `SEQ:EVENT`."""
         return f"{self.tag}:journal:{job_id}"
+
+    @property
+    def ends_channel(self) -> str:
+        """The channel that announces the ids of jobs that have ended."""
+        return f"{self.tag}:ends"
 
     def wake_channel(self, model: str) -> str:
         """The channel that announces new jobs of a model."""

@@ -102,6 +102,7 @@ class Lease:
         self._steps = 0
         self._look_again_at: float | None = None  # time of the next claim: until then a job is left to another worker
         self._pending_stops: set[str] = set()  # ids of jobs to stop that the next commit returns
+        self.followed: frozenset[str] = frozenset()  # ids of jobs whose last event here had a live reader
         self._claiming = asyncio.Lock()
         self._stepping = asyncio.Lock()
 
@@ -246,13 +247,16 @@ class Lease:
             stop, self._pending_stops = self._pending_stops, set()
             for start in range(0, max(len(events), 1), MAX_EVENTS):
                 self._steps += 1
+                part = events[start : start + MAX_EVENTS]
                 arguments: list[bytes | str | int] = []
-                for job_id, event in events[start : start + MAX_EVENTS]:
+                for job_id, event in part:
                     arguments += (job_id, event.seq, encode_event(event), _end(event))
-                reply = await self._call(
+                stopped, followed = await self._call(
                     "commit_events", self._steps, self._terminal.job_ttl, self._terminal.journal_ttl, *arguments
                 )
-                stop.update(job_id.decode() for job_id in reply)
+                stop.update(job_id.decode() for job_id in stopped)
+                gone = stop.union(job_id for job_id, _ in part)
+                self.followed = self.followed - gone | {job_id.decode() for job_id in followed}
         return stop
 
     async def start_trial(self, job_id: str) -> None:
@@ -264,7 +268,9 @@ class Lease:
 
     async def release(self, job_ids: Iterable[str]) -> None:
         """Put running jobs back at their old place in the queue. This does not count as an attempt."""
-        await self._release("", tuple(job_ids))
+        ids = tuple(job_ids)
+        self.followed -= set(ids)
+        await self._release("", ids)
 
     async def close(self) -> None:
         """End the lease: running jobs go back to the queue. If the lease is lost already, the reaper does this."""

@@ -22,6 +22,7 @@ REFUSABLE = (
     "queue_depths",
     "tenant_loads",
     "read_journal",
+    "ended_jobs",
     "list_models",
     "list_workers",
     "server_memory",

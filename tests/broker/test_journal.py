@@ -54,6 +54,40 @@ async def test_follow_replays_the_journal_and_then_yields_new_events(broker: Bro
     assert await seqs(broker, job.id, 24) == [25]
 
 
+async def test_the_whole_journal_is_read_once_its_job_has_ended(
+    broker: Broker,
+    job: Any,
+    raw: Any,
+    make_request: Callable[..., GenerationRequest],
+    eventually: Callable[..., Awaitable[None]],
+) -> None:
+    """The end is announced, happened before, came from an older version that announces none, or never will."""
+
+    async def nobody_waits() -> bool:
+        return broker.keys.ends_channel not in broker.hub.channels
+
+    silent = await broker.jobs.submit(make_request())
+    early, late = (
+        asyncio.create_task(broker.journal.whole(job.id)),
+        asyncio.create_task(broker.journal.whole(silent.id)),
+    )
+    await job.write(3)
+    await asyncio.sleep(0.3)
+    assert not early.done()
+    await job.write(end=True)
+    async with asyncio.timeout(0.2):  # an unannounced end is found after half a second
+        assert [event.seq for event in await early] == [1, 2, 3, 4]
+    async with asyncio.timeout(0.2):
+        assert await broker.journal.whole(job.id) == await broker.journal.replay(job.id)
+    raw.xadd(broker.keys.journal_channel(silent.id), {"e": encode_event(TokenEvent(seq=1, state=JobState.DONE))}, "1-0")
+    raw.hset(f"{broker.keys.tag}:job:{silent.id}", "state", "done")
+    async with asyncio.timeout(6):
+        assert [event.state for event in await late] == [JobState.DONE]
+        with pytest.raises(JobNotFound):
+            await broker.journal.whole("job-unknown")
+    await eventually(nobody_waits)
+
+
 async def test_new_events_arrive_without_delay(broker: Broker, job: Any) -> None:
     loop = asyncio.get_running_loop()
     events = broker.journal.follow(job.id)

@@ -332,6 +332,6 @@ async def test_a_repeated_step_is_recognised_by_the_script_itself(
         "",
     )
     for _ in range(3):
-        assert await broker.scripts.call(*step) == []
+        assert await broker.scripts.call(*step) == [[], []]
     assert len(await broker.journal.replay(job.id)) == 1
     await lease.close()

@@ -4,9 +4,24 @@ from mutation import SCRIPTS, Mutation
 
 STORED, CLOCK = "tests/broker/test_stored.py", "tests/broker/test_clock.py"
 RESPONSES = "tests/broker/test_responses.py"
+GENERATION = "tests/workers/generation/test_generation_worker.py"
 SCRUB, RETRY = "tests/broker/test_scrub.py", "tests/broker/test_retry.py"
 
 STORED_JOBS: dict[str, Mutation] = {
+    "ends of jobs are not announced": Mutation(
+        "the end of a job is announced",
+        f"{SCRIPTS}/prelude.lua",
+        "  redis.call('PUBLISH', TAG .. 'ends', id)\n",
+        "",
+        ("tests/broker/test_journal.py::test_the_whole_journal_is_read_once_its_job_has_ended",),
+    ),
+    "gathered tokens of a cancelled job are lost": Mutation(
+        "a cancelled job keeps the tokens that it has generated",
+        "ktqueue/workers/generation/incarnation.py",
+        "        self._write_gathered(job)\n        self._outbox.put(job.id, job.end(state, error))",
+        "        self._outbox.put(job.id, job.end(state, error))",
+        (f"{GENERATION}::test_tokens_of_a_batch_job_are_gathered_while_nobody_reads_them",),
+    ),
     "prompts of ended jobs stay": Mutation(
         "the prompt of an ended job is deleted",
         f"{SCRIPTS}/prelude.lua",

@@ -22,7 +22,7 @@ from ktqueue.workers.generation.admission import AdmissionRefused, TokeniserThre
 from ktqueue.workers.generation.engine_thread import EngineThread, TokenRates
 from ktqueue.workers.generation.heartbeat import Heartbeat
 from ktqueue.workers.generation.outbox import Outbox
-from ktqueue.workers.generation.running_job import RunningJob
+from ktqueue.workers.generation.running_job import GATHERED_SECONDS, RunningJob
 
 NO_ROW_SECONDS = 10.0  # then a batch job goes back to the queue, because another worker may have a free row
 EXTRA_SHARE = 8  # one more row for each so many may be claimed for owners with few rows
@@ -88,6 +88,8 @@ class Incarnation:
                 await self._run_steps()
                 await claiming
                 background += self._admissions  # of jobs that go back to the queue
+                for job in self._jobs.values():
+                    self._write_gathered(job)
                 await self._outbox.flush()
                 if self._jobs:
                     log.info("drained; %d unfinished jobs return to the queue", len(self._jobs))
@@ -271,22 +273,30 @@ class Incarnation:
         for job_id, reason in result.refused:
             if (job := self._jobs.get(job_id)) is not None:
                 self._end(job, JobState.FAILED, reason)
+        now = time.monotonic()
         for output in result.outputs:
-            self._record(output)
+            self._record(output, now)
+        for job in self._jobs.values():
+            if job.gathered_at is not None and now - job.gathered_at > GATHERED_SECONDS:
+                self._write_gathered(job)
         self._expire()
         self._outbox.seal()
 
-    def _record(self, output: SequenceOutput) -> None:
-        """Turn an output into an event of its job."""
+    def _write_gathered(self, job: RunningJob) -> None:
+        for event in job.gathered_events():
+            self._outbox.put(job.id, event)
+
+    def _record(self, output: SequenceOutput, now: float) -> None:
+        """Turn an output into events of its job."""
         job = self._jobs.get(output.request_id)
         if job is None:  # it ended during this step, and the next step aborts it
             return
         has_started = job.progressed.is_set()
-        event = job.event(output)
-        if event is not None:
+        events = job.events(output, now, followed=job.id in self._lease.followed)
+        for event in events:
             self._outbox.put(job.id, event)
-            if output.finish_reason is not None or not has_started:
-                self._rows_freed.set()
+        if events and (output.finish_reason is not None or not has_started):
+            self._rows_freed.set()
         if job.ended:
             self._forget(job)
             if output.error is not None:
@@ -313,6 +323,7 @@ class Incarnation:
 
     def _end(self, job: RunningJob, state: JobState, error: ErrorInfo | None = None) -> None:
         """Commit the job's last event."""
+        self._write_gathered(job)
         self._outbox.put(job.id, job.end(state, error))
         self._outbox.seal()
         self._forget(job)

@@ -6,16 +6,19 @@ Turns the engine's outputs into journal events. Knows neither Redis nor how toke
 import asyncio
 import time
 from dataclasses import replace
+from itertools import chain
 
 from ktqueue.broker.lease import Claim
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, JobState, PromptPart, Timings, TokenEvent, Usage
-from ktqueue.core.request import GenerationRequest
+from ktqueue.core.request import GenerationRequest, JobClass
 from ktqueue.engine.outputs import EmittedChoice, SequenceOutput
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 
 PART_TOKENS = 4096  # of the prompt, in one event
 PART_CHARACTERS = 16384
+GATHERED_STEPS = 16  # whose tokens of a batch job become one event, while nobody reads it live
+GATHERED_SECONDS = 2.0  # after which gathered tokens are written, however few they are
 
 
 class RunningJob:
@@ -35,6 +38,12 @@ class RunningJob:
         self._claimed_at = self.last_output_at
         self._tokenised_at = self._first_token_at = self._claimed_at
         self.ended = False
+        self.gathered_at: float | None = None  # time of the first output that waits in `_gathered`
+        self._gathered: list[SequenceOutput] = []
+        # Each token of a job whose worker died is written at once, so that its death shows whether it made progress.
+        self._gathers = (
+            claim.request.job_class is JobClass.BATCH and claim.request.sampling.n == 1 and claim.attempt == 1
+        )
         self._seq = claim.events[-1].seq if claim.events else 0
         choices = range(claim.request.sampling.n)
         ids: list[list[int]] = [[] for _ in choices]
@@ -67,20 +76,51 @@ class RunningJob:
         """Whether an earlier worker wrote a part of the journal."""
         return any(choice.token_ids or choice.finish_reason for choice in self.emitted)
 
-    def event(self, output: SequenceOutput) -> TokenEvent | None:
-        """Return the next journal event, or None if the output has nothing that a reader could see."""
-        self.last_output_at = time.monotonic()
-        if output.token_ids and not self._has_tokens:
-            self._has_tokens, self._first_token_at = True, self.last_output_at
+    def events(self, output: SequenceOutput, now: float, *, followed: bool) -> list[TokenEvent]:
+        """The next journal events: none if the output has nothing that a reader could see, or while it is gathered.
+
+        After the first token of a batch job, its tokens are gathered for events of several tokens, unless somebody
+        reads it live (`followed`). `now`: `time.monotonic()`.
+        """
+        self.last_output_at = now
         self._completion_tokens += len(output.token_ids)
         if output.error is not None:
-            return self.end(JobState.FAILED, output.error, output.usage)
+            return [*self.gathered_events(), self.end(JobState.FAILED, output.error, output.usage)]
         if output.finish_reason is not None:
             self._unfinished_choices.discard(output.index)
-        if not (
-            output.token_ids or output.text or output.prompt_logprobs or output.finish_reason or output.request_done
-        ):
-            return None
+        is_end = output.request_done or output.finish_reason is not None
+        if not (output.token_ids or output.text or output.prompt_logprobs or is_end):
+            return []
+        if self._gathers and self._has_tokens:
+            self._gathered.append(output)
+            if not followed and not is_end and len(self._gathered) < GATHERED_STEPS:
+                self.gathered_at = self.gathered_at or now
+                return []
+            return self.gathered_events()
+        if output.token_ids and not self._has_tokens:
+            self._has_tokens, self._first_token_at = True, now
+        return [self._event(output)]
+
+    def gathered_events(self) -> list[TokenEvent]:
+        """An event with the tokens that were gathered, or no event if there are none."""
+        outputs, self._gathered, self.gathered_at = self._gathered, [], None
+        if len(outputs) < 2:
+            return [self._event(output) for output in outputs]
+        last = outputs[-1]
+        joined = SequenceOutput(
+            request_id=last.request_id,
+            index=last.index,
+            token_ids=tuple(chain.from_iterable(output.token_ids for output in outputs)),
+            text="".join([output.text for output in outputs]),
+            logprobs=tuple(chain.from_iterable(output.logprobs for output in outputs)),
+            prompt_logprobs=tuple(chain.from_iterable(output.prompt_logprobs for output in outputs)),
+            finish_reason=last.finish_reason,
+            request_done=last.request_done,
+            usage=last.usage,
+        )
+        return [self._event(joined)]
+
+    def _event(self, output: SequenceOutput) -> TokenEvent:
         self.ended = output.request_done
         opening = ""
         if output.token_ids and not self._is_opened:

@@ -2,7 +2,8 @@
 -- ARGV: worker id, lease in us, step number, job TTLs (see `finish`), journal TTL in ms, then (job id, seq,
 --        event, end)*. An end is '', or a state, then the tokens that the job used if known, then 'final' for a failure
 --        that a retry would meet too: 'failed 42 final'.
--- Replies the ids of jobs that the worker must stop: cancelled, expired, or no longer its own.
+-- Replies {ids of jobs that the worker must stop: cancelled, expired, or no longer its own; ids of jobs with new events
+-- that somebody reads live}. In a cluster, readers on other nodes are not seen.
 -- Promises: all or nothing; only under a valid lease; each seq once and in order; a repeated step number changes
 -- nothing; a cancelled job is reported until it has ended and the worker has received the reply.
 local worker, lease, step = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -10,7 +11,7 @@ local now = now_us()
 if not lease_lives(worker, now, lease) then return lease_lost(worker) end
 local record, running, cancels = TAG .. 'worker:' .. worker, TAG .. 'running:' .. worker, TAG .. 'cancels:' .. worker
 local done = tonumber(redis.call('HGET', record, 'step') or -1)
-local stop = {}
+local stop, followed = {}, {}
 if done ~= step then
   -- A gap in the step numbers: the server has lost an acknowledged step.
   if done ~= step - 1 then return lease_lost(worker) end
@@ -46,9 +47,9 @@ if done ~= step then
         finish(id, word, event, seq, now, ARGV[4], ARGV[5], tonumber(used), final == 'final')
         redis.call('HDEL', running, id)
         redis.call('HDEL', cancels, id)
-        ended[id] = true
+        ended[id], followed[id] = true, nil
       else
-        append(id, seq, event)
+        if append(id, seq, event) > 0 then followed[id] = true end
         written[id] = seq
       end
     end
@@ -73,6 +74,9 @@ for i = 1, #cancelled, 2 do
     stop[id] = true
   end
 end
-local reply = {}
-for id in pairs(stop) do reply[#reply + 1] = id end
-return reply
+local stopped, read = {}, {}
+for id in pairs(stop) do stopped[#stopped + 1] = id end
+for id in pairs(followed) do
+  if not stop[id] then read[#read + 1] = id end
+end
+return { stopped, read }

@@ -28,11 +28,12 @@ local function tail_of(id)
   return tonumber(string.match(last[1][1], '^%d+'))
 end
 
--- Append first, then publish: no reader can see an event that is not in the journal.
+-- Append first, then publish: no reader can see an event that is not in the journal. Returns the number of live readers
+-- that this server knows of.
 local function append(id, seq, event)
   local key = TAG .. 'journal:' .. id
   redis.call('XADD', key, digits(seq) .. '-0', 'e', event)
-  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)
+  return redis.call('PUBLISH', key, digits(seq) .. ':' .. event)
 end
 
 -- Count the bytes that wait, and the waiting jobs of the tenant if the job has an account. `sign`: 1 if the job enters
@@ -158,6 +159,7 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, fi
   end
   if charged and used then end_turns(id, class, model, tenant, caller, cost, charged, used) end
   append(id, seq, event)
+  redis.call('PUBLISH', TAG .. 'ends', id)
   redis.call('HSET', job, 'state', state, 'finished', digits(now), 'end', event)
   redis.call('PEXPIRE', job, ttl)
   redis.call('PEXPIRE', TAG .. 'journal:' .. id, journal_ttl)
