@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from ktqueue.core.config import ControlConfig
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.async_api")
 pytestmark = [
@@ -27,7 +29,7 @@ ANSWER = "#messages > li.assistant .text"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(start_stack: Any) -> AsyncIterator[Any]:
     """One installation for all tests."""
-    async with start_stack() as running:
+    async with start_stack(control=ControlConfig()) as running:
         await running.until_ready()
         yield running
 
