@@ -186,8 +186,8 @@ class Rows:
             batch = [sequence for sequence in self.running if sequence.request.job_class is JobClass.BATCH]
             self._promoted = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
             interactive = [one for one in self.running if one.request.job_class is JobClass.INTERACTIVE]
-            everyone = sorted(interactive + self._waiting[JobClass.INTERACTIVE], key=_arrival)
-            self._over_share = over_share(everyone, sum(map(_rows, interactive)))
+            waiting = self._waiting[JobClass.INTERACTIVE]
+            self._over_share = over_share(interactive + waiting, sum(map(_rows, interactive)), _arrival)
             self.running.sort(key=self.rank)
             self._sorted_version = self.version
 

@@ -57,7 +57,7 @@ def test_rows_are_shared_by_weight_and_then_among_callers() -> None:
         return [Sequence(request, 0, Detokenizer(lambda _: b""), None, 1) for request in requests]
 
     def within(found: list[Sequence]) -> list[str]:
-        return [one.request.id for one in found if one not in over_share(found, 8)]
+        return [one.request.id for one in found if one not in over_share(found, 8, lambda one: (one.request.serial,))]
 
     a, b = Owner("a"), Owner("b", weight=3)
     assert within(sequences(*[a] * 20)) == [f"{number}" for number in range(20)]
