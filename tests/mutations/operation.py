@@ -2,7 +2,7 @@
 
 from mutation import Mutation
 
-BATCHES = "tests/cli/test_batches_over_http.py"
+BATCHES, BENCH_SERVE = "tests/cli/test_batches_over_http.py", "tests/cli/test_bench_serve.py"
 STATE_FOLDER, LOG_FILES = "tests/broker/redis/test_state_folder.py", "tests/workers/supervision/test_log_files.py"
 
 OPERATION: dict[str, Mutation] = {
@@ -106,5 +106,19 @@ OPERATION: dict[str, Mutation] = {
         "            except KtqueueError as error:\n                if not",
         "            except KtqueueError as error:\n                raise\n                if not",
         (f"{BATCHES}::test_a_server_that_fails_for_a_while_does_not_end_a_follow",),
+    ),
+    "half an answer counts as measured": Mutation(
+        "`ktqueue bench serve` counts an answer that breaks off as a failure",
+        "ktqueue/bench/serving/answer.py",
+        "if not self._done and self.finish_reason is None:",
+        "if False:",
+        (f"{BENCH_SERVE}::test_answers_are_timed_and_failures_are_counted_by_kind",),
+    ),
+    "a line end in two pieces counts twice": Mutation(
+        "an event stream is read alike in any pieces",
+        "ktqueue/bench/serving/event_stream.py",
+        'if self._after_cr and piece[:1] == b"\\n":',
+        "if False:",
+        ("tests/bench/test_serving_load.py::test_an_event_stream_is_read_alike_in_any_pieces",),
     ),
 }
