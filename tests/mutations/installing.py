@@ -44,4 +44,11 @@ INSTALLING: dict[str, Mutation] = {
         '    print("gateway", "worker", *(["arq"]',
         (f"{CLIENT}::test_commands_that_need_an_extra_name_it_and_start_nothing[up-gateway,worker]",),
     ),
+    "a code block of the guides does not run": Mutation(
+        "every code block of README and docs runs as printed",
+        "docs/guides/watching.md",
+        "-H 'Content-Type: application/json' -H 'X-Conversation-Id",
+        "-H 'X-Conversation-Id",
+        ("tests/docs/test_pages.py::test_each_page_runs_as_printed[docs/guides/watching.md]",),
+    ),
 }

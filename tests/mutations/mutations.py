@@ -10,6 +10,7 @@ from operation import OPERATION
 from other_apis import OTHER_APIS
 from prompts import PROMPTS
 from rotary import ROTARY
+from stored_files import STORED_FILES
 from stored_jobs import STORED_JOBS
 from structured_output import STRUCTURED_OUTPUT
 from tools import TOOLS
@@ -375,13 +376,6 @@ MUTATIONS: dict[str, Mutation] = {
         "model.encode(text, add_special_tokens=add_special_tokens).ids",
         ("tests/loading/tokenizer/test_tokenizer.py::test_other_threads_run_while_a_long_text_is_tokenised",),
     ),
-    "a code block of the guides does not run": Mutation(
-        "every code block of README and docs runs as printed",
-        "docs/guides/watching.md",
-        "-H 'Content-Type: application/json' -H 'X-Conversation-Id",
-        "-H 'X-Conversation-Id",
-        ("tests/docs/test_pages.py::test_each_page_runs_as_printed[docs/guides/watching.md]",),
-    ),
     **UPGRADES,
     **INSTALLING,
     **MODELS,
@@ -392,6 +386,7 @@ MUTATIONS: dict[str, Mutation] = {
     **ANSWERS,
     **HTTP_REQUESTS,
     **OPERATION,
+    **STORED_FILES,
     **STORED_JOBS,
     **TURNS_OF_TENANTS,
     **STRUCTURED_OUTPUT,

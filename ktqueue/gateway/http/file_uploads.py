@@ -34,6 +34,7 @@ class FileUploads:
         self._settings = settings
         self._stall_seconds = stall_seconds
         self._open: set[_FileUpload] = set()
+        self._turn = asyncio.Lock()  # first come, first served
 
     def __len__(self) -> int:
         """The number of uploads."""
@@ -62,6 +63,8 @@ class FileUploads:
                 if size > limit + FORM_BYTES:
                     raise file_too_large(size, limit)
                 yield message["body"]
+                async with self._turn:
+                    await asyncio.sleep(0)  # lets the event loop serve all others once
         finally:
             self._open.discard(upload)
 

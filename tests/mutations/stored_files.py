@@ -1,0 +1,75 @@
+"""Mutations of promises about uploaded files and the store."""
+
+from mutation import Mutation
+
+UPLOADS = "tests/gateway/test_files.py"
+LIMITED = f"{UPLOADS}::test_uploads_are_limited_in_size_time_and_number"
+WRONG = f"{UPLOADS}::test_wrong_forms_are_refused_by_name_and_leave_nothing"
+STORES = "tests/storage/test_stores.py"
+RECORDS = "tests/broker/test_files.py"
+
+STORED_FILES: dict[str, Mutation] = {
+    "a file that is added again counts again": Mutation(
+        "a file counts once, however often its batch adds it",
+        "ktqueue/broker/lua/add_file.lua",
+        "redis.call('HINCRBY', bytes, tenant, size - (old_size or 0))",
+        "redis.call('HINCRBY', bytes, tenant, size)",
+        (f"{RECORDS}::test_a_file_counts_once_until_it_is_deleted",),
+    ),
+    "a tenant has as many files as it likes": Mutation(
+        "uploads at the same time do not exceed a tenant's limit",
+        "ktqueue/broker/lua/add_file.lua",
+        "not old_size and count >= tonumber(ARGV[7])",
+        "false",
+        (f"{RECORDS}::test_no_race_exceeds_a_quota",),
+    ),
+    "an upload has no minimum rate": Mutation(
+        "an upload has a minimum rate",
+        "ktqueue/gateway/http/file_uploads.py",
+        "min(self._stall_seconds, self.grace_seconds + size / rate - waited)",
+        "self._stall_seconds",
+        (LIMITED,),
+    ),
+    "one caller can take all uploads": Mutation(
+        "a caller without uploads takes the place of one of the caller with the most",
+        "ktqueue/gateway/http/file_uploads.py",
+        "if count <= counts[caller] + 1:",
+        "if True:",
+        (LIMITED,),
+    ),
+    "a file has no size limit": Mutation(
+        "a file has a size limit",
+        "ktqueue/gateway/http/upload_form.py",
+        "if self._file_bytes > self._max_file_bytes:",
+        "if False:",
+        (WRONG,),
+    ),
+    "a form that was cut is a whole file": Mutation(
+        "an upload without its last boundary is refused",
+        "ktqueue/gateway/http/upload_form.py",
+        "if not self._is_complete:",
+        "if False:",
+        (WRONG,),
+    ),
+    "foreign web pages can upload files": Mutation(
+        "web pages of other origins upload nothing to a gateway without keys",
+        "ktqueue/gateway/files.py",
+        "        _check_origin(request, gateway.config.gateway.cors_origins)\n",
+        "",
+        (WRONG,),
+    ),
+    "a sweep deletes what is being written": Mutation(
+        "a sweep leaves the files of living writers alone",
+        "ktqueue/storage/folder.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        (f"{STORES}::test_a_sweep_deletes_what_a_dead_writer_left_and_nothing_else",),
+    ),
+    "an upload whose record is on its way is deleted": Mutation(
+        "retention leaves young objects without a record alone",
+        "workers/arq/stored_files.py",
+        "if await store.age(name) >= seconds:",
+        "if True:",
+        ("tests/workers/arq/test_stored_files.py::test_old_files_are_deleted_and_others_kept",),
+    ),
+}
