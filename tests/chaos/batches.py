@@ -3,7 +3,7 @@
 An installation with real processes and two control workers runs one batch over HTTP. At drawn moments of its way one
 process gets SIGKILL: a control worker, the gateway, a worker or Redis; halfway all of them do. Afterwards every line
 must be in one of the two files, once and in order. The memory of each kind of process is sampled; its largest value in
-the first and in the last quarter is written. Exits with 1 if a line is missing, repeated or out of order.
+each tenth of the batch is written. Exits with 1 if a line is missing, repeated or out of order.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfi
 from ktqueue.workers.supervision.supervisor import CONTROL_COMMAND, Supervisor, child_environment
 
 ENDED = ("failed", "completed", "expired", "cancelled")
+KINDS = ("control", "gateway", "worker", "redis")
 FAILS_EVERY = 97  # every so many lines have a parameter that is refused when they run
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -151,8 +152,7 @@ async def _run(system: Installation, arguments: argparse.Namespace, draw: random
         counts.append(done)
         system.sample(part)
         if moments and part >= moments[0]:
-            kinds = ["control", "gateway", "worker", "redis"]
-            await system.kill(set(kinds) if moments.pop(0) == 0.5 else {draw.choice(kinds)})
+            await system.kill(set(KINDS) if moments.pop(0) == 0.5 else {draw.choice(KINDS)})
             kills += 1
         await asyncio.sleep(arguments.pause)
         batch = await system.call("GET", f"/v1/batches/{batch['id']}")
@@ -175,16 +175,16 @@ async def _run(system: Installation, arguments: argparse.Namespace, draw: random
         "kills": kills,
         "counts_went_back": sum(later < earlier for earlier, later in itertools.pairwise(counts)),
         "each_line_once_and_in_order": [[line["custom_id"] for line in lines] for lines in found] == expected,
-        "resident_bytes_first_quarter": _largest(system.samples, 0.0, 0.25),
-        "resident_bytes_last_quarter": _largest(system.samples, 0.75, 1.0),
+        "resident_mib_by_tenth": {kind: _by_tenth(system.samples, kind) for kind in KINDS},
     }
 
 
-def _largest(samples: list[tuple[float, dict[str, int]]], low: float, high: float) -> dict[str, int]:
-    largest: dict[str, int] = {}
+def _by_tenth(samples: list[tuple[float, dict[str, int]]], kind: str) -> list[int]:
+    """The largest resident memory of a kind of process in each tenth of the batch, in MiB. 0: no sample."""
+    largest = [0] * 10
     for part, sizes in samples:
-        if low <= part <= high:
-            largest |= {kind: max(size, largest.get(kind, 0)) for kind, size in sizes.items()}
+        tenth = min(9, int(10 * part))
+        largest[tenth] = max(largest[tenth], sizes.get(kind, 0) >> 20)
     return largest
 
 

@@ -1,6 +1,7 @@
 """All mutations: each breaks a promise, and tests must fail. So these tests are able to fail."""
 
 from answers import ANSWERS
+from batches import BATCHES
 from hostile_clients import HOSTILE_CLIENTS
 from http_requests import HTTP_REQUESTS
 from installing import INSTALLING
@@ -19,11 +20,8 @@ from upgrades import UPGRADES
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 
-LEASE, ENDS, GENERATION = (
-    "tests/broker/test_lease.py",
-    "tests/broker/test_ends.py",
-    "tests/workers/generation/test_generation_worker.py",
-)
+LEASE, ENDS = "tests/broker/test_lease.py", "tests/broker/test_ends.py"
+GENERATION = "tests/workers/generation/test_generation_worker.py"
 JOURNAL, REAPER = "tests/broker/test_journal.py", "tests/broker/test_reaper.py"
 HANDOVER, CLOSED = "tests/broker/test_handover.py", "tests/broker/test_closed_connection.py"
 BURIAL = "tests/workers/supervision/test_lease_release.py"
@@ -384,6 +382,7 @@ MUTATIONS: dict[str, Mutation] = {
     **ROTARY,
     **HOSTILE_CLIENTS,
     **ANSWERS,
+    **BATCHES,
     **HTTP_REQUESTS,
     **OPERATION,
     **STORED_FILES,

@@ -1,0 +1,68 @@
+"""Mutations of promises about batches over HTTP."""
+
+from mutation import SCRIPTS, Mutation
+
+BROKER, OWNER, PARTS = (
+    "tests/broker/test_batches.py", "tests/workers/arq/test_batch_owner.py", "tests/batches/test_stored.py"
+)  # fmt: skip
+STORED = "ktqueue/batches/stored"
+DEATHS = f"{OWNER}::test_every_death_of_an_owner_gives_the_same_files"
+
+BATCHES: dict[str, Mutation] = {
+    "an owner with an old fence writes": Mutation(
+        "what an owner stores is refused once a batch has another owner",
+        f"{SCRIPTS}/update_batch.lua",
+        "if fence ~= ARGV[2] then",
+        "if not fence then",
+        (f"{BROKER}::test_a_batch_has_one_owner_at_a_time",),
+    ),
+    "a batch with an owner is taken": Mutation(
+        "a batch has one owner at a time",
+        f"{SCRIPTS}/take_batch.lua",
+        "live, '-inf', digits(now), 'LIMIT', 0, MAX_FREE",
+        "live, '-inf', '+inf', 'LIMIT', 0, MAX_FREE",
+        (f"{BROKER}::test_a_batch_has_one_owner_at_a_time",),
+    ),
+    "a cancelled batch goes on": Mutation(
+        "a status follows only the one that the owner expects",
+        f"{SCRIPTS}/update_batch.lua",
+        "if from == '' or status == from then",
+        "if true then",
+        (f"{BROKER}::test_facts_and_status_change_together_or_not_at_all",),
+    ),
+    "another tenant's batch is found": Mutation(
+        "a tenant sees its own batches only",
+        f"{SCRIPTS}/get_batch.lua",
+        "if redis.call('HGET', batch, 'tenant') ~= ARGV[2] then return false end",
+        "if redis.call('EXISTS', batch) == 0 then return false end",
+        (f"{BROKER}::test_tenants_see_their_own_batches_page_by_page",),
+    ),
+    "records are committed but not stored": Mutation(
+        "a line is in one of the files, whenever its owner dies",
+        f"{STORED}/execution.py",
+        "                await self._store([record for record, _ in pending])\n",
+        "                await self._store([])\n",
+        (DEATHS,),
+    ),
+    "records are in the order in which lines ended": Mutation(
+        "the output has the order of the input",
+        f"{STORED}/segments.py",
+        "                found[place] = bytes(data[start : start + self._length[place]])",
+        "                found[members[members.index(place) - 1]] = bytes(data[start : start + self._length[place]])",
+        (f"{PARTS}::test_records_are_put_into_the_order_of_the_input",),
+    ),
+    "lines of a late batch are left out": Mutation(
+        "every line is in one of the files",
+        f"{STORED}/merge.py",
+        "                elif job.unfinished and errors is not None:",
+        "                elif False:",
+        (f"{OWNER}::test_a_late_batch_expires",),
+    ),
+    "a tenant's limit fails lines": Mutation(
+        "lines wait for the limits of their tenant",
+        "ktqueue/batches/line_runner.py",
+        "                except (QueueFull, TenantLimitReached):\n",
+        "                except QueueFull:\n",
+        (f"{OWNER}::test_limits_of_the_tenant_slow_its_lines_down",),
+    ),
+}
