@@ -50,9 +50,9 @@ MUTATIONS: dict[str, Mutation] = {
         "no reader sees what the journal does not hold",
         f"{SCRIPTS}/prelude.lua",
         "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n"
-        "  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n",
-        "  redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n"
-        "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n",
+        "  return redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n",
+        "  local readers = redis.call('PUBLISH', key, digits(seq) .. ':' .. event)\n"
+        "  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)\n  return readers\n",
         (f"{JOURNAL}::test_an_event_that_the_journal_refuses_is_not_published",),
     ),
     "events have ids without order": Mutation(
@@ -110,8 +110,8 @@ MUTATIONS: dict[str, Mutation] = {
     "a job can end twice": Mutation(
         "a job ends once, even if its worker continues",
         f"{SCRIPTS}/commit_events.lua",
-        "        redis.call('HDEL', running, id)\n        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
-        "        redis.call('HDEL', cancels, id)\n        ended[id] = true\n",
+        "        redis.call('HDEL', running, id)\n        redis.call('HDEL', cancels, id)\n        ended[id],",
+        "        redis.call('HDEL', cancels, id)\n        ended[id],",
         (f"{ENDS}::test_events_after_the_last_one_are_dropped",),
     ),
     "a job can end again after its deadline": Mutation(
