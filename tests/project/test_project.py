@@ -164,7 +164,7 @@ def test_images_install_from_constraints_and_run_as_nobody(name: str) -> None:
     assert ("torch" in text) == (name == "worker")
     assert ("./csrc '.[" in text) == (name == "worker")
     assert ("slim" in text.partition("\n")[0]) == (name == "gateway"), "only the kernels need a compiler"
-    installed = re.search(r"'\.\[([a-z,]+)\]'", text)
+    installed = re.search(r"'\.\[([a-z0-9,]+)\]'", text)
     assert installed is not None
     assert set(installed[1].split(",")) <= set(project()["project"]["optional-dependencies"])
 
@@ -172,7 +172,7 @@ def test_images_install_from_constraints_and_run_as_nobody(name: str) -> None:
 def test_compose_scales_workers_and_pins_its_images() -> None:
     book = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     services = book["services"]
-    assert set(services) == {"redis", "gateway", "worker"}
+    assert set(services) == {"redis", "gateway", "control", "worker"}
     assert "container_name" not in services["worker"], "a named container cannot be scaled"
     assert "ports" not in services["worker"], "a published port cannot be scaled"
     for name, service in services.items():
