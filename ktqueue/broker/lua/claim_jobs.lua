@@ -14,7 +14,8 @@
 -- tenant, or caller of its tenant, has more rows here even afterwards. The worker takes them from that one.
 -- Prefixes: among the first jobs of a class, the job with the longest prefix in this worker's cache goes first. A job
 -- that has just arrived is left for a moment to a worker that has more of its prefix and free rows.
--- Size: a claim ends with the job that makes its reply heavy, because Redis serves nobody else meanwhile.
+-- Size: a claim ends with the job that makes its reply heavy, and takes at most MAX_TAKEN jobs, because Redis serves
+-- nobody else meanwhile.
 -- Compatibility: a job that has started goes only to workers with the same model digest, and a worker gets no job that
 -- it cannot read.
 -- Waiting: a worker that waits is parked. `submit_job` may hand it one job as the answer to this claim, on its channel.
@@ -27,6 +28,7 @@ local LEAVE = 20000 -- us for which a job is left to another worker
 local MAX_CHUNK = 64 -- jobs that are read together
 local MAX_MEMBERS = 256 -- tenants, and callers of a tenant, whose turns one claim looks at
 local MAX_ENTERED = 256 -- jobs of older gateways in a queue to which one claim gives a place in the turns
+local MAX_TAKEN = 256 -- jobs of one claim
 local HEAVY, EVENT = 8388608, 512 -- bytes of requests and journals in a reply; rough bytes of an event
 local worker, lease, number = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local free, most, share = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -308,7 +310,8 @@ if #taken == 0 then
     return callers[job.caller] + job.rows <= longest - job.rows
   end
 
-  while rows <= most and weight < HEAVY and late < 256 do -- the reaper and the next claim find the other expired jobs
+  -- The reaper and the next claim find the other expired jobs.
+  while rows <= most and weight < HEAVY and late < 256 and #taken < MAX_TAKEN do
     local class = 'interactive'
     local entry, queue, place, first = pick(class)
     if rows < free and (not entry or slots % share == share - 1) then

@@ -187,6 +187,27 @@ local function others_of(list, name)
   return others, ahead
 end
 
+-- The tenants with the earliest turns, of which `most` jobs go before a job of another tenant. Read once, since a list of
+-- jobs needs it for each of them.
+local standings = {}
+local function standing_of(class, model)
+  local list = tenants_of(class, model)
+  if standings[list.turns] then return standings[list.turns] end
+  local found, members = {}, redis.call('ZRANGE', list.turns, 0, MAX_OTHERS, 'WITHSCORES')
+  for i = 1, #members, 2 do
+    if members[i] ~= CLOCK then
+      local known, most = redis.call('ZRANGE', callers_of(class, model, members[i]).turns, 0, 2), math.huge
+      if #known <= 2 then -- a clock and one caller
+        local only = known[1] ~= CLOCK and known[1] or known[2] or ''
+        most = count_before(function(format) return line_of(class, format, model, members[i], only) end)
+      end
+      found[#found + 1] = { name = members[i], time = tonumber(members[i + 1]), most = most }
+    end
+  end
+  standings[list.turns] = found
+  return found
+end
+
 -- How many jobs go before a waiting job if all need the same number of tokens: those before it in its line, as many of
 -- each other caller, and of other tenants as many as their weights allow. Nil if the job is in no line.
 -- `waiting`: the number of jobs in its queue.
@@ -198,22 +219,17 @@ local function place_in_turns(id, class, model, tenant, caller, line, waiting)
   local rank = count_before(own_line, place)
   if string.sub(line, 1, 6) == 'front:' then return rank + count_before(front, place) end
   local callers, callers_ahead = others_of(callers_of(class, model, tenant), caller)
-  local tenants = tenants_of(class, model)
-  if callers + others_of(tenants, tenant) == 0 then return rank + count_before(front, place) end
-  local before = rank + rank * callers + callers_ahead
-  local all, weight = before, weight_of(tenant)
-  local mine = tonumber(redis.call('ZSCORE', tenants.turns, tenant) or 0)
-  local members = redis.call('ZRANGE', tenants.turns, 0, MAX_OTHERS, 'WITHSCORES')
-  for i = 1, #members, 2 do
-    local other, ahead = members[i], tonumber(members[i + 1]) < mine and 1 or 0
-    if other ~= CLOCK and other ~= tenant then
-      local share, turns = math.floor((before + ahead) * weight_of(other) / weight), callers_of(class, model, other)
-      local known = redis.call('ZRANGE', turns.turns, 0, 2)
-      if #known <= 2 then -- a clock and one caller
-        local only = known[1] ~= CLOCK and known[1] or known[2] or ''
-        share = math.min(share, count_before(function(format) return line_of(class, format, model, other, only) end))
-      end
-      all = all + share
+  local tenants, mine = standing_of(class, model), 0
+  if callers == 0 and #tenants <= 1 then return rank + count_before(front, place) end
+  for _, one in ipairs(tenants) do
+    if one.name == tenant then mine = one.time end
+  end
+  local before, weight = rank + rank * callers + callers_ahead, weight_of(tenant)
+  local all = before
+  for _, one in ipairs(tenants) do
+    local ahead = one.time < mine and 1 or 0
+    if one.name ~= tenant then
+      all = all + math.min(one.most, math.floor((before + ahead) * weight_of(one.name) / weight))
     end
   end
   return math.min(all + count_before(front), math.max(rank, rank + waiting - count_before(own_line)))
