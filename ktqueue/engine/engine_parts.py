@@ -56,7 +56,8 @@ def make_parts(
         if on_gpu:
             raise ValueError(f"an engine on {device} needs an attention planner")
         runner = HostRunner(model, vocabulary.size)
-        return EngineParts(KVCache(layout, num_pages, slots=slots), runner, HostSelector(vocabulary.token_bytes))
+        selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
+        return EngineParts(KVCache(layout, num_pages, slots=slots), runner, selector)
     kv = KVCache(layout, num_pages, device, slots=slots, scratch=True)
     graphs = GraphRunner(
         model,

@@ -5,13 +5,15 @@ the tokens that top_k left. Tokens as likely as the last one kept are kept too, 
 equals. The draw takes one uniform number for each row and inverts the cumulative distribution of the kept tokens, in
 vocabulary order.
 
-Passes over the whole vocabulary handle all rows at once. Rows with top_k or top_p have few candidates left and are
-finished one by one, which is faster than padding them to a matrix. Each row's result depends on that row only. Knows
-nothing of requests.
+Passes over the whole vocabulary handle several rows at once, and threads share the rows. Rows with top_k or top_p have
+few candidates left and are finished one by one, which is faster than padding them to a matrix. Each row's result
+depends on that row only. Knows nothing of requests.
 """
 
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,7 @@ GREEDY_BELOW = 1e-5  # a lower temperature means greedy
 _GUESS = np.float32(1e-3)  # first candidates of top_p: tokens at least so likely, relative to the most likely one
 _BLOCK = 64  # columns summed at a time
 _IN_CACHE = 1 << 18  # number of logits that fit into the CPU cache together
+_MOST_THREADS = 16  # then memory or the interpreter's lock is the limit
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -68,22 +71,43 @@ def greedy(logits: Floats) -> tuple[Integers, NDArray[np.bool_]]:
 
 
 class Sampler:
-    """Draws tokens with the numbers of `noise`. Reuses its buffer between calls."""
+    """Draws tokens with the numbers of `noise`, on up to `threads` threads. Reuses its buffers between calls."""
 
-    def __init__(self, noise: Uniform = uniform) -> None:
+    def __init__(self, noise: Uniform = uniform, threads: int = 1) -> None:
         self._uniform = noise
-        self._scratch: Floats = np.empty(0, dtype=np.float32)
+        self._buffers: list[Floats] = [np.empty(0, dtype=np.float32)] * max(1, min(threads, _MOST_THREADS))
+        self._threads: ThreadPoolExecutor | None = None
+        self._process = 0  # that started the threads: a forked one has to start its own
 
     def sample(self, logits: Floats, rows: SamplingRows) -> Integers:
         """Draw a token for each row of finite `logits` [rows, vocab]; temperatures are at least GREEDY_BELOW."""
         together = max(1, _IN_CACHE // logits.shape[1])
         if len(logits) <= together:
-            return self._sample(logits, rows)
+            return self._sample(logits, rows, 0)
         parts = [np.arange(start, min(start + together, len(logits))) for start in range(0, len(logits), together)]
-        return np.concatenate([self._sample(logits[part], rows.take(part)) for part in parts])
+        chosen = np.empty(len(logits), dtype=np.int64)
 
-    def _sample(self, logits: Floats, rows: SamplingRows) -> Integers:
-        padded = self._buffer(logits.shape)
+        def sample_parts(thread: int) -> None:
+            for part in parts[thread::threads]:
+                chosen[part] = self._sample(logits[part[0] : part[-1] + 1], rows.take(part), thread)
+
+        threads = min(len(self._buffers), len(parts))
+        others = [self._executor().submit(sample_parts, thread) for thread in range(1, threads)]
+        try:
+            sample_parts(0)
+        finally:
+            for other in others:
+                other.result()
+        return chosen
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._threads is None or self._process != os.getpid():
+            self._threads = ThreadPoolExecutor(len(self._buffers) - 1, thread_name_prefix="sample")
+            self._process = os.getpid()
+        return self._threads
+
+    def _sample(self, logits: Floats, rows: SamplingRows, thread: int) -> Integers:
+        padded = self._buffer(logits.shape, thread)
         weights = padded[:, : logits.shape[1]]
         with np.errstate(over="ignore", under="ignore"):
             np.subtract(logits, logits.max(axis=1, keepdims=True), out=weights)
@@ -104,13 +128,16 @@ class Sampler:
                 chosen[row] = _draw_from_few(weights[row], top_k[row], top_p[row], min_p[row], totals[row], noises[row])
         return chosen
 
-    def _buffer(self, shape: tuple[int, ...]) -> Floats:
-        """The buffer as [rows, vocab rounded up to whole blocks], with zeros in the columns beyond the vocabulary."""
+    def _buffer(self, shape: tuple[int, ...], thread: int) -> Floats:
+        """The buffer of a thread as [rows, vocab rounded up to whole blocks].
+
+        Columns beyond the vocabulary are zeros.
+        """
         rows, vocab = shape
         columns = -(-vocab // _BLOCK) * _BLOCK
-        if self._scratch.size < rows * columns:
-            self._scratch = np.empty(rows * columns, dtype=np.float32)
-        padded = self._scratch[: rows * columns].reshape(rows, columns)
+        if self._buffers[thread].size < rows * columns:
+            self._buffers[thread] = np.empty(rows * columns, dtype=np.float32)
+        padded = self._buffers[thread][: rows * columns].reshape(rows, columns)
         padded[:, vocab:] = 0.0
         return padded
 

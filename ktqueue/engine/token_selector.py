@@ -72,11 +72,14 @@ class Selector(Protocol):
 
 
 class HostSelector:
-    """Selector for logits on the CPU. `token_bytes` gives the bytes of a token for log probabilities."""
+    """Selector for logits on the CPU. `token_bytes` gives the bytes of a token for log probabilities.
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, noise: Uniform = uniform) -> None:
+    Sampling uses up to `threads` threads.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], *, noise: Uniform = uniform, threads: int = 1) -> None:
         self._token_bytes = token_bytes
-        self._sampler = Sampler(noise)
+        self._sampler = Sampler(noise, threads)
 
     def select(
         self,

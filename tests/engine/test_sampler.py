@@ -29,6 +29,16 @@ def make_rows(count: Any, **columns: Any) -> Any:
     )
 
 
+def test_threads_share_the_rows_of_a_large_vocabulary() -> None:
+    logits = np.random.default_rng(3).normal(0.0, 3.0, (7, 200_000)).astype(np.float32)
+    rows = make_rows(7, top_k=[0, 20, 0, 5, 0, 0, 50], top_p=[1.0, 0.9, 0.8, 1.0, 1.0, 0.95, 1.0], seed=range(7))
+    threaded = Sampler(threads=3)
+    expected = sample(logits, rows).tolist()
+    assert expected == [sample(logits[[row]], rows.take(np.array([row])))[0] for row in range(7)]
+    for _ in range(3):
+        assert threaded.sample(logits, rows).tolist() == expected
+
+
 def reference_kept(logits: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any) -> Any:
     """Weights of a row after the filters, computed token by token in the order of the definition."""
     scaled = (logits - logits.max()) * np.float32(1.0 / temperature)
