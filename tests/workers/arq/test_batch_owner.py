@@ -17,6 +17,7 @@ from ktqueue.batches.stored.window import Window
 from ktqueue.broker.batches import BatchLease, BatchRecord, BatchRequest, BatchStatus
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config, StorageConfig
+from ktqueue.core.errors import LeaseLost
 from ktqueue.core.tenants import TenantLimits
 from ktqueue.storage.folder import FolderStore
 from ktqueue.storage.store import Store
@@ -246,3 +247,46 @@ async def test_limits_of_the_tenant_slow_its_lines_down(broker: Broker, store: S
         await owned(broker, store, *await taken(broker), limits=limits).run()
     answered, failed = await outputs(broker, store, await broker.batches.get("slow", batch_id))
     assert (len(answered), len(failed)) == (7, 1)
+
+
+async def test_an_owner_that_stalled_changes_nothing(
+    broker: Broker, store: Store, start_worker: Any, free: Callable[[], None]
+) -> None:
+    await put(store, 30, max_tokens=30, ignore_eos=True)
+    batch_id = await create(broker)
+    async with start_worker():
+        stalled = asyncio.create_task(owned(broker, store, *await taken(broker)).run())
+        await until(broker, batch_id, lambda record: record.facts.answered >= 2)
+        free()
+        await owned(broker, store, *await taken(broker)).run()
+        with pytest.raises(LeaseLost):
+            await stalled
+    answered, failed = await outputs(broker, store, await broker.batches.get("default", batch_id))
+    assert [line["custom_id"] for line in answered] == [f"c{number}" for number in range(30) if number % 5 != 3]
+    assert len(failed) == 6
+
+
+async def test_a_full_store_is_waited_for(
+    broker: Broker, store: Store, start_worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await put(store, 5)
+    batch_id = await create(broker)
+    full = FolderStore(tmp_path, min_free_bytes=1 << 60)
+    async with start_worker():
+        run = asyncio.create_task(owned(broker, full, *await taken(broker)).run())
+        await asyncio.sleep(1.5)
+        assert (await broker.batches.get("default", batch_id)).status is BatchStatus.VALIDATING
+        full._min_free_bytes = 0
+        await run
+    assert (await broker.batches.get("default", batch_id)).status is BatchStatus.COMPLETED
+    assert len([record for record in caplog.records if "storage.min_free_bytes" in record.message]) == 1
+
+
+async def test_a_batch_that_was_cancelled_before_anything_ran_has_no_files(broker: Broker, store: Store) -> None:
+    await put(store, 5)
+    batch_id = await create(broker)
+    await broker.batches.cancel("default", batch_id)
+    await owned(broker, store, *await taken(broker)).run()
+    record = await broker.batches.get("default", batch_id)
+    assert (record.status, record.facts.total) == (BatchStatus.CANCELLED, 0)
+    assert await outputs(broker, store, record) == ([], [])
