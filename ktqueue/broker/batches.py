@@ -121,6 +121,25 @@ class BatchLease:
     fence: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLoad:
+    """The batches that have not ended: how many by status, how many without a living owner, and what they still need.
+
+    `lines_left`: of those whose lines are counted. `seconds_left`: of the one that needs longest, None while unknown.
+    Only 256 batches are looked at.
+    """
+
+    by_status: Mapping[BatchStatus, int] = field(default_factory=dict)
+    unowned: int = 0
+    lines_left: int = 0
+    seconds_left: float | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of batches."""
+        return sum(self.by_status.values())
+
+
 class Batches:
     """All batches of an installation. Every call raises Unavailable if Redis does not answer."""
 
@@ -200,6 +219,25 @@ class Batches:
             )
         return record
 
+    async def load(self) -> BatchLoad:
+        """The batches of all tenants that have not ended."""
+        by_status: dict[BatchStatus, int] = {}
+        unowned = lines_left = 0
+        seconds: list[float] = []
+        for word, described, is_owned in await self._scripts.call("open_batches"):
+            status = BatchStatus(word.decode())
+            if status.ended:  # only its objects are left
+                continue
+            facts = _facts(described or b"{}")
+            by_status[status] = by_status.get(status, 0) + 1
+            unowned += not is_owned
+            lines_left += facts.total - facts.answered - facts.failed
+            if facts.seconds_left is not None:
+                seconds.append(facts.seconds_left)
+        return BatchLoad(
+            by_status=by_status, unowned=unowned, lines_left=lines_left, seconds_left=max(seconds, default=None)
+        )
+
     # What owners call. Each call but `take` raises LeaseLost if the batch has another owner.
 
     async def take(self, owner: str) -> tuple[BatchLease, BatchRecord] | None:
@@ -248,10 +286,7 @@ def _found(batch_id: str, described: Sequence[bytes] | None) -> BatchRecord:
 
 def _decoded(batch_id: str, described: Sequence[bytes], now: bytes | None = None) -> BatchRecord:
     values = {name.decode(): value for name, value in zip(described[::2], described[1::2], strict=True)}
-    request, facts = loads(values["request"]), loads(values.get("facts", b"{}"))
-    facts["usage"] = BatchUsage(**_known(BatchUsage, facts.get("usage", {})))
-    facts["errors"] = tuple(facts.get("errors", ()))
-    facts["segments"] = tuple((name, count) for name, count in facts.get("segments", ()))
+    request = loads(values["request"])
     return BatchRecord(
         id=batch_id,
         tenant=values["tenant"].decode(),
@@ -264,9 +299,17 @@ def _decoded(batch_id: str, described: Sequence[bytes], now: bytes | None = None
             for name, value in values.items()
             if name.startswith("at:")
         },
-        facts=BatchFacts(**_known(BatchFacts, facts)),
+        facts=_facts(values.get("facts", b"{}")),
         now=None if now is None else int(now) / MICROSECONDS,
     )
+
+
+def _facts(data: bytes) -> BatchFacts:
+    value = loads(data)
+    value["usage"] = BatchUsage(**_known(BatchUsage, value.get("usage", {})))
+    value["errors"] = tuple(value.get("errors", ()))
+    value["segments"] = tuple((name, count) for name, count in value.get("segments", ()))
+    return BatchFacts(**_known(BatchFacts, value))
 
 
 def _known(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ REFUSABLE = (
     "create_batch",
     "get_batch",
     "list_batches",
+    "open_batches",
 )
 # These run even if the server has no memory left: most of them free some, and without them no job would end. A server
 # without memory refuses only a script whose first write takes memory, so these start with a write that takes none.

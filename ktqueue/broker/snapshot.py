@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ktqueue.broker.batches import BatchLoad
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
@@ -20,6 +21,7 @@ class Snapshot:
     workers: list[WorkerInfo]
     depths: list[QueueDepth]
     bound: Sequence[BoundJobs] = ()
+    batches: BatchLoad = field(default_factory=BatchLoad)
     memory_used: int
     memory_limit: int
 
@@ -62,19 +64,30 @@ class Snapshot:
                 for job_class, waiting, running, wait in depth.by_class()
             ],
             "bound": [asdict(jobs) for jobs in self.bound],
+            "batches": {
+                "by_status": dict(self.batches.by_status),
+                "unowned": self.batches.unowned,
+                "lines_left": self.batches.lines_left,
+                "seconds_left": self.batches.seconds_left,
+            },
         }
 
 
 async def take_snapshot(broker: Broker) -> Snapshot:
     """Take a snapshot now. Raises Unavailable if Redis does not answer."""
-    workers, depths, bound, memory = await asyncio.gather(
-        broker.models.workers(), broker.jobs.depth(), broker.jobs.bound(), broker.scripts.call("server_memory")
+    workers, depths, bound, batches, memory = await asyncio.gather(
+        broker.models.workers(),
+        broker.jobs.depth(),
+        broker.jobs.bound(),
+        broker.batches.load(),
+        broker.scripts.call("server_memory"),
     )
     return Snapshot(
         taken_at=time.time(),
         workers=workers,
         depths=depths,
         bound=bound,
+        batches=batches,
         memory_used=memory[0],
         memory_limit=memory[1],
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+    from ktqueue.broker.batches import BatchLoad
     from ktqueue.broker.jobs import BoundJobs
     from ktqueue.broker.models import WorkerInfo
     from ktqueue.broker.snapshot import Snapshot
@@ -157,8 +158,21 @@ def _summary(snapshot: "Snapshot") -> str:
             f"{rows}/{max_rows} rows",
             f"{_rate(snapshot.tokens_per_second)} tok/s",
             f"Redis {format_bytes(snapshot.memory_used)}{limit}",
+            *_batches(snapshot.batches),
         )
     )
+
+
+def _batches(load: "BatchLoad") -> list[str]:
+    """Describe the batches that have not ended, if there are any."""
+    if not load.count:
+        return []
+    parts = [f"{load.count} batch{'' if load.count == 1 else 'es'}", f"{load.lines_left} lines left"]
+    if load.seconds_left is not None:
+        parts.append(f"{load.seconds_left / 60:.0f} min")
+    if load.unowned:
+        parts.append(f"{load.unowned} without a control worker")
+    return [", ".join(parts)]
 
 
 def _unserved(bound: Sequence["BoundJobs"]) -> str:

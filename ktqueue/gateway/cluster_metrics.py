@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from ktqueue.broker.batches import BatchLoad, BatchStatus
 from ktqueue.broker.jobs import BoundJobs, QueueDepth, TenantLoad
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.core.model_card import SHORT_DIGEST
@@ -58,6 +59,22 @@ def bound_metrics(bound: Iterable[BoundJobs]) -> list[Metric]:
         digest = (jobs.digest or "")[:SHORT_DIGEST]
         waiting.add_metric((jobs.model, digest, str(jobs.format)), jobs.interactive + jobs.batch)
     return [waiting]
+
+
+def batch_metrics(load: BatchLoad) -> list[Metric]:
+    """Batches of all tenants that have not ended."""
+    batches = gauge("batches", "Batches that have not ended.", ("status",))
+    for status in BatchStatus:
+        if not status.ended:
+            batches.add_metric((status.value,), load.by_status.get(status, 0))
+    unowned = gauge("batches_unowned", "Batches that no living control worker runs.", ())
+    unowned.add_metric((), load.unowned)
+    lines = gauge("batch_lines_left", "Lines of batches that have no record yet.", ())
+    lines.add_metric((), load.lines_left)
+    seconds = gauge("batch_seconds_left", "Seconds until the batch that needs longest has run, if known.", ())
+    if load.seconds_left is not None:
+        seconds.add_metric((), load.seconds_left)
+    return [batches, unowned, lines, seconds]
 
 
 def tenant_metrics(loads: Iterable[TenantLoad]) -> list[Metric]:

@@ -6,7 +6,7 @@ from starlette.responses import PlainTextResponse, Response
 from ktqueue import __version__
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.tenants import DEFAULT_TENANT
-from ktqueue.gateway.cluster_metrics import bound_metrics, queue_metrics, tenant_metrics, worker_metrics
+from ktqueue.gateway.cluster_metrics import batch_metrics, bound_metrics, queue_metrics, tenant_metrics, worker_metrics
 from ktqueue.gateway.errors import PermissionDenied, ShuttingDown
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
@@ -60,8 +60,15 @@ async def metrics(request: Request) -> Response:
         depths, bound = await gateway.broker.jobs.depth(), await gateway.broker.jobs.bound()
         workers = await gateway.broker.models.workers()
         loads = await gateway.broker.jobs.tenant_loads([tenant.name for tenant in gateway.config.gateway.tenants])
+        batches = await gateway.broker.batches.load()
         up.add_metric((), 1)
-        snapshot = [*queue_metrics(depths), *bound_metrics(bound), *tenant_metrics(loads), *worker_metrics(workers)]
+        snapshot = [
+            *queue_metrics(depths),
+            *bound_metrics(bound),
+            *batch_metrics(batches),
+            *tenant_metrics(loads),
+            *worker_metrics(workers),
+        ]
     except KtqueueError:
         up.add_metric((), 0)
     return Response(gateway.metrics.exposition([up, *snapshot]), headers={"content-type": CONTENT_TYPE})

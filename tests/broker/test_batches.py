@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktqueue.broker.batches import Batches, BatchFacts, BatchLease, BatchRequest, BatchStatus, BatchUsage
+from ktqueue.broker.batches import Batches, BatchFacts, BatchLease, BatchLoad, BatchRequest, BatchStatus, BatchUsage
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
@@ -137,6 +137,20 @@ async def test_facts_and_status_change_together_or_not_at_all(batches: Batches) 
     change = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING)
     record = await batches.update(lease, replace(facts, outcome="completed"), change=change)
     assert (record.status, record.facts.outcome) == (BatchStatus.CANCELLING, "")
+
+
+async def test_open_batches_are_counted(batches: Batches) -> None:
+    assert (await batches.load()) == BatchLoad()
+    for answered, seconds in ((4, 7.0), (5, None)):
+        await create(batches, str(answered))
+        facts = BatchFacts(total=9, answered=answered, failed=1, seconds_left=seconds)
+        await batches.update(await taken(batches), facts, change=(BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
+    await create(batches)
+    load = await batches.load()
+    assert load == BatchLoad(
+        by_status={BatchStatus.VALIDATING: 1, BatchStatus.IN_PROGRESS: 2}, unowned=1, lines_left=7, seconds_left=7.0
+    )
+    assert load.count == 3
 
 
 async def test_a_batch_is_cancelled_once_and_not_after_its_end(batches: Batches) -> None:

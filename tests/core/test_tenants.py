@@ -7,7 +7,7 @@ import pytest
 
 from ktqueue.core.config import GatewayConfig, config_environment, load_config
 from ktqueue.core.errors import ConfigError
-from ktqueue.core.tenants import TenantConfig, hash_of
+from ktqueue.core.tenants import TenantConfig, TenantLimits, batch_limits, hash_of
 
 A, B, C = hash_of("a"), hash_of("b"), hash_of("c")
 
@@ -85,3 +85,11 @@ def test_a_plain_key_is_refused_without_being_repeated() -> None:
             make()
         assert "secret" not in caught.value.message
         assert caught.value.value is None
+
+
+def test_batches_leave_half_of_a_tenants_limits() -> None:
+    limits = TenantLimits(max_live_jobs=1, max_queued_jobs=9, max_queued_bytes=50, requests_per_minute=60, weight=3)
+    assert batch_limits(limits) == TenantLimits(
+        max_live_jobs=1, max_queued_jobs=4, max_queued_bytes=50, requests_per_minute=60, requests_burst=30, weight=3
+    )
+    assert batch_limits(TenantLimits()) == TenantLimits()
