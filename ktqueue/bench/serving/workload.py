@@ -4,9 +4,10 @@ import json
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import InvalidRequest
 
 MAX_REQUESTS = 1_000_000
+MADE_AHEAD_CHARACTERS = 64 << 20
 CUSTOM_OUTPUT_TOKENS = 256
 LEAST_TOKENS, MOST_PROMPT_TOKENS, MOST_TOKENS = 4, 1024, 2048  # of a ShareGPT conversation, as in vLLM
 
@@ -36,10 +38,6 @@ class PlannedRequest:
     prompt: str
     prompt_tokens: int
     max_tokens: int
-
-
-Workload = Callable[[], Iterator[PlannedRequest]]
-"""Makes the requests of a run one by one, the same ones at each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,17 @@ def trace_requests(trace: Sequence[Arrival], speed: float, words: Words, seed: s
             left -= arrival.block_tokens
         prompt = " ".join([*parts, words.text(draw, left, overhead=0)])
         yield PlannedRequest(arrival.seconds / speed, prompt, arrival.input_tokens, arrival.output_tokens)
+
+
+def made_ahead(requests: Iterator[PlannedRequest]) -> Iterator[PlannedRequest]:
+    """Make the first requests now, up to MADE_AHEAD_CHARACTERS, so that making them takes no time from the run."""
+    made, characters = [], 0
+    for request in requests:
+        made.append(request)
+        characters += len(request.prompt)
+        if characters > MADE_AHEAD_CHARACTERS:
+            break
+    return chain(made, requests)
 
 
 def file_requests(

@@ -27,6 +27,7 @@ from ktqueue.bench.serving.workload import (
     RandomLengths,
     arrivals,
     file_requests,
+    made_ahead,
     random_requests,
     read_samples,
     trace_requests,
@@ -64,7 +65,8 @@ def run(server: ServerFlags, load: LoadFlags, prompts: PromptFlags, result: Resu
             runner.run(session.measure(figures, bar))
     finally:
         if figures.ended or figures.interrupted:
-            report = {**session.settings(), "goodput": limits, **figures.report(metrics, percentiles)}
+            goodput = {metric: limit * 1e3 for metric, limit in limits.items()}  # in ms, as on the command line
+            report = {**session.settings(), "goodput": goodput, **figures.report(metrics, percentiles)}
             if result.json_file is not None:
                 write_report(result.json_file, report)
             if result.json_file != STANDARD_OUTPUT:
@@ -170,7 +172,8 @@ class Session:
             words = await calibrate(target.prompt_tokens, self.lengths.input_len, self.seed, self.count_tokens)
             if words.is_estimate:
                 bar.say("the server does not count tokens of prompts, so each word is taken as one token")
-            requests = self._requests(words)
+            bar.update(0, note="making prompts")
+            requests = made_ahead(self._requests(words))
             bar.update(0, note="warming up")
             warm = random_requests([0.0] * self.load.num_warmups, self.lengths, words, f"{self.seed}:warm-up")
             await warm_up(target, warm, self.load.max_concurrency or self.load.num_warmups)
