@@ -239,6 +239,7 @@ async def test_a_job_of_an_older_gateway_goes_by_arrival_at_the_latest(
     line = raw.hget(f"{broker.keys.tag}:job:{older}", "line").decode()
     raw.delete(f"{broker.keys.tag}:{line}", f"{broker.keys.tag}:turns:interactive:tale")
     raw.hdel(f"{broker.keys.tag}:job:{older}", "line", "cost")
+    raw.zadd(f"{broker.keys.tag}:queue:interactive:tale", {"deleted": 0})
     for _ in range(8):
         await submit("acme")
     assert older in ids(await lease.claim(2))

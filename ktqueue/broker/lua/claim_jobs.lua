@@ -81,16 +81,22 @@ if #taken == 0 then
   end
 
   -- Give the first jobs of a queue their places in the turns, up to one that has its place: older gateways give none.
+  -- Ids of jobs that no longer wait are removed.
   local function enter_first(class, queue)
-    for rank = 0, MAX_ENTERED - 1 do
+    local rank = 0
+    for _ = 1, MAX_ENTERED do
       local id, place = unpack(redis.call('ZRANGE', queue, rank, rank, 'WITHSCORES'))
-      local job = id and look_up(id)
-      if not id or not job.tenant then return end
-      if job.state == 'queued' then
-        if job.line and redis.call('ZSCORE', TAG .. job.line, id) and (job.charged
-          or redis.call('ZSCORE', callers_of(class, field[1], job.tenant).turns, job.caller)
-          and redis.call('ZSCORE', tenants_of(class, field[1]).turns, job.tenant)) then return end
+      if not id then return end
+      local job = look_up(id)
+      if job.state ~= 'queued' then
+        redis.call('ZREM', queue, id)
+      elseif job.line and redis.call('ZSCORE', TAG .. job.line, id) and (job.charged
+        or redis.call('ZSCORE', callers_of(class, field[1], job.tenant).turns, job.caller)
+        and redis.call('ZSCORE', tenants_of(class, field[1]).turns, job.tenant)) then
+        return
+      else
         enter_turns(id, class, field[1], place, now, job.format, job.tenant, job.caller, job.charged)
+        rank = rank + 1
       end
     end
   end
