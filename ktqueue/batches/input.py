@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktqueue.anthropic.batch_endpoints import BATCH_ENDPOINTS
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, loads
-from ktqueue.openai.batch_endpoints import BATCH_ENDPOINTS
 from ktqueue.openai.endpoints import CHAT, COMPLETIONS
 
 ENVELOPE, PLAIN = (

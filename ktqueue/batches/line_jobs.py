@@ -10,13 +10,13 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+from ktqueue.anthropic.batch_endpoints import BATCH_ENDPOINTS
 from ktqueue.batches.input import BatchLine
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import DeadlineExceeded, ErrorInfo
 from ktqueue.core.events import TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import JobClass
-from ktqueue.openai.batch_endpoints import BATCH_ENDPOINTS
 from ktqueue.openai.choices import Choices
 from ktqueue.openai.client_names import rename
 from ktqueue.openai.errors import error_body, failure, status_of
@@ -41,7 +41,7 @@ class LineJobs:
         self.custom_id = line.custom_id
         self.id = name
         self._digest = card.digest if card else ""
-        self._parsed = BATCH_ENDPOINTS[line.url](_body(line, model), card)
+        self._parsed = BATCH_ENDPOINTS[line.url].parse(_body(line, model), card)
         self.requests = tuple(replace(request, job_class=job_class) for request in self._parsed.requests)
 
     def answer(self, events: Sequence[tuple[int, TokenEvent]], created: int) -> tuple[dict[str, Any], Usage]:
@@ -84,11 +84,15 @@ def response_record(record_id: str, custom_id: str, status: int, body: dict[str,
     return {"id": f"batch_req_{record_id}", "custom_id": custom_id, "response": response, "error": None}
 
 
-def failure_record(record_id: str, custom_id: str, info: ErrorInfo) -> dict[str, Any]:
-    """The record of a line that failed. An expired job has no HTTP response, as in OpenAI's batches."""
+def failure_record(record_id: str, custom_id: str, info: ErrorInfo, url: str | None = None) -> dict[str, Any]:
+    """The record of a line that failed, in the form of its endpoint.
+
+    An expired job has no HTTP response, as in OpenAI's batches.
+    """
     if info.code == DeadlineExceeded.code:
         return unfinished_record(record_id, custom_id, "batch_expired")
-    return response_record(record_id, custom_id, status_of(info), error_body(info))
+    body_of = error_body if url is None else BATCH_ENDPOINTS[url].error_body
+    return response_record(record_id, custom_id, status_of(info), body_of(info))
 
 
 def unfinished_record(record_id: str, custom_id: str, code: str) -> dict[str, Any]:

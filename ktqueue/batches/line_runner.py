@@ -124,7 +124,7 @@ class LineRunner:
         try:
             return await self._answer(line, name, [] if job_ids is None else job_ids)
         except (InvalidRequest, ModelNotFound, RequestTooLarge) as error:
-            return LineResult(failure_record(name, line.custom_id, error.info()), error.info())
+            return LineResult(failure_record(name, line.custom_id, error.info(), line.url), error.info())
         finally:
             self.statistics.in_flight -= 1
 
@@ -139,7 +139,7 @@ class LineRunner:
         for place, (_, journal) in enumerate(histories):
             fault = line_jobs.failure(place, journal[-1])
             if fault is not None:
-                return LineResult(failure_record(name, line.custom_id, fault), fault)
+                return LineResult(failure_record(name, line.custom_id, fault, line.url), fault)
         events = [(place, event) for place, (_, journal) in enumerate(histories) for event in journal]
         record, usage = line_jobs.answer(events, created=int(histories[0][0]))
         return LineResult(record, usage=usage)

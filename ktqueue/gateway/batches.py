@@ -4,12 +4,12 @@ from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ktqueue.anthropic.batch_endpoints import BATCH_ENDPOINTS
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key
 from ktqueue.gateway.http.responses import json_response
-from ktqueue.openai.batch_endpoints import BATCH_ENDPOINTS
 from ktqueue.openai.batches import BatchBody, batch_json
 from ktqueue.openai.validation import parse
 

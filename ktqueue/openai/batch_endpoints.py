@@ -1,17 +1,18 @@
-"""The endpoints that lines of batches may name, and what each makes of a line's body."""
+"""The endpoints of OpenAI's API that lines of batches may name, and what each makes of a line's body."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.errors import ErrorInfo, InvalidRequest
 from ktqueue.core.events import Usage
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.choices import Delta
-from ktqueue.openai.client_names import Names
+from ktqueue.openai.client_names import Names, client_names
 from ktqueue.openai.endpoint import Endpoint, ReplyHead
 from ktqueue.openai.endpoints import CHAT, COMPLETIONS
+from ktqueue.openai.errors import error_body
 from ktqueue.openai.responses.body import NAMES, PREFIX, parse_response
 from ktqueue.openai.responses.reply import ResponseReply
 
@@ -38,19 +39,27 @@ class ParsedLine:
     reply: Callable[[str, int, str], WholeReply]
 
 
-LineParser = Callable[[Mapping[str, Any], ModelCard | None], ParsedLine]
+@dataclass(frozen=True, slots=True)
+class BatchEndpoint:
+    """What lines of one endpoint mean, and the form of their errors. `parse` raises InvalidRequest."""
+
+    parse: Callable[[Mapping[str, Any], ModelCard | None], ParsedLine]
+    error_body: Callable[[ErrorInfo], dict[str, Any]] = error_body
 
 
-def _parser(endpoint: Endpoint) -> LineParser:
+def batch_endpoint(endpoint: Endpoint) -> BatchEndpoint:
+    """The lines of an endpoint that is served over HTTP."""
+
     def parse(body: Mapping[str, Any], card: ModelCard | None) -> ParsedLine:
-        requests = endpoint.parse(body).requests(card)
+        with client_names(endpoint.names):
+            requests = endpoint.parse(body).requests(card)
 
         def reply(name: str, created: int, digest: str) -> WholeReply:
             return endpoint.reply_to(requests[0], name, created, digest)
 
         return ParsedLine(requests, endpoint.names_in, reply)
 
-    return parse
+    return BatchEndpoint(parse, endpoint.stream_format.error_body)
 
 
 def _parse_response(body: Mapping[str, Any], card: ModelCard | None) -> ParsedLine:
@@ -66,8 +75,8 @@ def _parse_response(body: Mapping[str, Any], card: ModelCard | None) -> ParsedLi
     return ParsedLine((call.generation,), lambda _: NAMES, reply)
 
 
-BATCH_ENDPOINTS: Mapping[str, LineParser] = {
-    CHAT.path: _parser(CHAT),
-    COMPLETIONS.path: _parser(COMPLETIONS),
-    RESPONSES_PATH: _parse_response,
+OPENAI_BATCH_ENDPOINTS: Mapping[str, BatchEndpoint] = {
+    CHAT.path: batch_endpoint(CHAT),
+    COMPLETIONS.path: batch_endpoint(COMPLETIONS),
+    RESPONSES_PATH: BatchEndpoint(_parse_response),
 }

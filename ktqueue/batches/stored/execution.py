@@ -187,28 +187,28 @@ class Execution:
 
     async def _result(self, place: int, job_ids: list[str]) -> LineResult:
         number = self._index.number(place)
-        name = self._name(place)
+        name, url = self._name(place), self._parts.endpoint
         custom_id = f"line-{number}"
         while True:
             try:
                 data = await self._read(place)
-                line = parse_line("line", number, data, urls=(self._parts.endpoint,), plain_allowed=False)
+                line = parse_line("line", number, data, urls=(url,), plain_allowed=False)
                 custom_id = line.custom_id
                 result = await self._parts.runner.run(line, name, job_ids)
             except NotStored:
                 info = ErrorInfo(code="file_not_found", message="the input file was deleted", status=404)
-                return LineResult(failure_record(name, custom_id, info), info)
+                return LineResult(failure_record(name, custom_id, info, url), info)
             except LineFault as fault:
-                return LineResult(failure_record(name, custom_id, fault.info()), fault.info())
+                return LineResult(failure_record(name, custom_id, fault.info(), url), fault.info())
             except Unavailable as error:
                 self._say(error)
                 await asyncio.sleep(RETRY_SECONDS)
             except KtqueueError as error:
-                return LineResult(failure_record(name, custom_id, error.info()), error.info())
+                return LineResult(failure_record(name, custom_id, error.info(), url), error.info())
             except Exception:
                 log.exception("%s line %d failed", self._parts.run, number)
                 info = ErrorInfo(code=KtqueueError.code, message="an unexpected error; the log has the details")
-                return LineResult(failure_record(name, custom_id, info), info)
+                return LineResult(failure_record(name, custom_id, info, url), info)
             else:
                 return result
 

@@ -61,7 +61,7 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete earlier answers.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run OpenAI batch lines (/v1/chat/completions, /v1/completions). The same command again continues a stopped run.
+    """Run OpenAI batch lines, of chats, completions, responses or messages. The same command again continues a run.
 
     A plain line is only a body, {"prompt": "..."} or {"messages": [...]}. Its id is its line number.
 

@@ -290,3 +290,36 @@ async def test_a_batch_that_was_cancelled_before_anything_ran_has_no_files(broke
     record = await broker.batches.get("default", batch_id)
     assert (record.status, record.facts.total) == (BatchStatus.CANCELLED, 0)
     assert await outputs(broker, store, record) == ([], [])
+
+
+SAY = [{"role": "user", "content": "Tell a tale."}]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "wrong", "kind"),
+    [
+        ("/v1/chat/completions", {"messages": SAY, "max_completion_tokens": 4}, {"messages": []}, "chat.completion"),
+        ("/v1/completions", {"prompt": ["A", "B"], "max_tokens": 4}, {"prompt": []}, "text_completion"),
+        ("/v1/responses", {"input": "Tell.", "max_output_tokens": 4}, {"previous_response_id": "resp_1"}, "response"),
+        ("/v1/messages", {"messages": SAY, "max_tokens": 4}, {"messages": []}, "message"),
+    ],
+)
+async def test_lines_of_every_endpoint_have_its_answers_and_errors(
+    broker: Broker, store: Store, start_worker: Any, endpoint: str, body: Any, wrong: Any, kind: str
+) -> None:
+    async with store.create(f"files/{INPUT}") as writing:
+        for name, more in (("good", {}), ("bad", wrong)):
+            line = {"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": "demo", **body, **more}}
+            await writing.write(json.dumps(line).encode() + b"\n")
+    request = BatchRequest(input_file_id=INPUT, endpoint=endpoint, completion_window="1h")
+    batch_id = (await broker.batches.create(request, window_seconds=60.0, tenant="default")).id
+    async with start_worker():
+        await owned(broker, store, *await taken(broker)).run()
+    record = await broker.batches.get("default", batch_id)
+    (good,), (bad,) = await outputs(broker, store, record)
+    answer, refusal = good["response"]["body"], bad["response"]
+    assert kind in (answer.get("object"), answer.get("type"))
+    assert refusal["status_code"] == 400
+    assert refusal["body"]["error"]["param"] == next(iter(wrong))
+    assert refusal["body"].get("type") == ("error" if kind == "message" else None)
+    assert record.facts.usage.completion == (8 if kind == "text_completion" else 4)
