@@ -43,6 +43,8 @@ def up(
     if control is not None:
         config = replace(config, control=replace(config.control, enabled=control))
     require("gateway", "worker", *(["arq"] if config.bridge.enabled or config.control.enabled else []))
+    if config.storage.bucket is not None:
+        require("s3")
     config = with_model(config)
     check_device_is_here(config.engine.device)
     if detach:

@@ -155,12 +155,12 @@ class S3Writing:
         """See `Writing`."""
         self._buffer += data
         self._size += len(data)
-        while len(self._buffer) >= 2 * UPLOAD_BYTES:  # so that the last part, which may be small, is never empty
+        while len(self._buffer) > UPLOAD_BYTES:  # so the last part, which may be smaller, is never empty
             await self._send(UPLOAD_BYTES)
 
     async def complete(self) -> None:
         """Make the object appear."""
-        if not self._upload_id and self._size < UPLOAD_BYTES:
+        if not self._upload_id:
             await self._store._call("put_object", self._name, Body=bytes(self._buffer))
             return
         await self._send(len(self._buffer))
@@ -181,7 +181,9 @@ class S3Writing:
     async def _send(self, count: int) -> None:
         if not self._upload_id:
             self._upload_id = (await self._store._call("create_multipart_upload", self._name))["UploadId"]
-        number, data = len(self._parts) + 1, bytes(self._buffer[:count])
+        number = len(self._parts) + 1
+        with memoryview(self._buffer) as view:
+            data = bytes(view[:count])
         sent = await self._store._call(
             "upload_part", self._name, UploadId=self._upload_id, PartNumber=number, Body=data
         )

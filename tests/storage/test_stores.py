@@ -179,7 +179,7 @@ async def test_an_abandoned_upload_is_aborted(s3: str, monkeypatch: pytest.Monke
 async def test_a_location_that_cannot_be_used_says_why(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for location in ("s3://", "s3://Bucket", "s3://files//x", "gs://files", "s3://files/../x y"):
         with pytest.raises(ConfigError, match="must be a folder or s3://BUCKET"):
-            open_store(StorageConfig(location=location), ".")
+            StorageConfig(location=location)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(Unavailable, match="SignatureDoesNotMatch") as caught:
         await put(open_store(StorageConfig(location="s3://files"), "."), "files/a", b"x")

@@ -18,9 +18,10 @@ from ktqueue.core.errors import (
 )
 
 MODULES = {
-    "gateway": ("uvicorn", "starlette", "httptools", "prometheus_client"),
+    "gateway": ("uvicorn", "starlette", "httptools", "prometheus_client", "python_multipart"),
     "worker": ("torch", "transformers", "gguf", "ktqueue_kernels"),
     "arq": ("arq",),
+    "s3": ("boto3",),
 }
 """Modules that show that an extra is installed. Modules of several extras are not listed."""
 

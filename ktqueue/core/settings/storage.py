@@ -1,8 +1,13 @@
 """Settings of the store for files and batches, and of what clients may keep there."""
 
+import re
 from dataclasses import dataclass
 
+from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.setting import check_settings, setting
+
+_WORD = r"[A-Za-z0-9_.-]+"
+_S3 = re.compile(rf"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9])(?:/(?P<prefix>{_WORD}(?:/{_WORD})*))?/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +53,18 @@ class StorageConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
         check_settings("storage", self)
+        if self.location is not None and "://" in self.location and _S3.fullmatch(self.location) is None:
+            raise ConfigError(
+                f"storage.location must be a folder or s3://BUCKET[/PREFIX], got {self.location!r}",
+                param="storage.location",
+                limit="s3://BUCKET[/PREFIX]",
+                value=self.location,
+            )
+
+    @property
+    def bucket(self) -> tuple[str, str] | None:
+        """The bucket of S3 and the prefix of its keys, which ends with / unless it is empty. None: a folder."""
+        match = _S3.fullmatch(self.location or "")
+        if match is None:
+            return None
+        return match["bucket"], f"{match['prefix']}/" if match["prefix"] else ""
