@@ -3,13 +3,15 @@
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
-from ktqueue.core.errors import ConfigError
+from ktqueue.core.config import BrokerConfig
+from ktqueue.core.errors import ConfigError, QueueFull
 from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
@@ -302,6 +304,23 @@ async def test_jobs_that_older_workers_took_leave_their_lines(
     assert sorted(ids(await lease.claim(8))) == ["acme-a-4", "acme-b-4"]
     (depth,) = await broker.jobs.depth()
     assert depth.callers == {"interactive": 0, "batch": 0}
+
+
+async def test_a_full_queue_takes_one_job_of_tenants_and_callers_without_waiting_jobs(
+    config: BrokerConfig, card: ModelCard, make_request: MakeRequest
+) -> None:
+    async with await Broker.open(replace(config, max_queued_interactive=16)) as broker:
+        lease = await Lease.register(broker, card)
+        taken: Counter[tuple[str, str]] = Counter()
+        others = [("acme", "b"), ("acme", "b"), ("acme", "c"), ("globex", ""), ("globex", "d")]
+        for tenant, caller in [("acme", "a")] * 20 + others:
+            try:
+                await broker.jobs.submit(make_request(), tenant=tenant, caller=caller)
+                taken[tenant, caller] += 1
+            except QueueFull as full:
+                assert full.limit == 16
+        assert taken == {("acme", "a"): 16, ("acme", "b"): 1, ("globex", ""): 1}
+        await lease.close()
 
 
 async def test_a_full_worker_takes_a_job_of_an_owner_with_fewer_rows(lease: Lease, submit: Submit) -> None:

@@ -75,6 +75,13 @@ TURNS_OF_TENANTS: dict[str, Mutation] = {
         "        if False:",
         ("tests/engine/test_row_shares.py::test_an_owner_with_few_requests_waits_for_none_of_one_with_many[pages]",),
     ),
+    "one tenant fills the queue": Mutation(
+        "a full queue takes a job of a tenant without waiting jobs",
+        f"{SCRIPTS}/submit_job.lua",
+        "    room = room + math.floor(room / NEWCOMERS)\n",
+        "    room = room\n",
+        (f"{TURNS}::test_a_full_queue_takes_one_job_of_tenants_and_callers_without_waiting_jobs",),
+    ),
     "a full worker gives rows to anybody": Mutation(
         "a full worker gives a row only to who has fewer",
         f"{SCRIPTS}/claim_jobs.lua",

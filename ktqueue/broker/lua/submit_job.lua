@@ -22,6 +22,7 @@ local MAX_PARKED = 16 -- parked workers that are considered
 local MAX_HANDED = 65536 -- most bytes of a request in a message
 -- Bytes; for a larger request the server's memory is measured now, else the reaper's last value is used.
 local LARGE = 16384
+local NEWCOMERS = 8 -- a full queue takes one more job for each so many, of tenants without waiting jobs
 local RECORD, KEY = 4096, 512 -- rough bytes of a job and its first event without its request, and of an idempotency key
 local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], ARGV[8]
 local now = now_us()
@@ -50,7 +51,16 @@ end
 local format = string.match(ARGV[5], '^{"v":(%d+)') or '1'
 local queue = format == '1' and TAG .. 'queue:' .. class .. ':' .. model or bound_key(class, format .. ':-', model)
 local waiting = redis.call('ZCARD', queue)
-if waiting >= tonumber(ARGV[10]) then return redis.error_reply('QUEUE_FULL ' .. waiting) end
+-- A full queue has some room more, for tenants and then for callers of whom nothing waits: nobody shuts others out.
+local room = tonumber(ARGV[10])
+if waiting >= room and waiting < room + math.floor(room / NEWCOMERS) then
+  if not redis.call('ZSCORE', tenants_of(class, model).turns, ARGV[4]) then
+    room = room + math.floor(room / NEWCOMERS)
+  elseif not redis.call('ZSCORE', callers_of(class, model, ARGV[4]).turns, ARGV[20]) then
+    room = room + math.floor(room / NEWCOMERS / 2)
+  end
+end
+if waiting >= room then return redis.error_reply('QUEUE_FULL ' .. waiting) end
 local size, bytes = #ARGV[5], tonumber(redis.call('GET', TAG .. 'waiting') or 0)
 if bytes + size > tonumber(ARGV[13]) then return redis.error_reply('QUEUE_BYTES ' .. bytes .. ' ' .. ARGV[13]) end
 local share, tenant_share = string.match(ARGV[18], '^(%d+) (%d+)$')
