@@ -17,14 +17,14 @@ beyond the original length is restarted with other rotary angles, as in transfor
 This module knows nothing of sampling or tensors.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from ktqueue.core.request import JobClass
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
-from ktqueue.engine.turns import Turns
+from ktqueue.engine.turns import BATCH_PART, Turns
 
 MAX_PROMPT_ROWS = 256
 GATHERING_ROWS = 8  # batch prompts wait for others while less than one of so many rows is free
@@ -68,11 +68,8 @@ class Scheduler:
                 self._rows.restart(sequence)
         self._rows.sort()
         plan = StepPlan(is_turn=self._is_turn())
-        if plan.is_turn:
-            self._fill(plan, _ALL, self._tokens_of_turn())
-        else:
-            self._fill(plan, _INTERACTIVE, self._token_budget)
-            self._fill(plan, _BATCH, min(self._token_budget, plan.tokens + self._turns.free_tokens(plan.tokens)))
+        for classes, budget in self._budgets(plan):
+            self._fill(plan, classes, budget)
         self._rows.end_admission()
         return plan
 
@@ -92,13 +89,9 @@ class Scheduler:
         """
         self._rows.sort()
         plan = StepPlan(is_turn=self._is_turn())
-        if plan.is_turn:
-            prepared = self._prepare_rows(plan, _ALL, self._tokens_of_turn())
-        else:
-            prepared = self._prepare_rows(plan, _INTERACTIVE, self._token_budget)
-            free = min(self._token_budget - plan.tokens, self._turns.free_tokens(plan.tokens))
-            prepared = prepared and self._prepare_rows(plan, _BATCH, plan.tokens + free)
-        if not prepared or not plan.rows:
+        if not all(self._prepare_rows(plan, classes, budget) for classes, budget in self._budgets(plan)):
+            return None
+        if not plan.rows:
             return None
         missing = sum(
             sequence.num_computed_tokens // self._rows.page_size == sequence.page_count for sequence in plan.rows
@@ -132,18 +125,33 @@ class Scheduler:
         return self._turns.is_long(plan.tokens)
 
     def _is_turn(self) -> bool:
-        """Whether the next step is for all classes alike."""
-        if not self._rows.has(JobClass.INTERACTIVE) or not self._rows.has(JobClass.BATCH):
+        """Whether the next step is for all classes."""
+        if not self._turns.enabled or not self._both_classes():
             return True
-        batch = sum(sequence.request.job_class is JobClass.BATCH for sequence in self._rows.running)
-        return self._turns.is_due(batch)
+        running = self._running_of(_INTERACTIVE)
+        tokens = sum(max(1, sequence.remaining) for sequence in running)
+        tokens += self._rows.waiting_tokens(JobClass.INTERACTIVE, self._rows.max_num_seqs - len(running))
+        return self._turns.is_due(min(tokens, self._token_budget))
 
-    def _tokens_of_turn(self) -> int:
-        """Most tokens of a step for all classes. Only the batch class is held back."""
-        if not self._rows.has(JobClass.BATCH):
-            return self._token_budget
-        interactive = sum(sequence.request.job_class is JobClass.INTERACTIVE for sequence in self._rows.running)
-        return min(self._token_budget, self._turns.most_tokens(interactive))
+    def _both_classes(self) -> bool:
+        return self._rows.has(JobClass.INTERACTIVE) and self._rows.has(JobClass.BATCH)
+
+    def _budgets(self, plan: StepPlan) -> Iterator[tuple[Collection[JobClass], int]]:
+        """Classes that the step is filled with, one after the other, and how many tokens it has then at most."""
+        if not self._turns.enabled or not self._rows.has(JobClass.BATCH):
+            yield _ALL, self._token_budget
+        elif not self._both_classes():
+            yield _ALL, min(self._token_budget, self._turns.most_tokens(0))
+        elif plan.is_turn:
+            rows = len(self._rows.running)
+            interactive = sum(sequence.request.job_class is JobClass.INTERACTIVE for sequence in self._rows.running)
+            most = min(self._token_budget, self._turns.most_tokens(interactive))
+            kept = min(max(1, most // BATCH_PART), max(1, rows - interactive), most - interactive)
+            yield _INTERACTIVE, most - kept
+            yield _BATCH, most
+        else:
+            yield _INTERACTIVE, self._token_budget
+            yield _BATCH, min(self._token_budget, plan.tokens + self._turns.free_tokens(plan.tokens))
 
     def _fill(self, plan: StepPlan, classes: Collection[JobClass], budget: int) -> None:
         """Plan rows of these classes until the step has `budget` tokens."""

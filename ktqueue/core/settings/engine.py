@@ -193,13 +193,23 @@ class EngineConfig:
         8, "One of so many rows is never taken from running batch jobs for interactive ones.", at_least=1
     )
     interactive_step_ms: float = setting(
-        250.0,
+        200.0,
         "Longest step, in milliseconds, while interactive jobs run or have just run.",
-        details="Meanwhile batch jobs take part in about one of 25 steps, which is as long as this allows, and beyond "
-        "that where they cost almost nothing. With 0 they take part in every step.",
+        details="Batch jobs share the steps of interactive jobs up to this length, except the small steps of "
+        "`interactive_share`. With 0 steps have any length, and batch jobs take part in every step.",
         at_least=0,
         flags=("--interactive-step-ms",),
         metavar="MS",
+        panel="Engine",
+    )
+    interactive_share: float = setting(
+        0.15,
+        "Part of the time for small steps of interactive jobs, while batch jobs run too.",
+        details="More makes the tokens of interactive jobs come faster, and takes throughput from batch jobs.",
+        at_least=0,
+        at_most=0.9,
+        flags=("--interactive-share",),
+        metavar="PART",
         panel="Engine",
     )
     host_memory_utilization: float = setting(
