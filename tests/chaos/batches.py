@@ -151,7 +151,7 @@ async def _run(system: Installation, arguments: argparse.Namespace, draw: random
         statuses.add(batch["status"])
         counts.append(done)
         system.sample(part)
-        if moments and part >= moments[0]:
+        while moments and part >= moments[0]:
             await system.kill(set(KINDS) if moments.pop(0) == 0.5 else {draw.choice(KINDS)})
             kills += 1
         await asyncio.sleep(arguments.pause)
