@@ -75,6 +75,7 @@ class Rows:
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
         self.running: list[Sequence] = []
+        self._with_forks: set[Sequence] = set()  # running sequences that have had siblings in `forks`
         self.version = 0
         """Grows when a sequence arrives, is admitted, finishes, is aborted, is preempted, forks or jumps. A step that
         was prepared for an older version is stale."""
@@ -103,7 +104,7 @@ class Rows:
     @property
     def rows_taken(self) -> int:
         """Rows of running sequences and of the siblings that wait for their prompts."""
-        return sum(_rows(sequence) for sequence in self.running)
+        return len(self.running) + sum(len(sequence.forks) for sequence in self._with_forks)
 
     @property
     def rows_wanted(self) -> int:
@@ -130,7 +131,7 @@ class Rows:
         """Remove a sequence in any state and free its pages. If siblings wait for its prompt, one takes it over."""
         self.version += 1
         if sequence.status is SequenceStatus.RUNNING:
-            self.running.remove(sequence)
+            self._leave_running(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             self._waiting[sequence.request.job_class].remove(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -169,6 +170,7 @@ class Rows:
         if self.states is not None:
             self.states.check()
         assert not self._sitting_out, "a sequence is not in its queue"
+        assert self.rows_taken == sum(map(_rows, self.running)), "rows are counted wrongly"
         assert self.rows_taken <= self.max_num_seqs, "more rows than max_num_seqs"
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING, "a sequence runs that should not"
@@ -221,9 +223,11 @@ class Rows:
     def has_room_for(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence can get rows, including those that lower classes would lose to it."""
         class_rank = self._class_rank(sequence)
-        lower = sum(_rows(running) for running in self.running if self._class_rank(running) > class_rank)
         limit = self.rows_wanted if class_rank == BATCH else self.max_num_seqs
-        return self.rows_taken + self._reserved_rows - lower + _rows(sequence) <= limit
+        room = limit - self.rows_taken - self._reserved_rows - _rows(sequence)
+        if room >= 0 or class_rank == BATCH:
+            return room >= 0
+        return room + sum(_rows(running) for running in self.running if self._class_rank(running) > class_rank) >= 0
 
     def admit(self, sequence: Sequence, plan: StepPlan, budget: int) -> bool:
         """Start the first waiting sequence, find that it can never run, or let it sit out this step of `budget` tokens.
@@ -255,6 +259,8 @@ class Rows:
         self.version += 1
         self._waiting[sequence.request.job_class].remove(sequence)
         self.running.append(sequence)
+        if sequence.forks:
+            self._with_forks.add(sequence)
         sequence.status = SequenceStatus.RUNNING
         if self.states is not None:
             self.states.start(sequence, slot)
@@ -311,9 +317,13 @@ class Rows:
 
     def restart(self, sequence: Sequence) -> None:
         """Let a running sequence wait without pages, to be computed again."""
-        self.running.remove(sequence)
+        self._leave_running(sequence)
         self._free_pages(sequence)
         self.add(sequence)
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._with_forks.discard(sequence)
 
     def _class_rank(self, sequence: Sequence) -> int:
         """0 for interactive requests and for promoted sequences, then OVER_SHARE, then BATCH."""

@@ -48,6 +48,7 @@ class Tokenizer:
         self._size = size
         self._tokens = tokens
         self._kinds = kinds
+        self._bytes_of: dict[int, bytes] = {}  # of tokens that were asked for
         self._alphabet = byte_alphabet() if byte_level else None
         self._eos_token_ids = eos_token_ids
         self._template = template
@@ -192,8 +193,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to the text; empty for special tokens and for ids without a token."""
-        if not 0 <= token_id < len(self._tokens):
-            return b""
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            if not 0 <= token_id < len(self._tokens):
+                return b""
+            known = self._bytes_of[token_id] = self._make_bytes(token_id)
+        return known
+
+    def _make_bytes(self, token_id: int) -> bytes:
         token, kind = self._tokens[token_id], self._kinds[token_id]
         if kind == TokenKind.USER_DEFINED:
             return (token if self._alphabet else token.replace(library.SPACE, " ")).encode()
