@@ -92,6 +92,8 @@ async def chatting(
 def latency(streams: list[list[float]]) -> dict[str, Any]:
     """Percentiles of the time to the first token and between tokens, in milliseconds."""
     first, between = stream_times(streams)
+    if not between:
+        return {"requests": len(streams)}
     return {
         "requests": len(streams),
         **percentiles(first, 50, 95, 99, prefix="first_token_"),
@@ -101,12 +103,14 @@ def latency(streams: list[list[float]]) -> dict[str, Any]:
 
 async def served(engine: EngineConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """The three measurements through the gateway."""
+    began = time.monotonic()
     async with (
         whole_system(engine) as up,
         httpx.AsyncClient(base_url=up.url, timeout=REPLY_SECONDS, trust_env=False) as http,
     ):
         name = (await http.get("/v1/models")).json()["data"][0]["id"]
         result: dict[str, Any] = {"probe_gb_s": [machine.bandwidth()]}
+        sys.stderr.write(f"ready after {time.monotonic() - began:.0f} s, memory reads {result['probe_gb_s']} GB/s\n")
         async with chatting(http, name, arguments.rate, arguments, seed=1):  # warms up
             await asyncio.sleep(arguments.idle_seconds / 4)
         async with chatting(http, name, arguments.rate, arguments, seed=2) as streams:
@@ -138,8 +142,11 @@ def alone(engine: EngineConfig, rows: int, arguments: argparse.Namespace) -> dic
         built.engine.add(str(number), prompt, sampling, job_class=JobClass.BATCH)
     finish(built.engine)
     seconds = time.monotonic() - began
+    costs = {round(size): round(1e3 * step, 2) for size, step in built.engine.costs.points}
+    sys.stderr.write(f"milliseconds of a step by its tokens: {costs}\n")
     built.engine.close()
-    return {"rows": rows, "seconds": seconds, "tokens_per_second": len(lines) * arguments.tokens / seconds,
+    return {"rows": rows, "step_ms": costs, "seconds": seconds,
+            "tokens_per_second": len(lines) * arguments.tokens / seconds,
             "probe_gb_s": machine.bandwidth()}  # fmt: skip
 
 
@@ -160,6 +167,7 @@ def main() -> None:
     arguments = parser.parse_args()
     engine = EngineConfig(model=arguments.model, device=arguments.device)
     figures = asyncio.run(served(engine, arguments))
+    sys.stderr.write(f"{figures}\n")
     figures["engine_alone"] = [alone(engine, rows, arguments) for rows in arguments.rows]
     best = max(row["tokens_per_second"] for row in figures["engine_alone"])
     figures["share_of_engine"] = figures["batch_alone"]["tokens_per_second"] / best
