@@ -65,9 +65,9 @@ class BatchBuilder:
             first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
             offset = sequence.rotary_offset
             if count == 1:
-                input_ids.append(sequence.tokens[first])
+                input_ids.append(sequence.tokens.item(first))  # Python's numbers make arrays faster than numpy's do
                 positions.append(first + offset)
-                slots.append(int(row[first // page_size]) * page_size + first % page_size)
+                slots.append(row.item(first // page_size) * page_size + first % page_size)
             else:
                 computed = np.arange(first, context)
                 input_ids += sequence.tokens[first:context].tolist()
@@ -106,7 +106,7 @@ class BatchBuilder:
     @staticmethod
     def write_token_ids(batch: Batch, rows: Mapping[Sequence, int]) -> None:
         """Write the next token of each row into `batch`, which was built for these rows with one token each."""
-        batch.input_ids.numpy()[0] = [sequence.tokens[sequence.num_computed_tokens] for sequence in rows]
+        batch.input_ids.numpy()[0] = [sequence.tokens.item(sequence.num_computed_tokens) for sequence in rows]
 
 
 def _source(sequence: Sequence) -> int:

@@ -313,18 +313,20 @@ class Engine:
 
         Returns the sequences that get a token, with their rows of logits, and those that end with their prompt.
         """
-        ready, complete = [], []
+        ready: list[tuple[int, Sequence]] = []
+        complete: list[Sequence] = []
         row = 0
         for sequence, count in plan.rows.items():
             if sequence.status is not SequenceStatus.RUNNING:  # aborted after the launch of a decode step
                 row += 1
                 continue
             uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
-            self._prompt_tokens += max(0, min(count, uncomputed_prompt))
+            if uncomputed_prompt > 0:
+                self._prompt_tokens += min(count, uncomputed_prompt)
             forks = self._rows.commit(sequence, count)
             if sequence.remaining:
                 continue
-            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)]
+            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)] if forks else (sequence,)
             if sequence.samples:
                 ready += [(row, sibling) for sibling in finished]
                 row += 1

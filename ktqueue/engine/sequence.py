@@ -20,6 +20,7 @@ from ktqueue.engine.pages import page_digest
 from ktqueue.engine.sampler import GREEDY_BELOW
 
 _ROOTS = {False: b"", True: b"rotated for long sequences"}  # what the digest of a first page follows
+_NO_POSITIONS = range(0)
 NO_SLOT = -1
 """In place of a slot of `States`: a sequence without tokens, or without a planned step."""
 
@@ -189,7 +190,7 @@ class Sequence:
         """
         request, first = self.request, self.num_computed_tokens
         if request.sampling.prompt_logprobs is None:
-            return range(0)
+            return _NO_POSITIONS
         start = max(first, request.prompt_entries - 1)
         return range(start, max(start, min(first + count, len(request.prompt) - 1)))
 

@@ -245,6 +245,25 @@ async def test_a_resumed_job_gives_the_same_text(
     assert (await broker.jobs.get(job.id)).attempts == 2
 
 
+async def test_gathered_tokens_that_died_with_their_worker_are_generated_again(
+    model: Any, broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    request = replace(ask(max_tokens=90, **SEEDED), job_class=JobClass.BATCH)
+    expected = model.undisturbed(request)
+    async with start_worker() as first:
+        job = await broker.jobs.submit(request)
+        while first.engine.stats().generation_tokens < 25:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await first.killed()
+        generated = first.engine.stats().generation_tokens
+        written = sum(len(event.token_ids) for event in await broker.journal.replay(job.id))
+        async with start_worker():
+            observed = await finished(job.id)
+    assert 1 <= written < generated < 90
+    assert observed.choices == expected
+    assert observed.last.usage.completion_tokens == 90
+
+
 async def test_a_job_with_a_complete_journal_only_gets_its_last_event(
     broker: Broker, start_worker: Any, finished: Any, model: Any
 ) -> None:
