@@ -134,6 +134,10 @@ GOOD: list[bytes | float] = [
 ]  # fmt: skip
 UNCOUNTED: list[bytes | float] = [STREAM_HEAD, token("a"), token("b", "stop"), LAST_CHUNK]
 REFUSED = b'{"error": {"message": "slow \\u001b[2Jdown"}}'
+# More than headers may have, in one piece with them, is no fault.
+GOOD_AT_ONCE: list[bytes | float] = [
+    STREAM_HEAD + token("a" * 100_000) + b"".join([token("b", "stop"), DONE, LAST_CHUNK])
+]
 FAILURES: dict[str, list[bytes | float]] = {
     "HTTP 429": [b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: %d\r\n\r\n" % len(REFUSED), REFUSED],
     "error in stream": [STREAM_HEAD, token("a"), event(error={"message": "out of pages"}), DONE, LAST_CHUNK],
@@ -142,6 +146,7 @@ FAILURES: dict[str, list[bytes | float]] = {
     "invalid event": [STREAM_HEAD, chunk("data: {]\n\n"), DONE, LAST_CHUNK],
     "not HTTP": [b"SSH-2.0-x\r\n\r\n", b""],
     "disconnected": [STREAM_HEAD, token("a"), b""],
+    "too long": [b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 20_000, b""],
     "timeout": [STREAM_HEAD, token("a"), 2.0],
 }
 
@@ -149,9 +154,9 @@ FAILURES: dict[str, list[bytes | float]] = {
 def test_answers_are_timed_and_failures_are_counted_by_kind(
     misbehaving: Misbehaving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    misbehaving.answers = [GOOD, GOOD, UNCOUNTED, [], GOOD, *FAILURES.values(), FAILURES["HTTP 429"]]
+    misbehaving.answers = [GOOD, GOOD, UNCOUNTED, [], GOOD, GOOD_AT_ONCE, *FAILURES.values(), FAILURES["HTTP 429"]]
     target = tmp_path / "found.json"
-    flags = ("--model", "m", "--max-concurrency", 1, "--num-prompts", len(FAILURES) + 4, "--timeout", 1)
+    flags = ("--model", "m", "--max-concurrency", 1, "--num-prompts", len(FAILURES) + 5, "--timeout", 1)
     extra = ("--extra-body", '{"stream_options": null, "top_k": 1}', "--priority", -2, "--temperature", 0)
     keys = ("--api-key", "secret", "--header", "X-Tenant=a b")
     assert bench("--url", misbehaving.url, *flags, *extra, *keys, "--json", target) == 0
@@ -160,17 +165,17 @@ def test_answers_are_timed_and_failures_are_counted_by_kind(
         **dict.fromkeys(FAILURES, 1), "HTTP 429": 2
     }  # fmt: skip
     # The first answer was a warm-up. A kept connection that the server closes before it answers is no failure.
-    assert found["completed"] == 3
-    assert found["requests_without_usage"] == 1
-    assert found["total_output_tokens"] == 2 * 3 + 2  # the others had two chunks
-    assert found["mean_e2el_ms"] >= 2 / 3 * 1000 * 2 * PAUSE_SECONDS
+    assert found["completed"] == 4
+    assert found["requests_without_usage"] == 2
+    assert found["total_output_tokens"] == 2 * 3 + 2 * 2  # the others had two chunks
+    assert found["mean_e2el_ms"] >= 2 / 4 * 1000 * 2 * PAUSE_SECONDS
     assert found["p90_ttft_ms"] >= 1000 * PAUSE_SECONDS
     assert found["p90_itl_ms"] >= 1000 * PAUSE_SECONDS * 0.9
     assert "secret" not in target.read_text()
     shown = capsys.readouterr().out
-    assert "3 of 12 requests completed" in shown
+    assert "4 of 14 requests completed" in shown
     assert "failed 2 x HTTP 429: slow [2Jdown" in shown
-    assert "1 answers had no usage" in shown
+    assert "2 answers had no usage" in shown
     assert "Authorization: Bearer secret\r\nX-Tenant: a b\r\n" in misbehaving.heads[0]
     body = misbehaving.bodies[0]
     prompt = body.pop("prompt")

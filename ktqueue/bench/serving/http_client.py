@@ -179,11 +179,13 @@ class _Connection(asyncio.Protocol):
             self._keeps_open = False
             return
         self._bytes += len(data)
-        if self._bytes > (MAX_ANSWER_BYTES if self._status else MAX_HEADER_BYTES):
-            self._fail("too long", f"more than {self._bytes:,} bytes were sent")
+        if self._bytes > MAX_ANSWER_BYTES:
+            self._fail("too long", f"the answer has more than {MAX_ANSWER_BYTES:,} bytes")
             return
         try:
             self._parser.feed_data(data)
+            if not self._status and self._bytes > MAX_HEADER_BYTES:
+                self._fail("too long", f"the headers have more than {MAX_HEADER_BYTES:,} bytes")
         except RequestFailure as failure:
             self._fail(failure.kind, failure.message)
         except httptools.HttpParserUpgrade:
@@ -215,7 +217,6 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self._status = self._parser.get_status_code()
-        self._bytes = 0
 
     def on_body(self, data: bytes) -> None:
         if self._receive is not None and self._receive(self._status, data):
