@@ -313,8 +313,7 @@ class Engine:
 
         Returns the sequences that get a token, with their rows of logits, and those that end with their prompt.
         """
-        ready: list[tuple[int, Sequence]] = []
-        complete: list[Sequence] = []
+        ready, complete = [], []
         row = 0
         for sequence, count in plan.rows.items():
             if sequence.status is not SequenceStatus.RUNNING:  # aborted after the launch of a decode step
@@ -326,7 +325,7 @@ class Engine:
             forks = self._rows.commit(sequence, count)
             if sequence.remaining:
                 continue
-            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)] if forks else (sequence,)
+            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)] if forks else [sequence]
             if sequence.samples:
                 ready += [(row, sibling) for sibling in finished]
                 row += 1

@@ -4,7 +4,7 @@ from mutation import SCRIPTS, Mutation
 
 STORED, CLOCK = "tests/broker/test_stored.py", "tests/broker/test_clock.py"
 RESPONSES = "tests/broker/test_responses.py"
-GENERATION = "tests/workers/generation/test_generation_worker.py"
+GATHERED = "tests/workers/generation/test_gathered_events.py"
 SCRUB, RETRY = "tests/broker/test_scrub.py", "tests/broker/test_retry.py"
 
 STORED_JOBS: dict[str, Mutation] = {
@@ -20,7 +20,7 @@ STORED_JOBS: dict[str, Mutation] = {
         "ktqueue/workers/generation/incarnation.py",
         "        self._write_gathered(job)\n        self._outbox.put(job.id, job.end(state, error))",
         "        self._outbox.put(job.id, job.end(state, error))",
-        (f"{GENERATION}::test_tokens_of_a_batch_job_are_gathered_while_nobody_reads_them",),
+        (f"{GATHERED}::test_tokens_of_a_batch_job_are_gathered_while_nobody_reads_them",),
     ),
     "prompts of ended jobs stay": Mutation(
         "the prompt of an ended job is deleted",

@@ -133,33 +133,6 @@ async def test_a_bad_request_ends_only_its_own_job(
             assert (await finished(job.id)).choices == expected
 
 
-async def test_tokens_of_a_batch_job_are_gathered_while_nobody_reads_them(
-    model: Any, broker: Broker, start_worker: Any, finished: Any
-) -> None:
-    request = replace(ask(max_tokens=60, **SEEDED), job_class=JobClass.BATCH)
-    expected = model.undisturbed(request)
-    tokens = 0
-    async with start_worker():
-        unread, read, stopped = [
-            await broker.jobs.submit(wanted)
-            for wanted in (request, request, replace(request, sampling=replace(request.sampling, max_tokens=400)))
-        ]
-        followed = [event async for event in broker.journal.follow(read.id)]
-        events = await broker.journal.whole(unread.id)
-        async for event in broker.journal.follow(stopped.id):
-            tokens += len(event.token_ids)
-            if tokens > 20:
-                await broker.jobs.cancel(stopped.id)
-        cancelled = await finished(stopped.id)
-    assert len(events[0].token_ids) == 1  # the first token is written at once
-    assert len(events) <= 6
-    assert len(followed) > 40
-    for job in (unread, read):
-        assert (await finished(job.id)).choices == expected
-    assert cancelled.state is JobState.CANCELLED
-    assert sum(len(event.token_ids) for event in cancelled.events) == cancelled.last.usage.completion_tokens
-
-
 async def test_a_running_job_can_be_cancelled(broker: Broker, start_worker: Any, finished: Any, model: Any) -> None:
     async with start_worker() as running:
         other = await broker.jobs.submit(ask())
@@ -243,25 +216,6 @@ async def test_a_resumed_job_gives_the_same_text(
     assert observed.last.usage is not None
     assert observed.last.usage.completion_tokens == 60 * request.sampling.n
     assert (await broker.jobs.get(job.id)).attempts == 2
-
-
-async def test_gathered_tokens_that_died_with_their_worker_are_generated_again(
-    model: Any, broker: Broker, start_worker: Any, finished: Any
-) -> None:
-    request = replace(ask(max_tokens=90, **SEEDED), job_class=JobClass.BATCH)
-    expected = model.undisturbed(request)
-    async with start_worker() as first:
-        job = await broker.jobs.submit(request)
-        while first.engine.stats().generation_tokens < 25:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        await first.killed()
-        generated = first.engine.stats().generation_tokens
-        written = sum(len(event.token_ids) for event in await broker.journal.replay(job.id))
-        async with start_worker():
-            observed = await finished(job.id)
-    assert 1 <= written < generated < 90
-    assert observed.choices == expected
-    assert observed.last.usage.completion_tokens == 90
 
 
 async def test_a_job_with_a_complete_journal_only_gets_its_last_event(
