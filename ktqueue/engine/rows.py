@@ -104,7 +104,7 @@ class Rows:
     @property
     def rows_taken(self) -> int:
         """Rows of running sequences and of the siblings that wait for their prompts."""
-        return len(self.running) + sum(len(sequence.forks) for sequence in self._with_forks)
+        return len(self.running) + sum(len(sequence.forks) for sequence in tuple(self._with_forks))
 
     @property
     def rows_wanted(self) -> int:
