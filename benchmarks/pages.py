@@ -38,6 +38,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "attention*": gpu.attention,
             "dense-*": own_section,
             "served-*": gpu.served,
+            "backlog-*": gpu.backlog,
             "grammars-*-cuda": own_section,
             "regrouped-*": own_section,
             "endurance-*": engine.endurance,

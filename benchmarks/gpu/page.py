@@ -1,4 +1,4 @@
-"""The page of a GPU's engine: sections for gpu*, profile*, attention* and served-*.json."""
+"""The page of a GPU's engine: sections for gpu*, profile*, attention*, served-* and backlog-*.json."""
 
 from statistics import median
 from typing import Any
@@ -111,6 +111,38 @@ def served(result: dict[str, Any]) -> list[str]:
         tokens, used = (by_clients[4][key] / by_clients[1][key] for key in ("tokens_per_second", "distinct_experts"))
         lines += ["", f"4 clients together get {tokens:.2f} times the tok/s of 1; a layer of a step then needs "
                       f"{used:.1f} times as many different experts of the CPU."]  # fmt: skip
+    return lines
+
+
+def backlog(result: dict[str, Any]) -> list[str]:
+    """A batch through the gateway, beside interactive requests, and the engine alone if it was measured."""
+    probes = ", ".join(f"{probe:.0f}" for probe in result["probe_gb_s"])
+    lines = section(
+        f"{result['model']}, a backlog beside a chat",
+        f"Redis, gateway, control worker and one worker with default settings on {graphics(result)}; {taken(result)}. "
+        f"A batch of completions: {result['tokens']} tokens after prompts of {result['prompt_tokens']}, experts on the "
+        f"CPU. Interactive requests: {result['rate']:g} a second, {result['chat_tokens']} tokens after prompts of "
+        f"{result['prompt_tokens']}. Memory read {probes} GB/s meanwhile. {result.get('note', '')} "
+        f"`{result['command']}`",
+        {"batch": "{what}", "lines": "{total}", "tok/s": "{tokens_per_second:.0f}", "seconds": "{seconds:.0f}"},
+        [
+            {"what": what, **result[key]}
+            for what, key in (("alone", "batch_alone"), ("beside chat", "batch_beside_chat"))
+        ],
+        words=1,
+    )
+    percents = "{{{0}_p50_ms:.0f}}, {{{0}_p95_ms:.0f}} ms"
+    chat: Columns = {
+        "chat": "{what}",
+        "requests": "{requests}",
+        "first token p50, p95": percents.format("first_token"),
+        "between tokens p50, p95": percents.format("between_tokens"),
+    }
+    parts = (("alone", "chat_alone"), ("beside batch", "chat_beside_batch"))
+    lines += ["", *table(chat, [{"what": what, **result[key]} for what, key in parts], words=1)]
+    alone: list[Row] = result.get("engine_alone", [])
+    if alone:
+        lines += ["", *table({"engine alone, rows": "{rows}", "tok/s": "{tokens_per_second:.0f}"}, alone)]
     return lines
 
 

@@ -13,29 +13,29 @@ from ktqueue.engine.engine import Engine
 ROWS = (1, 8, 32, 128, 512, 1024)
 PROMPT_TOKENS = 2
 OUTPUT_TOKENS = 3
-STEPS = OUTPUT_TOKENS + PROMPT_TOKENS  # of about `rows` tokens that a probe takes at most
+GROWTH = 2.5  # a probe of four times the rows takes at most about so many times as long, if experts dominate
 LEAST_SECONDS, MOST_SECONDS = 0.3, 3.0  # for all probes, of a fast and of a slow model
-STEPS_ALLOWED = 100  # of one row, that all probes may last
+PROBES_ALLOWED = 30  # of one row, that all probes may last
 
 log = logging.getLogger(__name__)
 
 
 def probe_steps(engine: Engine, vocabulary: int) -> None:
-    """Time steps of more and more rows, as far as all take no longer than about 100 steps of one row."""
+    """Time steps of more and more rows, as far as all take no longer than 30 times the probe of one row."""
     stats = engine.stats()
     most = min(stats.rows_limit, stats.total_pages)
     draw = random.Random(0)
     _run(engine, 1, vocabulary, draw)  # the first step of all takes longer
     engine.costs.clear()
-    began = time.monotonic()
-    allowed = LEAST_SECONDS
+    left = MOST_SECONDS
     for rows in (min(rows, most) for rows in ROWS):
-        if time.monotonic() - began + STEPS * engine.costs.seconds(rows) > allowed:
-            break
+        began = time.monotonic()
         _run(engine, rows, vocabulary, draw)
+        seconds = time.monotonic() - began
         if rows == 1:
-            allowed = min(MOST_SECONDS, max(LEAST_SECONDS, STEPS_ALLOWED * engine.costs.seconds(1)))
-        if rows == most:
+            left = min(MOST_SECONDS, max(LEAST_SECONDS, PROBES_ALLOWED * seconds))
+        left -= seconds
+        if rows == most or GROWTH * seconds > left:
             break
     engine.reset_statistics()
     points = ", ".join(f"{tokens:g} in {1e3 * seconds:.1f} ms" for tokens, seconds in engine.costs.points)
