@@ -91,8 +91,8 @@ class HostSelector:
     ) -> TokenSelection:
         """See Selector. The CPU never waits, so `meanwhile` is not called."""
         array = logits.numpy()
-        if len(rows) > len(array):
-            array = array[list(rows)]  # choices that share the last logits of their prompt
+        if len(rows) != len(array):  # choices that share the last logits of their prompt, or a part of the rows
+            array = array[list(rows)]
         samplings = [sequence.request.sampling for sequence in sequences]
         with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
         chosen, finite = greedy(array)

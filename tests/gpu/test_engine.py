@@ -285,7 +285,7 @@ def test_prepared_steps_change_nothing(
     for ahead, early in ((False, False), (True, False), (True, True)):
         engine = on_device(model, settings_for(device, num_pages=pages))
         if not ahead:
-            monkeypatch.setattr(engine, "_prepare_next_step", lambda: None)
+            monkeypatch.setattr(engine._next, "prepare", lambda: None)
         answers.append(serve(engine, asked, go_on=early))
         assert (engine.stats().prepared_steps > 20) == ahead
         engine.close()
