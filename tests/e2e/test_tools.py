@@ -1,5 +1,6 @@
 """Tool calls of a whole installation through the openai package: whole, streamed, and while workers are killed."""
 
+import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
@@ -177,7 +178,9 @@ async def test_a_killed_worker_leaves_no_trace_in_a_call(client: AsyncOpenAI, st
 
     undisturbed = await calls(None)
     deaths = stack.up.workers[0].deaths
-    assert await calls(8) == undisturbed
-    assert stack.up.workers[0].deaths == deaths + 1
+    assert await calls(2) == undisturbed
+    async with asyncio.timeout(10):
+        while stack.up.workers[0].deaths == deaths:  # noqa: ASYNC110 # it is counted when the process has ended
+            await asyncio.sleep(0.01)
     assert undisturbed[0] == ["story"]  # its arguments came in pieces
     assert set(json.loads(undisturbed[1])) == {"title", "begin", "end"}

@@ -30,8 +30,8 @@ POLL_SECONDS = 0.5  # between searches for jobs that have ended
 MAX_WEBHOOKS_READ = 100  # by one search
 BATCH_RESULT_SECONDS = 60.0  # then another file of the same name can be run
 LONGEST_PAUSE_SECONDS = 120.0  # between attempts to call a webhook
-OTHERS_SECONDS = 0.2  # before another control worker may take a chore that this one has no settings for
-MAX_LEFT = 50  # times that a batch file is left to others
+FIRST_LEFT_SECONDS, MOST_LEFT_SECONDS = 0.2, 2.0  # for which a chore is left to others; each time it is left longer
+MAX_LEFT = 50  # times that a batch file is left to others, which take more than a minute
 PURGE_SECONDS = 3_600.0  # between two looks for old files of the store, where there is no crontab
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class ControlWorker(SteadyWorker):
     async def webhook(self, context: dict[str, Any], job_id: str) -> None:
         """Call a job's webhook. A failed call is repeated, `control.webhook_attempts` calls in all."""
         if self._settings.webhook_secret is None:
-            raise Retry(OTHERS_SECONDS)
+            raise _left(context)
         try:
             record = await self._broker.jobs.get(job_id)
         except JobNotFound:
@@ -123,7 +123,7 @@ class ControlWorker(SteadyWorker):
     async def batch(self, context: dict[str, Any], name: str, model: str | None = None) -> dict[str, Any]:
         """Run a batch file: see `BatchFiles.run`. Without `control.batch_dir` it is left to other control workers."""
         if self._settings.batch_dir is None and int(context["job_try"]) < MAX_LEFT:
-            raise Retry(OTHERS_SECONDS)
+            raise _left(context)
         return await self._files.run(context, name, model)
 
     async def batches(self, context: dict[str, Any]) -> None:
@@ -160,6 +160,11 @@ def _cron_job(entry: str, chores: dict[str, Function]) -> CronJob:
         await chores[name](context, *arguments)
 
     return by_clock(f"cron:{entry}", run, when)
+
+
+def _left(context: dict[str, Any]) -> Retry:
+    """Leave a chore that this worker has no settings for to another one."""
+    return Retry(min(MOST_LEFT_SECONDS, FIRST_LEFT_SECONDS * 1.15 ** int(context["job_try"])))
 
 
 class BatchesOnly:
