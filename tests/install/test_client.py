@@ -63,7 +63,7 @@ def test_the_python_api_works_without_extras(run: Run, client_bin: Path, state_d
         ("inspect demo", "worker"),
         ("gateway", "gateway"),
         ("bridge", "arq"),
-        ("up", "gateway,worker"),
+        ("up", "gateway,worker,arq"),
         ("up --bridge", "gateway,worker,arq"),
         ("demo", "gateway,worker"),
     ],
