@@ -34,13 +34,13 @@ from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, Scheduler
 from ktqueue.engine.sequence import Sequence, SequenceStatus
+from ktqueue.engine.shared_steps import SharedSteps
 from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 from ktqueue.engine.step_profile import Profile, StepRecord
 from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing
-from ktqueue.engine.turns import Turns
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
 
@@ -92,7 +92,7 @@ class Engine:
         )
         self._scheduler = Scheduler(
             self._rows,
-            Turns(self.costs, config.interactive_step_ms / 1000, config.interactive_share),
+            SharedSteps(self.costs, config.interactive_step_ms / 1000, config.interactive_share),
             self.costs,
             max_num_batched_tokens=config.step_tokens,
             max_prompt_rows=max_prompt_rows,
@@ -142,7 +142,7 @@ class Engine:
             over_share=rows.num_over_share,
             rows_limit=rows.max_num_seqs,
             rows_wanted=rows.rows_wanted,
-            rows_out_of_turn=self._scheduler.rows_out_of_turn,
+            rows_left_out=self._scheduler.rows_left_out,
             free_pages=rows.pages.available,
             total_pages=rows.pages.total,
             prompt_tokens=self._prompt_tokens,

@@ -48,7 +48,7 @@ class EngineStats:
     """Counters and gauges of an engine. `running` and `waiting` count sequences; from `prompt_tokens` on values grow.
 
     over_share: interactive ones that give their rows to other owners. rows_limit: most rows. rows_wanted: rows that
-    batch sequences may fill, as more would not raise the tokens computed in a second. rows_out_of_turn: batch rows
+    batch sequences may fill, as more would not raise the tokens computed in a second. rows_left_out: batch rows
     that the last step left out for interactive sequences. prompt_tokens: computed prompt tokens, including recomputed
     ones but not cached ones. batch_tokens: those of `generation_tokens` that are of the batch class. prefix_queries,
     prefix_hits: tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller
@@ -62,7 +62,7 @@ class EngineStats:
     over_share: int
     rows_limit: int
     rows_wanted: int
-    rows_out_of_turn: int
+    rows_left_out: int
     free_pages: int
     total_pages: int
     prompt_tokens: int

@@ -7,7 +7,7 @@ sequences join between two steps, and finished ones leave, so the batch never ha
 that decodes gets one token. Then running sequences with several tokens to compute, such as a prompt, get a chunk
 (*prefill*). The rest of the budget goes to waiting sequences. So a long prompt never delays the tokens of others: it is
 computed in chunks beside them. While interactive sequences run, the batch class takes part in some steps only
-(`turns.py`); its sequences keep their rows and pages meanwhile.
+(`shared_steps.py`); its sequences keep their rows and pages meanwhile.
 
 **Order.** Each round goes by rank (`rows.py`).
 
@@ -22,9 +22,9 @@ from collections.abc import Collection, Iterator
 from ktqueue.core.request import JobClass
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.sequence import Sequence, SequenceStatus
+from ktqueue.engine.shared_steps import BATCH_PART, SharedSteps
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
-from ktqueue.engine.turns import BATCH_PART, Turns
 
 MAX_PROMPT_ROWS = 256
 GATHERING_ROWS = 8  # batch prompts wait for others while less than one of so many rows is free
@@ -35,15 +35,15 @@ _INTERACTIVE, _BATCH, _ALL = (JobClass.INTERACTIVE,), (JobClass.BATCH,), tuple(J
 class Scheduler:
     """Plans steps of at most `max_num_batched_tokens` tokens for the sequences of `rows`.
 
-    `turns` tells when the batch class takes part, and `costs` how long steps take. `max_prompt_rows` limits the rows of
-    logits that a step computes for log probabilities of prompts, and so the memory that they take. `original_length`:
-    see KVLayout.
+    `shared` tells which steps are for all classes, and `costs` how long steps take. `max_prompt_rows` limits the rows
+    of logits that a step computes for log probabilities of prompts, and so the memory that they take.
+    `original_length`: see KVLayout.
     """
 
     def __init__(
         self,
         rows: Rows,
-        turns: Turns,
+        shared: SharedSteps,
         costs: StepCosts,
         *,
         max_num_batched_tokens: int,
@@ -51,9 +51,9 @@ class Scheduler:
         original_length: int = 0,
     ) -> None:
         self._gathering_steps = 0  # for which batch prompts have waited for others
-        self.rows_out_of_turn = 0  # batch rows that the last step left out because of interactive sequences
+        self.rows_left_out = 0  # batch rows that the last step left out because of interactive sequences
         self._rows = rows
-        self._turns = turns
+        self._shared = shared
         self._costs = costs
         self._token_budget = max_num_batched_tokens
         self._max_prompt_rows = max_prompt_rows
@@ -67,7 +67,7 @@ class Scheduler:
             ]:
                 self._rows.restart(sequence)
         self._rows.sort()
-        plan = StepPlan(is_turn=self._is_turn())
+        plan = StepPlan(is_shared=self._is_shared())
         for classes, budget in self._budgets(plan):
             self._fill(plan, classes, budget)
         self._rows.end_admission()
@@ -77,8 +77,8 @@ class Scheduler:
         """Note that this step begins."""
         rows = len(self._rows.running)
         interactive = self._rows.has(JobClass.INTERACTIVE)
-        self.rows_out_of_turn = max(0, rows - len(plan.rows)) if interactive else 0
-        self._turns.record(plan.tokens, interactive=interactive, is_turn=plan.is_turn)
+        self.rows_left_out = max(0, rows - len(plan.rows)) if interactive else 0
+        self._shared.record(plan.tokens, interactive=interactive, is_shared=plan.is_shared)
 
     def plan_next_step(self) -> StepPlan | None:
         """Plan the step after the current one, assuming that each running sequence gets one token now.
@@ -88,7 +88,7 @@ class Scheduler:
         they are given here, because each needs its page in any case.
         """
         self._rows.sort()
-        plan = StepPlan(is_turn=self._is_turn())
+        plan = StepPlan(is_shared=self._is_shared())
         if not all(self._prepare_rows(plan, classes, budget) for classes, budget in self._budgets(plan)):
             return None
         if not plan.rows:
@@ -122,36 +122,36 @@ class Scheduler:
 
     def is_long(self, plan: StepPlan) -> bool:
         """Whether a request that arrives during this step would wait too long for the next."""
-        return self._turns.is_long(plan.tokens)
+        return self._shared.is_long(plan.tokens)
 
-    def _is_turn(self) -> bool:
+    def _is_shared(self) -> bool:
         """Whether the next step is for all classes."""
-        if not self._turns.enabled or not self._both_classes():
+        if not self._shared.enabled or not self._both_classes():
             return True
         running = self._running_of(_INTERACTIVE)
         tokens = sum(max(1, sequence.remaining) for sequence in running)
         tokens += self._rows.waiting_tokens(JobClass.INTERACTIVE, self._rows.max_num_seqs - len(running))
-        return self._turns.is_due(min(tokens, self._token_budget))
+        return self._shared.is_due(min(tokens, self._token_budget))
 
     def _both_classes(self) -> bool:
         return self._rows.has(JobClass.INTERACTIVE) and self._rows.has(JobClass.BATCH)
 
     def _budgets(self, plan: StepPlan) -> Iterator[tuple[Collection[JobClass], int]]:
         """Classes that the step is filled with, one after the other, and how many tokens it has then at most."""
-        if not self._turns.enabled or not self._rows.has(JobClass.BATCH):
+        if not self._shared.enabled or not self._rows.has(JobClass.BATCH):
             yield _ALL, self._token_budget
         elif not self._both_classes():
-            yield _ALL, min(self._token_budget, self._turns.most_tokens(0))
-        elif plan.is_turn:
+            yield _ALL, min(self._token_budget, self._shared.most_tokens(0))
+        elif plan.is_shared:
             rows = len(self._rows.running)
             interactive = sum(sequence.request.job_class is JobClass.INTERACTIVE for sequence in self._rows.running)
-            most = min(self._token_budget, self._turns.most_tokens(interactive))
+            most = min(self._token_budget, self._shared.most_tokens(interactive))
             kept = min(max(1, most // BATCH_PART), max(1, rows - interactive), most - interactive)
             yield _INTERACTIVE, most - kept
             yield _BATCH, most
         else:
             yield _INTERACTIVE, self._token_budget
-            yield _BATCH, min(self._token_budget, plan.tokens + self._turns.free_tokens(plan.tokens))
+            yield _BATCH, min(self._token_budget, plan.tokens + self._shared.free_tokens(plan.tokens))
 
     def _fill(self, plan: StepPlan, classes: Collection[JobClass], budget: int) -> None:
         """Plan rows of these classes until the step has `budget` tokens."""

@@ -10,15 +10,15 @@ from ktqueue.engine.sequence import Sequence
 class StepPlan:
     """The rows of one step: the number of tokens to compute for each sequence, in the order of the batch.
 
-    `tokens`: their sum. `can_never_run`: sequences that need more pages than the cache has. `is_turn`: whether the
-    batch class takes its turn, or has the step for itself. `prefixes`: digests of the prefixes that the prefix cache
+    `tokens`: their sum. `can_never_run`: sequences that need more pages than the cache has. `is_shared`: whether the
+    step is for all classes. `prefixes`: digests of the prefixes that the prefix cache
     will know after the step, and the sequence that computes each.
     """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
     tokens: int = 0
     can_never_run: list[Sequence] = field(default_factory=list)
-    is_turn: bool = True
+    is_shared: bool = True
     prefixes: dict[bytes, Sequence] = field(default_factory=dict)
 
     def add(self, sequence: Sequence, count: int, prefixes: Iterable[bytes] = ()) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.shared_steps import RECENT_SECONDS, SharedSteps
 from ktqueue.engine.step_costs import StepCosts
-from ktqueue.engine.turns import RECENT_SECONDS, Turns
 
 BATCH = JobClass.BATCH
 
@@ -81,56 +81,56 @@ class Clock:
         return self.now
 
 
-def shares(turns: Turns, tokens: int, steps: int = 400) -> tuple[float, list[bool]]:
-    """Run steps, the small ones of `tokens` tokens. Returns the share of time of turns, and which steps are turns."""
+def shares(shared: SharedSteps, tokens: int, steps: int = 400) -> tuple[float, list[bool]]:
+    """Run steps, the small ones of `tokens` tokens. Returns the time share of shared steps, and which these are."""
     seconds = {True: 0.0, False: 0.0}
     taken = []
     for _ in range(steps):
-        is_turn = turns.is_due(tokens)
-        size = turns.most_tokens(1) if is_turn else tokens
-        turns.record(size, interactive=True, is_turn=is_turn)
-        seconds[is_turn] += hybrid(size)
-        taken.append(is_turn)
+        is_shared = shared.is_due(tokens)
+        size = shared.most_tokens(1) if is_shared else tokens
+        shared.record(size, interactive=True, is_shared=is_shared)
+        seconds[is_shared] += hybrid(size)
+        taken.append(is_shared)
     return seconds[True] / sum(seconds.values()), taken
 
 
 @pytest.mark.parametrize("interactive_share", [0.0, 0.15, 0.5])
 def test_small_steps_get_their_share_of_the_time(interactive_share: float) -> None:
-    turns = Turns(learnt(), 0.25, interactive_share, clock=Clock())
-    of_turns, taken = shares(turns, 1)
-    assert of_turns == pytest.approx(1 - interactive_share, abs=0.04)
+    shared = SharedSteps(learnt(), 0.25, interactive_share, clock=Clock())
+    of_shared, taken = shares(shared, 1)
+    assert of_shared == pytest.approx(1 - interactive_share, abs=0.04)
     assert any(taken) and (all(taken) == (interactive_share == 0.0))
 
 
-def test_a_prompt_that_fills_a_turn_is_computed_in_one_step_and_a_turn_follows() -> None:
-    of_turns, taken = shares(Turns(learnt(), 0.25, 0.15, clock=Clock()), 2048)
-    assert taken == [bool(place % 2) for place in range(400)] and 0.2 < of_turns < 0.4
+def test_a_prompt_that_fills_a_shared_step_is_computed_in_a_step_of_its_own() -> None:
+    of_shared, taken = shares(SharedSteps(learnt(), 0.25, 0.15, clock=Clock()), 2048)
+    assert taken == [bool(place % 2) for place in range(400)] and 0.2 < of_shared < 0.4
 
 
-def test_a_turn_comes_after_24_small_steps_at_the_latest() -> None:
-    turns = Turns(learnt(lambda tokens: 0.0001 if tokens < 64 else 0.2), 0.25, 0.5, clock=Clock())
-    taken = shares(turns, 1)[1]
-    assert [place for place, is_turn in enumerate(taken) if is_turn][:3] == [24, 49, 74]
+def test_a_shared_step_comes_after_24_small_steps_at_the_latest() -> None:
+    shared = SharedSteps(learnt(lambda tokens: 0.0001 if tokens < 64 else 0.2), 0.25, 0.5, clock=Clock())
+    taken = shares(shared, 1)[1]
+    assert [place for place, is_shared in enumerate(taken) if is_shared][:3] == [24, 49, 74]
 
 
 def test_steps_stay_short_after_an_interactive_request() -> None:
     clock = Clock()
-    turns = Turns(learnt(), 0.25, 0.15, clock=clock)
-    assert turns.most_tokens(0) == 8192, "nobody waits"
-    turns.record(1, interactive=True, is_turn=False)
-    assert turns.most_tokens(1) == pytest.approx(780, abs=10)
-    assert turns.most_tokens(0) == turns.most_tokens(1), "an interactive request may arrive again soon"
-    assert turns.free_tokens(1) == 0, "a second row would double the time of a small step"
-    assert turns.free_tokens(512) == pytest.approx(80, abs=10)
+    shared = SharedSteps(learnt(), 0.25, 0.15, clock=clock)
+    assert shared.most_tokens(0) == 8192, "nobody waits"
+    shared.record(1, interactive=True, is_shared=False)
+    assert shared.most_tokens(1) == pytest.approx(780, abs=10)
+    assert shared.most_tokens(0) == shared.most_tokens(1), "an interactive request may arrive again soon"
+    assert shared.free_tokens(1) == 0, "a second row would double the time of a small step"
+    assert shared.free_tokens(512) == pytest.approx(80, abs=10)
     clock.now += RECENT_SECONDS
-    assert turns.most_tokens(0) == 8192
+    assert shared.most_tokens(0) == 8192
 
 
 def test_a_slow_machine_still_gives_the_batch_class_a_row() -> None:
-    turns = Turns(learnt(lambda tokens: 2.0 * tokens), 0.25, 0.15, clock=Clock())
-    assert turns.most_tokens(1) == 2
-    turns.record(1, interactive=True, is_turn=False)
-    assert turns.most_tokens(0) == 2
+    shared = SharedSteps(learnt(lambda tokens: 2.0 * tokens), 0.25, 0.15, clock=Clock())
+    assert shared.most_tokens(1) == 2
+    shared.record(1, interactive=True, is_shared=False)
+    assert shared.most_tokens(0) == 2
 
 
 @pytest.fixture(params=["host", "device"])
@@ -176,7 +176,7 @@ def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
     assert 3 <= sum(count > 1 for count in rows) <= 8 and len(rows) <= 64 + 2
     assert all(count <= 2 for count in rows), "20 ms are two tokens"
     stats = engine.stats()
-    assert stats.rows_out_of_turn >= 59 and stats.preemptions == 0
+    assert stats.rows_left_out >= 59 and stats.preemptions == 0
     if parts == "device":
         assert stats.prepared_steps > 50
     results = run(engine)
@@ -221,10 +221,10 @@ def test_interactive_requests_alone_are_not_held_back(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_turns_change_no_token(
+def test_shared_steps_change_no_token(
     make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, seed: int, parts: str
 ) -> None:
-    """Random costs, classes and small caches: the same tokens as without turns, and nothing starves."""
+    """Random costs, classes and small caches: the same tokens as if every step were shared, and nothing starves."""
     answers = []
     for interactive_step_ms in (0.0, random.Random(seed).choice([0.5, 20, 100])):
         noise = random.Random(seed)

@@ -1,12 +1,12 @@
-"""Turns: how the batch class shares steps with interactive sequences. Pure.
+"""Shared steps: how the batch class and interactive sequences divide the steps of an engine. Pure.
 
 With routed experts a step of a thousand rows takes thirty times as long as a step of one row, but a row in it costs
-thirty times less. So both kinds of steps are wanted. A *turn* of the batch class is a step of all classes, as large as
-`longest_step` allows. Between two turns there are *small* steps, which compute the interactive sequences alone, and
-batch tokens only if these cost almost nothing. Small steps get `interactive_share` of the time.
+thirty times less. So both kinds of steps are wanted. A *shared* step is for all classes, as large as `longest_step`
+allows. Between two of them there are *small* steps, which compute the interactive sequences alone, and batch tokens
+only if these cost almost nothing. Small steps get `interactive_share` of the time.
 
-A prompt that would fill a turn or more is computed in one small step, because chunks would take far longer. A turn
-follows.
+A prompt that would fill a shared step or more is computed in one small step, because chunks would take far longer. A
+shared step follows.
 
 After the last interactive sequence no step is longer than `longest_step` for a while, since the next may arrive soon.
 """
@@ -16,18 +16,18 @@ from collections.abc import Callable
 
 from ktqueue.engine.step_costs import StepCosts
 
-MOST_SMALL_STEPS = 24  # between two turns
-BATCH_PART = 8  # the batch class gets at least one of so many tokens of a turn
+MOST_SMALL_STEPS = 24  # between two shared steps
+BATCH_PART = 8  # the batch class gets at least one of so many tokens of a shared step
 FREE = 1.1  # batch tokens that make a small step longer by at most this factor cost almost nothing
 LONG_SECONDS = 0.1
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short
 
 
-class Turns:
-    """Decides when the batch class takes its turn, and how large steps may be.
+class SharedSteps:
+    """Decides which steps are shared, and how large steps may be.
 
-    `longest_step`: seconds that a step may take while interactive sequences run; 0: any time, and the batch class takes
-    part in every step. `interactive_share`: part of the time, from 0 to below 1. `clock` gives seconds.
+    `longest_step`: seconds that a step may take while interactive sequences run; 0: any time, and every step is shared.
+    `interactive_share`: part of the time for small steps, from 0 to below 1. `clock` gives seconds.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Turns:
         self._longest_step = longest_step
         self._ratio = interactive_share / (1 - interactive_share)
         self._clock = clock
-        self._small_steps = 0  # since the last turn
+        self._small_steps = 0  # since the last shared step
         self._small_seconds = 0.0
         self._small_seconds_allowed = self._ratio * longest_step
         self._last_interactive = -RECENT_SECONDS
 
     def is_due(self, interactive_tokens: int) -> bool:
-        """Whether the batch class takes its turn next, if a small step would compute `interactive_tokens`."""
+        """Whether the next step is shared, if a small step would compute `interactive_tokens`."""
         if not self.enabled or self._small_steps >= MOST_SMALL_STEPS:
             return True
         seconds = self._costs.seconds(interactive_tokens)
@@ -57,7 +57,7 @@ class Turns:
         return self._small_seconds + seconds > self._small_seconds_allowed
 
     def most_tokens(self, interactive_rows: int) -> int:
-        """Most tokens of a turn beside `interactive_rows` that decode. The batch class always gets some of them."""
+        """Most tokens of a shared step in which `interactive_rows` decode. The batch class always gets some of them."""
         recent = self._clock() - self._last_interactive < RECENT_SECONDS
         if not self.enabled or not (interactive_rows or recent):
             return self._costs.most
@@ -73,12 +73,12 @@ class Turns:
         """Whether a step is so long that launching it early gains little, while requests that arrive would wait."""
         return self.enabled and self._costs.seconds(tokens) > LONG_SECONDS
 
-    def record(self, tokens: int, *, interactive: bool, is_turn: bool) -> None:
+    def record(self, tokens: int, *, interactive: bool, is_shared: bool) -> None:
         """Note that a step begins. `interactive`: whether there are interactive sequences, running or waiting."""
         if interactive:
             self._last_interactive = self._clock()
         seconds = self._costs.seconds(tokens)
-        if is_turn:
+        if is_shared:
             self._small_steps, self._small_seconds = 0, 0.0
             self._small_seconds_allowed = self._ratio * seconds
         else:
