@@ -75,6 +75,7 @@ class Rows:
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
         self.running: list[Sequence] = []
+        self.running_of = dict.fromkeys(JobClass, 0)  # number of running sequences of each class
         self._with_forks: set[Sequence] = set()  # running sequences that have had siblings in `forks`
         self.version = 0
         """Grows when a sequence arrives, is admitted, finishes, is aborted, is preempted, forks or jumps. A step that
@@ -116,9 +117,7 @@ class Rows:
 
     def has(self, job_class: JobClass) -> bool:
         """Whether the class has a sequence here, running or waiting."""
-        return bool(self._waiting[job_class]) or any(
-            sequence.request.job_class is job_class for sequence in self.running
-        )
+        return self.running_of[job_class] > 0 or bool(self._waiting[job_class])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, with the siblings in its `forks`."""
@@ -172,6 +171,8 @@ class Rows:
         assert not self._sitting_out, "a sequence is not in its queue"
         assert self.rows_taken == sum(map(_rows, self.running)), "rows are counted wrongly"
         assert self.rows_taken <= self.max_num_seqs, "more rows than max_num_seqs"
+        classes = [sequence.request.job_class for sequence in self.running]
+        assert self.running_of == {job_class: classes.count(job_class) for job_class in JobClass}, "wrong counts"
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING, "a sequence runs that should not"
             assert sequence.num_computed_tokens <= sequence.page_count * self.page_size, "tokens without a page"
@@ -258,7 +259,7 @@ class Rows:
                 return False
         self.version += 1
         self._waiting[sequence.request.job_class].remove(sequence)
-        self.running.append(sequence)
+        self._join_running(sequence)
         if sequence.forks:
             self._with_forks.add(sequence)
         sequence.status = SequenceStatus.RUNNING
@@ -321,8 +322,13 @@ class Rows:
         self._free_pages(sequence)
         self.add(sequence)
 
+    def _join_running(self, sequence: Sequence) -> None:
+        self.running.append(sequence)
+        self.running_of[sequence.request.job_class] += 1
+
     def _leave_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self.running_of[sequence.request.job_class] -= 1
         self._with_forks.discard(sequence)
 
     def _class_rank(self, sequence: Sequence) -> int:
@@ -372,7 +378,7 @@ class Rows:
         fork.registered_pages = min(leader.registered_pages, fork.num_computed_tokens // self.page_size)
         fork.known_digests = leader.known_digests[: prompt // self.page_size]
         fork.status = SequenceStatus.RUNNING
-        self.running.append(fork)
+        self._join_running(fork)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -143,10 +143,10 @@ class Scheduler:
         elif not self._both_classes():
             yield _ALL, min(self._token_budget, self._shared.most_tokens(0))
         elif plan.is_shared:
-            rows = len(self._rows.running)
-            interactive = sum(sequence.request.job_class is JobClass.INTERACTIVE for sequence in self._rows.running)
+            running = self._rows.running_of
+            interactive, batch = running[JobClass.INTERACTIVE], running[JobClass.BATCH]
             most = min(self._token_budget, self._shared.most_tokens(interactive))
-            kept = min(max(1, most // BATCH_PART), max(1, rows - interactive), most - interactive)
+            kept = min(max(1, most // BATCH_PART), max(1, batch), most - interactive)
             yield _INTERACTIVE, most - kept
             yield _BATCH, most
         else:

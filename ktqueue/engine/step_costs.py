@@ -23,6 +23,7 @@ class StepCosts:
         self.most = most
         self._ends = _group_ends(most)
         self._groups: list[deque[Point]] = [deque(maxlen=KEPT) for _ in self._ends]
+        self._middles: dict[int, Point] = {}  # of the groups that were observed, by their places
         self._points: list[Point] = []
 
     @property
@@ -34,12 +35,14 @@ class StepCosts:
         """Forget all observations."""
         for group in self._groups:
             group.clear()
-        self._points = []
+        self._middles, self._points = {}, []
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Add the time of a step of `tokens` tokens, at least one."""
-        self._groups[min(bisect_left(self._ends, tokens), len(self._ends) - 1)].append((tokens, seconds))
-        self._points = [_middle(group) for group in self._groups if group]
+        place = min(bisect_left(self._ends, tokens), len(self._ends) - 1)
+        self._groups[place].append((tokens, seconds))
+        self._middles[place] = _middle(self._groups[place])
+        self._points = [self._middles[place] for place in sorted(self._middles)]
 
     def seconds(self, tokens: int) -> float:
         """Estimate the time of a step. A step larger than all that were observed costs in proportion."""
