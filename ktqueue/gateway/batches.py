@@ -10,6 +10,7 @@ from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key
 from ktqueue.gateway.http.responses import json_response
+from ktqueue.gateway.listing import limit_of, page_json
 from ktqueue.openai.batches import BatchBody, batch_json
 from ktqueue.openai.validation import parse
 
@@ -22,26 +23,12 @@ class BatchesEndpoint(HTTPEndpoint):
     async def get(self, request: Request) -> Response:
         """List the tenant's batches, newest first. Raises InvalidRequest."""
         gateway: Gateway = request.app.state.gateway
-        limit = request.query_params.get("limit", "20")
-        if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_LISTED:
-            raise InvalidRequest(
-                f"limit must be from 1 to {MAX_LISTED}, got {limit[:80]!r}",
-                param="limit",
-                limit=MAX_LISTED,
-                value=limit[:80],
-            )
         records, has_more = await gateway.broker.batches.list(
-            tenant_of(request).name, limit=int(limit), after=request.query_params.get("after")
+            tenant_of(request).name,
+            limit=limit_of(request, default=20, most=MAX_LISTED),
+            after=request.query_params.get("after"),
         )
-        return json_response(
-            {
-                "object": "list",
-                "data": [batch_json(record) for record in records],
-                "first_id": records[0].id if records else None,
-                "last_id": records[-1].id if records else None,
-                "has_more": has_more,
-            }
-        )
+        return json_response(page_json(records, batch_json, has_more=has_more))
 
     async def post(self, request: Request) -> Response:
         """Create a batch of an uploaded file. Raises InvalidRequest, FileNotFound, TooManyBatches."""

@@ -15,6 +15,7 @@ from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import Tenant, tenant_of
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.http.upload_form import FORM_BYTES, UploadForm, boundary_of, file_too_large
+from ktqueue.gateway.listing import limit_of, page_json
 from ktqueue.openai.files import file_json, parse_upload
 from ktqueue.storage.store import NotStored
 
@@ -30,34 +31,19 @@ class FilesEndpoint(HTTPEndpoint):
         """List the tenant's files, newest first unless `order` is asc. Raises InvalidRequest."""
         gateway: Gateway = request.app.state.gateway
         query = request.query_params
-        limit, order = query.get("limit", str(MAX_LISTED)), query.get("order", "desc")
-        if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_LISTED:
-            raise InvalidRequest(
-                f"limit must be from 1 to {MAX_LISTED}, got {limit[:80]!r}",
-                param="limit",
-                limit=MAX_LISTED,
-                value=limit[:80],
-            )
+        limit, order = limit_of(request, default=MAX_LISTED, most=MAX_LISTED), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest(
                 f"order must be asc or desc, got {order[:80]!r}", param="order", limit="asc, desc", value=order[:80]
             )
         records, has_more = await gateway.broker.files.list(
             tenant_of(request).name,
-            limit=int(limit),
+            limit=limit,
             purpose=query.get("purpose"),
             order="asc" if order == "asc" else "desc",
             after=query.get("after"),
         )
-        return json_response(
-            {
-                "object": "list",
-                "data": [file_json(record) for record in records],
-                "first_id": records[0].id if records else None,
-                "last_id": records[-1].id if records else None,
-                "has_more": has_more,
-            }
-        )
+        return json_response(page_json(records, file_json, has_more=has_more))
 
     async def post(self, request: Request) -> Response:
         """Upload a file. Raises InvalidRequest, RequestTooLarge, FileLimitReached, and what bodies raise."""

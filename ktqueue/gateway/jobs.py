@@ -18,6 +18,7 @@ from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key, last_seq, rate_headers
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.http.sse import EventStream
+from ktqueue.gateway.listing import limit_of
 from ktqueue.openai.jobs import parse_job
 from ktqueue.openai.records import event_json, record_json, result_json
 from ktqueue.openai.stream_format import EVENTS, server_sent_event
@@ -75,19 +76,12 @@ async def list_jobs(request: Request) -> Response:
     """Jobs, newest first, filtered by `?state=`, at most `?limit=`. Raises InvalidRequest."""
     gateway: Gateway = request.app.state.gateway
     state = request.query_params.get("state")
-    limit = request.query_params.get("limit", "100")
+    limit = limit_of(request, default=100, most=MAX_LISTED)
     if state is not None and state not in set(JobState):
         known = ", ".join(JobState)
         raise InvalidRequest(f"state must be one of {known}, got {state[:80]!r}", param="state", limit=known)
-    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_LISTED:
-        raise InvalidRequest(
-            f"limit must be from 1 to {MAX_LISTED}, got {limit[:80]!r}",
-            param="limit",
-            limit=MAX_LISTED,
-            value=limit[:80],
-        )
     records = await gateway.broker.jobs.list(
-        state=None if state is None else JobState(state), limit=int(limit), tenant=tenant_of(request).view
+        state=None if state is None else JobState(state), limit=limit, tenant=tenant_of(request).view
     )
     return json_response({"object": "list", "data": [record_json(record) for record in records]})
 

@@ -1,0 +1,40 @@
+"""Lists over HTTP: how many entries a client asks for, and OpenAI's page of a list."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from ktqueue.core.errors import InvalidRequest
+
+
+class Listed(Protocol):
+    """A record that can be in a list."""
+
+    @property
+    def id(self) -> str:
+        """Its id, after which the next page begins."""
+
+
+Record = TypeVar("Record", bound=Listed)
+
+
+def limit_of(request: Request, *, default: int, most: int) -> int:
+    """The query's `limit`, from 1 to `most`. Raises InvalidRequest."""
+    limit = request.query_params.get("limit", str(default))
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= most:
+        raise InvalidRequest(
+            f"limit must be from 1 to {most}, got {limit[:80]!r}", param="limit", limit=most, value=limit[:80]
+        )
+    return int(limit)
+
+
+def page_json(records: Sequence[Record], as_json: Callable[[Record], Any], *, has_more: bool) -> dict[str, Any]:
+    """A page of a list, as OpenAI's."""
+    return {
+        "object": "list",
+        "data": [as_json(record) for record in records],
+        "first_id": records[0].id if records else None,
+        "last_id": records[-1].id if records else None,
+        "has_more": has_more,
+    }
