@@ -12,6 +12,9 @@ from ktqueue.gateway.metrics import Metric, counter, gauge
 _GAUGES = (
     ("running", "num_requests_running", "Sequences that a worker runs."),
     ("waiting", "num_requests_waiting", "Sequences that a worker has claimed and not started."),
+    ("rows_limit", "rows_limit", "Sequences that a worker can run at once."),
+    ("rows_wanted", "rows_wanted", "Rows that batch jobs may fill, as more would not raise the tokens of a second."),
+    ("rows_left_out", "rows_left_out", "Batch rows that the last step left out for interactive jobs."),
     ("over_share", "num_requests_over_share", "Interactive sequences that give their rows to other owners."),
     ("free_pages", "kv_cache_free_pages", "Pages of the KV cache that are free."),
     ("total_pages", "kv_cache_total_pages", "Pages of the KV cache."),
@@ -22,6 +25,7 @@ _GAUGES = (
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
+    ("batch_tokens", "batch_tokens", "Tokens generated for batch jobs."),
     ("preemptions", "num_preemptions", "Sequences preempted because no page was free."),
     ("prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),

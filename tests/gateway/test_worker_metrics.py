@@ -30,7 +30,9 @@ def samples(*workers: WorkerInfo) -> dict[tuple[str, tuple[str, ...]], float]:
 
 def test_worker_metrics_have_only_what_workers_report() -> None:
     on_gpu = worker("a", experts=8, expert_fetched_share_one=0.0, expert_fetched_share_several=0.25, steps=3)
-    found = samples(on_gpu, worker("b", forward_seconds=1.5, free_pages=1, total_pages=4))
+    found = samples(
+        on_gpu, worker("b", forward_seconds=1.5, free_pages=1, total_pages=4, rows_wanted=64, batch_tokens=7)
+    )
     assert found == {
         ("ktqueue:workers", ()): 2,
         ("ktqueue:experts", ("a",)): 8,
@@ -38,6 +40,8 @@ def test_worker_metrics_have_only_what_workers_report() -> None:
         ("ktqueue:expert_fetched_share", ("a", "several")): 0.25,
         ("ktqueue:steps_total", ("a",)): 3,
         ("ktqueue:step_seconds_total", ("b", "forward")): 1.5,
+        ("ktqueue:rows_wanted", ("b",)): 64,
+        ("ktqueue:batch_tokens_total", ("b",)): 7,
         ("ktqueue:kv_cache_free_pages", ("b",)): 1,
         ("ktqueue:kv_cache_total_pages", ("b",)): 4,
         ("ktqueue:kv_cache_usage_perc", ("b",)): 0.75,
