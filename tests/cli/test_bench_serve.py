@@ -49,6 +49,7 @@ def test_our_gateway_is_measured(stack: Stack, tmp_path: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert f"before: {first}" in shown
     assert "p95 TTFT ms" in shown
+    assert "the loads differ: request_rate 200.0 (before inf)" in shown
     assert bench("--url", stack.url, "--model", "other", *SMALL) == 2
     assert "HTTP 404: no worker serves the model 'other'" in capsys.readouterr().err
 

@@ -19,6 +19,11 @@ RATES = {
     "request_throughput": "requests/s",
     "request_goodput": "goodput requests/s",
 }
+LOAD = (
+    "dataset_name", "num_prompts", "request_rate", "burstiness", "max_concurrency", "trace_speed", "random_input_len",
+    "random_output_len", "random_prefix_len", "random_range_ratio", "ignore_eos", "extra_body",
+)  # fmt: skip
+"""What two runs must have in common so that their ratios mean anything."""
 SHORTEST_WITH_PEAK = 3.0  # seconds, since the peak is that of a second
 BUSY_CLIENT = 0.8  # of a core: with more, this process may be the limit
 
@@ -79,7 +84,7 @@ def _show_requests(console: "Console", result: Result) -> None:
 
 
 def show_comparison(result: Result, earlier: Result, path: Path | None) -> None:
-    """Show the figures that both results have, and how many times the earlier ones these are."""
+    """Show the figures that both results have, how many times the earlier ones these are, and how the loads differ."""
     console = results()
     listing = table(("", "now", "before", "ratio"), right=("now", "before", "ratio"))
     for key, value in result.items():
@@ -89,6 +94,10 @@ def show_comparison(result: Result, earlier: Result, path: Path | None) -> None:
             listing.add_row(name, _number(value), _number(before), f"{value / before:.2f} x")
     console.print(f"\nbefore: {_safe(str(path))}", soft_wrap=True)
     console.print(listing)
+    differing = [name for name in LOAD if name in earlier and earlier[name] != result.get(name)]
+    if differing:
+        values = ", ".join(f"{name} {result.get(name)} (before {earlier[name]})" for name in differing)
+        console.print(f"the loads differ: {_safe(values)}", soft_wrap=True)
 
 
 def _metric_name(key: str) -> str:
