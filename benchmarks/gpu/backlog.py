@@ -3,14 +3,14 @@
 Redis, gateway, control worker and worker run as under `ktqueue up`, with default settings. A file of completions with
 random tokens goes through /v1/files and /v1/batches. Three times are taken: interactive requests alone, a batch alone,
 and a batch beside the same interactive requests, which arrive at a fixed rate whether or not others were answered. Then
-the engine alone, in this process, runs the lines of the batch with fixed numbers of rows.
+the engine alone, in this process, runs the lines of a batch, and decodes with several numbers of rows.
 """
 
 import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from benchmarks.percentiles import percentiles
 from benchmarks.queue.servers import whole_system
 from benchmarks.queue.system import complete, stream_times
 from benchmarks.results import write
-from ktqueue.bench.engine import finish, prompts
+from ktqueue.bench.engine import finish, measure_decode, prompts
 from ktqueue.bench.environment import environment
 from ktqueue.core.codec import dumps
 from ktqueue.core.config import EngineConfig
@@ -132,22 +132,28 @@ async def served(engine: EngineConfig, arguments: argparse.Namespace) -> dict[st
     return result
 
 
-def alone(engine: EngineConfig, rows: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine alone with a fixed number of rows: tokens a second over all lines."""
-    built = build(replace(engine, max_num_seqs=rows, max_num_batched_tokens=max(rows, engine.step_tokens)))
-    lines = prompts(arguments.lines, arguments.prompt, arguments.vocabulary, seed=7)
-    sampling = SamplingParams(max_tokens=arguments.tokens, temperature=0.0, ignore_eos=True)
+def alone(engine: EngineConfig, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The engine alone with fixed numbers of rows: all lines with the most rows, then steps of each number."""
+    most = max(arguments.rows)
+    config = replace(engine, max_num_seqs=most, max_num_batched_tokens=max(most, engine.step_tokens))
+    built = build(config)
+    run = built.engine
+    for number, prompt in enumerate(prompts(arguments.lines, arguments.prompt, arguments.vocabulary, seed=7)):
+        sampling = SamplingParams(max_tokens=arguments.tokens, temperature=0.0, ignore_eos=True)
+        run.add(str(number), prompt, sampling, job_class=JobClass.BATCH)
     began = time.monotonic()
-    for number, prompt in enumerate(lines):
-        built.engine.add(str(number), prompt, sampling, job_class=JobClass.BATCH)
-    finish(built.engine)
+    finish(run)
     seconds = time.monotonic() - began
-    costs = {round(size): round(1e3 * step, 2) for size, step in built.engine.costs.points}
-    sys.stderr.write(f"milliseconds of a step by its tokens: {costs}\n")
-    built.engine.close()
-    return {"rows": rows, "step_ms": costs, "seconds": seconds,
-            "tokens_per_second": len(lines) * arguments.tokens / seconds,
-            "probe_gb_s": machine.bandwidth()}  # fmt: skip
+    yield {"lines": arguments.lines, "rows": most, "seconds": seconds,
+           "tokens_per_second": arguments.lines * arguments.tokens / seconds,
+           "probe_gb_s": machine.bandwidth()}  # fmt: skip
+    for rows in sorted(arguments.rows):
+        asked = prompts(rows, arguments.prompt, arguments.vocabulary, seed=rows)
+        measured = measure_decode(run, asked, arguments.table_tokens)
+        yield {"rows": rows, "step_ms": 1e3 * measured.step, "prompt_seconds": measured.first_token,
+               "tokens_per_second": measured.tokens_per_second, "host_share": measured.host_share,
+               "probe_gb_s": machine.bandwidth()}  # fmt: skip
+    run.close()
 
 
 def main() -> None:
@@ -162,20 +168,28 @@ def main() -> None:
     parser.add_argument("--chat-tokens", type=int, default=32, help="tokens of each interactive answer")
     parser.add_argument("--rate", type=float, default=2.0, help="interactive requests a second")
     parser.add_argument("--idle-seconds", type=float, default=20.0, help="of interactive requests alone")
-    parser.add_argument("--rows", type=integers, default="512,1024", help="of the engine alone")
+    parser.add_argument("--rows", type=integers, default="64,128,256,512,1024", help="of the engine alone")
+    parser.add_argument("--table-tokens", type=int, default=24, help="tokens of each row where rows are compared")
+    parser.add_argument("--name", default="", help="end of the result's name, by default the device")
     parser.add_argument("--vocabulary", type=int, default=500, help="ids that prompts are drawn from")
     arguments = parser.parse_args()
     engine = EngineConfig(model=arguments.model, device=arguments.device)
-    figures = asyncio.run(served(engine, arguments))
-    sys.stderr.write(f"{figures}\n")
-    figures["engine_alone"] = [alone(engine, rows, arguments) for rows in arguments.rows]
-    best = max(row["tokens_per_second"] for row in figures["engine_alone"])
-    figures["share_of_engine"] = figures["batch_alone"]["tokens_per_second"] / best
     result = {"format": 1, "model": arguments.model, "device": arguments.device, "environment": environment(),
               "prompt_tokens": arguments.prompt, "tokens": arguments.tokens, "chat_tokens": arguments.chat_tokens,
-              "rate": arguments.rate, **figures}  # fmt: skip
-    sys.stderr.write(f"{figures}\n")
-    write(arguments.results / f"backlog-{arguments.device}.json", result)
+              "rate": arguments.rate}  # fmt: skip
+    path = arguments.results / f"backlog-{arguments.name or arguments.device}.json"
+    result |= asyncio.run(served(engine, arguments))
+    write(path, result)  # what follows takes minutes, too
+    whole, *table = _told(alone(engine, arguments))
+    result |= {"engine_alone": whole, "rows_alone": table,
+               "share_of_engine": result["batch_alone"]["tokens_per_second"] / whole["tokens_per_second"]}  # fmt: skip
+    write(path, result)
+
+
+def _told(figures: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for figure in figures:
+        sys.stderr.write(f"{figure}\n")
+        yield figure
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class Engine:
         )
         self._scheduler = Scheduler(
             self._rows,
-            SharedSteps(self.costs, config.interactive_step_ms / 1000, config.interactive_share),
+            SharedSteps(self.costs, config.interactive_step_seconds, config.interactive_share),
             self.costs,
             max_num_batched_tokens=config.step_tokens,
             max_prompt_rows=max_prompt_rows,

@@ -9,10 +9,15 @@ A prompt that would fill a shared step or more is computed in one small step, be
 shared step follows.
 
 After the last interactive sequence no step is longer than `longest_step` for a while, since the next may arrive soon.
+
+The costs know the tokens of a step and nothing of the host's work beside it. So the time from a shared step to the next
+is measured, and where steps take longer than estimated, the following ones are made smaller.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from ktqueue.engine.step_costs import StepCosts
 
@@ -21,38 +26,53 @@ BATCH_PART = 8  # the batch class gets at least one of so many tokens of a share
 FREE = 1.1  # batch tokens that make a small step longer by at most this factor cost almost nothing
 LONG_SECONDS = 0.1
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short
+PROMPT_TOKENS = 128  # of a short prompt, whose step others wait for also where there is no batch
+PROMPT_STEPS = 1.9  # a shared step may take so many times the step of a short prompt
+LEAST_SECONDS, MOST_SECONDS = 0.2, 0.4  # of the longest step, if it is not given
+MOST_ERROR = 2.0  # estimates are not corrected beyond this factor
 
 
 class SharedSteps:
     """Decides which steps are shared, and how large steps may be.
 
-    `longest_step`: seconds that a step may take while interactive sequences run; 0: any time, and every step is shared.
-    `interactive_share`: part of the time for small steps, from 0 to below 1. `clock` gives seconds.
+    `longest_step`: seconds that a step may take while interactive sequences run; 0: any time, and every step is shared;
+    None: twice the step of a short prompt, about, and from LEAST_SECONDS to MOST_SECONDS. `interactive_share`: part of
+    the time for small steps, from 0 to below 1. `clock` gives seconds.
     """
 
     def __init__(
         self,
         costs: StepCosts,
-        longest_step: float,
+        longest_step: float | None,
         interactive_share: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.enabled = longest_step > 0
+        self.enabled = longest_step is None or longest_step > 0
         self._costs = costs
-        self._longest_step = longest_step
+        self._given = longest_step
         self._ratio = interactive_share / (1 - interactive_share)
         self._clock = clock
         self._small_steps = 0  # since the last shared step
         self._small_seconds = 0.0
-        self._small_seconds_allowed = self._ratio * longest_step
+        self._small_seconds_allowed = self._ratio * self.longest_step
         self._last_interactive = -RECENT_SECONDS
+        self._errors: deque[float] = deque(maxlen=9)  # of estimates: measured by estimated seconds
+        self._error = 1.0
+        self._running_step: tuple[float, float] | None = None  # a shared step's beginning, and its estimate
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds that a shared step may take."""
+        if self._given is not None:
+            return self._given
+        return min(MOST_SECONDS, max(LEAST_SECONDS, PROMPT_STEPS * self._costs.seconds(PROMPT_TOKENS)))
 
     def is_due(self, interactive_tokens: int) -> bool:
         """Whether the next step is shared, if a small step would compute `interactive_tokens`."""
         if not self.enabled or self._small_steps >= MOST_SMALL_STEPS:
             return True
         seconds = self._costs.seconds(interactive_tokens)
-        if seconds > self._longest_step:
+        if seconds > self.longest_step:
             return self._small_steps > 0
         return self._small_seconds + seconds > self._small_seconds_allowed
 
@@ -61,8 +81,8 @@ class SharedSteps:
         recent = self._clock() - self._last_interactive < RECENT_SECONDS
         if not self.enabled or not (interactive_rows or recent):
             return self._costs.most
-        longest = max(self._longest_step, 2 * self._costs.seconds(max(1, interactive_rows)))
-        return max(interactive_rows + 1, self._costs.most_tokens(longest))
+        longest = max(self.longest_step, 2 * self._costs.seconds(max(1, interactive_rows)))
+        return max(interactive_rows + 1, self._costs.most_tokens(longest / self._error))
 
     def free_tokens(self, interactive_tokens: int) -> int:
         """How many batch tokens cost almost nothing in a small step of `interactive_tokens`."""
@@ -75,9 +95,14 @@ class SharedSteps:
 
     def record(self, tokens: int, *, interactive: bool, is_shared: bool) -> None:
         """Note that a step begins. `interactive`: whether there are interactive sequences, running or waiting."""
+        now, seconds = self._clock(), self._costs.seconds(tokens)
+        if self._running_step is not None:
+            began, estimate = self._running_step
+            self._errors.append((now - began) / estimate)
+            self._error = min(MOST_ERROR, max(1.0, median(self._errors)))
+        self._running_step = (now, seconds) if interactive and is_shared and seconds > 0 else None
         if interactive:
-            self._last_interactive = self._clock()
-        seconds = self._costs.seconds(tokens)
+            self._last_interactive = now
         if is_shared:
             self._small_steps, self._small_seconds = 0, 0.0
             self._small_seconds_allowed = self._ratio * seconds

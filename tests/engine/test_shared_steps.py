@@ -133,6 +133,27 @@ def test_a_slow_machine_still_gives_the_batch_class_a_row() -> None:
     assert shared.most_tokens(0) == 2
 
 
+@pytest.mark.parametrize(("prompt", "longest"), [(0.05, 0.2), (0.15, 0.285), (0.9, 0.4)])
+def test_the_longest_step_follows_from_that_of_a_short_prompt(prompt: float, longest: float) -> None:
+    shared = SharedSteps(learnt(lambda tokens: prompt * tokens / 128), None, 0.05, clock=Clock())
+    assert shared.longest_step == pytest.approx(longest)
+    shared.record(1, interactive=True, is_shared=False)
+    assert shared.most_tokens(1) == pytest.approx(128 * longest / prompt, rel=0.02)
+
+
+def test_steps_that_take_longer_than_estimated_are_made_smaller() -> None:
+    clock = Clock()
+    shared = SharedSteps(learnt(), 0.2, 0.0, clock=clock)
+    for _ in range(10):
+        tokens = shared.most_tokens(1)
+        shared.record(tokens, interactive=True, is_shared=True)
+        clock.now += 1.4 * hybrid(tokens)
+    assert 1.4 * hybrid(shared.most_tokens(1)) == pytest.approx(0.2, rel=0.03)
+    clock.now += 60.0
+    shared.record(1, interactive=False, is_shared=True)
+    assert 1.4 * hybrid(shared.most_tokens(1)) == pytest.approx(0.2, rel=0.03), "one pause changes little"
+
+
 @pytest.fixture(params=["host", "device"])
 def parts(request: pytest.FixtureRequest) -> Any:
     return request.param

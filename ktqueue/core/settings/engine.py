@@ -192,18 +192,21 @@ class EngineConfig:
     batch_share: int = setting(
         8, "One of so many rows is never taken from running batch jobs for interactive ones.", at_least=1
     )
-    interactive_step_ms: float = setting(
-        200.0,
-        "Longest step, in milliseconds, while interactive jobs run or have just run.",
+    interactive_step_ms: float | None = setting(
+        None,
+        "Longest step, in milliseconds, while interactive jobs run or have just run: a number, or auto.",
         details="Batch jobs share the steps of interactive jobs up to this length, except the small steps of "
-        "`interactive_share`. With 0 steps have any length, and batch jobs take part in every step.",
+        "`interactive_share`. auto is about twice the step of a short prompt by measurement, and from 200 to 400. "
+        "With 0 steps have any length, and batch jobs take part in every step.",
+        shown="auto",
+        none_word="auto",
         at_least=0,
         flags=("--interactive-step-ms",),
-        metavar="MS",
+        metavar="MS|auto",
         panel="Engine",
     )
     interactive_share: float = setting(
-        0.15,
+        0.05,
         "Part of the time for small steps of interactive jobs, while batch jobs run too.",
         details="More makes the tokens of interactive jobs come faster, and takes throughput from batch jobs.",
         at_least=0,
@@ -283,6 +286,11 @@ class EngineConfig:
     def rows(self) -> int:
         """Sequences that run at once, or LEAST_AUTO_ROWS where that is auto and nothing was measured."""
         return self.max_num_seqs or min(LEAST_AUTO_ROWS, self.step_tokens)
+
+    @property
+    def interactive_step_seconds(self) -> float | None:
+        """`interactive_step_ms` in seconds, or None if it is auto."""
+        return None if self.interactive_step_ms is None else self.interactive_step_ms / 1000
 
     def batch_floor(self, rows: int) -> int:
         """How many of `rows` rows are never taken from batch jobs."""
