@@ -50,6 +50,13 @@ class MalformedRequest(KtqueueError):
     status = 400
 
 
+class RangeNotSatisfiable(KtqueueError):
+    """The file has no bytes of the `Range` that was asked for."""
+
+    code = "range_not_satisfiable"
+    status = 416
+
+
 class SlowBody(KtqueueError):
     """The body arrived too slowly, or stopped arriving."""
 

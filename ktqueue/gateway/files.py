@@ -9,17 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ktqueue.broker.files import FileFacts, FileLimits, FileRecord, content_name, new_file_id
-from ktqueue.core.errors import FileLimitReached, FileNotFound, InvalidRequest, Unavailable
-from ktqueue.gateway.errors import PermissionDenied
+from ktqueue.core.errors import FileLimitReached, FileNotFound, InvalidRequest, KtqueueError, Unavailable
+from ktqueue.gateway.errors import PermissionDenied, RangeNotSatisfiable
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import Tenant, tenant_of
-from ktqueue.gateway.http.responses import json_response
+from ktqueue.gateway.http.byte_ranges import requested_range
+from ktqueue.gateway.http.responses import error_response, json_response
 from ktqueue.gateway.http.upload_form import FORM_BYTES, UploadForm, boundary_of, file_too_large
 from ktqueue.gateway.listing import limit_of, page_json
 from ktqueue.openai.files import file_json, parse_upload
 from ktqueue.storage.store import NotStored
 
 MAX_LISTED = 10_000
+CONTENT_TYPE = "application/octet-stream"
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,16 @@ class FilesEndpoint(HTTPEndpoint):
     async def post(self, request: Request) -> Response:
         """Upload a file. Raises InvalidRequest, RequestTooLarge, FileLimitReached, and what bodies raise."""
         gateway: Gateway = request.app.state.gateway
+        try:
+            record = await self._upload(request, gateway)
+        except KtqueueError as error:
+            gateway.metrics.upload_refusals.labels(error.code).inc()
+            raise
+        gateway.metrics.uploads.inc()
+        gateway.metrics.upload_bytes.inc(record.size)
+        return json_response(file_json(record))
+
+    async def _upload(self, request: Request, gateway: Gateway) -> FileRecord:
         _check_origin(request, gateway.config.gateway.cors_origins)
         tenant = tenant_of(request)
         limits = FileLimits.of(gateway.config.storage, tenant.limits)
@@ -71,11 +83,10 @@ class FilesEndpoint(HTTPEndpoint):
             seconds=fields.seconds or gateway.config.storage.file_ttl,
         )
         try:
-            record = await gateway.broker.files.add(facts, limits)
+            return await gateway.broker.files.add(facts, limits)
         except FileLimitReached:  # another upload took the room meanwhile
             await _delete_content(gateway, file_id)
             raise
-        return json_response(file_json(record))
 
 
 class FileEndpoint(HTTPEndpoint):
@@ -95,7 +106,7 @@ class FileEndpoint(HTTPEndpoint):
 
 
 async def read_content(request: Request) -> Response:
-    """GET /v1/files/{id}/content: the bytes of a file. Raises FileNotFound."""
+    """GET and HEAD /v1/files/{id}/content: the bytes of a file, or a range of them. Raises FileNotFound."""
     gateway: Gateway = request.app.state.gateway
     record = await _find(request)
     name = content_name(record.id)
@@ -108,15 +119,27 @@ async def read_content(request: Request) -> Response:
             value=record.id,
         ) from error
     headers = {
+        "accept-ranges": "bytes",
         "content-length": str(size),
         "content-disposition": "attachment",  # a browser shows no page that somebody uploaded
+        "etag": f'"{record.id}"',  # the bytes of a file never change
         "x-content-type-options": "nosniff",
     }
-    return StreamingResponse(_parts(gateway, name, size), headers=headers, media_type="application/octet-stream")
+    if request.method == "HEAD":
+        return Response(headers=headers, media_type=CONTENT_TYPE)
+    try:
+        part = requested_range(request.headers, size, headers["etag"])
+    except RangeNotSatisfiable as error:
+        return error_response(error, {"content-range": f"bytes */{size}"}, path=request.url.path)
+    status = 200
+    if part is not None:
+        status = 206
+        headers |= {"content-length": str(len(part)), "content-range": f"bytes {part[0]}-{part[-1]}/{size}"}
+    return StreamingResponse(_parts(gateway, name, part or range(size)), status, headers, CONTENT_TYPE)
 
 
-async def _parts(gateway: Gateway, name: str, size: int) -> AsyncGenerator[bytes, None]:
-    async with aclosing(gateway.store.read(name, 0, size)) as parts:
+async def _parts(gateway: Gateway, name: str, span: range) -> AsyncGenerator[bytes, None]:
+    async with aclosing(gateway.store.read(name, span.start, len(span))) as parts:
         async for part in parts:
             yield part
 

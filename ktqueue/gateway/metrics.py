@@ -46,6 +46,14 @@ class Metrics:
             registry=self._registry,
         )
         self.streams = Gauge("ktqueue:open_streams", "SSE streams being sent.", registry=self._registry)
+        self.uploads = Counter("ktqueue:file_uploads", "Files that were uploaded.", registry=self._registry)
+        self.upload_bytes = Counter("ktqueue:file_upload_bytes", "Bytes of these files.", registry=self._registry)
+        self.upload_refusals = Counter(
+            "ktqueue:file_upload_refusals",
+            "Uploads that were refused, or that their client left.",
+            ["code"],
+            registry=self._registry,
+        )
         self.success = Counter(
             "ktqueue:request_success",
             "Choices that ended normally.",

@@ -292,6 +292,9 @@ def _file_paths() -> Json:
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}},
     ]
     name = [{"name": "file_id", "in": "path", "required": True, "schema": text}]
+    read = _text("readFile", "The bytes of a file, or a range of them.", "application/octet-stream")
+    read["parameters"] = [{"name": "Range", "in": "header", "schema": text}]
+    read["responses"] |= {"206": read["responses"]["200"], "416": {"description": "The file has no such bytes."}}
     return {
         "/v1/files": {"get": listing, "post": upload},
         "/v1/files/{file_id}": {
@@ -300,7 +303,7 @@ def _file_paths() -> Json:
             "parameters": name,
         },
         "/v1/files/{file_id}/content": {
-            "get": _text("readFile", "The bytes of a file.", "application/octet-stream"),
+            "get": read,
             "parameters": name,
         },
     }

@@ -86,6 +86,53 @@ async def test_the_openai_package_uploads_reads_and_deletes_files(
         await bob.close()
 
 
+RANGES = {
+    "bytes=0-0": (0, 1), "bytes=2-5": (2, 6), "bytes=5-": (5, 600_000), "bytes=-1": (599_999, 600_000),
+    "bytes=-999999999": (0, 600_000), "bytes=262144-524287": (262_144, 524_288), "bytes=7-99999999999": (7, 600_000),
+    "Bytes=1-2": (1, 3),
+}  # fmt: skip
+WHOLE = ("bytes=", "bytes=-", "bytes=5-4", "bytes=0-1,3-4", "lines=0-1", "bytes=a-b", "0-1", f"bytes={'9' * 5_000}-")
+
+
+async def test_a_range_of_a_file_is_sent_alone_and_a_head_has_no_body(serve_files: ServeFiles) -> None:
+    async with serve_files(max_file_bytes=1 << 20) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        data = bytes(number % 251 for number in range(600_000))
+        form = PURPOSE + part("file", data, '; filename="a"') + b"--b--"
+        made = (await http.post("/v1/files", content=form, headers={"content-type": FORM})).json()
+        path = f"/v1/files/{made['id']}/content"
+
+        async def ask(**headers: str) -> httpx.Response:
+            return await http.get(path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+        for wanted, (start, end) in RANGES.items():
+            response = await ask(range=wanted)
+            assert (response.status_code, response.content) == (206, data[start:end]), wanted
+            assert response.headers["content-range"] == f"bytes {start}-{end - 1}/600000"
+        for wanted in WHOLE:
+            response = await ask(range=wanted)
+            assert (response.status_code, response.content) == (200, data), wanted
+        etag = response.headers["etag"]
+        assert (await ask(range="bytes=1-1", if_range=etag)).status_code == 206
+        assert (await ask(range="bytes=1-1", if_range='"other"')).status_code == 200
+        for wanted in ("bytes=600000-", "bytes=-0", "bytes=999999999-9999999999"):
+            response = await ask(range=wanted)
+            assert (response.status_code, response.headers["content-range"]) == (416, "bytes */600000")
+            assert response.json()["error"]["code"] == "range_not_satisfiable"
+        head = await http.head(path, headers={"range": "bytes=1-1"})
+        assert (head.status_code, head.headers["content-length"], head.content) == (200, "600000", b"")
+        assert head.headers["accept-ranges"] == "bytes"
+        assert (await http.head("/v1/files/none/content")).status_code == 404
+        empty = PURPOSE + part("file", b"", '; filename="a"') + b"--b--"
+        made = (await http.post("/v1/files", content=empty, headers={"content-type": FORM})).json()
+        path = f"/v1/files/{made['id']}/content"
+        assert [(await ask(range=wanted)).status_code for wanted in ("bytes=0-", "bytes=-5", "x")] == [416, 416, 200]
+        shown = (await http.get("/metrics")).text
+        assert "\nktqueue:file_uploads_total 2.0\n" in shown
+        assert "\nktqueue:file_upload_bytes_total 600000.0\n" in shown
+        await http.post("/v1/files", content=b"", headers={"content-type": FORM})
+        assert 'ktqueue:file_upload_refusals_total{code="invalid_form"} 1.0\n' in (await http.get("/metrics")).text
+
+
 WRONG_FORMS = [
     (FILE, "application/json", 415, "content-type"),
     (FILE, "multipart/form-data", 400, "content-type"),
