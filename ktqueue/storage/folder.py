@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.units import format_bytes
-from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefix
+from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefix, is_name
 
 WRITING = ".writing"
 
@@ -114,7 +114,7 @@ class FolderStore:
         found = []
         for parent, _, files in os.walk(folder):  # a folder that is missing has no objects
             found += [str((Path(parent) / file).relative_to(self._root)) for file in files]
-        return sorted(found)
+        return sorted(filter(is_name, found))
 
     def _sweep(self) -> None:
         for path in (self._root / WRITING).glob("*"):

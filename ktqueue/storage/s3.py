@@ -17,7 +17,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from ktqueue.core.errors import Unavailable
-from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefix
+from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefix, is_name
 
 UPLOAD_BYTES = 5 << 20  # of a part of a multipart upload: the least that S3 allows
 CONNECTIONS = 64  # that are kept open
@@ -97,7 +97,7 @@ class S3Store:
             page = await self._call("list_objects_v2", Prefix=self._prefix + check_prefix(prefix), **more)
             found += [entry["Key"].removeprefix(self._prefix) for entry in page.get("Contents", ())]
             if not page.get("IsTruncated"):
-                return sorted(found)
+                return sorted(filter(is_name, found))
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     async def sweep(self) -> None:

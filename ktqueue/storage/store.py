@@ -68,7 +68,10 @@ class Store(Protocol):
         ...
 
     async def names(self, prefix: str) -> list[str]:
-        """Names of all objects in a folder such as `files/`, sorted. Those being written are not among them."""
+        """Names of all objects in a folder such as `files/`, sorted. Those being written are not among them.
+
+        Files that others have put there are left out, if no object can have their name.
+        """
         ...
 
     async def sweep(self) -> None:
@@ -76,9 +79,14 @@ class Store(Protocol):
         ...
 
 
+def is_name(name: str) -> bool:
+    """Whether an object can have this name. What others put into the same folder may have other ones."""
+    return len(name) <= MAX_NAME and _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
     """The name, if it is one. Raises ValueError."""
-    if len(name) > MAX_NAME or _NAME.fullmatch(name) is None:
+    if not is_name(name):
         raise ValueError(f"the name of an object must be words of letters, digits and _ . - with /, got {name[:80]!r}")
     return name
 

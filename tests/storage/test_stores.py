@@ -115,6 +115,21 @@ async def test_objects_are_listed_and_deleted_by_folder(store: Store, tmp_path: 
     await asyncio.gather(*(_put_and_delete(store, f"batches/{number % 3}/x{number}") for number in range(30)))
 
 
+async def test_what_others_have_put_into_the_folder_is_not_ours(store: Store, tmp_path: Path) -> None:
+    """NFS keeps a file that is deleted while it is read, under a name of its own."""
+    await put(store, "files/a", b"x")
+    names = ("files/.nfs0000000001", "files/a b", "files/b/é", f"files/{'x' * 199}")
+    if isinstance(store, FolderStore):
+        for name in names:
+            (tmp_path / "store" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "store" / name).write_bytes(b"")
+    else:
+        other: Any = store
+        for name in names:
+            other._client.put_object(Bucket="files", Key=other._prefix + name, Body=b"")
+    assert await store.names("files/") == ["files/a"]
+
+
 async def _put_and_delete(store: Store, name: str) -> None:
     await put(store, name, b"x")
     assert await get(store, name) == [b"x"]

@@ -34,6 +34,7 @@ from ktqueue.storage.store import NotStored, Store
 KEEP_SECONDS = 6 * 3_600.0  # jobs of lines can be read so long, so that another owner finds what a dead one has started
 BEATS = 5  # renewals in the time of a lease
 RETRY_SECONDS = 1.0
+SETTLE_SECONDS = 2.0  # until Redis no longer forgets what was written, if its process dies
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -98,6 +99,16 @@ class StoredBatch:
         await self._owner.broker.batches.release(self._lease)
 
     async def _advance(self) -> None:
+        """Run the batch to its end, and delete its objects once Redis cannot forget that end."""
+        while True:
+            await self._advance_to_end()
+            await asyncio.sleep(SETTLE_SECONDS)
+            self._notice(await self._patiently(lambda: self._owner.broker.batches.update(self._lease)))
+            if self._record.status.ended:
+                break
+        await self._clean()
+
+    async def _advance_to_end(self) -> None:
         while not self._record.status.ended:
             match self._record.status:
                 case BatchStatus.VALIDATING:
@@ -110,7 +121,6 @@ class StoredBatch:
                         await self._update(facts, (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING))
                 case _:
                     await self._finish()
-        await self._clean()
 
     # Status validating
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.input import LineFault, parse_line
@@ -76,6 +77,7 @@ class Execution:
         self._has_room, self._is_due = asyncio.Event(), asyncio.Event()
         self._has_room.set()
         self._written = 0
+        self._begun = 0  # pending records whose segment is being stored, the first ones
         self._stopping = False
         self._flushing = asyncio.Lock()
         self._trouble = ""
@@ -113,12 +115,15 @@ class Execution:
         """Store the records of all lines that have ended, commit them, and forget their jobs."""
         async with self._flushing:
             while self._pending:
-                count = len(self._pending)
-                pending = self._pending[:count]
+                # A flush that is cancelled is repeated with the same records: the store may still be writing them, and
+                # whichever write ends last, the segment is the same.
+                self._begun = self._begun or len(self._pending)
+                pending = self._pending[: self._begun]
                 await self._store([record for record, _ in pending])
+                await self._commit(self._written + 1)
                 self._written += 1
-                await self._commit(self._written)
-                del self._pending[:count]  # not before: a flush that is cancelled is repeated
+                del self._pending[: self._begun]
+                self._begun = 0
                 self._pending_bytes -= sum(len(record.data) for record, _ in pending)
                 self._has_room.set()
                 with suppress(Unavailable):  # their records expire later
@@ -138,8 +143,9 @@ class Execution:
             await self._has_room.wait()
             await self._parts.window.acquire(size)
             job_ids: list[str] = []
-            task = asyncio.create_task(self._line(place, size, job_ids))
+            task = asyncio.create_task(self._line(place, job_ids))
             self._running[place] = _Running(task, job_ids)
+            task.add_done_callback(partial(self._end, place, size))  # also if it is cancelled before it has begun
         while self._running:
             await asyncio.wait([line.task for line in self._running.values()])
 
@@ -169,21 +175,21 @@ class Execution:
         for start in range(0, len(lines), CANCELS_AT_ONCE):
             await asyncio.gather(*(cancel(line) for line in lines[start : start + CANCELS_AT_ONCE]))
 
-    async def _line(self, place: int, size: int, job_ids: list[str]) -> None:
-        try:
-            result = await self._result(place, job_ids)
-            if self._stopping and result.failure is not None and result.failure.code == Cancelled.code:
-                return
-            record = StoredRecord(place, result.failure is None, dumps(result.record) + b"\n", _usage_of(result.usage))
-            self._pending.append((record, job_ids))
-            self._pending_bytes += len(record.data)
-            if self._pending_bytes >= SEGMENT_BYTES:
-                self._is_due.set()
-            if self._pending_bytes >= MAX_PENDING_BYTES:
-                self._has_room.clear()
-        finally:
-            self._running.pop(place, None)
-            self._parts.window.release(size)
+    async def _line(self, place: int, job_ids: list[str]) -> None:
+        result = await self._result(place, job_ids)
+        if self._stopping and result.failure is not None and result.failure.code == Cancelled.code:
+            return
+        record = StoredRecord(place, result.failure is None, dumps(result.record) + b"\n", _usage_of(result.usage))
+        self._pending.append((record, job_ids))
+        self._pending_bytes += len(record.data)
+        if self._pending_bytes >= SEGMENT_BYTES:
+            self._is_due.set()
+        if self._pending_bytes >= MAX_PENDING_BYTES:
+            self._has_room.clear()
+
+    def _end(self, place: int, size: int, _: asyncio.Task[None]) -> None:
+        self._running.pop(place, None)
+        self._parts.window.release(size)
 
     async def _result(self, place: int, job_ids: list[str]) -> LineResult:
         number = self._index.number(place)

@@ -26,5 +26,7 @@ if not chosen then return false end
 local batch = TAG .. 'batch:' .. chosen
 redis.call('ZADD', live, now + lease, chosen)
 redis.call('HSET', batch, 'owner', ARGV[1])
-local fence = redis.call('HINCRBY', batch, 'fence', 1)
+-- The time, so that no two owners have the same one even if Redis lost its last second, in which the batch was taken.
+local fence = math.max(now, redis.call('HGET', batch, 'fence') + 1)
+redis.call('HSET', batch, 'fence', digits(fence))
 return { chosen, fence, digits(now), redis.call('HGETALL', batch) }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from ktqueue.batches.stored import execution
+from ktqueue.batches.stored import batch, execution
 from ktqueue.batches.stored.batch import Owner, StoredBatch
 from ktqueue.batches.stored.window import Window
 from ktqueue.broker.batches import BatchLease, BatchRecord, BatchRequest, BatchStatus
@@ -80,8 +80,9 @@ class Mortal:
 
 
 @pytest.fixture(autouse=True)
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "SEGMENT_SECONDS", 0.05)
+    monkeypatch.setattr(batch, "SETTLE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -118,16 +119,17 @@ async def create(broker: Broker, seconds: float = 3_600.0, tenant: str = "defaul
     return (await broker.batches.create(request, window_seconds=seconds, tenant=tenant)).id
 
 
+async def content(store: Store, file_id: str | None) -> bytes:
+    return b"" if file_id is None else b"".join([part async for part in store.read(f"files/{file_id}")])
+
+
 async def outputs(broker: Broker, store: Store, record: BatchRecord) -> tuple[list[Any], list[Any]]:
     """The lines of the output file and of the error file. Nothing else is left in the store."""
     ids = (record.facts.output_file_id, record.facts.error_file_id)
     assert {*await store.names("files/"), *await store.names("batches/")} == {
         f"files/{name}" for name in (INPUT, *ids) if name is not None
     }
-    found = []
-    for file_id in ids:
-        data = b"" if file_id is None else b"".join([part async for part in store.read(f"files/{file_id}")])
-        found.append([json.loads(line) for line in data.splitlines()])
+    found = [[json.loads(line) for line in (await content(store, file_id)).splitlines()] for file_id in ids]
     assert (record.facts.answered, record.facts.failed) == (len(found[0]), len(found[1]))
     for file_id in filter(None, ids):
         file = await broker.files.get(record.tenant, file_id)
@@ -276,6 +278,31 @@ async def test_an_owner_that_stalled_changes_nothing(
     answered, failed = await outputs(broker, store, await broker.batches.get("default", batch_id))
     assert [line["custom_id"] for line in answered] == [f"c{number}" for number in range(30) if number % 5 != 3]
     assert len(failed) == 6
+
+
+async def test_an_end_that_redis_forgets_comes_again_without_running_a_line_twice(
+    broker: Broker, store: Store, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis dies just after the batch has ended, and comes back without its last second."""
+    monkeypatch.setattr(batch, "SETTLE_SECONDS", 0.5)
+    await put(store, 5, seed=None)
+    batch_id = await create(broker)
+    key, older = f"{broker.keys.tag}:batch:{batch_id}", {}
+    async with start_worker():
+        run = asyncio.create_task(owned(broker, store, *await taken(broker)).run())
+        with redis.Redis.from_url(broker.config.url or "") as client:
+            while (record := client.hgetall(key))[b"status"] != b"completed":
+                older = record
+                await asyncio.sleep(0)
+            first = await broker.batches.get("default", batch_id)
+            texts_before = await content(store, first.facts.output_file_id)
+            client.delete(key)
+            client.hset(key, mapping=older)
+        await run
+    record = await broker.batches.get("default", batch_id)
+    assert record.status is BatchStatus.COMPLETED
+    await outputs(broker, store, record)
+    assert await content(store, record.facts.output_file_id) == texts_before
 
 
 async def test_a_full_store_is_waited_for(
