@@ -1,8 +1,10 @@
 #include "model/decoder.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -262,8 +264,12 @@ class BoundDecoder {
         decoder_.forward(step);
     }
 
-    uint64_t expert_layers_run() const { return decoder_.expert_layers_run(); }
-    uint64_t experts_used() const { return decoder_.experts_used(); }
+    // (layers run, experts used, bytes, seconds)
+    std::tuple<uint64_t, uint64_t, uint64_t, double> expert_totals() const {
+        const ExpertTotals& now = decoder_.expert_totals();
+        return {now.layers_run, now.experts_used, now.bytes, static_cast<double>(now.nanoseconds) * 1e-9};
+    }
+    const std::vector<std::vector<uint64_t>>& expert_uses() const { return decoder_.expert_uses(); }
 
   private:
     static StoredMatrix stored(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed) {
@@ -332,8 +338,8 @@ void bind_decoder(nb::module_& module) {
         .def("forward", &BoundDecoder::forward, nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("scored"),
              nb::arg("query_starts"), nb::arg("context_lengths"), nb::arg("page_table"), nb::arg("slot_mapping"),
              nb::arg("state_sources"), nb::arg("state_targets"), nb::arg("logits"))
-        .def_prop_ro("expert_layers_run", &BoundDecoder::expert_layers_run)
-        .def_prop_ro("experts_used", &BoundDecoder::experts_used);
+        .def("expert_totals", &BoundDecoder::expert_totals)
+        .def("expert_uses", &BoundDecoder::expert_uses);
 }
 
 }  // namespace ktqueue

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <tuple>
 #include <utility>
@@ -100,6 +101,7 @@ void bind_handoff(nb::module_& module) {
                  return std::make_tuple(now.tasks, now.failed, now.busy_seconds, now.experts_used, now.bytes,
                                         now.predicted, now.predicted_used);
              })
+        .def("uses", [](BoundHandoff& bound) { return bound.handoff().uses(); })
         .def("close", &BoundHandoff::close, nb::arg("seconds"));
 }
 

@@ -1,5 +1,6 @@
 #include "handoff/handoff.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -65,6 +66,7 @@ struct Handoff::State {
     HandoffStatistics statistics;
     std::string error;  // the first one that has not been taken
     std::vector<uint8_t> used;
+    std::vector<std::vector<uint64_t>> uses;  // by layer
 
     Prediction prediction;  // belongs to the thread that runs tasks
 
@@ -79,7 +81,7 @@ struct Handoff::State {
     void perform(uint32_t word);
     void fetch_predicted(uint32_t word);
     void run_layer(const ExpertLayer* layer, uint32_t word);
-    void count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time);
+    void count(size_t index, const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time);
     void keep_error(const std::string& message);
     void serve();
     template <class Work>
@@ -97,11 +99,15 @@ void Handoff::State::keep_error(const std::string& message) {
 }
 
 // The ids are read before C4, so they are still this task's.
-void Handoff::State::count(const ExpertLayer& layer, const int64_t* ids, size_t pairs, Clock::duration time) {
+void Handoff::State::count(size_t index, const ExpertLayer& layer, const int64_t* ids, size_t pairs,
+                           Clock::duration time) {
     std::lock_guard lock(mutex);
     used.assign(layer.experts(), 0);
     for (size_t i = 0; i < pairs; ++i)
-        if (ids[i] >= 0) used[static_cast<size_t>(ids[i])] = 1;
+        if (ids[i] >= 0) {
+            used[static_cast<size_t>(ids[i])] = 1;
+            ++uses[index][static_cast<size_t>(ids[i])];
+        }
     const auto experts = static_cast<uint64_t>(std::count(used.begin(), used.end(), uint8_t{1}));
     ++statistics.tasks;
     statistics.busy_seconds += Seconds(time).count();
@@ -124,7 +130,7 @@ void Handoff::State::run_layer(const ExpertLayer* layer, uint32_t word) {
     const auto* x = reinterpret_cast<const float*>(input + shape.x_offset(tokens));
     const Clock::time_point begin = Clock::now();
     layer->forward(x, ids, weights, tokens, shape.experts_per_token, out);
-    count(*layer, ids, pairs, Clock::now() - begin);
+    count((word & kLayerMask) - size_t{1}, *layer, ids, pairs, Clock::now() - begin);
 }
 
 void Handoff::State::perform(uint32_t word) {
@@ -255,7 +261,10 @@ Handoff::Handoff(const HandoffShape& shape, const HandoffMemory& memory, bool se
             ++state_->running_threads;
         }
         try {
-            std::thread([state = state_, work] { ((*state).*work)(); }).detach();
+            std::thread([state = state_, work] {
+                pthread_setname_np(pthread_self(), work == &State::serve ? "ktq-handoff" : "ktq-watch");
+                ((*state).*work)();
+            }).detach();
         } catch (...) {  // the system can create no more threads
             state_->ended();
             close(1);
@@ -276,6 +285,7 @@ size_t Handoff::add_layer(const ExpertLayer& layer) {
     if (state_->layer_count == kMaxLayers)
         throw std::invalid_argument("a hand-off has at most " + std::to_string(kMaxLayers) + " layers");
     state_->layers[state_->layer_count].store(&layer, std::memory_order_release);
+    state_->uses.emplace_back(layer.experts());
     return state_->layer_count++;
 }
 
@@ -303,6 +313,11 @@ std::optional<std::string> Handoff::take_error() {
 HandoffStatistics Handoff::statistics() const {
     std::lock_guard lock(state_->mutex);
     return state_->statistics;
+}
+
+std::vector<std::vector<uint64_t>> Handoff::uses() const {
+    std::lock_guard lock(state_->mutex);
+    return state_->uses;
 }
 
 bool Handoff::close(double seconds) {

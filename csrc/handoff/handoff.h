@@ -107,6 +107,8 @@ class Handoff {
     std::optional<std::string> take_error();
 
     HandoffStatistics statistics() const;
+    // How often the tasks used each expert of each layer.
+    std::vector<std::vector<uint64_t>> uses() const;
 
     // Ends the threads; requests that are not served yet are answered without being run. Returns false if a task did
     // not end in time: then its thread is left behind, and memory and layers must stay for as long as the process

@@ -87,6 +87,7 @@ class Handoff:
     def predicted_offset(self, tokens: int) -> int: ...
     def take_error(self) -> str | None: ...
     def statistics(self) -> tuple[int, int, float, int, int, int, int]: ...
+    def uses(self) -> list[list[int]]: ...
     def close(self, seconds: float) -> bool: ...
 
 class Linear:
@@ -274,10 +275,10 @@ class Decoder:
         logits [scored, vocabulary] are wanted; the index arrays are those of StepContext. A token with non-finite
         numbers spoils only its own sequence. Raises ValueError before anything is written."""
 
-    @property
-    def expert_layers_run(self) -> int:
-        """Layers with routed experts run so far."""
+    def expert_totals(self) -> tuple[int, int, int, float]:
+        """Since the start: layers with routed experts run; different experts of each run, summed; bytes of their packed
+        weights; seconds of wall time."""
 
-    @property
-    def experts_used(self) -> int:
-        """Sum over these runs of the different experts used."""
+    def expert_uses(self) -> list[list[int]]:
+        """How often each routed expert of each layer was used since the start; no numbers for layers without. No step
+        may run meanwhile."""

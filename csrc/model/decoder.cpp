@@ -82,6 +82,8 @@ void Decoder::add_layer(DecoderLayer layer) {
         attention_layers_.push_back(layer.attention);
         plan_of(layer.attention, false);
     }
+    const ExpertLayer* experts = layer.feed_forward.experts;
+    expert_uses_.emplace_back(experts ? experts->experts() : 0);
     layers_.push_back(std::move(layer));
 }
 
@@ -136,7 +138,8 @@ void Decoder::forward(const DecoderStep& step) {
             ++attentive;
         }
         if (count == 0) return;
-        feed_forward_.run(layer.feed_forward, work_.x.data(), count);
+        const auto index = static_cast<size_t>(&layer - layers_.data());
+        feed_forward_.run(layer.feed_forward, work_.x.data(), count, expert_uses_[index].data());
     }
     normalise(norm_, step.scored_count);
     head_.forward(work_.normed.data(), shape_.hidden, step.scored_count, step.logits, head_.rows());

@@ -94,9 +94,10 @@ class Decoder {
     size_t index_columns() const { return index_columns_; }
     size_t vocabulary() const { return head_.rows(); }
 
-    // Layers with routed experts run so far, and the sum over these runs of the different experts used.
-    uint64_t expert_layers_run() const { return feed_forward_.expert_layers_run(); }
-    uint64_t experts_used() const { return feed_forward_.experts_used(); }
+    const ExpertTotals& expert_totals() const { return feed_forward_.totals(); }
+
+    // How often each routed expert of each layer was used since the start; empty for layers without. No step may run.
+    const std::vector<std::vector<uint64_t>>& expert_uses() const { return expert_uses_; }
 
   private:
     struct Workspace {
@@ -136,6 +137,7 @@ class Decoder {
     std::mutex mutex_;
     Workspace work_;
     FeedForward feed_forward_;
+    std::vector<std::vector<uint64_t>> expert_uses_;  // by layer
 };
 
 }  // namespace ktqueue

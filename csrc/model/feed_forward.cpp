@@ -1,6 +1,7 @@
 #include "model/feed_forward.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 
 #include "model/rms_norm.h"
@@ -31,12 +32,12 @@ void check(const FeedForwardLayer& layer, size_t hidden) {
     }
 }
 
-void FeedForward::run(const FeedForwardLayer& layer, float* x, size_t count) {
+void FeedForward::run(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses) {
     for (size_t first = 0; first < count; first += kTokensAtOnce)
-        run_piece(layer, x + first * hidden_, std::min(kTokensAtOnce, count - first));
+        run_piece(layer, x + first * hidden_, std::min(kTokensAtOnce, count - first), uses);
 }
 
-void FeedForward::run_piece(const FeedForwardLayer& layer, float* x, size_t count) {
+void FeedForward::run_piece(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses) {
     const size_t hidden = hidden_;
     normalise(layer.router_norm.empty() ? layer.norm : layer.router_norm, x, count);
     LinearCall calls[2];
@@ -54,7 +55,7 @@ void FeedForward::run_piece(const FeedForwardLayer& layer, float* x, size_t coun
     const bool same_input = layer.router_norm.empty() && layer.experts_norm.empty();
     if (layer.experts) {
         if (!same_input) normalise(layer.experts_norm.empty() ? layer.norm : layer.experts_norm, x, count);
-        run_experts(layer, count, out);
+        run_experts(layer, count, out, uses);
     }
     if (layer.mlp) {
         if (!same_input) normalise(layer.norm, x, count);
@@ -79,7 +80,7 @@ void FeedForward::normalise(const std::vector<float>& norm, const float* x, size
                [&](size_t t) { normalise_row(norm, x + t * hidden_, hidden_, epsilon_, normed + t * hidden_); });
 }
 
-void FeedForward::run_experts(const FeedForwardLayer& layer, size_t count, float* out) {
+void FeedForward::run_experts(const FeedForwardLayer& layer, size_t count, float* out, uint64_t* uses) {
     const size_t chosen = layer.routing.chosen, experts = layer.experts->experts();
     int64_t* ids = grown(ids_, count * chosen);
     float* weights = grown(routing_, count * chosen);
@@ -89,10 +90,18 @@ void FeedForward::run_experts(const FeedForwardLayer& layer, size_t count, float
               weights + t * chosen);
     });
     used_.assign(experts, 0);
-    for (size_t i = 0; i < count * chosen; ++i) used_[static_cast<size_t>(ids[i])] = 1;
-    experts_used_ += static_cast<uint64_t>(std::count(used_.begin(), used_.end(), uint8_t{1}));
-    ++expert_layers_run_;
+    for (size_t i = 0; i < count * chosen; ++i) {
+        used_[static_cast<size_t>(ids[i])] = 1;
+        ++uses[ids[i]];
+    }
+    const auto used = static_cast<uint64_t>(std::count(used_.begin(), used_.end(), uint8_t{1}));
+    const auto began = std::chrono::steady_clock::now();
     layer.experts->forward(normed_.data(), ids, weights, count, chosen, out);
+    const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - began;
+    ++totals_.layers_run;
+    totals_.experts_used += used;
+    totals_.bytes += used * (layer.experts->bytes() / experts);
+    totals_.nanoseconds += static_cast<uint64_t>(took.count());
 }
 
 void FeedForward::run_mlp(const FeedForwardLayer& layer, size_t count, float* out) {

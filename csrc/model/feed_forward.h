@@ -30,20 +30,25 @@ struct FeedForwardLayer {
 // Throws std::invalid_argument if the parts do not fit each other.
 void check(const FeedForwardLayer& layer, size_t hidden);
 
+// Work of routed experts since the start. experts_used: different experts of each run of a layer, summed; bytes: of their
+// packed weights; nanoseconds: of wall time.
+struct ExpertTotals {
+    std::atomic<uint64_t> layers_run{0}, experts_used{0}, bytes{0}, nanoseconds{0};
+};
+
 class FeedForward {
   public:
     FeedForward(size_t hidden, float epsilon) : hidden_(hidden), epsilon_(epsilon) {}
 
-    // Computes `layer` for x[count, hidden] in place. One caller at a time.
-    void run(const FeedForwardLayer& layer, float* x, size_t count);
+    // Computes `layer` for x[count, hidden] in place, and adds each use of a routed expert to uses[experts]. One caller
+    // at a time.
+    void run(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses);
 
-    // Layers with routed experts run so far, and the sum over these runs of the different experts used.
-    uint64_t expert_layers_run() const { return expert_layers_run_; }
-    uint64_t experts_used() const { return experts_used_; }
+    const ExpertTotals& totals() const { return totals_; }
 
   private:
-    void run_piece(const FeedForwardLayer& layer, float* x, size_t count);
-    void run_experts(const FeedForwardLayer& layer, size_t count, float* out);
+    void run_piece(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses);
+    void run_experts(const FeedForwardLayer& layer, size_t count, float* out, uint64_t* uses);
     void run_mlp(const FeedForwardLayer& layer, size_t count, float* out);
     void normalise(const std::vector<float>& norm, const float* x, size_t count);
 
@@ -52,7 +57,7 @@ class FeedForward {
     std::vector<float> normed_, out_, router_logits_, scores_, routing_, shares_, shared_;
     std::vector<int64_t> ids_, zeros_;
     std::vector<uint8_t> used_;  // [experts]
-    std::atomic<uint64_t> expert_layers_run_{0}, experts_used_{0};
+    ExpertTotals totals_;
 };
 
 }  // namespace ktqueue

@@ -208,6 +208,7 @@ void ThreadPool::perform(Task task, void* context, size_t begin, size_t end) {
 }
 
 void ThreadPool::work(size_t thread) {
+    pthread_setname_np(pthread_self(), ("ktq-kernel-" + std::to_string(thread)).c_str());  // at most 15 characters
     pin_to(places_[thread].cpu);
     for (;;) {
         const uint32_t seen = wake_.load(std::memory_order_acquire);

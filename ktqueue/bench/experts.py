@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ktqueue import __version__
-from ktqueue.bench.machine import MIB, MachineLimits, Probes, last_cache
+from ktqueue.bench.machine import MIB, MachineLimits, Probes
 from ktqueue.bench.random_layers import (
     SEED,
     Pattern,
@@ -28,6 +28,7 @@ from ktqueue.bench.random_layers import (
 )
 from ktqueue.bench.roofline import Bound, LayerShape, Limits, layer_work
 from ktqueue.operators import native
+from ktqueue.workers.startup.memory_bandwidth import last_cache
 
 LEAST_WEIGHTS = 256 * MIB
 CACHES = 4

@@ -4,17 +4,13 @@ They are measured on the kernels' own threads, so that kernels are compared with
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ktqueue.operators import native
 from ktqueue.workers.startup.machine import cpu_name
+from ktqueue.workers.startup.memory_bandwidth import arena_bytes, cache_sizes, read_bandwidth
 
 MIB = 1 << 20
-ARENA_BYTES = 1024 * MIB
-ARENA_CACHES = 4
-PREFETCH_BYTES = 4096  # ahead
 CACHE_BYTES_READ = 512 * MIB  # of one measurement of a cache
-CACHES = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +49,17 @@ class MachineLimits:
 class Probes:
     """Probes that are run beside a figure. The memory that they read is freed with this object.
 
-    `memory`: bytes of the DRAM probe. By default they are ARENA_BYTES, but at least ARENA_CACHES times the last cache.
+    `memory`: bytes of the DRAM probe, by default those of `arena_bytes`.
     `caches`: the result of `cache_sizes()`, which is called if it is not given.
     """
 
     def __init__(self, memory: int | None = None, caches: dict[str, int] | None = None) -> None:
         self.caches = cache_sizes() if caches is None else caches
-        self._memory = native.ReadProbe(memory or max(ARENA_BYTES, ARENA_CACHES * last_cache(self.caches)))
+        self._memory = native.ReadProbe(memory or arena_bytes(self.caches))
 
     def bandwidth(self, *, threads: int = 0, repeats: int = 2) -> float:
         """Measure DRAM bytes per second: the best of hardware prefetch alone and with software prefetch."""
-        return max(
-            self._memory.measure(threads=threads, repeats=repeats, prefetch=prefetch)
-            for prefetch in (0, PREFETCH_BYTES)
-        )
+        return read_bandwidth(self._memory, threads=threads, repeats=repeats)
 
     def cache_bandwidth(self, size: int, *, threads: int = 0) -> float:
         """Measure the bytes per second of reading the same `size` bytes again and again."""
@@ -105,26 +98,3 @@ class Probes:
                 ranges.append((level, size))
             before = max(before, 2 * size)
         return ranges
-
-
-def cache_sizes(folder: Path = CACHES) -> dict[str, int]:
-    """Bytes of the data caches by level, all caches of a level together, from Linux; empty if it has no data."""
-    found: dict[tuple[str, str], int] = {}  # (level, CPUs that share the instance) to bytes
-    for index in folder.glob("cpu[0-9]*/cache/index*"):
-        try:
-            level, kind, size, shared = (
-                (index / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
-            )
-        except OSError:
-            continue
-        if kind != "Instruction" and size.endswith("K"):
-            found[f"L{level}", shared] = int(size[:-1]) << 10
-    sizes: dict[str, int] = {}
-    for (level, _), count in sorted(found.items()):
-        sizes[level] = sizes.get(level, 0) + count
-    return sizes
-
-
-def last_cache(sizes: dict[str, int]) -> int:
-    """Bytes of the largest cache of `cache_sizes()`; 0 if none is known."""
-    return max(sizes.values(), default=0)

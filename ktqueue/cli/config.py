@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, expand, settings, sources
+from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, ProfileFlags, expand, settings, sources
 from ktqueue.cli.terminal.console import results, table, write, write_json
 from ktqueue.core.config import Config, all_settings
 from ktqueue.core.settings.setting import Setting
@@ -19,6 +19,7 @@ def config(
     common: CommonFlags,
     engine: EngineFlags,
     gateway: GatewayFlags,
+    profile: ProfileFlags,
     as_json: AsJson = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Write the tables of the reference page.")] = False,
 ) -> None:
@@ -26,8 +27,8 @@ def config(
     if markdown:
         write(reference())
         return
-    chosen = settings(common, engine=engine, gateway=gateway)
-    origins = sources(common, engine=engine, gateway=gateway)
+    chosen = settings(common, engine=engine, gateway=gateway, profile=profile)
+    origins = sources(common, engine=engine, gateway=gateway, profile=profile)
     rows = [
         (described, shown_value(described, chosen), origins.get(described.key, "default"))
         for described in all_settings()
@@ -66,6 +67,7 @@ SECTIONS = {
     "bridge": ("jobs of arq clients", "See [arq](../guides/arq.md)."),
     "control": ("chores", "See [webhooks](../guides/webhooks.md) and [batches](../guides/batches.md)."),
     "storage": ("the bodies of files and batches", ""),
+    "profile": ("what steps, tokens and requests took", "See [profile](../guides/profile.md)."),
     "log": ("what processes log", "See [logs](../guides/watching.md#logs)."),
 }
 """Title and reference of each section, for the reference page."""

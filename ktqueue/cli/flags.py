@@ -7,14 +7,22 @@ are the settings of a section that have a flag, so a group is also the overrides
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, config_sources, load_config
+from ktqueue.core.config import (
+    BrokerConfig,
+    Config,
+    EngineConfig,
+    GatewayConfig,
+    ProfileConfig,
+    config_sources,
+    load_config,
+)
 from ktqueue.core.settings.setting import Setting, settings_of
 
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
@@ -99,29 +107,28 @@ class GatewayFlags(FlagGroup):
     """The HTTP server."""
 
 
-def settings(common: CommonFlags, *, engine: EngineFlags | None = None, gateway: GatewayFlags | None = None) -> Config:
-    """The Config of this process: defaults, file, environment, flags. Raises ConfigError."""
-    return load_config(common.config, os.environ, _overrides(common, engine, gateway))
+@_group("profile", ProfileConfig)
+class ProfileFlags(FlagGroup):
+    """Where a profile is written."""
 
 
-def sources(
-    common: CommonFlags, *, engine: EngineFlags | None = None, gateway: GatewayFlags | None = None
-) -> dict[str, str]:
+def settings(common: CommonFlags, **groups: FlagGroup) -> Config:
+    """The Config of this process: defaults, file, environment, flags. `groups` have the names of their sections.
+
+    Raises ConfigError.
+    """
+    return load_config(common.config, os.environ, _overrides(common, groups))
+
+
+def sources(common: CommonFlags, **groups: FlagGroup) -> dict[str, str]:
     """Where each setting that is not a default is from, by its key. Raises ConfigError."""
-    return config_sources(common.config, os.environ, _overrides(common, engine, gateway))
+    return config_sources(common.config, os.environ, _overrides(common, groups))
 
 
-def _overrides(
-    common: CommonFlags, engine: EngineFlags | None, gateway: GatewayFlags | None
-) -> dict[str, dict[str, Any]]:
+def _overrides(common: CommonFlags, groups: Mapping[str, FlagGroup]) -> dict[str, dict[str, Any]]:
     broker = _values(common)
     del broker["config"]
-    overrides = {"broker": broker}
-    if engine is not None:
-        overrides["engine"] = _values(engine)
-    if gateway is not None:
-        overrides["gateway"] = _values(gateway)
-    return overrides
+    return {"broker": broker, **{section: _values(group) for section, group in groups.items()}}
 
 
 def _values(group: FlagGroup) -> dict[str, Any]:

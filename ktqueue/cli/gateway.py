@@ -2,17 +2,17 @@
 
 import typer
 
-from ktqueue.cli.flags import CommonFlags, GatewayFlags, expand, settings
+from ktqueue.cli.flags import CommonFlags, GatewayFlags, ProfileFlags, expand, settings
 from ktqueue.cli.terminal.failures import ExitCode
 
 
 @expand
-def gateway(common: CommonFlags, gateway: GatewayFlags) -> None:
+def gateway(common: CommonFlags, gateway: GatewayFlags, profile: ProfileFlags) -> None:
     """Serve the OpenAI-compatible HTTP API of a Redis. Needs no torch. Ctrl-C lets open streams finish."""
     from ktqueue.core.logs import set_up_logging
     from ktqueue.gateway.serve import serve
 
-    config = settings(common, gateway=gateway)
+    config = settings(common, gateway=gateway, profile=profile)
     set_up_logging(config.log)
     try:
         serve(config)

@@ -20,6 +20,7 @@ from ktqueue.cli import (
     inspect_model,
     jobs,
     keys,
+    profile,
     pull,
     submit,
     top,
@@ -78,6 +79,7 @@ def application() -> typer.Typer:
     app.command("fit", rich_help_panel=models)(fit.fit)
     app.command("inspect", rich_help_panel=models)(inspect_model.inspect)
     app.add_typer(bench.application(), name="bench", rich_help_panel=models)
+    app.command("profile", rich_help_panel=models)(profile.profile)
     app.command("config", rich_help_panel=models)(config.config)
     app.command("doctor", rich_help_panel=models)(doctor.doctor)
     return app

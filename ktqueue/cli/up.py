@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
+from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, ProfileFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.cli.terminal.console import notes, results
 from ktqueue.cli.terminal.failures import require
@@ -22,6 +22,7 @@ def up(
     common: CommonFlags,
     engine: EngineFlags,
     gateway: GatewayFlags,
+    profile: ProfileFlags,
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
     bridge: Annotated[bool, typer.Option("--bridge", help="Also serve arq clients.")] = False,
     control: Annotated[
@@ -37,7 +38,7 @@ def up(
 
     from ktqueue.workers.startup.device import check_device_is_here
 
-    config = settings(common, engine=engine, gateway=gateway)
+    config = settings(common, engine=engine, gateway=gateway, profile=profile)
     if bridge:
         config = replace(config, bridge=replace(config.bridge, enabled=True))
     if control is not None:

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings
 from ktqueue.cli.model import with_model
 
 if TYPE_CHECKING:
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 @expand
-def worker(common: CommonFlags, engine: EngineFlags) -> None:
+def worker(common: CommonFlags, engine: EngineFlags, profile: ProfileFlags) -> None:
     """Load a model and run jobs until Ctrl-C, which drains; a second Ctrl-C exits at once."""
     from ktqueue.cli.connection import ask
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.core.logs import set_up_logging
     from ktqueue.workers.generation.worker_process import leave, run
 
-    config = settings(common, engine=engine)
+    config = settings(common, engine=engine, profile=profile)
     ask(config, _answers)  # fails at once if Redis cannot be reached, before a large model is loaded
     config = with_model(config)
     set_up_logging(config.log)

@@ -16,6 +16,7 @@ from ktqueue.core.settings.broker import BrokerConfig
 from ktqueue.core.settings.engine import EngineConfig
 from ktqueue.core.settings.gateway import GatewayConfig
 from ktqueue.core.settings.processes import BridgeConfig, ControlConfig, LogConfig, WorkerConfig
+from ktqueue.core.settings.profile import ProfileConfig
 from ktqueue.core.settings.setting import Setting, settings_of
 from ktqueue.core.settings.storage import StorageConfig
 from ktqueue.core.tenants import TenantConfig, read_tenants, write_tenants
@@ -23,7 +24,8 @@ from ktqueue.core.units import parse_bytes
 
 __all__ = [
     "BridgeConfig", "BrokerConfig", "Config", "ControlConfig", "EngineConfig", "GatewayConfig", "LogConfig",
-    "StorageConfig", "WorkerConfig", "all_settings", "config_environment", "config_sources", "load_config",
+    "ProfileConfig", "StorageConfig", "WorkerConfig", "all_settings", "config_environment", "config_sources",
+    "load_config",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Config:
     control: ControlConfig = field(default_factory=ControlConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 _SECTIONS: dict[str, type] = {
@@ -57,6 +60,7 @@ _SECTIONS: dict[str, type] = {
     "control": ControlConfig,
     "storage": StorageConfig,
     "log": LogConfig,
+    "profile": ProfileConfig,
 }
 _SETTINGS: dict[str, dict[str, Setting]] = {
     section: {described.name: described for described in settings_of(section, kind)}

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from pathlib import Path
 
 import torch
 
@@ -38,11 +37,14 @@ from ktqueue.engine.shared_steps import SharedSteps
 from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
-from ktqueue.engine.step_profile import Profile, StepRecord
+from ktqueue.engine.step_recorder import StepRecorder
+from ktqueue.engine.step_times import StepTimes
 from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.profiling.records import StepMoments
+from ktqueue.profiling.writer import RecordWriter
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,7 @@ class Engine:
     its completion have at most `max_model_len` tokens. `planner` plans attention on a device; without it everything
     runs on the CPU. `progress` is called while decode steps are captured, which then take `graph_bytes` of device
     memory. Instead of these two, the result of `make_parts` can be given as `parts`. `clock` gives the default
-    `arrival` in seconds. `profile_path` is a file that gets one JSON line per step. `max_prompt_rows`:
-    see `Scheduler`. `auto_rows`: see `Rows`.
+    `arrival` in seconds. `max_prompt_rows`: see `Scheduler`. `auto_rows`: see `Rows`.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class Engine:
         planner: AttentionPlanner | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
-        profile_path: Path | None = None,
         max_prompt_rows: int = MAX_PROMPT_ROWS,
         auto_rows: bool = False,
     ) -> None:
         parts = parts or make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, progress)
-        self.profile = Profile(profile_path)
+        self._times = StepTimes()
+        self.recorder: StepRecorder | None = None  # of a profile: see `start_profile`
         self._clock = clock
         self.costs = StepCosts(config.step_tokens)
         """What a step costs: the scheduler learns it from each step, and from probes before the first."""
@@ -115,10 +116,7 @@ class Engine:
         self._requests = RequestTable(self._rows.remove, vocabulary.token_bytes, parts.least_jump)
         self._next = NextStep(self._rows, self._scheduler, self._builder, self._runner, self._masks)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._batch_tokens = 0
-        self._out_of_memory = 0
+        self._prompt_tokens = self._generation_tokens = self._batch_tokens = self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
 
     @property
@@ -135,7 +133,7 @@ class Engine:
         self._before_reset = self._stats()
 
     def _stats(self) -> EngineStats:
-        rows, profile = self._rows, self.profile
+        rows, times = self._rows, self._times
         return EngineStats(
             running=rows.rows_taken,
             waiting=rows.num_waiting,
@@ -154,11 +152,11 @@ class Engine:
             out_of_memory=self._out_of_memory,
             replayed_steps=self._runner.replayed,
             prepared_steps=self._next.taken,
-            steps=profile.steps,
-            schedule_seconds=profile.schedule_seconds,
-            forward_seconds=profile.forward_seconds,
-            sample_seconds=profile.sample_seconds,
-            commit_seconds=profile.commit_seconds,
+            steps=times.steps,
+            schedule_seconds=times.schedule,
+            forward_seconds=times.forward,
+            sample_seconds=times.sample,
+            commit_seconds=times.commit,
         )
 
     def model_stats(self) -> Mapping[str, float]:
@@ -241,53 +239,53 @@ class Engine:
         not wait for the caller. Requests added after that join one step later.
         """
         outputs, self._early_outputs = self._early_outputs, []
-        started = time.perf_counter()
+        started = time.monotonic()
         prepared = self._next.take()
         plan = prepared.plan if prepared else self._scheduler.schedule()
         outputs += [self._requests.fail(sequence, self._rows.too_long(sequence)) for sequence in plan.can_never_run]
         if not plan.rows:
             return outputs
         self._scheduler.begin(plan)
+        planned = time.monotonic()
         batch = prepared.batch if prepared else self._builder.build(plan.rows)
-        scheduled = time.perf_counter()
+        built = time.monotonic()
         is_launched = prepared is not None and prepared.logits is not None
-        began, logits = (prepared.launched, prepared.logits) if prepared and is_launched else (scheduled, None)
+        began, logits = (prepared.launched, prepared.logits) if prepared and is_launched else (built, None)
         if logits is None:
             batch, logits = self._run_model(batch, plan)
         if logits is None:
             fault = EngineFailure("not enough GPU memory to run this sequence, even alone")
             return [*outputs, *(self._requests.fail(sequence, fault) for sequence in plan.rows)]
-        launched = time.perf_counter()
+        launched = time.monotonic()
         # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token: it commits
         # pages, collects the sampler's numbers and prepares the next step.
         ready, complete = self._commit_computed_tokens(plan)
+        committed = time.monotonic()
         selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready)
         self._model.after_step()
-        sampled = time.perf_counter()
+        sampled = time.monotonic()
         self.costs.observe(plan.tokens, sampled - began)
         outputs += self._score_prompts(batch, logits) if batch.prompts else []
         outputs += self._postprocess(ready, selection)
         outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if _runs(done)]
+        written = time.monotonic()
         self._next.launch(launch_next)
-        self.profile.record(
-            StepRecord(
-                schedule=scheduled - started,
-                forward=launched - scheduled + selection.waited,
-                sample=sampled - launched - selection.waited,
-                commit=time.perf_counter() - sampled,
-                rows=len(plan.rows),
-                sampled=len(ready),
-                tokens=plan.tokens,
-            )
-        )
+        times = started, planned, built, launched, committed, sampled, written, time.monotonic(), selection.waited
+        self._times.add(moments := StepMoments(*times))
+        if self.recorder is not None:
+            self.recorder.record(moments, plan, sampled=len(ready), prompt_tokens=self._prompt_tokens)
         return outputs
 
     def close(self) -> None:
-        """Close the profile and release what the model has on a device. No step follows."""
+        """Release what the model has on a device. No step follows."""
         self._next.close()
         self._masks.close()
         self._model.close()
-        self.profile.close()
+
+    def start_profile(self, writer: RecordWriter, routing_seconds: float) -> None:
+        """Record every step from now on: see StepRecorder. The caller closes the writer."""
+        parts = self._model, self._rows.pages, self._runner, self._next, self._prompt_tokens
+        self.recorder = StepRecorder(writer, routing_seconds, *parts)
 
     def _run_model(self, batch: Batch, plan: StepPlan) -> tuple[Batch, torch.Tensor | None]:
         """Run the model, and halve the rows while the device is out of memory.
@@ -336,9 +334,9 @@ class Engine:
     def _sample(self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]]) -> TokenSelection:
         """Choose a token for each ready sequence: some at a time, and in halves while the device is out of memory."""
         if not ready:
-            started = time.perf_counter()
+            started = time.monotonic()
             self._runner.wait()
-            return TokenSelection([], [], {}, time.perf_counter() - started)
+            return TokenSelection([], [], {}, time.monotonic() - started)
         selection = self._sample_part(logits, ready[:SAMPLED_ROWS], self._next.prepare)
         for start in range(SAMPLED_ROWS, len(ready), SAMPLED_ROWS):
             selection = selection.joined(self._sample_part(logits, ready[start : start + SAMPLED_ROWS], do_nothing))

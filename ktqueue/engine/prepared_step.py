@@ -68,7 +68,7 @@ class NextStep:
         if prepared.is_next(self._rows.version) and may_launch():
             self._builder.write_token_ids(prepared.batch, prepared.plan.rows)
             self._masks.begin(prepared.plan.rows)
-            prepared.launched = time.perf_counter()
+            prepared.launched = time.monotonic()
             prepared.logits = self._runner.execute(prepared.batch)
 
     def take(self) -> PreparedStep | None:

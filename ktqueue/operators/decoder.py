@@ -12,6 +12,7 @@ import torch
 from ktqueue_kernels import _kernels
 from torch import nn
 
+from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
@@ -106,12 +107,20 @@ class CpuDecoder(Operator):
     @property
     def expert_layers_run(self) -> int:
         """Layers with routed experts run so far, over all steps."""
-        return self._ready().expert_layers_run
+        return self.expert_work().cpu_runs
 
     @property
     def experts_used(self) -> int:
         """Sum over these runs of the number of different experts used."""
-        return self._ready().experts_used
+        return self.expert_work().cpu_experts
+
+    def expert_work(self) -> ExpertWork:
+        """See CountsExperts."""
+        return ExpertWork(*self._ready().expert_totals())
+
+    def expert_uses(self) -> ExpertUses | None:
+        """See CountsExperts."""
+        return [layer for layer in self._ready().expert_uses() if layer]
 
     def forward(
         self,

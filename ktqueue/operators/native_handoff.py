@@ -113,6 +113,11 @@ class HandoffService:
         """Totals since the start."""
         return HandoffStatistics(*self._service.statistics())
 
+    @property
+    def uses(self) -> list[list[int]]:
+        """How often the tasks used each expert of each layer."""
+        return self._service.uses()
+
     def close(self, seconds: float = 1.0) -> bool:
         """End the thread and answer unserved requests without running them. Returns False if a task did not end within
         `seconds`: its thread and its memory are then abandoned. A second call does nothing."""

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ktqueue.bench.experts import Load, Sweep, arithmetic_of, best_seconds, sweep_memory
-from ktqueue.bench.machine import cache_sizes
 from ktqueue.bench.random_layers import expert_bytes, same_experts, uniform
 from ktqueue.bench.roofline import Bound, LayerShape, LayerWork, Limits, layer_work
 from ktqueue.operators import native
+from ktqueue.workers.startup.memory_bandwidth import cache_sizes
 
 QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)
 MIB = 1 << 20

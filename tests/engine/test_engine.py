@@ -1,7 +1,6 @@
 """Tests of the engine, over a model that reads its whole context back from the cache."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -368,20 +367,3 @@ def test_columns_beyond_the_vocabulary_are_never_chosen(
     for i in range(10):
         engine.add(f"r{i}", [i], SamplingParams(seed=i, temperature=2.0 * (i % 2), max_tokens=20, ignore_eos=True))
     assert all(max(result.token_ids) <= 20 for result in run(engine).values())
-
-
-def test_the_profile_has_a_line_for_each_step(
-    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
-) -> None:
-    from ktqueue.core.codec import loads
-    from ktqueue.engine.step_profile import Profile
-
-    engine = make_engine(model, vocabulary)
-    engine.profile = Profile(tmp_path / "steps.jsonl")
-    engine.add("x", PROMPT, SamplingParams(max_tokens=4))
-    run(engine)
-    engine.close()
-    lines = [loads(line) for line in (tmp_path / "steps.jsonl").read_bytes().splitlines()]
-    assert len(lines) == engine.stats().steps == 4
-    assert [line["tokens"] for line in lines] == [9, 1, 1, 1]
-    assert engine.stats().forward_seconds == pytest.approx(sum(line["forward"] for line in lines))

@@ -57,6 +57,7 @@ def test_the_service_counts_what_it_ran(gpu: Gpu, layers: list[native.ExpertLaye
     assert (statistics.tasks, statistics.failed, statistics.experts_used) == (1, 0, 3)
     assert statistics.bytes == 3 * sum(size for _, size in layers[0].ranges(0))
     assert statistics.busy_seconds > 0
+    assert gpu.service.uses[number] == [1, 3, 0, 0, 0, 1]
 
 
 def test_predictions_are_counted_and_change_no_result(

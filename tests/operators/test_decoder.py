@@ -214,13 +214,23 @@ def test_experts_are_counted_as_transformers_routes(make_decoder: MakeDecoder) -
     model = make_model("qwen3_moe with dense layers")
     decoder = make_decoder(model)
     expected: list[int] = []
+    uses: list[list[int]] = []
+
+    def note(experts: Any, inputs: Any) -> None:
+        expected.append(inputs[1].unique().numel())
+        uses.append(inputs[1].flatten().bincount(minlength=experts.num_experts).tolist())
+
     for layer in model.model.layers:
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: expected.append(inputs[1].unique().numel()))
+            layer.mlp.experts.register_forward_pre_hook(note)
     with torch.no_grad():
         model(torch.tensor([SEQUENCES["s0"]]))
     feed(decoder, [{"s0": (0, 5)}])
     assert (decoder.expert_layers_run, decoder.experts_used) == (2, sum(expected))
+    assert decoder.expert_uses() == uses
+    work = decoder.expert_work()
+    assert work.cpu_bytes * len(uses[0]) * len(uses) == decoder.expert_bytes * sum(expected)
+    assert work.cpu_seconds > 0
 
 
 @pytest.mark.parametrize(

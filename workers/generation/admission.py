@@ -54,11 +54,18 @@ class TokeniserThreads:
         self._waiting: list[tuple[float, int, bool, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
-    async def encode(self, job_id: str, request: GenerationRequest) -> EncodedPrompt:
-        """Return the request's prompt of at least one token. Raises AdmissionRefused."""
+    async def encode(
+        self, job_id: str, request: GenerationRequest, began: Callable[[], None] | None = None
+    ) -> EncodedPrompt:
+        """Return the request's prompt of at least one token. `began` is called once a thread takes it.
+
+        Raises AdmissionRefused.
+        """
         size = _characters(request)
         is_large = size > LARGE_CHARACTERS
         await self._acquire_thread(size, is_large)
+        if began is not None:
+            began()
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._encode, request)
         work.add_done_callback(lambda done: self._finish(done, is_large))
         try:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.profiling.records import StepRecord
 from ktqueue.workers.generation.admission import error_info
 from ktqueue.workers.generation.heartbeat import EngineStalled, StepClock
 from ktqueue.workers.generation.running_job import RunningJob
@@ -24,11 +25,13 @@ RATE_WINDOW_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outputs of one step. `refused`: ids of jobs that the engine did not accept, each with the reason."""
+    """Outputs of one step. `refused`: ids of jobs that the engine did not accept, each with the reason. `record`: that
+    of the step, while a profile is written."""
 
     outputs: list[SequenceOutput]
     refused: list[tuple[str, ErrorInfo]] = field(default_factory=list)
     has_work: bool = False
+    record: StepRecord | None = None
 
 
 class EngineThread:
@@ -73,7 +76,8 @@ class EngineThread:
             has_work = self._engine.has_work
             if not has_work or time.monotonic() - self._stats_taken_at > STATS_SECONDS:
                 self._take_stats()
-            return StepResult(outputs, refused, has_work)
+            recorder = self._engine.recorder
+            return StepResult(outputs, refused, has_work, recorder.take() if recorder is not None else None)
         finally:
             self.clock.stop()
 

@@ -13,6 +13,7 @@ from ktqueue.core.errors import LeaseLost, Unavailable
 from ktqueue.core.model_card import ModelCard
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer
+from ktqueue.profiling.writer import RecordWriter
 from ktqueue.workers.generation.admission import TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread
 from ktqueue.workers.generation.incarnation import NO_ROW_SECONDS, Incarnation
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 class GenerationWorker:
     """Claims jobs for its engine's free rows, generates, and commits every step to the journals.
 
-    One thread calls the engine. Nothing else may use the engine while `run` is active. `no_row_seconds`: see
-    `Incarnation`.
+    One thread calls the engine. Nothing else may use the engine while `run` is active. `no_row_seconds` and `profile`:
+    see `Incarnation`.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class GenerationWorker:
         config: Config,
         *,
         no_row_seconds: float = NO_ROW_SECONDS,
+        profile: RecordWriter | None = None,
     ) -> None:
+        self._profile = profile
         self._engine = EngineThread(engine)
         self._encoder = RequestEncoder(tokenizer, card.max_model_len)
         self._tokeniser = TokeniserThreads(self._encoder)
@@ -77,6 +80,7 @@ class GenerationWorker:
                     self._card.max_num_seqs,
                     self._draining,
                     self._no_row_seconds,
+                    self._profile,
                 )
                 try:
                     await incarnation.run()

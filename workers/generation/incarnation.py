@@ -8,16 +8,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ktqueue.broker.lease import NO_ROWS, Claim, Lease
 from ktqueue.core.config import Config
 from ktqueue.core.errors import Cancelled, DeadlineExceeded, ErrorInfo, LeaseLost
-from ktqueue.core.events import JobState
+from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.request import JobClass
 from ktqueue.core.tenants import Owner
 from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.profiling.token_log import TokenLog
+from ktqueue.profiling.writer import RecordWriter
 from ktqueue.workers.generation.admission import AdmissionRefused, TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread, TokenRates
 from ktqueue.workers.generation.heartbeat import Heartbeat
@@ -36,7 +38,7 @@ class Incarnation:
     """A worker for as long as it holds one lease.
 
     `rows`: number of rows of the engine. `draining` is set from outside, once. `no_row_seconds`: time without a row,
-    after which a batch job goes back to the queue.
+    after which a batch job goes back to the queue. `profile` gets the times of tokens, from steps that have a record.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class Incarnation:
         rows: int,
         draining: asyncio.Event,
         no_row_seconds: float = NO_ROW_SECONDS,
+        profile: RecordWriter | None = None,
     ) -> None:
+        self._tokens = TokenLog(profile) if profile is not None else None
         self._lease = lease
         self._engine = engine
         self._tokeniser = tokeniser
@@ -208,6 +212,10 @@ class Incarnation:
             if claim.events or claim.attempt > 1:
                 log.info("%s continues after event %d, attempt %d", claim.job_id, len(claim.events), claim.attempt)
         self._jobs.update((job.id, job) for job in accepted)
+        if self._tokens is not None:
+            for job in accepted:
+                positions = [len(choice.token_ids) for choice in job.emitted]
+                self._tokens.claimed(job.id, job.last_output_at, waited=job.waited, positions=positions)
         self._expire()
         for job in accepted:
             if self._is_suspect(job):
@@ -233,8 +241,10 @@ class Incarnation:
 
     async def _admit(self, job: RunningJob) -> None:
         """Tokenise the prompt, so that the next step adds the job to the engine. A refusal ends the job."""
+        tokens = self._tokens
+        began = None if tokens is None else lambda: tokens.tokenising(job.id, time.monotonic())
         try:
-            job.tokenised(await self._tokeniser.encode(job.id, job.request))
+            job.tokenised(await self._tokeniser.encode(job.id, job.request, began))
         except AdmissionRefused as refused:
             if not job.ended:  # it may have been cancelled or have expired while it was tokenised
                 self._end(job, JobState.FAILED, refused.reason)
@@ -246,6 +256,8 @@ class Incarnation:
         if job.request.prompt_only:
             self._end(job, JobState.DONE)
             return
+        if tokens is not None:
+            tokens.tokenised(job.id, time.monotonic())
         self._admitted.append(job)
         self._wake.set()
 
@@ -268,6 +280,9 @@ class Incarnation:
         """Run one step of the engine and queue its events for the next commit."""
         aborts, self._aborts = self._aborts, []
         adds, self._admitted = [job for job in self._admitted if not job.ended], []
+        if self._tokens is not None:
+            for added in adds:
+                self._tokens.added(added.id, time.monotonic())
         result = await self._engine.step(aborts, adds, launch_next=lambda: not (self._admitted or self._aborts))
         self._engine_has_work = result.has_work
         for job_id, reason in result.refused:
@@ -275,16 +290,23 @@ class Incarnation:
                 self._end(job, JobState.FAILED, reason)
         now = time.monotonic()
         for output in result.outputs:
+            if self._tokens is not None and result.record is not None:
+                self._tokens.token(result.record, output.request_id, output.index, len(output.token_ids), now)
             self._record(output, now)
         for job in self._jobs.values():
             if job.gathered_at is not None and now - job.gathered_at > GATHERED_SECONDS:
                 self._write_gathered(job)
         self._expire()
-        self._outbox.seal()
+        self._outbox.seal(self._tokens.published() if self._tokens is not None else None)
 
     def _write_gathered(self, job: RunningJob) -> None:
-        for event in job.gathered_events():
+        self._put(job, job.gathered_events())
+
+    def _put(self, job: RunningJob, events: Sequence[TokenEvent]) -> None:
+        for event in events:
             self._outbox.put(job.id, event)
+        if events and self._tokens is not None:
+            self._tokens.publish(job.id)
 
     def _record(self, output: SequenceOutput, now: float) -> None:
         """Turn an output into events of its job."""
@@ -293,8 +315,7 @@ class Incarnation:
             return
         has_started = job.progressed.is_set()
         events = job.events(output, now, followed=job.id in self._lease.followed)
-        for event in events:
-            self._outbox.put(job.id, event)
+        self._put(job, events)
         if events and (output.finish_reason is not None or not has_started):
             self._rows_freed.set()
         if job.ended:
@@ -330,6 +351,8 @@ class Incarnation:
 
     def _forget(self, job: RunningJob) -> None:
         del self._jobs[job.id]
+        if self._tokens is not None:
+            self._tokens.ended(job.id)
         self._rows_freed.set()
         self._wake.set()
 

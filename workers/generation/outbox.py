@@ -4,6 +4,7 @@ The engine continues while a commit is in flight, but never more than a few step
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from ktqueue.broker.lease import Lease
@@ -22,6 +23,7 @@ class Outbox:
         self._on_cancel = on_cancel
         self._steps_ahead = steps_ahead
         self._events: list[tuple[str, TokenEvent]] = []
+        self._committed: list[Callable[[float], None]] = []  # to be called after the next commit
         self._sealed_steps = 0  # steps whose events wait for their commit
         self._committing = False
         self._commits_begun = self._commits_done = 0
@@ -32,11 +34,13 @@ class Outbox:
         """Queue an event. Nothing is sent before the next `seal`."""
         self._events.append((job_id, event))
 
-    def seal(self) -> None:
-        """Release the events of a finished step for the next commit.
+    def seal(self, committed: Callable[[float], None] | None = None) -> None:
+        """Release the events of a finished step for the next commit. `committed` is called then, with the time.
 
         A step without events is committed too, because the reply names the jobs to stop.
         """
+        if committed is not None:
+            self._committed.append(committed)
         self._sealed_steps += 1
         self._filled.set()
 
@@ -64,6 +68,7 @@ class Outbox:
             await self._filled.wait()
             self._filled.clear()
             events, self._events = self._events, []
+            committed, self._committed = self._committed, []
             self._sealed_steps = 0
             self._committing = True
             self._commits_begun += 1
@@ -72,6 +77,10 @@ class Outbox:
             self._committing = False
             self._commits_done += 1
             self._progressed.set()
+            if committed:
+                now = time.monotonic()
+                for call in committed:
+                    call(now)
             if cancels:
                 self._on_cancel(cancels)
 

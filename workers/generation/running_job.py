@@ -34,7 +34,7 @@ class RunningJob:
         self.progressed = asyncio.Event()  # it has produced an event here, or it left this worker
         self.last_output_at = time.monotonic()  # of the claim, while there is no output
         self.prompt = EncodedPrompt()  # empty until it has been tokenised
-        self._waited = claim.waited
+        self.waited = claim.waited
         self._claimed_at = self.last_output_at
         self._tokenised_at = self._first_token_at = self._claimed_at
         self.ended = False
@@ -164,7 +164,7 @@ class RunningJob:
     def _with_timings(self, usage: Usage) -> Usage:
         """The usage with the seconds of each part. Of a resumed job, only the queue is that of an earlier worker."""
         timings = Timings(
-            queue=self._waited,
+            queue=self.waited,
             tokenise=self._tokenised_at - self._claimed_at,
             prefill=max(0.0, self._first_token_at - self._tokenised_at),
             decode=self.last_output_at - max(self._first_token_at, self._tokenised_at),

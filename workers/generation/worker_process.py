@@ -22,6 +22,7 @@ from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE
 from ktqueue.workers.generation.generation_worker import GenerationWorker
 from ktqueue.workers.generation.heartbeat import watch_event_loop
 from ktqueue.workers.startup.build import Built, Progress, build
+from ktqueue.workers.startup.profile import start_profile
 
 SWITCH_SECONDS = 0.001  # longest time that the engine's thread keeps the interpreter while the event loop waits
 WATCHDOG_STALLS = 2  # times worker.stall_seconds; the heartbeat notices a step that hangs after one
@@ -46,8 +47,9 @@ def serve(config: Config, built: Built) -> int:
 
 
 async def _serve(config: Config, built: Built) -> int:
+    profile = start_profile(config.profile, built, "worker")
     broker = await Broker.open(config.broker, patience=config.broker.connect_timeout)
-    worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config)
+    worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config, profile=profile)
     loop = asyncio.get_running_loop()
     stall_seconds = WATCHDOG_STALLS * config.worker.stall_seconds
     watchdog = asyncio.create_task(watch_event_loop(stall_seconds), name="watchdog")
@@ -65,9 +67,13 @@ async def _serve(config: Config, built: Built) -> int:
         await worker.run()
     except Exception:
         log.exception("the engine failed; another worker will continue its jobs")
+        if profile is not None:
+            profile.close()
         leave(BROKEN)
     watchdog.cancel()
     await broker.close()
+    if profile is not None:
+        profile.close()
     log.info("drained")
     return DRAINED
 

@@ -53,10 +53,10 @@ def detect_resources(device: str | None = None) -> MachineResources:
 
 def _gpu(device: torch.device) -> Gpu:
     free, total = torch.cuda.mem_get_info(device)
-    return Gpu(name=torch.cuda.get_device_name(device), total=total, free=free, bus=_bus(device))
+    return Gpu(name=torch.cuda.get_device_name(device), total=total, free=free, bus=bus_bandwidth(device))
 
 
-def _bus(device: torch.device) -> float:
+def bus_bandwidth(device: torch.device) -> float:
     """Measure copies from pinned memory. Returns the best bytes per second, or 0 if the GPU has no room for a copy."""
     try:
         source = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, write_report
-from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.cli.terminal.console import results, table
 
@@ -24,6 +24,7 @@ _WHAT = "What to measure"
 def engine(
     common: CommonFlags,
     engine: EngineFlags,
+    profile: ProfileFlags,
     rows: Annotated[
         str,
         typer.Option(
@@ -62,13 +63,16 @@ def engine(
     from ktqueue.bench.environment import environment
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
+    from ktqueue.workers.startup.profile import start_profile
 
     row_counts, lengths = _numbers("--rows", rows), [n for n in _numbers("--prefill", prefill, least=0) if n]
-    chosen = with_model(settings(common, engine=engine)).engine
+    everything = with_model(settings(common, engine=engine, profile=profile))
+    chosen = everything.engine
     config = _sized(chosen, engine, row_counts, lengths, prompt_tokens + output_tokens)
     load_before = os.getloadavg()[0]
     with Bar("loading", in_bytes=True) as bar:
         built = build(config, bar.update)
+    writer = start_profile(everything.profile, built, "bench")
     size, decoded, filled = built.tokenizer.size, [], []
     try:
         with Bar("measuring", rounds * len(row_counts) + len(lengths)) as bar:
@@ -84,6 +88,8 @@ def engine(
                 filled.append(measure_prefill(built.engine, prompts(rounds + 1, length, size)))
     finally:  # an interrupted run shows the figures that it has
         built.engine.close()
+        if writer is not None:
+            writer.close()
         if json_file != STANDARD_OUTPUT:
             _show(decoded, filled)
         if json_file is not None:

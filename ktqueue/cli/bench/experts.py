@@ -155,8 +155,8 @@ def _names(flag: str, text: str, known: tuple[str, ...], *, pairs: bool = False)
 def _check_memory(sweep: "Sweep") -> None:
     """Raise UsageFault if the layers do not fit in memory."""
     from ktqueue.bench.experts import sweep_memory
-    from ktqueue.bench.machine import cache_sizes
     from ktqueue.core.units import format_bytes
+    from ktqueue.workers.startup.memory_bandwidth import cache_sizes
 
     try:
         needed = sweep_memory(sweep, cache_sizes())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktqueue.cli.chat.input import Turns, no_echo
-from ktqueue.cli.flags import CommonFlags, EngineFlags, expand, settings
+from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.cli.requests import SamplingFlags, SystemMessage
 from ktqueue.cli.terminal.console import Wrapped, plain_text, results, write
@@ -30,6 +30,7 @@ def chat(
     common: CommonFlags,
     sampling: SamplingFlags,
     engine: EngineFlags,
+    profile: ProfileFlags,
     local: Annotated[bool, typer.Option("--local", help="Run the model in this process, without Redis.")] = False,
     base_url: Annotated[
         str | None,
@@ -43,7 +44,9 @@ def chat(
     """Talk with a model: through Redis, over HTTP (--base-url), or in this process (--local)."""
     if local and (base_url is not None or common.url is not None):
         raise UsageFault("--local cannot be used with --base-url or --redis-url")
-    config = settings(common, engine=engine)
+    if profile.folder is not None and not local:
+        raise UsageFault("--profile needs --local; other profiles are those of workers")
+    config = settings(common, engine=engine, profile=profile)
     params = sampling.params()
     with no_echo():
         talker = _talker(config, engine.model, local=local, base_url=base_url, api_key=api_key)
@@ -59,7 +62,7 @@ def _talker(config: "Config", model: str | None, *, local: bool, base_url: str |
     from ktqueue.cli.chat import talkers
 
     if local:
-        return talkers.local_talker(with_model(config).engine)
+        return talkers.local_talker(with_model(config))
     model = served_name(model) if model else None
     if base_url is not None:
         return talkers.HttpTalker(base_url, model, api_key)

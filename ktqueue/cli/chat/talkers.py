@@ -16,9 +16,10 @@ from ktqueue.core.request import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     from ktqueue.client import SyncClient
-    from ktqueue.core.config import EngineConfig
+    from ktqueue.core.config import Config
     from ktqueue.engine.engine import Engine
     from ktqueue.loading.tokenizer.tokenizer import Tokenizer
+    from ktqueue.profiling.writer import RecordWriter
 
 Message = Mapping[str, Any]
 
@@ -127,9 +128,13 @@ class RedisTalker:
 class LocalTalker:
     """Answers with an engine in this process, without Redis."""
 
-    def __init__(self, engine: "Engine", tokenizer: "Tokenizer", model: str) -> None:
+    def __init__(
+        self, engine: "Engine", tokenizer: "Tokenizer", model: str, profile: "RecordWriter | None" = None
+    ) -> None:
+        """`profile` is closed with the talker."""
         self._engine = engine
         self._tokenizer = tokenizer
+        self._profile = profile
         self._turn = 0
         self.model = model
 
@@ -160,16 +165,19 @@ class LocalTalker:
 
     def close(self) -> None:
         """See Talker."""
+        if self._profile is not None:
+            self._profile.close()
 
 
-def local_talker(config: "EngineConfig") -> LocalTalker:
+def local_talker(config: "Config") -> LocalTalker:
     """Load the model with a progress bar, and make its talker."""
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
+    from ktqueue.workers.startup.profile import start_profile
 
     with Bar("loading", in_bytes=True) as bar:
-        built = build(config, bar.update)
-    return LocalTalker(built.engine, built.tokenizer, built.card.name)
+        built = build(config.engine, bar.update)
+    return LocalTalker(built.engine, built.tokenizer, built.card.name, start_profile(config.profile, built, "chat"))
 
 
 def stream_document(line: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
+from ktqueue.core.expert_work import CountsExperts
 from ktqueue.engine.runner import Model
 from ktqueue.operators.gpu.settings import GpuSettings
 
@@ -33,7 +34,7 @@ class _PlainModel:
     """A model that has nothing to prepare. Its operators are closed with it."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self.model = model
 
     def prepare_device(self, settings: GpuSettings) -> None:
         pass
@@ -45,7 +46,7 @@ class _PlainModel:
         return {}
 
     def close(self) -> None:
-        for module in self._model.modules() if isinstance(self._model, nn.Module) else ():
+        for module in self.model.modules() if isinstance(self.model, nn.Module) else ():
             if callable(close := getattr(module, "close", None)):  # an operator, whose class this layer must not import
                 try:
                     close()
@@ -56,3 +57,9 @@ class _PlainModel:
 def device_model(model: Model) -> DeviceModel:
     """The model itself if it is a DeviceModel, else a stand-in that closes its operators."""
     return model if isinstance(model, DeviceModel) else _PlainModel(model)
+
+
+def expert_counts(model: DeviceModel) -> CountsExperts | None:
+    """What counts the work of the model's experts, if it does."""
+    counter = model.model if isinstance(model, _PlainModel) else model
+    return counter if isinstance(counter, CountsExperts) else None

@@ -11,6 +11,7 @@ from typing import Any, Self, get_args
 import torch
 from torch import nn
 
+from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import DecoderOutput, query_growth
@@ -143,6 +144,15 @@ class GpuDecoder(Operator):
     def handoff_statistics(self) -> HandoffStatistics | None:
         """Statistics of the CPU's experts; None before `prepare_device`, or if all experts are on the GPU."""
         return self._experts.handoff.statistics if self._experts and self._experts.handoff else None
+
+    def expert_work(self) -> ExpertWork:
+        """See CountsExperts."""
+        return self._experts.work() if self._experts else ExpertWork()
+
+    def expert_uses(self) -> ExpertUses | None:
+        """See CountsExperts. They are known if the CPU has some of the experts, and complete if the GPU has some too.
+        Otherwise those that the GPU computes in steps that copy experts are missing."""
+        return self._experts.uses() if self._experts else None
 
     def statistics(self) -> dict[str, float]:
         """Values for the worker's metrics.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators.gpu.copy_stream import CopyStream
 from ktqueue.operators.gpu.experts.fetching import FetchedExperts, FetchedShares
 from ktqueue.operators.gpu.experts.placement import Placement
@@ -134,6 +135,21 @@ class ExpertMemory:
             cpu = self.handoff.statistics
             known |= {"expert_predictions": cpu.predicted, "expert_prediction_hits": cpu.predicted_used}
         return known
+
+    def work(self) -> ExpertWork:
+        """See CountsExperts."""
+        streamed = self._streaming.bytes if self._streaming else 0
+        if self.handoff is None:
+            return ExpertWork(bus_bytes=streamed)
+        cpu = self.handoff.statistics
+        return ExpertWork(cpu.tasks, cpu.experts_used, cpu.bytes, cpu.busy_seconds, streamed)
+
+    def uses(self) -> ExpertUses | None:
+        """See GpuDecoder.expert_uses."""
+        if self._placement is not None:
+            counts = self._placement.known_counts
+            return [counts[index, : layer.experts].tolist() for index, layer in enumerate(self._layers)]
+        return self.handoff.uses if self.handoff is not None else None
 
     def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
         """The experts for a step of `tokens` tokens.

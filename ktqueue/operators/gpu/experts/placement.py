@@ -31,7 +31,8 @@ class _Move:
 class Placement:
     """Moves experts of `layers` in and out of `pool`.
 
-    counts: [layers, experts] int32 on the device; each step adds its uses. moves: number of experts moved in so far.
+    counts: [layers, experts] int32 on the device; each step adds its uses. known_counts: the same on the host, some
+    steps old; both wrap around. moves: number of experts moved in so far.
     max_moved_bytes: moved at a time, since steps are slower while the copies read memory.
     """
 
@@ -44,7 +45,7 @@ class Placement:
         self._copies = copies
         self.counts = torch.zeros(pool.host.shape, dtype=torch.int32, device=copies.device)
         self._read_counts = copies.host_buffer(pool.host.shape, torch.int32)
-        self._known_counts = np.zeros(pool.host.shape, np.int32)
+        self.known_counts = np.zeros(pool.host.shape, np.int32)
         self._scores = np.zeros(pool.host.shape)  # uses, with less weight for older ones
         self._reading: Mark | None = None
         self._moving: list[_Move] = []
@@ -87,8 +88,8 @@ class Placement:
     def _learn(self) -> None:
         """Update scores and hit rate from the counts that have been read."""
         counts = self._read_counts.numpy()
-        uses = counts - self._known_counts  # int32 wraps around, and so do the counts
-        self._known_counts = counts.copy()
+        uses = counts - self.known_counts  # int32 wraps around, and so do the counts
+        self.known_counts = counts.copy()
         tokens = uses.sum() / sum(layer.experts_per_token for layer in self._layers)
         decay = 0.5 ** (tokens / HALF_LIFE_TOKENS)
         self._scores = self._scores * decay + uses

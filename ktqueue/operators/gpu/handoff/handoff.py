@@ -173,6 +173,11 @@ class Handoff:
         """Totals of all tasks since the start."""
         return self._service.statistics
 
+    @property
+    def uses(self) -> list[list[int]]:
+        """How often the CPU computed each expert of each layer, over all tokens."""
+        return self._service.uses
+
     def close(self) -> None:
         """Stop the serving thread. No stream may still use this hand-off, and no graph that was captured with it may be
         replayed again."""

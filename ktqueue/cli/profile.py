@@ -1,0 +1,90 @@
+"""`ktqueue profile`: what the steps and tokens of a profile took, as a table, a trace, a flame graph and a page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ktqueue.cli.terminal.console import results, table
+from ktqueue.cli.terminal.failures import UsageFault
+from ktqueue.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from ktqueue.profiling.folder import ProcessProfile
+    from ktqueue.profiling.summary import Bucket, Part
+
+LEAST_SHARE = 0.0005  # a smaller part of a step is not shown
+
+
+def profile(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where --profile wrote.", show_default=False)],
+) -> None:
+    """Show what the steps and tokens of a profile took."""
+    from ktqueue.profiling.folder import ProfileError, read_profile
+
+    try:
+        processes = read_profile(folder)
+    except ProfileError as error:
+        raise UsageFault(error.message) from error
+    for process in processes:
+        _show(process)
+
+
+def _show(process: "ProcessProfile") -> None:
+    from ktqueue.profiling.summary import buckets, token_parts
+
+    console = results()
+    head = process.head
+    facts = [head.get("model"), head.get("cpu"), head.get("gpu")]
+    console.print(f"[bold]{process.title}[/]  {', '.join(str(fact) for fact in facts if fact)}", soft_wrap=True)
+    if bandwidth := head.get("memory_bandwidth"):
+        console.print(f"memory: {bandwidth / 1e9:.1f} GB/s by a probe at the start", style="dim")
+    if process.dropped:
+        console.print(f"{process.dropped} lines were dropped", style="yellow")
+    if process.steps:
+        found = buckets(process)
+        console.print()
+        _show_buckets(found)
+        console.print()
+        _show_parts("rows", [(bucket.rows, bucket.parts) for bucket in found])
+    if process.tokens:
+        console.print()
+        _show_parts("", [("tokens", token_parts(process))])
+    console.print()
+
+
+def _show_buckets(found: "list[Bucket]") -> None:
+    heads = ("rows", "steps", "tok/s", "ms", "p95", "experts", "a step", "GB/s", "of memory", "least ms")
+    listing = table(heads, right=heads[1:])
+    for bucket in found:
+        rate = bucket.expert_bandwidth
+        listing.add_row(
+            bucket.rows,
+            f"{bucket.steps:,}",
+            f"{bucket.tokens_per_second:,.1f}",
+            _ms(bucket.median),
+            _ms(bucket.p95),
+            f"{bucket.experts / bucket.steps:,.1f}" if bucket.experts else "",
+            format_bytes(bucket.expert_bytes / bucket.steps) if bucket.expert_bytes else "",
+            f"{rate / 1e9:,.2f}" if rate else "",
+            f"{rate / bucket.bandwidth:.0%}" if rate and bucket.bandwidth else "",
+            _ms(bucket.floor) if bucket.floor is not None else "",
+        )
+    results().print(listing)
+
+
+def _show_parts(title: str, groups: "list[tuple[str, Sequence[Part]]]") -> None:
+    heads = (title, "part", "ms", "p95", "share")
+    listing = table(heads, right=heads[2:])
+    for name, parts in groups:
+        for part in parts:
+            if part.share >= LEAST_SHARE:
+                listing.add_row(name, part.name, _ms(part.median), _ms(part.p95), f"{part.share:.1%}")
+                name = ""
+        listing.add_section()
+    results().print(listing)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}"

@@ -1,0 +1,39 @@
+"""What a model counts of its routed experts, for profiles."""
+
+from collections.abc import Sequence
+from operator import sub
+from typing import NamedTuple, Protocol, runtime_checkable
+
+ExpertUses = Sequence[Sequence[int]]
+"""How often each routed expert of each layer was chosen since the start, modulo 2^32: [layers, experts]. Only layers
+that have some."""
+
+
+class ExpertWork(NamedTuple):
+    """Work of the routed experts since the start, or in one step.
+
+    cpu_runs: layers that the CPU computed; cpu_experts: different experts of each run, summed; cpu_bytes: of their
+    packed weights; cpu_seconds: of wall time. bus_bytes: weights that were streamed to the GPU; those that kernels
+    fetch in short steps are not counted.
+    """
+
+    cpu_runs: int = 0
+    cpu_experts: int = 0
+    cpu_bytes: int = 0
+    cpu_seconds: float = 0.0
+    bus_bytes: int = 0
+
+    def since(self, earlier: "ExpertWork") -> "ExpertWork":
+        """The work after `earlier`."""
+        return ExpertWork(*map(sub, self, earlier))
+
+
+@runtime_checkable
+class CountsExperts(Protocol):
+    """A model that counts the work of its experts. Call its methods between two steps."""
+
+    def expert_work(self) -> ExpertWork:
+        """The work since the start."""
+
+    def expert_uses(self) -> ExpertUses | None:
+        """The uses since the start, or None if they are not counted. On a GPU they may be some steps old."""

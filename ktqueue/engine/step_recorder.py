@@ -1,0 +1,83 @@
+"""StepRecorder: makes the records of an engine's steps for a profile, from counters before and after each step."""
+
+from ktqueue.core.expert_work import ExpertUses, ExpertWork
+from ktqueue.engine.gpu.device_model import DeviceModel, expert_counts
+from ktqueue.engine.pages import Pages
+from ktqueue.engine.prepared_step import NextStep
+from ktqueue.engine.runner import Runner
+from ktqueue.engine.step_plan import StepPlan
+from ktqueue.profiling.records import RoutingRecord, StepMoments, StepRecord
+from ktqueue.profiling.writer import RecordWriter
+
+_WRAP = 1 << 32  # of the counts of uses
+
+
+class StepRecorder:
+    """Records each step of one engine. The uses of experts are recorded every `routing_seconds`, if they are counted.
+
+    `prompt_tokens`: computed so far.
+    """
+
+    def __init__(
+        self,
+        writer: RecordWriter,
+        routing_seconds: float,
+        model: DeviceModel,
+        pages: Pages,
+        runner: Runner,
+        next_step: NextStep,
+        prompt_tokens: int,
+    ) -> None:
+        self.writer = writer
+        self._routing_seconds = routing_seconds
+        self._counts = expert_counts(model)
+        self._model = model
+        self._pages = pages
+        self._runner = runner
+        self._next = next_step
+        self._prompt_tokens = prompt_tokens
+        self._replayed, self._prepared, self._work = runner.replayed, next_step.taken, self._work_so_far()
+        self._steps = self._routed_steps = 0
+        self._routed_at = 0.0
+        self._uses: ExpertUses | None = None
+        self._last: StepRecord | None = None
+
+    def record(self, moments: StepMoments, plan: StepPlan, *, sampled: int, prompt_tokens: int) -> None:
+        """Record a step. sampled: its rows that got a token. prompt_tokens: computed so far."""
+        self._steps += 1
+        replayed, prepared, work = self._runner.replayed, self._next.taken, self._work_so_far()
+        free = self._pages.available
+        self._last = StepRecord(
+            number=self._steps,
+            moments=moments,
+            rows=len(plan.rows),
+            sampled=sampled,
+            tokens=plan.tokens,
+            prompt_tokens=prompt_tokens - self._prompt_tokens,
+            pages_used=self._pages.total - free,
+            pages_free=free,
+            replayed=replayed > self._replayed,
+            prepared=prepared > self._prepared,
+            experts=None if work is None or self._work is None else work.since(self._work),
+        )
+        self._prompt_tokens, self._replayed, self._prepared, self._work = prompt_tokens, replayed, prepared, work
+        self.writer.put("steps", self._last)
+        if self._counts is not None and moments.ended - self._routed_at >= self._routing_seconds:
+            self._record_routing(moments.ended, self._counts.expert_uses())
+
+    def take(self) -> StepRecord | None:
+        """The record of the last step, unless it was taken before."""
+        record, self._last = self._last, None
+        return record
+
+    def _work_so_far(self) -> ExpertWork | None:
+        return self._counts.expert_work() if self._counts is not None else None
+
+    def _record_routing(self, now: float, uses: ExpertUses | None) -> None:
+        """Record the uses since the last call; the first call only begins."""
+        before, self._uses = self._uses, uses
+        steps, self._routed_steps = self._steps - self._routed_steps, self._steps
+        self._routed_at = now
+        if uses is not None and before is not None:
+            new = [[(b - a) % _WRAP for a, b in zip(*rows, strict=True)] for rows in zip(before, uses, strict=True)]
+            self.writer.put("routing", RoutingRecord(now, steps, new, self._model.statistics()))

@@ -1,0 +1,150 @@
+"""TokenLog: what each token of each request took, from the request's arrival until the token was published.
+
+The times of a choice follow each other without a gap: FIRST_PARTS before the step of its first token, then for each
+token `between` and the parts of its step. LAST_PARTS come after the step and overlap the next one, so only those of the
+last token add to the time of a request.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from ktqueue.core.codec import dumps
+from ktqueue.profiling.records import STEP_PARTS, StepRecord, short_parts
+from ktqueue.profiling.writer import RecordWriter
+
+FIRST_PARTS: Final = ("queue", "tokeniser_queue", "tokenise", "admit", "prefill")
+"""Parts of the first token of a choice only."""
+LAST_PARTS: Final = ("hand_over", "publish")
+"""Parts after the step."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """Times of one request in seconds of the monotonic clock. `waited`: in the queue, before `claimed`."""
+
+    waited: float
+    claimed: float
+    positions: list[int]  # of each choice, the next
+    tokenising: float = 0.0
+    tokenised: float = 0.0
+    added: float = 0.0
+    ends: list[float | None] = field(default_factory=list)  # of each choice, the end of the step of its last token
+    unpublished: list["_Token"] = field(default_factory=list)
+
+
+class _Token(NamedTuple):
+    """The tokens that one step gave one choice; all but the first were forced by a grammar.
+
+    received: when the step's caller had the result. before: the end of the last token's step; None: it is the first.
+    """
+
+    step: StepRecord
+    request_id: str
+    request: _Request
+    choice: int
+    position: int
+    tokens: int
+    before: float | None
+    received: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """Tokens that were published together, at the time `at`."""
+
+    tokens: Sequence[_Token]
+    at: float
+
+    def lines(self, wall: float) -> bytes:
+        """A JSON line for each token."""
+        lines = []
+        step_number, step_text = 0, b""
+        for token in self.tokens:
+            if token.step.number != step_number:
+                step_number = token.step.number
+                step_text = dumps({"step": step_number, **short_parts(STEP_PARTS, token.step.moments.parts())})[1:-1]
+            moments = token.step.moments
+            before = moments.began if token.before is None else token.before
+            head = {"at": round(moments.ended + wall, 7), "request": token.request_id, "choice": token.choice}
+            times = {"between": moments.began - before, "hand_over": token.received - moments.ended}
+            times["publish"] = self.at - token.received
+            if token.before is None:
+                request = token.request
+                moments_before = (
+                    request.claimed - request.waited,
+                    request.claimed,
+                    request.tokenising,
+                    request.tokenised,
+                    request.added,
+                    moments.began,
+                )
+                parts = [later - earlier for earlier, later in pairwise(moments_before)]
+                head["arrived"] = round(moments_before[0] + wall, 7)
+                times |= dict(zip(FIRST_PARTS, parts, strict=True))
+            text = dumps(head | {"position": token.position} | short_parts(times, times.values()))
+            lines.append(b"%s,%s}\n" % (text[:-1], step_text))
+            for forced in range(1, token.tokens):
+                lines.append(dumps(head | {"position": token.position + forced, "step": step_number, "forced": True}))
+                lines.append(b"\n")
+        return b"".join(lines)
+
+
+class TokenLog:
+    """Times requests and their tokens. Used by one thread. Times are given in seconds of the monotonic clock."""
+
+    def __init__(self, writer: RecordWriter) -> None:
+        self._writer = writer
+        self._requests: dict[str, _Request] = {}
+        self._publishing: list[_Token] = []
+
+    def claimed(self, request_id: str, now: float, *, waited: float, positions: Sequence[int]) -> None:
+        """A request has been taken, after `waited` seconds in the queue. `positions`: the next one of each choice."""
+        ends: list[float | None] = [None] * len(positions)
+        self._requests[request_id] = _Request(waited, now, list(positions), ends=ends)
+
+    def tokenising(self, request_id: str, now: float) -> None:
+        """A thread begins to tokenise its prompt."""
+        if request := self._requests.get(request_id):
+            request.tokenising = now
+
+    def tokenised(self, request_id: str, now: float) -> None:
+        """Its prompt is tokenised."""
+        if request := self._requests.get(request_id):
+            request.tokenised = now
+
+    def added(self, request_id: str, now: float) -> None:
+        """It is passed to the engine."""
+        if request := self._requests.get(request_id):
+            request.added = now
+
+    def token(self, step: StepRecord, request_id: str, choice: int, count: int, now: float) -> None:
+        """A choice got `count` tokens in a step, whose result is here now."""
+        request = self._requests.get(request_id)
+        if request is None or not count:
+            return
+        position, before = request.positions[choice], request.ends[choice]
+        request.positions[choice] += count
+        request.ends[choice] = step.moments.ended
+        request.unpublished.append(_Token(step, request_id, request, choice, position, count, before, now))
+
+    def publish(self, request_id: str) -> None:
+        """The tokens of a request so far are being published: see `published`."""
+        if (request := self._requests.get(request_id)) and request.unpublished:
+            self._publishing += request.unpublished
+            request.unpublished = []
+
+    def published(self) -> Callable[[float], None]:
+        """What to call once all tokens that are now being published are out, with the time."""
+        tokens, self._publishing = self._publishing, []
+
+        def write(now: float) -> None:
+            if tokens:
+                self._writer.put("tokens", _Published(tokens, now), lines=sum(token.tokens for token in tokens))
+
+        return write
+
+    def ended(self, request_id: str) -> None:
+        """No token of this request follows."""
+        self._requests.pop(request_id, None)

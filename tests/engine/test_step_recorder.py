@@ -1,0 +1,85 @@
+"""Records of an engine's steps, in the files of a profile."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktqueue.core.expert_work import ExpertWork
+from ktqueue.core.request import SamplingParams
+from ktqueue.core.settings.profile import ProfileConfig
+from ktqueue.engine.engine import Engine
+from ktqueue.profiling.folder import read_profile
+from ktqueue.profiling.records import STEP_PARTS
+from ktqueue.profiling.writer import RecordWriter
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+ALWAYS = 1e-9  # seconds between two records of routing
+
+
+class CountingModel:
+    """Calls a model, and counts as if each step used expert 1 of its only layer twice, and read 100 kB in 1 ms."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._steps = 0
+
+    def __call__(self, **step: Any) -> Any:
+        self._steps += 1
+        return self._model(**step)
+
+    def expert_work(self) -> ExpertWork:
+        return ExpertWork(self._steps, 2 * self._steps, 100_000 * self._steps, 0.001 * self._steps)
+
+    def expert_uses(self) -> list[list[int]]:
+        return [[0, (2 * self._steps) % 2**32]]
+
+
+def test_a_profile_has_a_line_for_each_step(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
+) -> None:
+    engine = make_engine(model, vocabulary)
+    engine.add("before", PROMPT[::-1], SamplingParams(max_tokens=2))
+    run(engine)
+    engine.reset_statistics()
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path)), {"role": "test"})
+    engine.start_profile(writer, ALWAYS)
+    engine.add("x", PROMPT, SamplingParams(max_tokens=4))
+    run(engine)
+    stats = engine.stats()
+    engine.close()
+    writer.close()
+    (process,) = read_profile(tmp_path)
+    lines = process.steps
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["tokens"] for line in lines] == [9, 1, 1, 1]
+    assert [line["prompt_tokens"] for line in lines] == [9, 0, 0, 0]
+    assert [line["sampled"] for line in lines] == [1, 1, 1, 1]
+    assert {line["pages_used"] + line["pages_free"] for line in lines} == {stats.total_pages}
+    for line in lines:
+        assert sum(line[part] for part in STEP_PARTS) == pytest.approx(line["seconds"], abs=1e-6)
+        assert "cpu_bytes" not in line  # this model counts nothing
+    assert sum(line["launch"] + line["wait"] for line in lines) == pytest.approx(stats.forward_seconds, abs=1e-6)
+    assert all(earlier["at"] < later["at"] for earlier, later in pairwise(lines))
+    assert process.routing == []
+
+
+def test_work_of_experts_is_that_of_each_step(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
+) -> None:
+    engine = make_engine(CountingModel(model), vocabulary)
+    engine.add("before", PROMPT[::-1], SamplingParams(max_tokens=2))
+    run(engine)
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path)), {})
+    engine.start_profile(writer, ALWAYS)
+    engine.add("x", PROMPT, SamplingParams(max_tokens=4))
+    run(engine)
+    writer.close()
+    (process,) = read_profile(tmp_path)
+    assert [(line["cpu_runs"], line["cpu_experts"], line["cpu_bytes"]) for line in process.steps] == [
+        (1, 2, 100_000)
+    ] * 4
+    assert [line["cpu_gb_per_second"] for line in process.steps] == pytest.approx([0.1] * 4)
+    assert [(line["steps"], line["uses"]) for line in process.routing] == [(1, [[0, 2]])] * 3  # the first only begins

@@ -1,0 +1,127 @@
+"""Files of a profile: their names, rotation, drops, and what a reader makes of torn ones."""
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ktqueue.core.codec import dumps, loads
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.settings.profile import ProfileConfig
+from ktqueue.profiling.folder import ProfileError, read_profile
+from ktqueue.profiling.writer import RecordWriter
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A record of one line."""
+
+    number: int
+
+    def lines(self, wall: float) -> bytes:
+        return dumps({"step": self.number, "rows": 1}) + b"\n"
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """A record that holds up the writer's thread until the test says so."""
+
+    reached: threading.Event
+    go_on: threading.Event
+
+    def lines(self, wall: float) -> bytes:
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return b'{"step":0}\n'
+
+
+def write(folder: Path, numbers: range, **settings: int) -> None:
+    writer = RecordWriter(ProfileConfig(folder=str(folder), **settings), {"role": "test", "model": "m"})
+    for number in numbers:
+        writer.put("steps", Numbered(number))
+    writer.close()
+
+
+def test_records_come_back_in_order_with_the_facts_of_their_process(tmp_path: Path) -> None:
+    write(tmp_path / "new" / "folder", range(1, 1001))
+    (process,) = read_profile(tmp_path / "new" / "folder")
+    assert [line["step"] for line in process.steps] == list(range(1, 1001))
+    assert (process.head["role"], process.head["pid"]) == ("test", os.getpid())
+    assert (process.dropped, process.torn) == (0, 0)
+
+
+def test_several_runs_share_a_folder(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 3))
+    write(tmp_path, range(5, 8))
+    first, second = read_profile(tmp_path)
+    assert [[line["step"] for line in process.steps] for process in (first, second)] == [[1, 2], [5, 6, 7]]
+
+
+def test_full_files_are_followed_by_others_and_the_oldest_are_deleted(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 2001), file_bytes=4096, files=3)
+    files = sorted(tmp_path.glob("*.steps.*.jsonl"))
+    assert len(files) == 3
+    assert all(path.stat().st_size <= 4096 for path in files)
+    (process,) = read_profile(tmp_path)
+    numbers = [line["step"] for line in process.steps]
+    assert numbers == list(range(numbers[0], 2001))
+    assert 1 < numbers[0] < 2001
+
+
+def test_records_that_come_too_fast_are_dropped_and_counted(tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path)), {}, most_held=10)
+    writer.put("steps", Blocking(reached, go_on))
+    assert reached.wait(60)
+    for number in range(1, 16):
+        writer.put("steps", Numbered(number))
+    writer.put("steps", Numbered(99), lines=7)
+    go_on.set()
+    writer.close()
+    (process,) = read_profile(tmp_path)
+    assert [line["step"] for line in process.steps] == list(range(11))
+    assert process.dropped == 5 + 7
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    (path,) = tmp_path.glob("*.steps.*.jsonl")
+    path.write_bytes(path.read_bytes()[:-5])
+    (process,) = read_profile(tmp_path)
+    assert [line["step"] for line in process.steps] == [1, 2]
+    assert process.torn == 1
+
+
+def test_files_of_others_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    (tmp_path / "notes.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "empty.steps.0001.jsonl").write_text("")
+    (tmp_path / "torn.steps.0001.jsonl").write_text('{"v":1,"ki')
+    (tmp_path / "newer.steps.0001.jsonl").write_text('{"v":2,"kind":"steps"}\n{"step":1}\n')
+    (process,) = read_profile(tmp_path)
+    assert len(process.steps) == 3
+
+
+def test_a_folder_without_a_profile_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"absent is not a folder"):
+        read_profile(tmp_path / "absent")
+    with pytest.raises(ProfileError, match=r"has no profile"):
+        read_profile(tmp_path)
+    RecordWriter(ProfileConfig(folder=str(tmp_path)), {}).close()
+    with pytest.raises(ProfileError, match=r"has no step yet"):
+        read_profile(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"profile.folder .*file/below.* cannot be written"):
+        RecordWriter(ProfileConfig(folder=str(tmp_path / "file" / "below")), {})
+
+
+def test_heads_are_in_every_file(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 500), file_bytes=4096)
+    for path in tmp_path.glob("*.jsonl"):
+        head = loads(path.read_bytes().splitlines()[0])
+        assert (head["v"], head["model"]) == (1, "m")
