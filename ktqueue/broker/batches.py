@@ -240,9 +240,13 @@ class Batches:
 
     # What owners call. Each call but `take` raises LeaseLost if the batch has another owner.
 
-    async def take(self, owner: str) -> tuple[BatchLease, BatchRecord] | None:
-        """Take a batch without a living owner, if there is one. The lease lasts `lease_seconds`."""
-        reply = await self._scripts.call("take_batch", owner, microseconds(self.lease_seconds))
+    async def take(self, owner: str, *, of_newcomers: bool = False) -> tuple[BatchLease, BatchRecord] | None:
+        """Take a batch without a living owner, if there is one. The lease lasts `lease_seconds`.
+
+        `of_newcomers`: only of a tenant none of whose batches has an owner.
+        """
+        lease_us = microseconds(self.lease_seconds)
+        reply = await self._scripts.call("take_batch", owner, lease_us, 1 if of_newcomers else "")
         if reply is None:
             return None
         batch_id, fence, now, described = reply

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -173,21 +174,60 @@ async def test_a_window_has_a_limit_of_lines_and_bytes_and_an_order() -> None:
     window, seen = Window(2), list[int]()
 
     async def run(number: int, size: int) -> None:
-        await window.acquire(size)
+        await window.acquire(size, "a")
         seen.append(number)
 
-    await window.acquire(2 * MAX_BYTES)  # a single line always fits
+    await window.acquire(2 * MAX_BYTES, "a")  # a single line always fits
     tasks = [asyncio.create_task(run(number, MAX_BYTES // 2)) for number in range(4)]
     await asyncio.sleep(0)
     tasks[1].cancel()
     await asyncio.sleep(0)
     assert (seen, window.lines) == ([], 1)
-    window.release(2 * MAX_BYTES)
+    window.release(2 * MAX_BYTES, "a")
     await asyncio.sleep(0)
     assert (seen, window.lines) == ([0, 2], 2)
     window.resize(5)
     await asyncio.sleep(0)
     assert seen == [0, 2]  # the bytes are used
-    window.release(MAX_BYTES // 2)
+    window.release(MAX_BYTES // 2, "a")
     await asyncio.gather(tasks[3])
     assert (seen, window.lines) == ([0, 2, 3], 2)
+
+
+async def test_a_group_gets_its_share_of_a_window_that_others_have_filled() -> None:
+    window, held = Window(8), Counter[str]()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def take(group: str, size: int = 1) -> None:
+        await window.acquire(size, group)
+        held[group] += 1
+
+    def want(group: str, count: int, size: int = 1) -> None:
+        tasks.update(asyncio.create_task(take(group, size)) for _ in range(count))
+
+    async def settled() -> dict[str, int]:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return dict(held)
+
+    want("a", 20)
+    assert await settled() == {"a": 8}
+    want("b", 20)
+    assert await settled() == {"a": 8, "b": 4}  # its half
+    want("c", 2)
+    assert await settled() == {"a": 8, "b": 4, "c": 2}
+    for _ in range(8):
+        window.release(1, "a")
+        held["a"] -= 1
+    assert await settled() == {"a": 3, "b": 4, "c": 2}  # a third of eight for each that wants so many
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for group, count in held.items():
+        for _ in range(count):
+            window.release(1, group)
+    assert (window.lines, window._groups) == (0, {})
+    await window.acquire(MAX_BYTES, "a")
+    want("b", 3, MAX_BYTES // 4)
+    held.clear()
+    assert await settled() == {"b": 2}

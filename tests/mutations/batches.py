@@ -5,6 +5,7 @@ from mutation import SCRIPTS, Mutation
 BROKER, OWNER, PARTS = (
     "tests/broker/test_batches.py", "tests/workers/arq/test_batch_owner.py", "tests/batches/test_stored.py"
 )  # fmt: skip
+EXECUTION = "tests/workers/arq/test_batch_execution.py"
 STORED = "ktqueue/batches/stored"
 DEATHS = f"{OWNER}::test_every_death_of_an_owner_gives_the_same_files"
 
@@ -43,6 +44,27 @@ BATCHES: dict[str, Mutation] = {
         "                await self._store([record for record, _ in pending])\n",
         "                await self._store([])\n",
         (DEATHS,),
+    ),
+    "lines that cannot run keep all others waiting": Mutation(
+        "each tenant and model has a share of the window",
+        f"{STORED}/window.py",
+        "self._lines < self._size or group.lines < max(1, share * self._size)",
+        "self._lines < self._size",
+        (f"{PARTS}::test_a_group_gets_its_share_of_a_window_that_others_have_filled",),
+    ),
+    "a segment is written again with more records": Mutation(
+        "whichever write of a segment ends last, it has the same records",
+        f"{STORED}/execution.py",
+        "self._begun = self._begun or len(self._pending)",
+        "self._begun = len(self._pending)",
+        (f"{EXECUTION}::test_a_segment_has_the_same_records_whenever_it_is_written",),
+    ),
+    "what a batch needs is deleted before Redis remembers its end": Mutation(
+        "a Redis that loses its last second costs no line",
+        f"{STORED}/batch.py",
+        "            await asyncio.sleep(SETTLE_SECONDS)\n",
+        "            break\n",
+        (f"{OWNER}::test_an_end_that_redis_forgets_comes_again_without_running_a_line_twice",),
     ),
     "records are in the order in which lines ended": Mutation(
         "the output has the order of the input",

@@ -14,7 +14,7 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
 from ktqueue.storage.store import Store
 
-MAX_BATCHES = 16  # that one control worker runs at once
+MAX_BATCHES = 16  # that one control worker runs at once; and as many more, of tenants none of whose batches run
 POLL_SECONDS = 0.5  # between searches for batches
 WINDOW_SECONDS = 5.0  # between looks at how many rows the workers have
 LEAVE_SECONDS = 5.0  # in which a batch is given back at the end
@@ -40,8 +40,9 @@ class BatchOwner:
             while True:
                 taken = None
                 try:
-                    if len(self._running) < MAX_BATCHES:
-                        taken = await self._broker.batches.take(self._name)
+                    count = len(self._running)
+                    if count < 2 * MAX_BATCHES:
+                        taken = await self._broker.batches.take(self._name, of_newcomers=count >= MAX_BATCHES)
                     trouble = ""
                 except KtqueueError as error:
                     if error.message != trouble:

@@ -179,6 +179,7 @@ class StoredBatch:
                 store=self._owner.store,
                 runner=self._runner,
                 window=self._owner.window,
+                group=(self._record.tenant, self._facts.model or ""),
                 input=self._input,
                 endpoint=self._record.request.endpoint,
                 run=self._record.id.replace("_", "-", 1),

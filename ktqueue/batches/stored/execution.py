@@ -34,12 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionParts:
-    """What an execution works with. `run`: the beginning of the names of its requests."""
+    """What an execution works with. `run`: the beginning of the names of its requests.
+
+    `group`: tenant and model of the lines, which share places of the window with others.
+    """
 
     broker: Broker
     store: Store
     runner: LineRunner
     window: Window
+    group: tuple[str, str]
     input: str
     endpoint: str
     run: str
@@ -141,7 +145,7 @@ class Execution:
                 continue
             size = self._index.span(place)[1]
             await self._has_room.wait()
-            await self._parts.window.acquire(size)
+            await self._parts.window.acquire(size, self._parts.group)
             job_ids: list[str] = []
             task = asyncio.create_task(self._line(place, job_ids))
             self._running[place] = _Running(task, job_ids)
@@ -189,7 +193,7 @@ class Execution:
 
     def _end(self, place: int, size: int, _: asyncio.Task[None]) -> None:
         self._running.pop(place, None)
-        self._parts.window.release(size)
+        self._parts.window.release(size, self._parts.group)
 
     async def _result(self, place: int, job_ids: list[str]) -> LineResult:
         number = self._index.number(place)

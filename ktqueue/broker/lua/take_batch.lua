@@ -1,8 +1,8 @@
--- Takes a batch without a living owner. ARGV: owner, lease in us.
+-- Takes a batch without a living owner. ARGV: owner, lease in us, 1 if only of a tenant without owned batches, else ''.
 -- Replies {id, fence, now in us, fields and values}, or false if there is none.
--- Of the first 64 such batches it takes one of the tenant that has the fewest batches with an owner.
+-- Of the first 1,024 such batches it takes one of the tenant that has the fewest batches with an owner.
 -- Promises: a batch has one owner at a time. Each owner has a larger fence than those before it.
-local MAX_FREE, MAX_OWNED = 64, 256
+local MAX_FREE, MAX_OWNED = 1024, 256
 local now, lease, live = now_us(), tonumber(ARGV[2]), TAG .. 'batches'
 -- If the clock went back, no lease may last longer for it.
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '(' .. digits(now + 2 * lease), '+inf', 'LIMIT', 0, MAX_FREE)) do
@@ -18,7 +18,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '-inf', digits(now), 'LIMI
   local tenant = redis.call('HGET', TAG .. 'batch:' .. id, 'tenant')
   if not tenant then
     redis.call('ZREM', live, id) -- the record was deleted by hand
-  elseif not fewest or (owned[tenant] or 0) < fewest then
+  elseif (owned[tenant] or 0) < (fewest or (ARGV[3] ~= '' and 1 or math.huge)) then
     chosen, fewest = id, owned[tenant] or 0
   end
 end

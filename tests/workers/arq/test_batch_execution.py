@@ -59,7 +59,14 @@ async def execution(broker: Broker, store: RecordingStore, window: Window, token
     index = (await check_input(store, "files/in", "/v1/completions", served)).index
     runner = LineRunner(broker, LineOptions())
     parts = ExecutionParts(
-        broker=broker, store=store, runner=runner, window=window, input="files/in", endpoint="/v1/completions", run="b"
+        broker=broker,
+        store=store,
+        runner=runner,
+        window=window,
+        group=("a", "m"),
+        input="files/in",
+        endpoint="/v1/completions",
+        run="b",
     )
     return Execution(parts, index, Segments(store, "batches/b/", COUNT), token=token, commit=commit)
 
