@@ -265,6 +265,7 @@ class Engine:
         self._model.after_step()
         sampled = time.monotonic()
         self.costs.observe(plan.tokens, sampled - began)
+        self._runner.learn(sampled - began)
         outputs += self._score_prompts(batch, logits) if batch.prompts else []
         outputs += self._postprocess(ready, selection)
         outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if _runs(done)]

@@ -37,6 +37,9 @@ class Runner(Protocol):
     def wait(self) -> None:
         """Block until the device has finished all queued work."""
 
+    def learn(self, seconds: float) -> None:
+        """Note how long the last step took."""
+
 
 class HostRunner:
     """Runner of a model on the CPU. Token ids are below `vocab`."""
@@ -65,3 +68,6 @@ class HostRunner:
 
     def wait(self) -> None:
         """See Runner. Nothing is ever queued on the CPU."""
+
+    def learn(self, seconds: float) -> None:
+        """See Runner. There is nothing to choose on the CPU."""

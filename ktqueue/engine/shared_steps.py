@@ -27,7 +27,7 @@ FREE = 1.1  # batch tokens that make a small step longer by at most this factor 
 LONG_SECONDS = 0.1
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short
 PROMPT_TOKENS = 128  # of a short prompt, whose step others wait for also where there is no batch
-PROMPT_STEPS = 1.9  # a shared step may take so many times the step of a short prompt
+PROMPT_STEPS = 1.65  # a shared step may take so many times the step of a short prompt
 LEAST_SECONDS, MOST_SECONDS = 0.2, 0.4  # of the longest step, if it is not given
 MOST_ERROR = 2.0  # estimates are not corrected beyond this factor
 

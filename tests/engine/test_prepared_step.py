@@ -187,7 +187,7 @@ class CountingRunner:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.execute, self.wait = runner.execute, runner.wait
+        self.execute, self.wait, self.learn = runner.execute, runner.wait, runner.learn
         self.prepared = 0
 
     @property

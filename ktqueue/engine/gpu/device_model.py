@@ -20,6 +20,9 @@ class DeviceModel(Protocol):
     def prepare_device(self, settings: GpuSettings) -> None:
         """Allocate what steps of these sizes need. Called once, before the first step."""
 
+    def streams(self, tokens: int) -> bool:
+        """Whether an eager step of `tokens` tokens may copy experts to the device, which a captured step cannot."""
+
     def after_step(self) -> None:
         """Called when a step is complete and its results are on the host. Raises the errors of the step."""
 
@@ -38,6 +41,9 @@ class _PlainModel:
 
     def prepare_device(self, settings: GpuSettings) -> None:
         pass
+
+    def streams(self, tokens: int) -> bool:
+        return False
 
     def after_step(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Runs a model on a device. Decode steps replay a captured step, all other steps run eagerly.
+"""Runs a model on a device. Decode steps replay a captured step where that is faster. All other steps run eagerly.
 
 A captured step has a fixed number of rows: see decode_bucket.py. Before each launch, the attention planner plans the
 step on the host.
@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 
 from ktqueue.engine.batch import Batch
+from ktqueue.engine.gpu.capture_choice import CaptureChoice
 from ktqueue.engine.gpu.decode_bucket import DecodeBucket
+from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.staging import Staging
 from ktqueue.engine.runner import Model
@@ -60,6 +62,9 @@ class GraphRunner:
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._prepared: Batch | None = None
+        self._streams = device_model(model).streams
+        self._choice = CaptureChoice()
+        self._compared: tuple[int, bool] | None = None  # rows of the last step's bucket, and whether it ran eagerly
         self.buckets: list[DecodeBucket] = []  # in rising order
         self.replayed = 0
         before = capturer.used_bytes() if buckets else 0
@@ -78,7 +83,10 @@ class GraphRunner:
         with torch.inference_mode():
             prepared, self._prepared = self._prepared, None
             bucket = self._bucket(batch)
-            if bucket is None:
+            compared = bucket is not None and self._streams(bucket.rows)
+            eager = bucket is None or (prepared is not batch and compared and self._choice.is_eager(bucket.rows))
+            self._compared = (bucket.rows, eager) if bucket is not None and compared else None
+            if bucket is None or eager:
                 return self._eager(batch)
             if prepared is not batch:
                 bucket.prepare(batch)
@@ -89,7 +97,7 @@ class GraphRunner:
         """See Runner. Eager steps are not prepared."""
         with torch.inference_mode():
             bucket = self._bucket(batch)
-            if bucket is None:
+            if bucket is None or (self._streams(bucket.rows) and self._choice.is_eager(bucket.rows)):
                 return False
             bucket.prepare(batch)
             self._prepared = batch
@@ -99,6 +107,12 @@ class GraphRunner:
         """See Runner."""
         if is_gpu(self._device):
             torch.cuda.current_stream(self._device).synchronize()
+
+    def learn(self, seconds: float) -> None:
+        """See Runner."""
+        if self._compared is not None:
+            rows, eager = self._compared
+            self._choice.learn(rows, eager=eager, seconds=seconds)
 
     def _bucket(self, batch: Batch) -> DecodeBucket | None:
         """The smallest bucket for `batch`, or None if it runs eagerly."""

@@ -230,6 +230,10 @@ class GpuDecoder(Operator):
         pending = last.mlp(residual, attended, experts, step.live_tokens if kept is None else None)
         return pending.add_to(residual, self._norm, self.facts.epsilon)
 
+    def streams(self, tokens: int) -> bool:
+        """Whether an eager step of `tokens` tokens may stream experts."""
+        return self._experts is not None and self._experts.streams(tokens)
+
     def after_step(self) -> None:
         """Call it when the device has finished a step. Moves experts that are used often. Raises RuntimeError if the
         CPU's experts failed in the step."""

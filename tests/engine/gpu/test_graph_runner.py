@@ -12,6 +12,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts
+from ktqueue.engine.gpu.capture_choice import CaptureChoice
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
 from ktqueue.engine.gpu.staging import FixedStaging, ResultFetcher, Staging
@@ -146,6 +147,73 @@ def test_a_step_never_has_more_rows_than_the_largest_bucket(
     assert all(results[f"r{i}", 0].token_ids == greedy(PROMPT, 4) for i in range(9))
 
 
+def choice_after(captured: float, eager: float, steps: int) -> tuple[CaptureChoice, list[bool]]:
+    """Run steps of 64 rows that take so many seconds. Returns which of them were eager, too."""
+    choice, taken = CaptureChoice(), []
+    for _ in range(steps):
+        taken.append(choice.is_eager(64))
+        choice.learn(64, eager=taken[-1], seconds=eager if taken[-1] else captured)
+    return choice, taken
+
+
+@pytest.mark.parametrize(("captured", "eager"), [(0.2, 0.1), (0.1, 0.2)])
+def test_the_faster_way_is_taken_once_both_were_tried_and_the_other_is_tried_again(
+    captured: float, eager: float
+) -> None:
+    choice, taken = choice_after(captured, eager, 700)
+    faster = eager < captured
+    assert 0 < sum(taken[:20]) < 20 and taken[20:276] == [faster] * 256
+    assert taken[276:279] == [not faster] * 3 and taken[279:500] == [faster] * 221
+    for _ in range(600):  # the other way becomes ten times as fast
+        now = choice.is_eager(64)
+        choice.learn(64, eager=now, seconds=0.01 if now != faster else 0.3)
+    assert choice.is_eager(64) != faster
+    assert choice.is_eager(128) is False, "each size is compared on its own"
+
+
+class DeviceModelRecorder:
+    """A model with the optional methods of a device model. It records the calls."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.calls: list[str] = []
+        self.eager: list[bool] = []  # of each step, and of each capture
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.calls.append("forward")
+        self.eager.append(arguments["step"].live_tokens is None)
+        return self.model(**arguments)
+
+    def prepare_device(self, settings: Any) -> None:
+        raise AssertionError("whoever builds the engine calls this, not the engine")
+
+    def streams(self, tokens: int) -> bool:
+        return tokens > 1
+
+    def after_step(self) -> None:
+        self.calls.append("after")
+
+    def statistics(self) -> Any:
+        return {"calls": len(self.calls)}
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_decode_steps_that_may_stream_take_both_ways_and_the_same_tokens(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
+    streams = DeviceModelRecorder(model)
+    engine = make_engine(streams, vocabulary, max_num_seqs=4)
+    streams.eager.clear()
+    for i in range(4):
+        engine.add(f"r{i}", PROMPT[: i + 1], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    results = run(engine)
+    assert all(results[f"r{i}", 0].token_ids == greedy(PROMPT[: i + 1], 60) for i in range(4))
+    assert streams.eager[1:21] == [False] * 5 + [True] * 15, "one step is prepared before the choice"
+    assert engine.stats().replayed_steps == streams.eager.count(False)
+
+
 def test_without_graphs_everything_is_eager(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
@@ -232,30 +300,6 @@ def test_choosing_in_halves_gives_the_same_tokens(
         return {key: (result.token_ids, result.logprobs) for key, result in found.items()}
 
     assert answers(8) == answers(3) == answers(1)
-
-
-class DeviceModelRecorder:
-    """A model with the optional methods of a device model. It records the calls."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.calls: list[str] = []
-
-    def __call__(self, **arguments: Any) -> Any:
-        self.calls.append("forward")
-        return self.model(**arguments)
-
-    def prepare_device(self, settings: Any) -> None:
-        raise AssertionError("whoever builds the engine calls this, not the engine")
-
-    def after_step(self) -> None:
-        self.calls.append("after")
-
-    def statistics(self) -> Any:
-        return {"calls": len(self.calls)}
-
-    def close(self) -> None:
-        self.calls.append("close")
 
 
 def test_a_model_is_called_after_each_step(

@@ -158,10 +158,14 @@ class ExpertMemory:
         scored. captured: the step is captured in a graph, so it must not differ from other steps of its size.
         """
         residency = short = self._residency_of_short_step(tokens)
-        if self._streaming is not None and self._streaming.is_long(tokens) and not captured:
+        if self._streaming is not None and not captured and self.streams(tokens):
             residency = self._streaming.begin(self._resident, tokens, scored)
         predicts = decodes and self._predicts and residency is short
         return StepExperts(self._layers, residency, self.handoff, predicts=predicts)
+
+    def streams(self, tokens: int) -> bool:
+        """Whether a step of `tokens` tokens that is not captured may stream."""
+        return self._streaming is not None and self._streaming.is_long(tokens)
 
     @torch.inference_mode()
     def after_step(self) -> None:
