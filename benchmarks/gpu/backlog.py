@@ -27,7 +27,7 @@ from benchmarks.results import write
 from ktqueue.bench.engine import finish, measure_decode, prompts
 from ktqueue.bench.environment import environment
 from ktqueue.core.codec import dumps
-from ktqueue.core.config import EngineConfig
+from ktqueue.core.config import EngineConfig, ProfileConfig
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.workers.startup.build import build
 
@@ -105,7 +105,7 @@ async def served(engine: EngineConfig, arguments: argparse.Namespace) -> dict[st
     """The three measurements through the gateway."""
     began = time.monotonic()
     async with (
-        whole_system(engine) as up,
+        whole_system(engine, profile=ProfileConfig(folder=arguments.profile)) as up,
         httpx.AsyncClient(base_url=up.url, timeout=REPLY_SECONDS, trust_env=False) as http,
     ):
         name = (await http.get("/v1/models")).json()["data"][0]["id"]
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--idle-seconds", type=float, default=20.0, help="of interactive requests alone")
     parser.add_argument("--rows", type=integers, default="64,128,256,512,1024", help="of the engine alone")
     parser.add_argument("--table-tokens", type=int, default=24, help="tokens of each row where rows are compared")
+    parser.add_argument("--profile", help="folder for profiles of the served part")
     parser.add_argument("--name", default="", help="end of the result's name, by default the device")
     parser.add_argument("--vocabulary", type=int, default=500, help="ids that prompts are drawn from")
     arguments = parser.parse_args()

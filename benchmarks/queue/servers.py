@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ktqueue.broker.redis.private_server import PrivateServer
-from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig
+from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, ProfileConfig, WorkerConfig
 from ktqueue.workers.supervision.supervisor import Supervisor
 
 
@@ -26,7 +26,7 @@ def private_redis(**options: Any) -> Iterator[tuple[str, int]]:
 
 @asynccontextmanager
 async def whole_system(
-    engine: EngineConfig, workers: int = 1, worker: WorkerConfig | None = None
+    engine: EngineConfig, workers: int = 1, worker: WorkerConfig | None = None, profile: ProfileConfig | None = None
 ) -> AsyncIterator[Supervisor]:
     """Redis, gateway and workers, as under `ktqueue up`. The engines are ready."""
     with tempfile.TemporaryDirectory() as folder:
@@ -35,6 +35,7 @@ async def whole_system(
             engine=engine,
             worker=worker or WorkerConfig(),
             gateway=GatewayConfig(port=0),
+            profile=profile or ProfileConfig(),
         )
         async with Supervisor(config, workers=workers) as up:
             yield up
