@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ktqueue.anthropic.batch_endpoints import BATCH_ENDPOINTS
-from ktqueue.core.errors import InvalidRequest
+from ktqueue.core.errors import FileNotFound, InvalidRequest
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key
@@ -36,7 +36,11 @@ class BatchesEndpoint(HTTPEndpoint):
         tenant = tenant_of(request)
         body = parse(BatchBody, (await gateway.bodies.read(request)).value)
         wanted = body.request(tuple(BATCH_ENDPOINTS))
-        file = await gateway.broker.files.get(tenant.name, body.input_file_id)
+        try:
+            file = await gateway.broker.files.get(tenant.name, body.input_file_id)
+        except FileNotFound as error:
+            error.param = "input_file_id"
+            raise
         if file.purpose != "batch":
             raise InvalidRequest(
                 f"input_file_id must be a file with the purpose batch, this one has {file.purpose!r}",

@@ -64,7 +64,7 @@ class Batch(Shape):
     id: str
     object: Literal["batch"]
     endpoint: str
-    model: str | None
+    model: str | None = None
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str
@@ -85,7 +85,7 @@ class Batch(Shape):
     request_counts: RequestCounts
     usage: BatchUsage
     metadata: dict[str, str] | None
-    progress: BatchProgress | None
+    progress: BatchProgress | None = None
 
 
 class BatchList(Shape):

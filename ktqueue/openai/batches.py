@@ -68,17 +68,21 @@ class BatchBody(BaseModel):
 
 
 def batch_json(record: BatchRecord) -> Json:
-    """The batch object. `progress` is ours: null unless the batch runs, and its numbers are null until known."""
+    """The batch object. Null is what OpenAI's examples have as null; other fields are left out while there are none.
+
+    `progress` is ours: it is there while the batch runs, and its numbers are null until known.
+    """
     request, facts, usage = record.request, record.facts, record.facts.usage
     times: Json = {f"{status}_at": None for status in BatchStatus if status is not BatchStatus.VALIDATING}
     times |= {f"{status}_at": int(seconds) for status, seconds in record.times.items()}
     errors = {"object": "list", "data": [dict(error) for error in facts.errors]} if facts.errors else None
-    progress = {"tokens_per_second": facts.tokens_per_second, "seconds_left": facts.seconds_left}
+    more: Json = {} if facts.model is None else {"model": facts.model}
+    if record.status is BatchStatus.IN_PROGRESS:
+        more["progress"] = {"tokens_per_second": facts.tokens_per_second, "seconds_left": facts.seconds_left}
     return {
         "id": record.id,
         "object": "batch",
         "endpoint": request.endpoint,
-        "model": facts.model,
         "errors": errors,
         "input_file_id": request.input_file_id,
         "completion_window": request.completion_window,
@@ -97,5 +101,5 @@ def batch_json(record: BatchRecord) -> Json:
             "total_tokens": usage.prompt + usage.completion,
         },
         "metadata": None if request.metadata is None else dict(request.metadata),
-        "progress": progress if record.status is BatchStatus.IN_PROGRESS else None,
+        **more,
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,17 @@ def _nullable(node: Any) -> Any:
     return {"anyOf": [rest, {"type": "null"}]} if node.get("nullable") is True else rest
 
 
+def _schemas() -> dict[str, Any]:
+    """OpenAI's schemas. Fields of a batch that are null in their own example of a new batch may be null."""
+    document = json.loads(SCHEMAS.read_text())
+    example = document["paths"]["/batches"]["post"]["x-oaiMeta"]["examples"]["response"]
+    schemas = _nullable(document["components"]["schemas"])
+    fields = schemas["Batch"]["properties"]
+    for name in re.findall(r'"(\w+)": null', example):
+        fields[name] = {"anyOf": [fields[name], {"type": "null"}]}
+    return dict(schemas)
+
+
 class _Models(BaseModel):
     """OpenAI's list of models; the openai package has no type for it."""
 
@@ -185,7 +197,7 @@ def conforms() -> Conforms:
     """
     components: dict[str, Any] = {}
     if SCHEMAS.exists():
-        components = {"schemas": _nullable(json.loads(SCHEMAS.read_text())["components"]["schemas"])}
+        components = {"schemas": _schemas()}
     validators: dict[str, jsonschema.Draft202012Validator] = {}
 
     def check(value: Any, name: str) -> None:
