@@ -156,3 +156,58 @@ def test_half_of_a_file_is_not_kept(ktqueue: Run, troubled: str, tmp_path: Path)
     done = ktqueue("batch", "fetch", "batch_1", "-o", "out.jsonl", "--base-url", troubled)
     assert done.returncode == 3 and "peer closed connection" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--base-url", "nonsense"), 2, "--base-url must be a URL such as http://"),
+        (("--base-url", "ftp://127.0.0.1"), 2, "--base-url must be a URL such as http://"),
+        (("--base-url", "http://"), 2, "--base-url must be a URL such as http://"),
+        (("--base-url", "http://127.0.0.1:1"), 3, "http://127.0.0.1:1: "),
+        (("--api-key", "schl\u00fcssel"), 2, "--api-key must be made of printable ASCII characters"),
+        (("--api-key", "se\ncret"), 2, "--api-key must be made of printable ASCII characters"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_named_in_plain_words(
+    ktqueue: Run, flags: tuple[str, ...], code: int, words: str
+) -> None:
+    done = ktqueue("batch", "list", *flags)
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "cret" not in done.stderr
+
+
+@pytest.fixture
+def locked() -> Iterator[str]:
+    """The URL of a server that wants the key `right`, and leads all other paths to another URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_right = self.headers["authorization"] == "Bearer right"
+            body = json.dumps(BATCH if is_right else {"error": {"message": "no API key"}}).encode()
+            self.send_response((200 if is_right else 401) if self.path == "/v1/batches/batch_1" else 307)
+            self.send_header("location", "https://example.com/")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_key_may_be_in_the_environment(ktqueue: Run, locked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = ktqueue("batch", "status", "batch_1", "--base-url", locked)
+    assert (
+        refused.returncode == 1 and "no API key; the key is --api-key, or the variable OPENAI_API_KEY" in refused.stderr
+    )
+    led = ktqueue("batch", "list", "--base-url", locked, "--api-key", "right")
+    assert led.returncode == 2 and "leads to https://example.com/: change --base-url" in led.stderr
+    assert "ID must not be empty" in ktqueue("batch", "status", "", "--base-url", locked).stderr
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    assert ktqueue("batch", "status", "batch_1", "--base-url", locked).returncode == 0
+    assert ktqueue("batch", "status", "batch_1", "--base-url", locked, "--api-key", "wrong").returncode == 1

@@ -37,7 +37,8 @@ class ServerFlags:
         ),
     ] = None
     api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", help="The server's key.", show_default=False)
+        str | None,
+        typer.Option("--api-key", metavar="KEY", help="The server's key.", show_default=False, envvar="OPENAI_API_KEY"),
     ] = None
 
     def connect(self) -> "BatchService":

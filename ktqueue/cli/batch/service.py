@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 
 from ktqueue.cli.http_client import check, connect, unreachable
-from ktqueue.core.errors import KtqueueError
+from ktqueue.core.errors import InvalidRequest, KtqueueError
 
 Json = dict[str, Any]
 Progress = Callable[[int, int | None], None]
@@ -105,6 +105,8 @@ class BatchService:
 
 
 def _path(kind: str, name: str) -> str:
+    if not name:
+        raise InvalidRequest("ID must not be empty")
     return f"/v1/{kind}/{quote(name, safe='')}"
 
 

@@ -37,7 +37,10 @@ def chat(
         typer.Option("--base-url", metavar="URL", help="Talk to this gateway over HTTP.", show_default=False),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", help="The gateway's key.", show_default=False)
+        str | None,
+        typer.Option(
+            "--api-key", metavar="KEY", help="The gateway's key.", show_default=False, envvar="OPENAI_API_KEY"
+        ),
     ] = None,
     system: SystemMessage = None,
 ) -> None:
