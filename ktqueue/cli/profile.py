@@ -12,6 +12,7 @@ from ktqueue.core.units import format_bytes
 
 if TYPE_CHECKING:
     from ktqueue.profiling.folder import ProcessProfile
+    from ktqueue.profiling.request_times import RequestTimes
     from ktqueue.profiling.summary import Bucket, Part
 
 LEAST_SHARE = 0.0005  # a smaller part of a step is not shown
@@ -22,6 +23,7 @@ def profile(
 ) -> None:
     """Show what the steps and tokens of a profile took."""
     from ktqueue.profiling.folder import ProfileError, read_profile
+    from ktqueue.profiling.request_times import request_times
 
     try:
         processes = read_profile(folder)
@@ -29,10 +31,12 @@ def profile(
         raise UsageFault(error.message) from error
     for process in processes:
         _show(process)
+    if requests := request_times(processes):
+        _show_requests(requests)
 
 
 def _show(process: "ProcessProfile") -> None:
-    from ktqueue.profiling.summary import buckets, token_parts
+    from ktqueue.profiling.summary import buckets
 
     console = results()
     head = process.head
@@ -48,10 +52,20 @@ def _show(process: "ProcessProfile") -> None:
         _show_buckets(found)
         console.print()
         _show_parts("rows", [(bucket.rows, bucket.parts) for bucket in found])
-    if process.tokens:
-        console.print()
-        _show_parts("", [("tokens", token_parts(process))])
     console.print()
+
+
+def _show_requests(requests: "Sequence[RequestTimes]") -> None:
+    from ktqueue.profiling.summary import percentile, request_parts
+
+    seconds = sorted(times.seconds for times in requests)
+    tokens = sum(times.tokens for times in requests)
+    results().print(
+        f"[bold]{len(requests)} requests[/]  {tokens:,} tokens; median {_ms(percentile(seconds, 0.5))} ms, "
+        f"p95 {_ms(percentile(seconds, 0.95))} ms\n",
+        soft_wrap=True,
+    )
+    _show_parts("", [("requests", request_parts(requests))])
 
 
 def _show_buckets(found: "list[Bucket]") -> None:

@@ -68,6 +68,8 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
             await asyncio.gather(reaper, return_exceptions=True)
             gateway.bodies.close()
             gateway.grammars.close()
+            if gateway.profile is not None:
+                gateway.profile.close()
             if opened:
                 await gateway.broker.close()
 
@@ -129,7 +131,11 @@ def short_routes() -> list[Route]:
 
 def _edge(gateway: Gateway) -> Middleware:
     return Middleware(
-        Edge, keys=gateway.keys, metrics=gateway.metrics, max_active=gateway.config.gateway.max_connections
+        Edge,
+        keys=gateway.keys,
+        metrics=gateway.metrics,
+        max_active=gateway.config.gateway.max_connections,
+        profile=gateway.profile,
     )
 
 

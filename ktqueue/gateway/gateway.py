@@ -33,6 +33,7 @@ from ktqueue.gateway.http.file_uploads import FileUploads
 from ktqueue.gateway.http.sse import watch_disconnect
 from ktqueue.gateway.metrics import Metrics
 from ktqueue.openai.constraints import may_constrain
+from ktqueue.profiling.writer import RecordWriter
 from ktqueue.storage.opening import open_store
 
 LARGE_PROMPT = 4_096  # characters or token ids; a smaller prompt costs a worker little
@@ -43,7 +44,7 @@ Parsed = TypeVar("Parsed")
 
 
 class Gateway:
-    """Settings, broker, metrics, API keys, bodies being read and open feeds of one process."""
+    """Settings, broker, metrics, profile, API keys, bodies being read and open feeds of one process."""
 
     def __init__(self, config: Config, broker: Broker | None = None) -> None:
         self.config = config
@@ -53,6 +54,7 @@ class Gateway:
         self.file_uploads = FileUploads(config.storage, config.gateway.stall_seconds)
         self.store = open_store(config.storage, config.broker.state_dir)
         self.grammars = GrammarChecks()
+        self.profile = RecordWriter(config.profile, {"role": "gateway"}) if config.profile.folder else None
         self.draining = False
         self._broker = broker
         self._feeds: set[Feed] = set()

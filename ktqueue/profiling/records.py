@@ -104,6 +104,33 @@ class RoutingRecord:
         return dumps(value) + b"\n"
 
 
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One HTTP request that a gateway answered. began: its head was read; started: the answer's head is being sent;
+    ended: the last part is. jobs: ids of its jobs, separated by commas."""
+
+    request_id: str
+    jobs: str
+    path: str
+    status: int
+    began: float
+    started: float
+    ended: float
+
+    def lines(self, wall: float) -> bytes:
+        """Its JSON line."""
+        value = {
+            "at": _short(self.began + wall),
+            "seconds": _short(self.ended - self.began),
+            "first": _short(self.started - self.began),
+            "path": self.path,
+            "status": self.status,
+            "request_id": self.request_id,
+            "requests": self.jobs.split(","),
+        }
+        return dumps(value) + b"\n"
+
+
 def short_parts(names: Iterable[str], seconds: Iterable[float]) -> dict[str, float]:
     """Names with their seconds, rounded for a line."""
     return {name: _short(value) for name, value in zip(names, seconds, strict=True)}

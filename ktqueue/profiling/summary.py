@@ -7,7 +7,7 @@ from typing import Final
 
 from ktqueue.profiling.folder import Line, ProcessProfile
 from ktqueue.profiling.records import STEP_PARTS
-from ktqueue.profiling.token_log import FIRST_PARTS, LAST_PARTS
+from ktqueue.profiling.request_times import REQUEST_PARTS, RequestTimes
 
 PROMPTS: Final = "prompts"
 """The bucket of steps that compute tokens of prompts."""
@@ -115,6 +115,6 @@ def parts_of(lines: Iterable[Mapping[str, float]], names: Sequence[str]) -> list
     ]
 
 
-def token_parts(process: ProcessProfile) -> list[Part]:
-    """The parts of tokens, from their requests' arrival until they were published."""
-    return parts_of(process.tokens, (*FIRST_PARTS, "between", *STEP_PARTS, *LAST_PARTS))
+def request_parts(requests: Iterable[RequestTimes]) -> list[Part]:
+    """The parts of requests, each with the sum over its tokens."""
+    return parts_of([times.parts for times in requests], REQUEST_PARTS)

@@ -1,11 +1,16 @@
 """`--profile` of the local commands, and `ktqueue profile` on what they wrote."""
 
+import http.client
+import json
+import time
 from pathlib import Path
 
 import pytest
+from command_line import Run, UpWith
 
 from ktqueue.cli.main import run
 from ktqueue.profiling.folder import read_profile
+from ktqueue.profiling.request_times import request_times
 
 TINY = ["bench", "engine", "--model", "synthetic:tiny:q4_k_m", "--prompt-tokens", "5", "--output-tokens", "4"]
 
@@ -34,3 +39,48 @@ def test_a_missing_profile_is_an_error_of_usage(tmp_path: Path, capsys: pytest.C
 def test_chat_profiles_only_a_local_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["chat", "--profile", str(tmp_path)]) == 2
     assert "--profile needs --local" in capsys.readouterr().err
+
+
+def ask(url: str, tokens: int) -> tuple[str, float]:
+    """Stream a completion of so many tokens. Returns the job's id, and the seconds until the answer's end."""
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    connection.connect()
+    began = time.monotonic()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.read().endswith(b"[DONE]\n\n")
+    seconds = time.monotonic() - began
+    connection.close()
+    return answer.headers["x-job-id"], seconds
+
+
+def test_parts_of_a_request_add_up_to_what_its_client_saw(tmp_path: Path, up_with: UpWith) -> None:
+    folder, tokens = tmp_path / "profile", 400
+    with up_with("--workers", "2", "--profile", str(folder)) as stack:
+        ask(stack.url, 2)
+        seen = dict(ask(stack.url, tokens) for _ in range(5))
+    processes = read_profile(folder)
+    assert sorted(process.head["role"] for process in processes) == ["gateway", "worker", "worker"]
+    found = {times.id: times for times in request_times(processes) if times.tokens == tokens}
+    assert found.keys() == seen.keys()
+    for request, seconds in seen.items():
+        times = found[request]
+        assert times.seconds == pytest.approx(times.ended - times.began, rel=0.001)
+        assert times.seconds <= seconds + 0.001
+        assert all(times.parts[part] > 0 for part in ("inbound", "tokenise", "launch", "sample", "publish"))
+    # Whatever else runs on the machine can only delay the client's end, so the quietest request shows the accounting.
+    assert min(1 - found[request].seconds / seconds for request, seconds in seen.items()) < 0.03
+    for request in seen:
+        lines = [line for process in processes for line in process.tokens if line["request"] == request]
+        assert [line["position"] for line in lines] == list(range(tokens))
+        assert ["arrived" in line for line in lines] == [True] + [False] * (tokens - 1)
+
+
+def test_a_local_chat_has_a_line_for_each_token(ktqueue: Run, tmp_path: Path) -> None:
+    done = ktqueue("chat", "--local", "--max-tokens", 5, "--profile", "profile", stdin="Tell me a story.\n")
+    assert done.returncode == 0
+    (process,) = read_profile(tmp_path / "profile")
+    (times,) = request_times([process])
+    assert times.tokens == len(process.tokens) == 5
+    assert times.seconds == pytest.approx(times.ended - times.began, rel=0.01)

@@ -213,9 +213,10 @@ class Incarnation:
                 log.info("%s continues after event %d, attempt %d", claim.job_id, len(claim.events), claim.attempt)
         self._jobs.update((job.id, job) for job in accepted)
         if self._tokens is not None:
-            for job in accepted:
+            for claim, job in zip(claims, accepted, strict=True):
+                waited = job.waited if claim.attempt == 1 else 0.0  # the first worker wrote how long it waited
                 positions = [len(choice.token_ids) for choice in job.emitted]
-                self._tokens.claimed(job.id, job.last_output_at, waited=job.waited, positions=positions)
+                self._tokens.claimed(job.id, job.last_output_at, waited=waited, positions=positions)
         self._expire()
         for job in accepted:
             if self._is_suspect(job):

@@ -6,6 +6,7 @@ pages) and raises KeyboardInterrupt.
 
 import json
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ktqueue.cli.connection import one_model
 from ktqueue.core.errors import KtqueueError
 from ktqueue.core.request import GenerationRequest, SamplingParams
+from ktqueue.profiling.token_log import TokenLog
 
 if TYPE_CHECKING:
     from ktqueue.client import SyncClient
     from ktqueue.core.config import Config
     from ktqueue.engine.engine import Engine
+    from ktqueue.engine.outputs import SequenceOutput
     from ktqueue.loading.tokenizer.tokenizer import Tokenizer
     from ktqueue.profiling.writer import RecordWriter
 
@@ -135,6 +138,7 @@ class LocalTalker:
         self._engine = engine
         self._tokenizer = tokenizer
         self._profile = profile
+        self._tokens = TokenLog(profile) if profile is not None else None
         self._turn = 0
         self.model = model
 
@@ -151,17 +155,40 @@ class LocalTalker:
 
         before = signal.signal(signal.SIGINT, note)
         try:
-            self._engine.add(request_id, self._tokenizer.encode_request(request).token_ids, sampling)
+            if self._tokens is not None:
+                self._tokens.claimed(request_id, time.monotonic(), waited=0.0, positions=[0] * sampling.n)
+                self._tokens.tokenising(request_id, time.monotonic())
+            prompt = self._tokenizer.encode_request(request).token_ids
+            if self._tokens is not None:
+                self._tokens.tokenised(request_id, time.monotonic())
+                self._tokens.added(request_id, time.monotonic())
+            self._engine.add(request_id, prompt, sampling)
             while self._engine.has_work and not interrupted:
-                for output in self._engine.step():
+                outputs = self._engine.step()
+                received = time.monotonic()
+                for output in outputs:
                     if output.error is not None:
                         raise KtqueueError(output.error.message)
                     yield Piece(output.text, len(output.token_ids))
+                if self._tokens is not None:
+                    self._note(self._tokens, outputs, received)
         finally:
             self._engine.abort(request_id)
+            if self._tokens is not None:
+                self._tokens.ended(request_id)
             signal.signal(signal.SIGINT, before)
         if interrupted:
             raise KeyboardInterrupt
+
+    def _note(self, tokens: TokenLog, outputs: "Sequence[SequenceOutput]", received: float) -> None:
+        """Note the tokens of a step, which are on the terminal now."""
+        record = self._engine.recorder.take() if self._engine.recorder is not None else None
+        if record is None:
+            return
+        for output in outputs:
+            tokens.token(record, output.request_id, output.index, len(output.token_ids), received)
+            tokens.publish(output.request_id)
+        tokens.published()(time.monotonic())
 
     def close(self) -> None:
         """See Talker."""

@@ -16,6 +16,8 @@ from ktqueue.gateway.http.auth import OPEN_PATHS, ApiKeys
 from ktqueue.gateway.http.headers import request_id
 from ktqueue.gateway.http.responses import error_response
 from ktqueue.gateway.metrics import Metrics
+from ktqueue.profiling.records import RequestRecord
+from ktqueue.profiling.writer import RecordWriter
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,11 @@ PROBES = OPEN_PATHS | {"/metrics"}  # always answered, or an overloaded gateway 
 class Edge:
     """ASGI middleware around the routes."""
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, metrics: Metrics, max_active: int) -> None:
-        """`max_active`: how many requests may be answered at once."""
+    def __init__(
+        self, app: ASGIApp, *, keys: ApiKeys, metrics: Metrics, max_active: int, profile: RecordWriter | None = None
+    ) -> None:
+        """`max_active`: how many requests may be answered at once. `profile` gets the times of those with jobs."""
+        self._profile = profile
         self._app = app
         self._keys = keys
         self._metrics = metrics
@@ -42,14 +47,17 @@ class Edge:
         request_name = request_id(headers)
         status = 0
         job_ids: str | None = None
+        started = ended = 0.0
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status, job_ids
+            nonlocal status, job_ids, started, ended
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, started = message["status"], time.monotonic()
                 response_headers = MutableHeaders(scope=message)
                 response_headers["x-request-id"] = request_name
                 job_ids = response_headers.get("x-job-id")
+            elif not message.get("more_body"):
+                ended = time.monotonic()
             await send(message)
 
         begun = time.monotonic()
@@ -70,6 +78,9 @@ class Edge:
             seconds = time.monotonic() - begun
             self._metrics.http_duration.labels(route).observe(seconds)
             log_request(scope, status=status, seconds=seconds, request_id=request_name, job_ids=job_ids)
+            if self._profile is not None and job_ids and ended:
+                record = RequestRecord(request_name, job_ids, route, status, begun, started, ended)
+                self._profile.put("requests", record)
 
     async def _serve(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         slot = _ActiveSlot(self)
