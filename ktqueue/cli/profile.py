@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.terminal.console import results, table
+from ktqueue.cli.terminal.console import notes, results, table
 from ktqueue.cli.terminal.failures import UsageFault
 from ktqueue.core.units import format_bytes
 
@@ -15,13 +15,28 @@ if TYPE_CHECKING:
     from ktqueue.profiling.request_times import RequestTimes
     from ktqueue.profiling.summary import Bucket, Part
 
+PAGE, TRACE, FLAME = "profile.html", "trace.json", "flame.speedscope.json"
 LEAST_SHARE = 0.0005  # a smaller part of a step is not shown
 
 
 def profile(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where --profile wrote.", show_default=False)],
+    tables: Annotated[bool, typer.Option("--table/--no-table", help="Print tables.")] = True,
+    page: Annotated[bool, typer.Option("--page/--no-page", help=f"Write {PAGE}: plots for a browser.")] = True,
+    trace: Annotated[
+        bool, typer.Option("--trace/--no-trace", help=f"Write {TRACE} for ui.perfetto.dev or chrome://tracing.")
+    ] = True,
+    flame: Annotated[bool, typer.Option("--flame/--no-flame", help=f"Write {FLAME} for www.speedscope.app.")] = True,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.", show_default="the profile's"),
+    ] = None,
 ) -> None:
-    """Show what the steps and tokens of a profile took."""
+    """Show what steps, tokens and requests took: tables, a page of plots, a trace and a flame graph."""
+    from ktqueue.core.codec import dumps
+    from ktqueue.profiling import flame as flames
+    from ktqueue.profiling import page as pages
+    from ktqueue.profiling import trace as traces
     from ktqueue.profiling.folder import ProfileError, read_profile
     from ktqueue.profiling.request_times import request_times
 
@@ -29,10 +44,27 @@ def profile(
         processes = read_profile(folder)
     except ProfileError as error:
         raise UsageFault(error.message) from error
-    for process in processes:
-        _show(process)
-    if requests := request_times(processes):
-        _show_requests(requests)
+    requests = request_times(processes)
+    if tables:
+        for process in processes:
+            if process.steps:
+                _show(process)
+        if requests:
+            _show_requests(requests)
+    target = output or folder
+    target.mkdir(parents=True, exist_ok=True)
+    if page:
+        _write(target / PAGE, pages.page(processes, requests).encode())
+    if trace:
+        _write(target / TRACE, dumps(traces.trace_events(processes)))
+    if flame:
+        _write(target / FLAME, dumps(flames.flame_graph(processes)))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a whole file, and say where it is."""
+    path.write_bytes(content)
+    notes().print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def _show(process: "ProcessProfile") -> None:
@@ -46,12 +78,11 @@ def _show(process: "ProcessProfile") -> None:
         console.print(f"memory: {bandwidth / 1e9:.1f} GB/s by a probe at the start", style="dim")
     if process.dropped:
         console.print(f"{process.dropped} lines were dropped", style="yellow")
-    if process.steps:
-        found = buckets(process)
-        console.print()
-        _show_buckets(found)
-        console.print()
-        _show_parts("rows", [(bucket.rows, bucket.parts) for bucket in found])
+    found = buckets(process)
+    console.print()
+    _show_buckets(found)
+    console.print()
+    _show_parts("rows", [(bucket.rows, bucket.parts) for bucket in found])
     console.print()
 
 

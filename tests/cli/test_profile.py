@@ -29,6 +29,18 @@ def test_bench_engine_writes_a_profile(tmp_path: Path, capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     for words in ("bench", "rows", "prompts", "3-4", "launch", "share", "of memory", "probe"):
         assert words in shown
+    assert "seconds" in (folder / "profile.html").read_text()
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert json.loads((folder / "flame.speedscope.json").read_text())["profiles"]
+
+
+def test_flags_choose_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, elsewhere = tmp_path / "profile", tmp_path / "new" / "elsewhere"
+    assert run([*TINY, "--rows", "1", "--prefill", "0", "--rounds", "1", "--profile", str(folder)]) == 0
+    capsys.readouterr()
+    assert run(["profile", str(folder), "--no-table", "--no-page", "--no-flame", "--output", str(elsewhere)]) == 0
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in elsewhere.iterdir()] == ["trace.json"]
 
 
 def test_a_missing_profile_is_an_error_of_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
