@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.line_runner import LineOptions, LineRunner
@@ -110,17 +110,25 @@ class StoredBatch:
 
     async def _advance_to_end(self) -> None:
         while not self._record.status.ended:
-            match self._record.status:
-                case BatchStatus.VALIDATING:
-                    await self._validate()
-                case BatchStatus.IN_PROGRESS:
-                    await self._execute()
-                    done = self._is_done()
-                    facts = replace(self._facts, outcome="completed" if done else "expired")
-                    if not self._is_cancelled():
-                        await self._update(facts, (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING))
-                case _:
-                    await self._finish()
+            try:
+                await self._leave_status()
+            except _InputLost as lost:
+                end = BatchStatus.CANCELLED if self._is_cancelled() else BatchStatus.FAILED
+                facts = replace(self._facts, errors=(lost.fault,), answered=0, failed=0)
+                await self._update(facts, (self._record.status, end))
+
+    async def _leave_status(self) -> None:
+        match self._record.status:
+            case BatchStatus.VALIDATING:
+                await self._validate()
+            case BatchStatus.IN_PROGRESS:
+                await self._execute()
+                done = self._is_done()
+                facts = replace(self._facts, outcome="completed" if done else "expired")
+                if not self._is_cancelled():
+                    await self._update(facts, (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING))
+            case _:
+                await self._finish()
 
     # Status validating
 
@@ -188,7 +196,10 @@ class StoredBatch:
         return self._execution
 
     async def _read_index(self) -> LineIndex:
-        """The index; made again if it is lost. Empty if the batch was cancelled before there was one."""
+        """The index; made again if it is lost. Empty if the batch was cancelled before there was one.
+
+        Raises _InputLost if the input is lost too.
+        """
         data = bytearray()
         try:
             async with aclosing(self._owner.store.read(f"{self._folder}index")) as parts:
@@ -200,6 +211,8 @@ class StoredBatch:
                 return LineIndex()
             log.error("%s: %s; it is made again", self._record.id, error)
         findings = await check_input(self._owner.store, self._input, self._record.request.endpoint, _is_served)
+        if findings.faults:
+            raise _InputLost(findings.faults[0])
         return findings.index
 
     async def _commit(self, written: int) -> None:
@@ -332,6 +345,15 @@ class StoredBatch:
         if text != self._trouble:
             log.warning("%s waits: %s", self._record.id, text)
         self._trouble = text
+
+
+class _InputLost(Exception):
+    """The store has neither the input nor its index any more, so nothing is known of the lines."""
+
+    def __init__(self, fault: Mapping[str, Any]) -> None:
+        """`fault`: as in the errors of a batch."""
+        super().__init__(fault["message"])
+        self.fault = fault
 
 
 async def _is_served(_: str) -> str | None:

@@ -305,6 +305,30 @@ async def test_an_end_that_redis_forgets_comes_again_without_running_a_line_twic
     assert await content(store, record.facts.output_file_id) == texts_before
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_batch_whose_store_was_emptied_says_so(
+    broker: Broker, store: Store, start_worker: Any, *, cancelled: bool
+) -> None:
+    await put(store, 30, max_tokens=30, ignore_eos=True)
+    batch_id = await create(broker)
+    async with start_worker():
+        first = owned(broker, store, *await taken(broker))
+        run = asyncio.create_task(first.run())
+        await until(broker, batch_id, lambda record: record.facts.answered >= 2)
+        run.cancel()
+        await asyncio.wait([run])
+        await first.leave()
+        for name in [*await store.names("files/"), *await store.names("batches/")]:
+            await store.delete(name)
+        if cancelled:
+            await broker.batches.cancel("default", batch_id)
+        await owned(broker, store, *await taken(broker)).run()
+    record = await broker.batches.get("default", batch_id)
+    assert record.status is (BatchStatus.CANCELLED if cancelled else BatchStatus.FAILED)
+    assert [error["code"] for error in record.facts.errors] == ["file_not_found"]
+    assert (record.facts.total, record.facts.answered, record.facts.failed) == (30, 0, 0)
+
+
 async def test_a_full_store_is_waited_for(
     broker: Broker, store: Store, start_worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
