@@ -57,7 +57,7 @@ class FolderStore:
         """See `Store`."""
         path, place, left = self._path(name), start, length
         while left is None or left > 0:
-            data = await self._run(_read, path, place, PART_BYTES if left is None else min(left, PART_BYTES))
+            data = await self._run(self._read, path, place, PART_BYTES if left is None else min(left, PART_BYTES))
             if not data:
                 return
             place += len(data)
@@ -66,11 +66,11 @@ class FolderStore:
 
     async def size(self, name: str) -> int:
         """See `Store`."""
-        return (await self._run(_status, self._path(name))).st_size
+        return (await self._run(self._status, self._path(name))).st_size
 
     async def age(self, name: str) -> float:
         """See `Store`."""
-        return time.time() - (await self._run(_status, self._path(name))).st_mtime
+        return time.time() - (await self._run(self._status, self._path(name))).st_mtime
 
     async def delete(self, name: str) -> None:
         """See `Store`."""
@@ -99,6 +99,29 @@ class FolderStore:
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
+
+    def _read(self, path: Path, start: int, count: int) -> bytes:
+        """A part of a file, which is opened for it alone: slow readers then hold no open files."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._not_stored(path) from error
+        try:
+            return os.pread(descriptor, count, start)
+        finally:
+            os.close(descriptor)
+
+    def _status(self, path: Path) -> os.stat_result:
+        try:
+            return path.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._not_stored(path) from error
+
+    def _not_stored(self, path: Path) -> NotStored:
+        """The error for a missing file. Raises OSError if the whole store is missing: it may not be mounted."""
+        if not (self._root / WRITING).is_dir():  # each writer makes it, and nobody deletes it
+            raise OSError(errno.ENOENT, f"nothing was ever stored in {self._root}, or it is not mounted")
+        return NotStored(f"the store has no object {path.name}", value=path.name)
 
     def _delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -223,29 +246,6 @@ class _TemporaryFile:
     def _check_open(self) -> None:
         if self._is_closed:
             raise OSError(errno.EBADF, "the writer has left")
-
-
-def _read(path: Path, start: int, count: int) -> bytes:
-    """A part of a file, which is opened for it alone: slow readers then hold no open files."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _not_stored(path) from error
-    try:
-        return os.pread(descriptor, count, start)
-    finally:
-        os.close(descriptor)
-
-
-def _status(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _not_stored(path) from error
-
-
-def _not_stored(path: Path) -> NotStored:
-    return NotStored(f"the store has no object {path.name}", value=path.name)
 
 
 def _sync(folder: Path) -> None:

@@ -95,6 +95,7 @@ async def test_every_fault_names_its_line(store: Store) -> None:
     ],
 )
 async def test_a_file_that_cannot_run_says_why(store: Store, data: bytes | None, code: str) -> None:
+    await put(store, "other", b"")
     if data is not None:
         await put(store, "x", data)
     (fault,) = (await check_input(store, "x", COMPLETIONS, served)).faults

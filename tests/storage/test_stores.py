@@ -159,6 +159,22 @@ async def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
         await store.delete(name)
 
 
+async def test_a_store_that_is_not_mounted_does_not_look_like_one_without_objects(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    store = FolderStore(root)
+    await put(store, "files/a", b"x")
+    root.rename(tmp_path / "elsewhere")
+    root.mkdir()  # where it would be mounted
+    for reads in (get(store, "files/a"), store.size("files/a"), store.age("files/a")):
+        with pytest.raises(Unavailable, match="not mounted"):
+            await reads
+    root.rmdir()
+    (tmp_path / "elsewhere").rename(root)
+    assert await get(store, "files/a") == [b"x"]
+    with pytest.raises(NotStored):
+        await store.size("files/b")
+
+
 async def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     full = FolderStore(tmp_path, min_free_bytes=1 << 62)
     with pytest.raises(Unavailable, match="min_free_bytes"):
