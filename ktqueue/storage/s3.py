@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
+from hashlib import md5
 from typing import Any, TypeVar
 
 import boto3
@@ -21,7 +22,7 @@ from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefi
 
 UPLOAD_BYTES = 5 << 20  # of a part of a multipart upload: the least that S3 allows
 CONNECTIONS = 64  # that are kept open
-ABORT = "abort_multipart_upload"
+ABORT, COMPLETE = "abort_multipart_upload", "complete_multipart_upload"
 ABANDONED = timedelta(days=1)
 _MISSING = {"NoSuchKey", "NotFound", "404"}
 _PAST_THE_END = {"InvalidRange", "416"}
@@ -87,7 +88,8 @@ class S3Store:
 
     async def delete(self, name: str) -> None:
         """See `Store`."""
-        await self._call("delete_object", check_name(name))
+        with suppress(NotStored):  # from some servers, not from AWS
+            await self._call("delete_object", check_name(name))
 
     async def names(self, prefix: str) -> list[str]:
         """See `Store`."""
@@ -122,7 +124,7 @@ class S3Store:
             return await self._run(getattr(self._client, operation), Bucket=self._bucket, **arguments)
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")
-            if name is not None and (code in _MISSING or (operation, code) == (ABORT, "NoSuchUpload")):
+            if name is not None and (code in _MISSING or (operation in (ABORT, COMPLETE) and code == "NoSuchUpload")):
                 raise NotStored(f"the store has no object {name}", value=name) from error
             if code in _PAST_THE_END:
                 raise _PastTheEnd from error
@@ -164,12 +166,25 @@ class S3Writing:
             await self._store._call("put_object", self._name, Body=bytes(self._buffer))
             return
         await self._send(len(self._buffer))
-        await self._store._call(
-            "complete_multipart_upload",
-            self._name,
-            UploadId=self._upload_id,
-            MultipartUpload={"Parts": self._parts},
-        )
+        try:
+            await self._store._call(
+                COMPLETE, self._name, UploadId=self._upload_id, MultipartUpload={"Parts": self._parts}
+            )
+        except NotStored as error:  # no such upload: was it completed by an attempt whose answer was lost?
+            if not await self._is_complete():
+                raise Unavailable(
+                    "the store of files cannot be used: NoSuchUpload, the upload was aborted", param="storage.location"
+                ) from error
+
+    async def _is_complete(self) -> bool:
+        """Whether the object is what was written, by its size and ETag. False if the ETags are no hashes."""
+        try:
+            facts = await self._store._call("head_object", self._name)
+            digests = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._parts)
+        except (NotStored, ValueError):
+            return False
+        etag = f"{md5(digests, usedforsecurity=False).hexdigest()}-{len(self._parts)}"
+        return bool(facts["ContentLength"] == self._size and facts["ETag"].strip('"') == etag)
 
     async def abort(self) -> None:
         """Delete what was sent. If that fails, a sweep does it later."""

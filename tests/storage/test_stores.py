@@ -207,6 +207,38 @@ async def test_an_abandoned_upload_is_aborted(s3: str, monkeypatch: pytest.Monke
     assert await store.names("files/") == ["files/a"]
 
 
+@pytest.mark.parametrize("older", [False, True])
+async def test_an_upload_whose_completion_was_not_answered_is_there(s3: str, *, older: bool) -> None:
+    """The server completed it, but the answer was lost, so the client asks again."""
+    store: Any = open_store(StorageConfig(location="s3://files/answer"), ".")
+    data = os.urandom(11 << 20)
+    if older:  # of the same name and size
+        await put(store, "files/a", bytes(len(data)))
+    upload = store.create("files/a")
+    writing: Any = await upload.__aenter__()
+    await writing.write(data)
+    await writing._send(len(writing._buffer))
+    parts = {"Parts": writing._parts}
+    called = {"Bucket": "files", "Key": "answer/files/a", "UploadId": writing._upload_id}
+    if older:
+        store._client.abort_multipart_upload(**called)
+        with pytest.raises(Unavailable, match="NoSuchUpload"):
+            await store_again(writing, upload)
+    else:
+        store._client.complete_multipart_upload(**called, MultipartUpload=parts)
+        await store_again(writing, upload)
+        assert b"".join(await get(store, "files/a")) == data
+    await store.delete("files/a")
+
+
+async def store_again(writing: Any, upload: Any) -> None:
+    async def nothing(_: int) -> None:
+        """All parts were sent."""
+
+    writing._send = nothing
+    await upload.__aexit__(None, None, None)
+
+
 async def test_a_location_that_cannot_be_used_says_why(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for location in ("s3://", "s3://Bucket", "s3://files//x", "gs://files", "s3://files/../x y"):
         with pytest.raises(ConfigError, match="must be a folder or s3://BUCKET"):
