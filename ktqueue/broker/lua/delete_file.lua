@@ -7,5 +7,6 @@ redis.call('ZREM', TAG .. 'files:expiry', id)
 redis.call('ZREM', TAG .. 'files:of:' .. tenant, id)
 if not owner then return 0 end
 redis.call('DEL', file)
-if redis.call('HINCRBY', bytes, tenant, -size) <= 0 then redis.call('HDEL', bytes, tenant) end
+-- 0 - 0 is 0, but -0 is '-0' for older servers, which refuse it.
+if redis.call('HINCRBY', bytes, tenant, 0 - size) <= 0 then redis.call('HDEL', bytes, tenant) end
 return 1
