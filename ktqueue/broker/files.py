@@ -137,6 +137,14 @@ class Files:
             (file_id.decode(), tenant.decode()) for file_id, tenant in await self._scripts.call("expired_files", limit)
         ]
 
+    async def store_owner(self, found: str) -> str:
+        """The name of this installation, as its store has it. `found`: the name in the store, or '' if it has none.
+
+        If neither has one, it is made now. '' if only the store has one, which is then that of another installation.
+        """
+        name: bytes = await self._scripts.call("store_owner", found, secrets.token_hex(12))
+        return name.decode()
+
     async def missing(self, names: Sequence[str]) -> Sequence[str]:
         """Those of the names, such as `file:ID` and `batch:ID`, that have no record."""
         missing: list[str] = []

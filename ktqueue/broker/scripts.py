@@ -34,6 +34,7 @@ REFUSABLE = (
     "list_files",
     "expired_files",
     "missing_records",
+    "store_owner",
     "create_batch",
     "get_batch",
     "list_batches",

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ktqueue.broker.files import FileFacts, content_name, new_file_id
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import FileNotFound, Unavailable
 from ktqueue.storage.folder import WRITING, FolderStore
-from ktqueue.workers.arq.stored_files import purge_store
+from ktqueue.workers.arq.stored_files import INSTALLATION, purge_store
 
 
 async def test_old_files_are_deleted_and_others_kept(
@@ -60,3 +61,33 @@ async def test_old_files_are_deleted_and_others_kept(
 
         monkeypatch.setattr(store, "sweep", fails)
         assert await purge_store(broker, store) == 0  # no error of the chore
+
+
+async def test_objects_of_another_installation_are_left_alone(
+    broker_config: BrokerConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two installations have the same store by mistake, and later one of them loses its Redis."""
+    store = FolderStore(tmp_path)
+
+    async def put(name: str) -> str:
+        async with store.create(name) as writing:
+            await writing.write(b"x")
+        return name
+
+    async with (
+        await Broker.open(replace(broker_config, prefix="ours")) as ours,
+        await Broker.open(replace(broker_config, prefix="theirs")) as theirs,
+    ):
+        await purge_store(ours, store)
+        assert caplog.text == ""
+        orphan = await put(content_name(new_file_id()))
+        assert await purge_store(ours, store) == 0  # from here on the store is ours
+        for _ in range(2):
+            assert await purge_store(theirs, store, orphan_seconds=-60) == 0
+        assert "another installation" in caplog.text
+        assert await store.names("files/") == [orphan]
+        assert await purge_store(ours, store, orphan_seconds=-60) == 1
+        await put(orphan)
+        await store.delete(INSTALLATION)
+        assert await purge_store(theirs, store, orphan_seconds=-60) == 1  # as its operator wants
+        assert await purge_store(ours, store, orphan_seconds=-60) == 0
