@@ -29,6 +29,7 @@ from ktqueue.bench.environment import environment
 from ktqueue.core.codec import dumps
 from ktqueue.core.config import EngineConfig, ProfileConfig
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine.shared_steps import RECENT_SECONDS
 from ktqueue.workers.startup.build import build
 
 REPLY_SECONDS = 600.0
@@ -117,6 +118,7 @@ async def served(engine: EngineConfig, arguments: argparse.Namespace) -> dict[st
             await asyncio.sleep(arguments.idle_seconds)
         result["chat_alone"] = latency(streams)
         sys.stderr.write(f"chat alone: {result['chat_alone']}\n")
+        await asyncio.sleep(RECENT_SECONDS + 1)  # for so long after a chat, steps stay short
         for key, lines in (("batch_alone", arguments.lines), ("batch_beside_chat", arguments.lines_beside)):
             asked = prompts(lines, arguments.prompt, arguments.vocabulary, seed=len(key))
             content = batch_file(name, asked, arguments.tokens)

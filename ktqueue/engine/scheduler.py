@@ -29,6 +29,7 @@ from ktqueue.engine.step_plan import StepPlan
 MAX_PROMPT_ROWS = 256
 GATHERING_ROWS = 8  # batch prompts wait for others while less than one of so many rows is free
 MOST_GATHERING_STEPS = 16
+PREFILL_PART = 4  # prompts that fill less than one of so many parts of a prefill step get none
 _INTERACTIVE, _BATCH, _ALL = (JobClass.INTERACTIVE,), (JobClass.BATCH,), tuple(JobClass)
 
 
@@ -78,7 +79,7 @@ class Scheduler:
         rows = len(self._rows.running)
         interactive = self._rows.has(JobClass.INTERACTIVE)
         self.rows_left_out = max(0, rows - len(plan.rows)) if interactive else 0
-        self._shared.record(plan.tokens, interactive=interactive, is_shared=plan.is_shared)
+        self._shared.record(plan.tokens, interactive=interactive, is_shared=plan.is_shared, is_prefill=plan.is_prefill)
 
     def plan_next_step(self) -> StepPlan | None:
         """Plan the step after the current one, assuming that each running sequence gets one token now.
@@ -91,7 +92,7 @@ class Scheduler:
         plan = StepPlan(is_shared=self._is_shared())
         if not all(self._prepare_rows(plan, classes, budget) for classes, budget in self._budgets(plan)):
             return None
-        if not plan.rows:
+        if plan.is_prefill or not plan.rows:
             return None
         missing = sum(
             sequence.num_computed_tokens // self._rows.page_size == sequence.page_count for sequence in plan.rows
@@ -138,25 +139,30 @@ class Scheduler:
 
     def _budgets(self, plan: StepPlan) -> Iterator[tuple[Collection[JobClass], int]]:
         """Classes that the step is filled with, one after the other, and how many tokens it has then at most."""
-        if not self._shared.enabled or not self._rows.has(JobClass.BATCH):
+        is_limited = self._shared.are_limited(self._rows.has(JobClass.INTERACTIVE))
+        if not is_limited or not self._rows.has(JobClass.BATCH):
             yield _ALL, self._token_budget
-        elif not self._both_classes():
-            yield _ALL, min(self._token_budget, self._shared.most_tokens(0))
-        elif plan.is_shared:
-            running = self._rows.running_of
-            interactive, batch = running[JobClass.INTERACTIVE], running[JobClass.BATCH]
-            most = min(self._token_budget, self._shared.most_tokens(interactive))
+            return
+        running = self._rows.running_of
+        interactive, batch = running[JobClass.INTERACTIVE], running[JobClass.BATCH]
+        most = min(self._token_budget, self._shared.most_tokens(interactive))
+        prefill = min(self._token_budget, self._shared.prefill_tokens(most))
+        if plan.is_shared:
             kept = min(max(1, most // BATCH_PART), max(1, batch), most - interactive)
             yield _INTERACTIVE, most - kept
-            yield _BATCH, most
+            self._plan_prefill(plan, prefill)
+            yield _BATCH, prefill if plan.is_prefill else most
         else:
             yield _INTERACTIVE, self._token_budget
+            plan.holds_prompts = prefill > 0
             yield _BATCH, min(self._token_budget, plan.tokens + self._shared.free_tokens(plan.tokens))
 
     def _fill(self, plan: StepPlan, classes: Collection[JobClass], budget: int) -> None:
         """Plan rows of these classes until the step has `budget` tokens."""
         running = self._running_of(classes)
         for sequence in running:
+            if plan.is_prefill and sequence.request.job_class is JobClass.BATCH:
+                break
             if sequence.remaining == 1 and plan.tokens < budget:
                 self._plan_row(sequence, plan, budget)
         for sequence in running:
@@ -166,12 +172,28 @@ class Scheduler:
                 self._plan_row(sequence, plan, budget)
         for sequence in plan.can_never_run:
             self._rows.remove(sequence)
-        if _BATCH[0] in classes and self._gathers(plan, budget):
+        if _BATCH[0] in classes and (plan.holds_prompts or self._gathers(plan, budget)):
             classes = [job_class for job_class in classes if job_class not in _BATCH]
         while plan.tokens < budget and (first := self._rows.first_waiting(classes)):
             if not self._rows.admit(first, plan, budget):
                 break
             self._plan_row(first, plan, budget)
+
+    def _plan_prefill(self, plan: StepPlan, budget: int) -> None:
+        """Decide whether a shared step is a prefill step of `budget` tokens, and if not, whether prompts wait for one.
+
+        They wait until they fill it, but not while an eighth of the rows is free, nor for more than
+        MOST_GATHERING_STEPS. Few prompts, for which no more time is left, join other steps.
+        """
+        rows, room = self._rows, budget - plan.tokens
+        free = rows.rows_wanted - rows.rows_taken
+        tokens = rows.waiting_tokens(JobClass.BATCH, free) if room > 0 else 0
+        if not tokens:
+            return
+        waited = GATHERING_ROWS * free >= rows.rows_wanted or self._shared.since_prefill >= MOST_GATHERING_STEPS
+        is_due = tokens >= room or (waited and PREFILL_PART * tokens >= room)
+        plan.is_prefill = is_due and self._shared.prefill_may_follow(budget)
+        plan.holds_prompts = not plan.is_prefill and (is_due or not waited)
 
     def _gathers(self, plan: StepPlan, budget: int) -> bool:
         """Whether waiting batch prompts should wait for more of them, since a full step computes them faster.
@@ -181,7 +203,8 @@ class Scheduler:
         """
         rows, room = self._rows, budget - plan.tokens
         free = rows.rows_wanted - rows.rows_taken
-        tokens = 0 if rows.has(JobClass.INTERACTIVE) else rows.waiting_tokens(JobClass.BATCH, free)
+        is_limited = self._shared.are_limited(rows.has(JobClass.INTERACTIVE))
+        tokens = 0 if is_limited else rows.waiting_tokens(JobClass.BATCH, free)
         gathers = (
             0 < tokens < room
             and GATHERING_ROWS * free < rows.rows_wanted

@@ -5,8 +5,11 @@ thirty times less. So both kinds of steps are wanted. A *shared* step is for all
 allows. Between two of them there are *small* steps, which compute the interactive sequences alone, and batch tokens
 only if these cost almost nothing. Small steps get `interactive_share` of the time.
 
-A prompt that would fill a shared step or more is computed in one small step, because chunks would take far longer. A
-shared step follows.
+Where experts are streamed, a step of thousands of tokens takes little longer than a step of hundreds. There the prompts
+of the batch class wait until they fill a *prefill* step, in which only interactive sequences decode.
+
+An interactive prompt that would fill a shared step or more is computed in one small step, because chunks would take far
+longer. A shared step follows.
 
 After the last interactive sequence no step is longer than `longest_step` for a while, since the next may arrive soon.
 
@@ -27,9 +30,12 @@ FREE = 1.1  # batch tokens that make a small step longer by at most this factor 
 LONG_SECONDS = 0.1
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short
 PROMPT_TOKENS = 128  # of a short prompt, whose step others wait for also where there is no batch
-PROMPT_STEPS = 1.65  # a shared step may take so many times the step of a short prompt
+PROMPT_STEPS = 1.6  # a shared step may take so many times the step of a short prompt
 LEAST_SECONDS, MOST_SECONDS = 0.2, 0.4  # of the longest step, if it is not given
 MOST_ERROR = 2.0  # estimates are not corrected beyond this factor
+PREFILL_LONGER = 1.3  # a prefill step may last so many times a shared step, or MOST_SECONDS; a longer one is seldom
+PREFILL_SPACING = 6  # shared steps between two such prefill steps
+PREFILL_GAIN = 2.0  # tokens a second of a prefill step, by those of a shared step, from which it is worth having
 
 
 class SharedSteps:
@@ -56,6 +62,8 @@ class SharedSteps:
         self._small_seconds = 0.0
         self._small_seconds_allowed = self._ratio * self.longest_step
         self._last_interactive = -RECENT_SECONDS
+        self.since_prefill = PREFILL_SPACING
+        """Shared steps since the last prefill step."""
         self._errors: deque[float] = deque(maxlen=9)  # of estimates: measured by estimated seconds
         self._error = 1.0
         self._running_step: tuple[float, float] | None = None  # a shared step's beginning, and its estimate
@@ -84,6 +92,22 @@ class SharedSteps:
         longest = max(self.longest_step, 2 * self._costs.seconds(max(1, interactive_rows)))
         return max(interactive_rows + 1, self._costs.most_tokens(longest / self._error))
 
+    def are_limited(self, interactive: bool) -> bool:
+        """Whether steps are kept short: if there are `interactive` sequences, or were a moment ago."""
+        return self.enabled and (interactive or self._clock() - self._last_interactive < RECENT_SECONDS)
+
+    def prefill_tokens(self, most: int) -> int:
+        """Tokens of a prefill step beside shared steps of `most` tokens. 0: they are not worth having."""
+        longest = max(MOST_SECONDS, PREFILL_LONGER * self.longest_step)
+        tokens, shared = self._costs.most_tokens(longest), self._costs.seconds(most)
+        gain = tokens * shared / max(1e-9, most * self._costs.seconds(tokens)) if tokens else 0.0
+        return tokens if gain >= PREFILL_GAIN else 0
+
+    def prefill_may_follow(self, tokens: int) -> bool:
+        """Whether the next step may be a prefill step of `tokens` tokens."""
+        is_long = self._costs.seconds(tokens) > PREFILL_LONGER * self.longest_step
+        return self.since_prefill >= (PREFILL_SPACING if is_long else 1)
+
     def free_tokens(self, interactive_tokens: int) -> int:
         """How many batch tokens cost almost nothing in a small step of `interactive_tokens`."""
         allowed = self._costs.most_tokens(FREE * self._costs.seconds(interactive_tokens))
@@ -93,17 +117,19 @@ class SharedSteps:
         """Whether a step is so long that launching it early gains little, while requests that arrive would wait."""
         return self.enabled and self._costs.seconds(tokens) > LONG_SECONDS
 
-    def record(self, tokens: int, *, interactive: bool, is_shared: bool) -> None:
+    def record(self, tokens: int, *, interactive: bool, is_shared: bool, is_prefill: bool = False) -> None:
         """Note that a step begins. `interactive`: whether there are interactive sequences, running or waiting."""
         now, seconds = self._clock(), self._costs.seconds(tokens)
         if self._running_step is not None:
             began, estimate = self._running_step
             self._errors.append((now - began) / estimate)
             self._error = min(MOST_ERROR, max(1.0, median(self._errors)))
-        self._running_step = (now, seconds) if interactive and is_shared and seconds > 0 else None
+        measured = interactive and is_shared and not is_prefill and seconds > 0
+        self._running_step = (now, seconds) if measured else None
         if interactive:
             self._last_interactive = now
         if is_shared:
+            self.since_prefill = 0 if is_prefill else self.since_prefill + 1
             self._small_steps, self._small_seconds = 0, 0.0
             self._small_seconds_allowed = self._ratio * seconds
         else:

@@ -1,7 +1,6 @@
 """`ktqueue gateway`: runs the application under uvicorn. At a stop, open streams may end first."""
 
 import asyncio
-import gc
 import logging
 import resource
 import socket
@@ -14,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from ktqueue.broker.broker import Broker
+from ktqueue.core import garbage
 from ktqueue.core.config import Config
 from ktqueue.gateway.app import create_app
 from ktqueue.gateway.gateway import Gateway
@@ -22,7 +22,6 @@ from ktqueue.gateway.http.http10 import Http10
 from ktqueue.gateway.http.protocol import LimitedProtocol
 from ktqueue.gateway.http.uvicorn_internals import check_uvicorn
 
-GARBAGE_THRESHOLD = 20_000  # new objects between two garbage collections; objects of a token are in no cycles
 OTHER_FILES = 256  # open files that are not client connections: Redis, logs, libraries
 PROBE_CONNECTIONS = 64  # on the port for probes
 ADDRESS_IN_USE = 3  # exit code, as uvicorn's own
@@ -124,8 +123,7 @@ def serve(config: Config) -> None:
     """
     asyncio.run(_check_broker(config))
     server = build_server(_within_files(config))
-    gc.freeze()  # present objects stay; collecting them again and again took a fifth of the time
-    gc.set_threshold(GARBAGE_THRESHOLD)
+    garbage.settle()  # collecting present objects again and again took a fifth of the time
     server.run()
 
 

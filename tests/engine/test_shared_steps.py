@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.shared_steps import RECENT_SECONDS, SharedSteps
+from ktqueue.engine.shared_steps import PREFILL_SPACING, RECENT_SECONDS, SharedSteps
 from ktqueue.engine.step_costs import StepCosts
 
 BATCH = JobClass.BATCH
@@ -133,7 +134,7 @@ def test_a_slow_machine_still_gives_the_batch_class_a_row() -> None:
     assert shared.most_tokens(0) == 2
 
 
-@pytest.mark.parametrize(("prompt", "longest"), [(0.05, 0.2), (0.15, 0.2475), (0.9, 0.4)])
+@pytest.mark.parametrize(("prompt", "longest"), [(0.05, 0.2), (0.15, 0.24), (0.9, 0.4)])
 def test_the_longest_step_follows_from_that_of_a_short_prompt(prompt: float, longest: float) -> None:
     shared = SharedSteps(learnt(lambda tokens: prompt * tokens / 128), None, 0.05, clock=Clock())
     assert shared.longest_step == pytest.approx(longest)
@@ -227,6 +228,32 @@ def test_batch_prompts_wait_for_each_other_where_a_full_step_is_faster(
     assert all(results[f"b{i}"] == greedy([i] * 16, 20 + i) for i in range(60))
     prefills = [tokens - rows for rows, tokens in model.steps if tokens > rows]
     assert (len(prefills) < 35) == fewer
+
+
+@pytest.mark.parametrize(("longest_ms", "spacing"), [(100, 1), (90, PREFILL_SPACING)])
+def test_batch_prompts_fill_steps_of_their_own_beside_interactive_requests(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], greedy: Any, longest_ms: int, spacing: int
+) -> None:
+    """A step of 256 tokens takes 126 ms, a quarter longer than one of 61 tokens, so prompts of 16 tokens fill it."""
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "interactive_step_ms": longest_ms}
+    engine = make_engine(model, vocabulary, num_pages=4000, interactive_share=0.0, **settings)
+    started(engine, learnt(lambda tokens: 0.001 * tokens if tokens < 64 else 0.1 + 0.0001 * tokens, most=256, upto=256))
+    engine.add("chat", [7, 8, 9], SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+    engine.step()
+    for i in range(120):
+        sampling = SamplingParams(temperature=0.0, max_tokens=20 + i % 7, ignore_eos=True)
+        engine.add(f"b{i}", [i % 96] * 15 + [i % 7], sampling, job_class=BATCH)
+    results: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            results.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.check()
+    assert all(results[f"b{i}"] == greedy([i % 96] * 15 + [i % 7], 20 + i % 7) for i in range(120))
+    assert len(results["chat"]) == 119, "the first token came before"
+    prefills = [place for place, (rows, tokens) in enumerate(model.steps) if tokens - rows > 61]
+    assert 6 <= len(prefills) <= 12 and all(later - earlier > spacing for earlier, later in pairwise(prefills))
+    others = [tokens for place, (_, tokens) in enumerate(model.steps[:100]) if place not in prefills]
+    assert max(others) <= 64, "other steps stay short"
 
 
 def test_interactive_requests_alone_are_not_held_back(

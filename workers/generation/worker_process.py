@@ -15,6 +15,7 @@ from typing import NoReturn
 import uvloop
 
 from ktqueue.broker.broker import Broker
+from ktqueue.core import garbage
 from ktqueue.core.config import Config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
 from ktqueue.core.logs import configure_process
@@ -36,7 +37,9 @@ def run(config: Config, progress: Progress | None = None, captured: Progress | N
     A second signal ends the process at once. Call it from the main thread. Raises ConfigError, CheckpointError or
     RuleError if the model cannot be served, and Unavailable if Redis does not answer.
     """
-    return serve(config, build(config.engine, progress, captured))
+    built = build(config.engine, progress, captured)
+    garbage.settle()
+    return serve(config, built)
 
 
 def serve(config: Config, built: Built) -> int:

@@ -168,7 +168,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         auto_rows=auto,
     )
     if auto:
-        probe_steps(engine, model.card_facts.vocab_size)
+        probe_steps(engine, model.card_facts.vocab_size, resolved.step_tokens if resolved.on_gpu else 0)
     if gpu and memory:
         log_memory(gpu.plan, engine.graph_bytes, config.page_size, memory)
     card = ModelCard(

@@ -13,6 +13,7 @@ from ktqueue.engine.engine import Engine
 ROWS = (1, 8, 32, 128, 512, 1024)
 PROMPT_TOKENS = 2
 OUTPUT_TOKENS = 3
+FULL_PROMPT_TOKENS = 15  # of a full step's prompts: one fewer than a page has
 GROWTH = 2.5  # a probe of four times the rows takes at most about so many times as long, if experts dominate
 LEAST_SECONDS, MOST_SECONDS = 0.3, 3.0  # for all probes, of a fast and of a slow model
 PROBES_ALLOWED = 30  # of one row, that all probes may last
@@ -20,8 +21,11 @@ PROBES_ALLOWED = 30  # of one row, that all probes may last
 log = logging.getLogger(__name__)
 
 
-def probe_steps(engine: Engine, vocabulary: int) -> None:
-    """Time steps of more and more rows, as far as all take no longer than 30 times the probe of one row."""
+def probe_steps(engine: Engine, vocabulary: int, full_step: int = 0) -> None:
+    """Time steps of more and more rows, as far as all take no longer than 30 times the probe of one row.
+
+    `full_step`: tokens of one more step, of prompts, however long it takes.
+    """
     stats = engine.stats()
     most = min(stats.rows_limit, stats.total_pages)
     draw = random.Random(0)
@@ -37,15 +41,25 @@ def probe_steps(engine: Engine, vocabulary: int) -> None:
         left -= seconds
         if rows == most or GROWTH * seconds > left:
             break
+    rows = min(most, full_step // FULL_PROMPT_TOKENS)
+    for _ in range(2 if rows else 0):  # kernels for such a step may be compiled in the first
+        _run(engine, rows, vocabulary, draw, FULL_PROMPT_TOKENS, outputs=1)
     engine.reset_statistics()
     points = ", ".join(f"{tokens:g} in {1e3 * seconds:.1f} ms" for tokens, seconds in engine.costs.points)
     log.info("tokens of a step: %s", points)
 
 
-def _run(engine: Engine, rows: int, vocabulary: int, draw: random.Random) -> None:
-    """Run `rows` sequences of random tokens to their end."""
-    sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=OUTPUT_TOKENS)
+def _run(
+    engine: Engine,
+    rows: int,
+    vocabulary: int,
+    draw: random.Random,
+    tokens: int = PROMPT_TOKENS,
+    outputs: int = OUTPUT_TOKENS,
+) -> None:
+    """Run `rows` sequences with prompts of random tokens to their end."""
+    sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=outputs)
     for row in range(rows):
-        engine.add(f"probe-{row}", [draw.randrange(vocabulary) for _ in range(PROMPT_TOKENS)], sampling)
+        engine.add(f"probe-{row}", [draw.randrange(vocabulary) for _ in range(tokens)], sampling)
     while engine.has_work:
         engine.step()

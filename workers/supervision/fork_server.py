@@ -9,7 +9,6 @@ the answer is {"pid": id}. {"ended": id, "code": return code} reports the end of
 process, and this process ends when the socket closes.
 """
 
-import gc
 import json
 import os
 import selectors
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ktqueue.broker.redis.state_folder import PRIVATE_FILE
+from ktqueue.core import garbage
 from ktqueue.core.logs import configure_process
 from ktqueue.workers.exit_codes import BROKEN, DRAINED
 from ktqueue.workers.generation.worker_process import conclude, leave, serve
@@ -111,8 +111,7 @@ def main() -> NoReturn:
     def forks() -> int:
         config = configure_process(os.environ)
         built = build(config.engine)
-        gc.collect()
-        gc.freeze()  # else each worker's garbage collector would touch, and so copy, the pages of old objects
+        garbage.settle()  # else each worker's garbage collector would touch, and so copy, the pages of old objects
 
         def worker() -> int:
             set_threads(config.engine)  # a fork has none of its parent's threads

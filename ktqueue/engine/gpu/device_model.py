@@ -20,9 +20,6 @@ class DeviceModel(Protocol):
     def prepare_device(self, settings: GpuSettings) -> None:
         """Allocate what steps of these sizes need. Called once, before the first step."""
 
-    def streams(self, tokens: int) -> bool:
-        """Whether an eager step of `tokens` tokens may copy experts to the device, which a captured step cannot."""
-
     def after_step(self) -> None:
         """Called when a step is complete and its results are on the host. Raises the errors of the step."""
 
@@ -33,6 +30,14 @@ class DeviceModel(Protocol):
         """Release everything. No step follows."""
 
 
+@runtime_checkable
+class StreamingModel(Protocol):
+    """A model whose eager steps may copy experts to the device, which captured steps cannot."""
+
+    def streams(self, tokens: int) -> bool:
+        """Whether an eager step of `tokens` tokens may do so."""
+
+
 class _PlainModel:
     """A model that has nothing to prepare. Its operators are closed with it."""
 
@@ -41,9 +46,6 @@ class _PlainModel:
 
     def prepare_device(self, settings: GpuSettings) -> None:
         pass
-
-    def streams(self, tokens: int) -> bool:
-        return False
 
     def after_step(self) -> None:
         pass

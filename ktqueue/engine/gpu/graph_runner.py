@@ -11,7 +11,7 @@ import torch
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.capture_choice import CaptureChoice
 from ktqueue.engine.gpu.decode_bucket import DecodeBucket
-from ktqueue.engine.gpu.device_model import device_model
+from ktqueue.engine.gpu.device_model import StreamingModel
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.staging import Staging
 from ktqueue.engine.runner import Model
@@ -62,7 +62,7 @@ class GraphRunner:
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._prepared: Batch | None = None
-        self._streams = device_model(model).streams
+        self._streams = model.streams if isinstance(model, StreamingModel) else _never
         self._choice = CaptureChoice()
         self._compared: tuple[int, bool] | None = None  # rows of the last step's bucket, and whether it ran eagerly
         self.buckets: list[DecodeBucket] = []  # in rising order
@@ -136,3 +136,7 @@ class GraphRunner:
             input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=scored, step=step
         ).logits
         return logits[0, :, : self._vocab].float()
+
+
+def _never(tokens: int) -> bool:
+    return False
