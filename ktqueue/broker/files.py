@@ -132,7 +132,10 @@ class Files:
             raise _file_not_found(file_id)
 
     async def expired(self, limit: int) -> Sequence[tuple[str, str]]:
-        """Id and tenant of the files that have expired, the first `limit` of them."""
+        """Id and tenant of the files that have expired, the first `limit` of them.
+
+        Inputs of batches that have not ended are not among them, since lines of these are still read.
+        """
         return [
             (file_id.decode(), tenant.decode()) for file_id, tenant in await self._scripts.call("expired_files", limit)
         ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ktqueue.broker.batches import BatchRequest, BatchStatus
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.files import LOOKED_AT, FileFacts, FileLimits, new_file_id
 from ktqueue.core.config import StorageConfig
@@ -77,6 +78,22 @@ async def test_files_are_listed_page_by_page(broker: Broker) -> None:
     await asyncio.gather(*(broker.files.add(facts(), None) for _ in range(LOOKED_AT)))
     found, _ = await broker.files.list("acme", limit=1, purpose="a")
     assert [file.id for file in found] == [ids[10]]
+
+
+async def test_the_input_of_a_batch_is_kept_until_the_batch_has_ended(broker: Broker) -> None:
+    mine, others = (facts(tenant=tenant, seconds=0.001) for tenant in ("acme", "other"))
+    for file in (mine, others):
+        await broker.files.add(file, LIMITS)
+    request = BatchRequest(input_file_id=mine.id, endpoint="/v1/completions", completion_window="24h")
+    await broker.batches.create(request, window_seconds=60, tenant="acme")
+    await asyncio.sleep(0.01)
+    assert await broker.files.expired(10) == [(others.id, "other")]
+    with pytest.raises(FileNotFound):
+        await broker.files.get("acme", mine.id)
+    found = await broker.batches.take("owner")
+    assert found is not None
+    await broker.batches.update(found[0], change=(BatchStatus.VALIDATING, BatchStatus.FAILED))
+    assert {file_id for file_id, _ in await broker.files.expired(10)} == {mine.id, others.id}
 
 
 async def test_expired_files_are_not_found_and_can_be_deleted(broker: Broker, raw: Any) -> None:

@@ -1,7 +1,23 @@
--- The files that have expired first. ARGV: most files. Replies a list of {id, tenant}; the tenant of a file without a
--- record is ''. Writes nothing.
-local found = {}
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'files:expiry', '-inf', now_us(), 'LIMIT', 0, ARGV[1])) do
-  found[#found + 1] = { id, redis.call('HGET', TAG .. 'file:' .. id, 'tenant') or '' }
+-- The files that have expired first, except for inputs of batches that have not ended. ARGV: most files.
+-- Replies a list of {id, tenant}; the tenant of a file without a record is ''. Writes nothing.
+local MAX_LOOKED_AT = 5000 -- of which at most `broker.max_open_batches` of each tenant are inputs
+local now, inputs, found = now_us(), {}, {}
+
+local function is_input(id, tenant)
+  if not inputs[tenant] then
+    inputs[tenant] = {}
+    for _, batch in ipairs(redis.call('SMEMBERS', TAG .. 'batches:open:' .. tenant)) do
+      local request = redis.call('HGET', TAG .. 'batch:' .. batch, 'request')
+      if request then inputs[tenant][cjson.decode(request).input_file_id] = true end
+    end
+  end
+  return inputs[tenant][id]
+end
+
+local looked = redis.call('ZRANGEBYSCORE', TAG .. 'files:expiry', '-inf', now, 'LIMIT', 0, MAX_LOOKED_AT)
+for _, id in ipairs(looked) do
+  if #found == tonumber(ARGV[1]) then break end
+  local tenant = redis.call('HGET', TAG .. 'file:' .. id, 'tenant') or ''
+  if not is_input(id, tenant) then found[#found + 1] = { id, tenant } end
 end
 return found
