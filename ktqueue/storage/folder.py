@@ -12,13 +12,14 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.units import format_bytes
-from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefix, is_name
+from ktqueue.storage.store import PART_BYTES, THREADS, NotStored, check_name, check_prefix, is_name
 
 WRITING = ".writing"
 
@@ -35,6 +36,7 @@ class FolderStore:
         self._root = root
         self._min_free_bytes = min_free_bytes
         self._was_swept = False
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
 
     @asynccontextmanager
     async def create(self, name: str) -> AsyncIterator["FileWriting"]:
@@ -51,7 +53,7 @@ class FolderStore:
             await writing.flush()
             await self._run(file.commit, path)
         finally:
-            await asyncio.shield(asyncio.to_thread(file.close))
+            await asyncio.shield(self._run(file.close))
 
     async def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
         """See `Store`."""
@@ -87,7 +89,7 @@ class FolderStore:
     async def _run(self, work: Callable[..., Result], *args: object) -> Result:
         """Call `work` in a thread. Raises Unavailable."""
         with self._usable():
-            return await asyncio.to_thread(work, *args)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

@@ -7,9 +7,11 @@ uploads that were begun a day ago, since their writers have died.
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
+from functools import partial
 from hashlib import md5
 from typing import Any, TypeVar
 
@@ -18,10 +20,9 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from ktqueue.core.errors import Unavailable
-from ktqueue.storage.store import PART_BYTES, NotStored, check_name, check_prefix, is_name
+from ktqueue.storage.store import PART_BYTES, THREADS, NotStored, check_name, check_prefix, is_name
 
 UPLOAD_BYTES = 5 << 20  # of a part of a multipart upload: the least that S3 allows
-CONNECTIONS = 64  # that are kept open
 ABORT, COMPLETE = "abort_multipart_upload", "complete_multipart_upload"
 ABANDONED = timedelta(days=1)
 _MISSING = {"NoSuchKey", "NotFound", "404"}
@@ -37,13 +38,14 @@ class S3Store:
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket = bucket
         self._prefix = prefix
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
         self._client: Any = boto3.session.Session().client(
             "s3",
             config=Config(
                 connect_timeout=5,
                 read_timeout=30,
                 retries={"mode": "standard", "max_attempts": 3},
-                max_pool_connections=CONNECTIONS,
+                max_pool_connections=THREADS,
                 request_checksum_calculation="when_required",  # other servers may not know the newer ones
                 response_checksum_validation="when_required",
             ),
@@ -132,7 +134,7 @@ class S3Store:
 
     async def _run(self, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         try:
-            return await asyncio.to_thread(work, *args, **kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
         except (BotoCoreError, OSError) as error:
             raise _unusable(error) from error
 

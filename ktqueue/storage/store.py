@@ -12,6 +12,7 @@ from typing import Protocol
 from ktqueue.core.errors import KtqueueError
 
 PART_BYTES = 256 << 10  # read or written at once
+THREADS = 64  # of a store, which are its own: those of the event loop also look up names, for Redis too
 MAX_NAME = 200
 
 _WORD = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"  # no word begins with a dot

@@ -176,6 +176,24 @@ async def test_a_store_that_is_not_mounted_does_not_look_like_one_without_object
         await store.size("files/b")
 
 
+async def test_a_store_that_hangs_keeps_nothing_else_waiting(tmp_path: Path) -> None:
+    """As a network file system does whose server is away. Reading a pipe that nobody writes hangs too."""
+    store = FolderStore(tmp_path)
+    await put(store, "files/a", b"x")
+    pipes = [f"files/pipe{number}" for number in range(40)]
+    for name in pipes:
+        os.mkfifo(tmp_path / name)
+    reads = [asyncio.create_task(get(store, name)) for name in pipes]
+    try:
+        async with asyncio.timeout(10):
+            assert await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 1)
+            assert await get(store, "files/a") == [b"x"]
+    finally:
+        for name in pipes:
+            os.close(os.open(tmp_path / name, os.O_RDWR | os.O_NONBLOCK))
+        await asyncio.wait(reads)
+
+
 async def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     full = FolderStore(tmp_path, min_free_bytes=1 << 62)
     with pytest.raises(Unavailable, match="min_free_bytes"):
