@@ -23,10 +23,9 @@ from ktqueue.engine.batch import Batch, BatchBuilder
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
-from ktqueue.engine.memory_plan import SAMPLED_ROWS
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
-from ktqueue.engine.prepared_step import NextStep
+from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
 from ktqueue.engine.prompt_logprobs import prompt_logprobs
 from ktqueue.engine.request_table import RequestTable, no_token, usage_of
 from ktqueue.engine.rows import Rows
@@ -38,9 +37,10 @@ from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 from ktqueue.engine.step_recorder import StepRecorder
+from ktqueue.engine.step_sampler import StepSampler
 from ktqueue.engine.step_times import StepTimes
 from ktqueue.engine.token_masks import TokenMasks
-from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing
+from ktqueue.engine.token_selector import TokenSelection
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.profiling.records import StepMoments
@@ -110,11 +110,11 @@ class Engine:
         self._special_token_bytes = vocabulary.special_token_bytes
         self._model = device_model(model)
         self._runner = parts.runner
-        self._selector = parts.selector
         self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids, check_greedy=parts.check_greedy)
         self.graph_bytes = parts.graph_bytes
         self._requests = RequestTable(self._rows.remove, vocabulary.token_bytes, parts.least_jump)
         self._next = NextStep(self._rows, self._scheduler, self._builder, self._runner, self._masks)
+        self._sampler = StepSampler(parts.selector, self._masks, self._next)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._prompt_tokens = self._generation_tokens = self._batch_tokens = self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
@@ -149,9 +149,10 @@ class Engine:
             preemptions=rows.preemptions,
             prefix_queries=rows.prefixes.queries,
             prefix_hits=rows.prefixes.hits,
-            out_of_memory=self._out_of_memory,
+            out_of_memory=self._out_of_memory + self._sampler.out_of_memory,
             replayed_steps=self._runner.replayed,
             prepared_steps=self._next.taken,
+            steps_ahead=self._next.ahead,
             steps=times.steps,
             schedule_seconds=times.schedule,
             forward_seconds=times.forward,
@@ -232,11 +233,12 @@ class Engine:
         self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
         self._requests.abort(request_id)
 
-    def step(self, launch_next: Callable[[], bool] = lambda: False) -> list[SequenceOutput]:
+    def step(self, launch_next: MayLaunch = never) -> list[SequenceOutput]:
         """Run the model once on the rows that the scheduler picks. Returns what each sequence gained.
 
-        `launch_next` is called once the next step is ready and says whether to launch it now, so that the device need
-        not wait for the caller. Requests added after that join one step later.
+        `launch_next` says whether to launch the next step now, so that the device need not wait for the caller. It is
+        called once that step is prepared, and again when this step is done. Requests added after it agreed join one
+        step later.
         """
         outputs, self._early_outputs = self._early_outputs, []
         started = time.monotonic()
@@ -258,10 +260,11 @@ class Engine:
             return [*outputs, *(self._requests.fail(sequence, fault) for sequence in plan.rows)]
         launched = time.monotonic()
         # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token: it commits
-        # pages, collects the sampler's numbers and prepares the next step.
-        ready, complete = self._commit_computed_tokens(plan)
+        # pages, collects the sampler's numbers, prepares the next step and may launch it.
+        ready, complete = self._commit_computed_tokens(plan, batch)
         committed = time.monotonic()
-        selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready)
+        ahead = never if batch.prompts else launch_next  # those logits are still needed below
+        selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready, ahead)
         self._model.after_step()
         sampled = time.monotonic()
         self.costs.observe(plan.tokens, sampled - began)
@@ -270,7 +273,7 @@ class Engine:
         outputs += self._postprocess(ready, selection)
         outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if _runs(done)]
         written = time.monotonic()
-        self._next.launch(launch_next)
+        self._next.launch(launch_next, redrawn=selection.redrawn)
         times = started, planned, built, launched, committed, sampled, written, time.monotonic(), selection.waited
         self._times.add(moments := StepMoments(*times))
         if self.recorder is not None:
@@ -307,7 +310,9 @@ class Engine:
                 return batch, None
             batch = self._builder.build(plan.rows)
 
-    def _commit_computed_tokens(self, plan: StepPlan) -> tuple[list[tuple[int, Sequence]], list[Sequence]]:
+    def _commit_computed_tokens(
+        self, plan: StepPlan, batch: Batch
+    ) -> tuple[list[tuple[int, Sequence]], list[Sequence]]:
         """Record which tokens the step computes.
 
         Returns the sequences that get a token, with their rows of logits, and those that end with their prompt.
@@ -315,14 +320,15 @@ class Engine:
         ready, complete = [], []
         row = 0
         for sequence, count in plan.rows.items():
-            if sequence.status is not SequenceStatus.RUNNING:  # aborted after the launch of a decode step
+            if sequence.status is not SequenceStatus.RUNNING:  # ended after the launch of a decode step
                 row += 1
                 continue
             uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
             if uncomputed_prompt > 0:
                 self._prompt_tokens += min(count, uncomputed_prompt)
             forks = self._rows.commit(sequence, count)
-            if sequence.remaining:
+            if sequence.remaining:  # a part of a prompt, or its grammar forced tokens after the launch
+                row += batch.decodes
                 continue
             finished = [sequence, *(fork for fork in forks if fork.remaining == 0)] if forks else [sequence]
             if sequence.samples:
@@ -332,33 +338,15 @@ class Engine:
                 complete += finished
         return ready, complete
 
-    def _sample(self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]]) -> TokenSelection:
-        """Choose a token for each ready sequence: some at a time, and in halves while the device is out of memory."""
-        if not ready:
-            started = time.monotonic()
-            self._runner.wait()
-            return TokenSelection([], [], {}, time.monotonic() - started)
-        selection = self._sample_part(logits, ready[:SAMPLED_ROWS], self._next.prepare)
-        for start in range(SAMPLED_ROWS, len(ready), SAMPLED_ROWS):
-            selection = selection.joined(self._sample_part(logits, ready[start : start + SAMPLED_ROWS], do_nothing))
-        return selection
-
-    def _sample_part(
-        self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]], meanwhile: Meanwhile
+    def _sample(
+        self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]], launch_next: MayLaunch
     ) -> TokenSelection:
-        try:
-            rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
-            masked = self._masks.take(sequences)
-            return self._selector.select(logits, rows, sequences, meanwhile, masked)
-        except torch.OutOfMemoryError as error:
-            if len(ready) == 1:
-                raise
-            log.warning("out of memory while sampling %d tokens: %s", len(ready), error)
-        self._out_of_memory += 1
-        torch.cuda.empty_cache()
-        half = len(ready) // 2
-        first = self._sample_part(logits, ready[:half], meanwhile)
-        return first.joined(self._sample_part(logits, ready[half:], do_nothing))
+        """Choose a token for each ready sequence. Without any, wait for the device."""
+        if ready:
+            return self._sampler.sample(logits, ready, launch_next)
+        started = time.perf_counter()
+        self._runner.wait()
+        return TokenSelection([], [], {}, waited=time.perf_counter() - started)
 
     def _score_prompts(self, batch: Batch, logits: torch.Tensor) -> list[SequenceOutput]:
         """Compute the log probabilities of prompt tokens that this step gives. Call it once the device has finished."""

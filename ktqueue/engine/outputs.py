@@ -53,7 +53,8 @@ class EngineStats:
     ones but not cached ones. batch_tokens: those of `generation_tokens` that are of the batch class. prefix_queries,
     prefix_hits: tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller
     because the device had too little memory. replayed_steps: steps that replayed a captured graph. prepared_steps:
-    steps that were built while the device computed the step before. Seconds are wall time of each part of all steps so
+    steps that were built while the device computed the step before. steps_ahead: those of them that were launched
+    before the tokens of the step before were on the host. Seconds are wall time of each part of all steps so
     far.
     """
 
@@ -74,6 +75,7 @@ class EngineStats:
     out_of_memory: int
     replayed_steps: int
     prepared_steps: int
+    steps_ahead: int
     steps: int
     schedule_seconds: float
     forward_seconds: float

@@ -280,11 +280,11 @@ class Rows:
         self._sitting_out.clear()
         self._reserved_rows = self._reserved_pages = 0
 
-    def allocate(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
+    def allocate(self, sequence: Sequence, count: int, plan: StepPlan, *, may_repeat: bool = False) -> bool:
         """Allocate pages for the next `count` tokens, copying a shared page before it is written.
 
         Preempts sequences of lower rank if necessary. Returns False if there are no pages; the sequence then skips
-        this step.
+        this step. `may_repeat`: see States.plan.
         """
         pages = self.pages
         if self.can_never_run(sequence):
@@ -308,7 +308,7 @@ class Rows:
             sequence.pages[sequence.page_count] = pages.allocate()
             sequence.page_count += 1
         if self.states is not None:
-            self.states.plan(sequence)
+            self.states.plan(sequence, may_repeat=may_repeat)
         return True
 
     def preempt(self, victim: Sequence, plan: StepPlan) -> None:

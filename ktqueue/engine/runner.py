@@ -1,6 +1,7 @@
 """Runs the model on one batch. Knows only how to call a causal language model of transformers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,17 @@ Model = Callable[..., Any]
 [1, scored, vocab]; all tensors are on the model's device."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTokens:
+    """Token ids of a batch that are known on the device only. The id of row i is `ids[places[i]]`.
+
+    ids: [sampled] int64 on the model's device.
+    """
+
+    ids: torch.Tensor
+    places: list[int]
+
+
 class Runner(Protocol):
     """Calls the model, on any device."""
 
@@ -19,12 +31,12 @@ class Runner(Protocol):
     def replayed(self) -> int:
         """Number of steps that replayed a captured step."""
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
         """Logits of the batch's scored tokens, [scored, vocab] float32 on the model's device.
 
-        The device may still be computing them when this returns. They are valid until the next call, and the caller
-        may overwrite them. Columns beyond the vocabulary, which models pad, are cut off. Errors of the model are
-        passed on.
+        `tokens` replaces the token ids of a batch for which `prepare` returned True. The device may still be computing
+        the logits when this returns. They are valid until the next call, and the caller may overwrite them. Columns
+        beyond the vocabulary, which models pad, are cut off. Errors of the model are passed on.
         """
 
     def prepare(self, batch: Batch) -> bool:
@@ -50,8 +62,9 @@ class HostRunner:
         self._model = model
         self._vocab = vocab
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
         """See Runner. The logits are complete when this returns."""
+        assert tokens is None, "no batch is prepared"
         with torch.inference_mode():
             logits: torch.Tensor = self._model(
                 input_ids=batch.input_ids,

@@ -81,18 +81,19 @@ class Scheduler:
         self.rows_left_out = max(0, rows - len(plan.rows)) if interactive else 0
         self._shared.record(plan.tokens, interactive=interactive, is_shared=plan.is_shared, is_prefill=plan.is_prefill)
 
-    def plan_next_step(self) -> StepPlan | None:
+    def plan_next_step(self, *, may_repeat: bool = False) -> StepPlan | None:
         """Plan the step after the current one, assuming that each running sequence gets one token now.
 
-        The plan is valid while the version of the rows stays the same. Returns None if the next step will be another
-        one, or if it needs more pages than are available. Call it after `commit`. The sequences keep the pages that
-        they are given here, because each needs its page in any case.
+        The plan is valid if the version of the rows grows only by the rows that end now, `plan.ending`. Returns None
+        if the next step will be another one, or if it needs more pages than are available. Call it after `commit`. The
+        sequences keep the pages that they are given here, because each needs its page in any case. `may_repeat`: see
+        States.plan.
         """
         self._rows.sort()
         plan = StepPlan(is_shared=self._is_shared())
         if not all(self._prepare_rows(plan, classes, budget) for classes, budget in self._budgets(plan)):
             return None
-        if plan.is_prefill or not plan.rows:
+        if plan.is_prefill or not plan.rows or (plan.ending and (self._rows.num_waiting or self._both_classes())):
             return None
         missing = sum(
             sequence.num_computed_tokens // self._rows.page_size == sequence.page_count for sequence in plan.rows
@@ -100,7 +101,7 @@ class Scheduler:
         if missing > self._rows.pages.available:
             return None
         for sequence in plan.rows:
-            self._rows.allocate(sequence, 1, plan)
+            self._rows.allocate(sequence, 1, plan, may_repeat=may_repeat)
         return plan
 
     def shrink(self, plan: StepPlan) -> bool:
@@ -120,6 +121,10 @@ class Scheduler:
             self._plan_row(first, plan, self._token_budget)
         self._rows.end_admission()
         return len(ranked) > 1
+
+    def may_launch_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step is so short that a request which arrives before it begins may wait for its end too."""
+        return self._shared.may_launch_ahead(plan.tokens)
 
     def is_long(self, plan: StepPlan) -> bool:
         """Whether a request that arrives during this step would wait too long for the next."""
@@ -241,7 +246,10 @@ class Scheduler:
             if plan.tokens >= budget:
                 return True
             left = sequence.remaining  # 0 if the current step computes it, 1 if that step leaves it out
-            if left > 1 or (not left and (sequence.ends_next or sequence.length == sequence.original_length)):
+            if not left and sequence.ends_next:
+                plan.ending += 1
+                continue
+            if left > 1 or (not left and sequence.length == sequence.original_length):
                 return False
             place = sequence.num_computed_tokens // self._rows.page_size
             if place < sequence.page_count and self._rows.pages.is_shared(int(sequence.pages[place])):

@@ -28,6 +28,7 @@ MOST_SMALL_STEPS = 24  # between two shared steps
 BATCH_PART = 8  # the batch class gets at least one of so many tokens of a shared step
 FREE = 1.1  # batch tokens that make a small step longer by at most this factor cost almost nothing
 LONG_SECONDS = 0.1
+AHEAD_SECONDS = 0.02  # a longer step is not launched during the step before: the gain of a millisecond is too small
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short
 PROMPT_TOKENS = 128  # of a short prompt, whose step others wait for also where there is no batch
 PROMPT_STEPS = 1.6  # a shared step may take so many times the step of a short prompt
@@ -112,6 +113,10 @@ class SharedSteps:
         """How many batch tokens cost almost nothing in a small step of `interactive_tokens`."""
         allowed = self._costs.most_tokens(FREE * self._costs.seconds(interactive_tokens))
         return max(0, allowed - interactive_tokens)
+
+    def may_launch_ahead(self, tokens: int) -> bool:
+        """Whether a step is so short that requests which arrive may wait for it and for the step before."""
+        return not self.enabled or self._costs.seconds(tokens) <= AHEAD_SECONDS
 
     def is_long(self, tokens: int) -> bool:
         """Whether a step is so long that launching it early gains little, while requests that arrive would wait."""

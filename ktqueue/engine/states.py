@@ -46,10 +46,13 @@ class States:
         """Let `fork` begin with the state of `leader`."""
         self.start(fork, leader.state)
 
-    def plan(self, sequence: Sequence) -> None:
-        """Choose the slot to which the next step writes. It has one already if that step was planned before."""
+    def plan(self, sequence: Sequence, *, may_repeat: bool = False) -> None:
+        """Choose the slot to which the next step writes. It has one already if that step was planned before.
+
+        `may_repeat`: the step may be computed twice, so it must not overwrite the state that it reads.
+        """
         if sequence.next_state == NO_SLOT:
-            keeps = sequence.state == NO_SLOT or self._slots.is_kept(sequence.state)
+            keeps = may_repeat or sequence.state == NO_SLOT or self._slots.is_kept(sequence.state)
             sequence.next_state = self._slots.allocate() if keeps else sequence.state
 
     def commit(self, sequence: Sequence) -> None:

@@ -10,14 +10,16 @@ from ktqueue.engine.sequence import Sequence
 class StepPlan:
     """The rows of one step: the number of tokens to compute for each sequence, in the order of the batch.
 
-    `tokens`: their sum. `can_never_run`: sequences that need more pages than the cache has. `is_shared`: whether the
-    step is for all classes. `is_prefill`: whether prompts of the batch class fill it, and its other rows are left out.
+    `tokens`: their sum. `ending`: number of rows of the step before that are left out, because they end with it.
+    `can_never_run`: sequences that need more pages than the cache has. `is_shared`: whether the step is for all
+    classes. `is_prefill`: whether prompts of the batch class fill it, and its other rows are left out.
     `holds_prompts`: whether these prompts wait for such a step. `prefixes`: digests of the prefixes that the prefix
     cache will know after the step, and the sequence that computes each.
     """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
     tokens: int = 0
+    ending: int = 0
     can_never_run: list[Sequence] = field(default_factory=list)
     is_shared: bool = True
     is_prefill: bool = False

@@ -25,12 +25,14 @@ from ktqueue.operators.token_masks import mask_logits
 class TokenSelection:
     """The chosen tokens by row. Where `finite` is False, the token id has no meaning.
 
-    `logprobs` has entries for the rows that asked for them. `waited`: seconds that the host waited for the device.
+    `logprobs` has entries for the rows that asked for them. `redrawn`: whether some tokens are not those that
+    `Meanwhile` was called with. `waited`: seconds that the host waited for the device.
     """
 
     token_ids: list[int]
     finite: list[bool]
     logprobs: dict[int, PositionLogprobs]
+    redrawn: bool = False
     waited: float = field(default=0.0, compare=False)
 
     def joined(self, other: "TokenSelection") -> "TokenSelection":
@@ -40,15 +42,20 @@ class TokenSelection:
             self.token_ids + other.token_ids,
             self.finite + other.finite,
             self.logprobs | {offset + row: logprobs for row, logprobs in other.logprobs.items()},
+            self.redrawn or other.redrawn,
             self.waited + other.waited,
         )
 
 
-Meanwhile = Callable[[], None]
-"""Work for the host while the device computes. It may queue work on the device, but not wait for it."""
+Meanwhile = Callable[[torch.Tensor, bool], None]
+"""meanwhile(tokens, are_final): work for the host while the device computes.
+
+It may queue work on the device, but not wait for it, and may overwrite the logits. tokens: [sequences] int64 on the
+device, the chosen token ids. are_final: False if some of them may be drawn again.
+"""
 
 
-def do_nothing() -> None:
+def do_nothing(tokens: torch.Tensor, are_final: bool) -> None:
     """A Meanwhile without work."""
 
 

@@ -32,6 +32,11 @@ _COUNTERS = (
     ("steps", "steps", "Steps of the engine."),
     ("replayed_steps", "replayed_steps", "Steps that replayed a captured CUDA graph."),
     ("prepared_steps", "prepared_steps", "Steps that were prepared while the GPU computed the previous one."),
+    (
+        "steps_ahead",
+        "steps_ahead",
+        "Prepared steps that were launched before the tokens of the previous one were read.",
+    ),
     ("out_of_memory", "out_of_memory", "Steps made smaller because the device ran out of memory."),
     ("expert_moves", "expert_moves", "Experts that replaced others in GPU memory."),
     ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),

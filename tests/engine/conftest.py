@@ -240,6 +240,28 @@ def make_engine(parts: str) -> Callable[..., Engine]:
 
 
 @pytest.fixture
+def make_crowded(make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> Any:
+    """Make an engine for a workload. Its model gives NaN logits for some contexts."""
+
+    def make(seed: Any, pages: Any, **more: Any) -> Any:
+        model = make_model()
+        model.poison = lambda context: len(context) > 9 and context[-1] in (9 + seed, 50 + seed)
+        return make_engine(
+            model,
+            vocabulary,
+            num_pages=pages,
+            max_model_len=60,
+            max_num_seqs=7,
+            max_num_batched_tokens=16,
+            cuda_graphs=seed % 3 < 2,
+            enable_prefix_caching=seed % 2 == 0,
+            **more,
+        )
+
+    return make
+
+
+@pytest.fixture
 def run() -> Callable[..., dict[tuple[str, int], Result]]:
     """Step an engine until it has no work. Returns the results by (request id, index)."""
 

@@ -1,18 +1,18 @@
 """Which steps are prepared while the device computes the step before, and that this changes no output."""
 
 import dataclasses
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine_workload import outputs_of_steps, workload
 
-from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.core.request import SamplingParams
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts
-from ktqueue.engine.outputs import EmittedChoice
 from ktqueue.engine.runner import Runner
+from ktqueue.engine.shared_steps import SharedSteps
 from ktqueue.engine.token_selector import Selector, TokenSelection
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
@@ -33,85 +33,6 @@ def prepared(engine: Any, steps: Any = 1) -> Any:
     for _ in range(steps):
         engine.step()
     return engine.stats().prepared_steps - before
-
-
-def random_sampling(noise: Any, name: Any) -> Any:
-    """A random mix of parameters that end, edit, fork or describe a choice."""
-    settings = {"temperature": noise.choice([0.0, 0.7, 1.0]), "max_tokens": noise.randint(3, 20), "seed": name}
-    for chance, more in (
-        (0.2, {"stop": ("5", "AB")}),
-        (0.3, {"stop_token_ids": tuple(noise.sample(range(96), 8))}),
-        (0.2, {"top_p": 0.8, "top_k": 9}),
-        (0.2, {"min_tokens": 3, "logit_bias": {7: 4.0, 96: 6.0}}),
-        (0.2, {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}),
-        (0.2, {"logprobs": 2}),
-        (0.5, {"ignore_eos": True}),
-    ):
-        if noise.random() < chance:
-            settings |= more
-    if settings["temperature"]:
-        settings["n"] = noise.choice([1, 1, 2, 3])
-    return SamplingParams(**settings)
-
-
-def workload(seed: Any) -> Any:
-    """What happens before each step: names to abort and requests to add, in bursts. Some requests are resumed."""
-    noise = random.Random(seed)
-    stems = [[noise.randrange(96) for _ in range(25)] for _ in range(3)]
-    turns, names = [], list(range(20))
-    while names:
-        adds = []
-        while names and noise.random() < 0.25:
-            prompt = noise.choice(stems)[: noise.randint(0, 25)] + [noise.randrange(96) for _ in range(3)]
-            sampling = random_sampling(noise, names[0])
-            emitted: list[EmittedChoice] = []
-            if noise.random() < 0.2 and sampling.max_tokens > 4:
-                emitted = [EmittedChoice(token_ids=(1, 2, 3)) for _ in range(noise.randint(1, sampling.n))]
-            kind = noise.choice([JobClass.BATCH, JobClass.INTERACTIVE, JobClass.INTERACTIVE])
-            adds.append((str(names.pop(0)), prompt, sampling, kind, emitted))
-        turns.append(([str(noise.randrange(20))] if noise.random() < 0.06 else [], adds))
-    return turns
-
-
-def outputs_of_steps(engine: Any, turns: Any, compile_grammar: Any, launch_next: Any = lambda: False) -> Any:
-    """Run the workload, in which some requests have a grammar. Returns the outputs of each step."""
-    outputs = []
-    turns = list(turns)
-    while turns or engine.has_work:
-        aborts, adds = turns.pop(0) if turns else ((), ())
-        for name in aborts:
-            engine.abort(name)
-        for name, prompt, sampling, kind, emitted in adds:
-            constrained = len(prompt) % 3 == 0 and not emitted
-            matcher = compile_grammar('start: ("[" /[0-9A-F]{2,4}/ ("yes" | "maybe")? "]")+') if constrained else None
-            engine.add(name, prompt, sampling, job_class=kind, emitted=emitted, matcher=matcher)
-        outputs.append(engine.step(launch_next))
-        engine.check()
-    stats = engine.stats()
-    assert stats.free_pages == stats.total_pages and stats.running == stats.waiting == 0
-    return outputs
-
-
-@pytest.fixture
-def make_crowded(make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> Any:
-    """Make an engine for a workload. Its model gives NaN logits for some contexts."""
-
-    def make(seed: Any, pages: Any, **more: Any) -> Any:
-        model = make_model()
-        model.poison = lambda context: len(context) > 9 and context[-1] in (9 + seed, 50 + seed)
-        return make_engine(
-            model,
-            vocabulary,
-            num_pages=pages,
-            max_model_len=60,
-            max_num_seqs=7,
-            max_num_batched_tokens=16,
-            cuda_graphs=seed % 3 < 2,
-            enable_prefix_caching=seed % 2 == 0,
-            **more,
-        )
-
-    return make
 
 
 class PatientSelector:
@@ -149,37 +70,26 @@ def test_preparing_steps_changes_no_output(make_crowded: Any, compile_grammar: A
 @pytest.mark.parametrize("parts", ["host", "device"])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_are_sampled_in_parts_give_the_same(
-    make_crowded: Any, compile_grammar: Any, monkeypatch: pytest.MonkeyPatch, seed: int, parts: str
+    make_crowded: Any,
+    compile_grammar: Any,
+    gather_outputs: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    parts: str,
 ) -> None:
     whole = outputs_of_steps(make_crowded(seed, 400), workload(seed), compile_grammar)
-    monkeypatch.setattr("ktqueue.engine.engine.SAMPLED_ROWS", 2)
+    monkeypatch.setattr("ktqueue.engine.step_sampler.SAMPLED_ROWS", 2)
     engine = make_crowded(seed, 400)
     assert outputs_of_steps(engine, workload(seed), compile_grammar) == whole
     assert (engine.stats().prepared_steps > 2) == (parts == "device")
-
-
-@pytest.mark.parametrize("pages", [400, 18])
-@pytest.mark.parametrize("seed", [0, 1, 3])  # those with graphs
-def test_steps_that_are_launched_early_give_the_same(
-    make_crowded: Any, gather_outputs: Any, compile_grammar: Any, seed: int, pages: int
-) -> None:
-    """Requests that arrive meanwhile join one step later, so the steps differ, but the answers do not."""
-    turns = workload(seed)
-    aborted = {name for aborts, _ in turns for name in aborts}
-    noise, answers = random.Random(seed), []
-    for launch_next in (lambda: False, lambda: True, lambda: noise.random() < 0.5):
-        results: dict[Any, Any] = {}
-        for outputs in outputs_of_steps(make_crowded(seed, pages), turns, compile_grammar, launch_next):
-            gather_outputs(results, outputs)
-        answers.append(
-            {
-                key: (result.token_ids, result.text, result.logprobs, result.finish_reason, result.error)
-                for key, result in results.items()
-                if key[0] not in aborted
-            }
-        )
-    assert answers[0] == answers[1] == answers[2]
-    assert any(error is not None for *_, error in answers[0].values())
+    results: list[dict[Any, Any]] = [{}, {}]
+    launched = outputs_of_steps(make_crowded(seed, 400), workload(seed), compile_grammar, lambda: True)
+    for found, steps in zip(results, (whole, launched), strict=True):
+        for outputs in steps:
+            gather_outputs(found, outputs)
+    aborted = {name for aborts, _ in workload(seed) for name in aborts}
+    for key, result in results[0].items():
+        assert key[0] in aborted or result.token_ids == results[1][key].token_ids
 
 
 class CountingRunner:
@@ -258,6 +168,17 @@ def test_a_stop_string_ends_a_row_that_was_prepared(
     assert engine.stats().prepared_steps == 12 - 1 - 1  # neither the prompts' step nor the step after the stop
 
 
+def test_a_step_without_the_rows_that_reach_their_last_token_is_prepared(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
+) -> None:
+    engine = make_engine(model, vocabulary)
+    for count in (5, 9, 12):
+        engine.add(f"r{count}", PROMPT[:count], greedily(count))
+    results = run(engine)
+    assert all(results[f"r{count}", 0].token_ids == greedy(PROMPT[:count], count) for count in (5, 9, 12))
+    assert engine.stats().steps == 12 and engine.stats().prepared_steps == 11
+
+
 def test_steps_are_prepared_while_requests_wait_for_a_row(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
 ) -> None:
@@ -329,8 +250,9 @@ def test_a_launched_step_is_dropped_if_all_its_requests_are_aborted(
 
 
 def test_a_step_that_follows_an_end_is_not_launched_early(
-    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], greedy: Any
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], greedy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(SharedSteps, "may_launch_ahead", lambda *_: False)
     end = greedy(PROMPT, 9)[-1]
     engine = make_engine(model, vocabulary)
     engine.add("ends", PROMPT, greedily(30, stop_token_ids=(end,)))

@@ -4,6 +4,7 @@ The model is a random Qwen3-Next, on the engine's parts for the host and on thos
 """
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.engine_parts import make_parts
+from ktqueue.engine.engine_parts import EngineParts, make_parts
+from ktqueue.engine.gpu.device_selector import DeviceSelector
 from ktqueue.engine.outputs import EmittedChoice
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators.gpu.attention.backends import make_planner
@@ -81,10 +83,10 @@ def make_engine(loaded: LoadedModel) -> Callable[..., Engine]:
     return make
 
 
-def finish(engine: Engine) -> dict[tuple[str, int], list[int]]:
+def finish(engine: Engine, *, ahead: bool = True) -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[int]] = {}
     while engine.has_work:
-        for output in engine.step(lambda: True):
+        for output in engine.step(lambda: ahead):
             assert output.error is None
             found.setdefault((output.request_id, output.index), []).extend(output.token_ids)
         engine.check()
@@ -142,6 +144,44 @@ def test_choices_resume_at_the_next_token(make_engine: Callable[..., Engine], al
     fresh.add("a", PROMPT, dataclasses.replace(SAMPLING, n=2))
     other = finish(fresh)
     assert found["a", 0] == alone[emitted:] and found["a", 1] == other["a", 1]
+
+
+@pytest.mark.parametrize("pages", [200, 24])
+@pytest.mark.parametrize("candidates", [26, 1024])
+def test_steps_that_are_launched_ahead_change_no_state(
+    make_engine: Callable[..., Engine],
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    candidates: int,
+    pages: int,
+) -> None:
+    """With 26 candidates some tokens are drawn again. Then the step that was launched with others is repeated."""
+    monkeypatch.setattr("ktqueue.engine.prepared_step.STEPS_AFTER_REDRAW", 0)
+    on_device = type(loaded.module).__name__ == "GpuDecoder"
+
+    def with_candidates(parts: EngineParts) -> EngineParts:
+        selector = DeviceSelector(lambda token_id: b"", "cpu", candidates=candidates)
+        return dataclasses.replace(parts, selector=selector) if on_device else parts
+
+    answers = []
+    for ahead in (False, True):
+        engine = make_engine(pages, change=with_candidates, interactive_step_ms=0)
+        noise = random.Random(5)
+        for i in range(9):
+            stops = tuple(noise.sample(range(VOCAB), 4))
+            filters = ({"top_p": 0.6}, {"top_k": 9}, {}, {"temperature": 0.0})[i % 4]
+            chosen: dict[str, Any] = {
+                "temperature": 1.0,
+                "seed": i,
+                "max_tokens": 20 + 5 * i,
+                "stop_token_ids": stops,
+                **filters,
+            }
+            engine.add(str(i), [*PROMPT[: 15 * i], i], SamplingParams(**chosen))
+        answers.append(finish(engine, ahead=ahead))
+        assert (engine.stats().steps_ahead > 0) == (ahead and on_device)
+        assert engine.stats().preemptions > 0 or pages == 200
+    assert answers[0] == answers[1]
 
 
 def test_preempted_sequences_continue(make_engine: Callable[..., Engine], alone: list[int]) -> None:

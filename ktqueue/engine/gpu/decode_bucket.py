@@ -1,6 +1,6 @@
 """A decode step with a fixed number of rows, captured on tensors that never move.
 
-A smaller batch is padded to the bucket. Padding rows compute token 0 at position 0 of the scratch page, which no
+A smaller batch is padded to the bucket. Padding rows compute any token at position 0 of the scratch page, which no
 sequence uses, and the scratch slot of states. `live_tokens` tells the model how many rows are real.
 """
 
@@ -13,6 +13,7 @@ import torch
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.graph_capture import Capturer, Function
 from ktqueue.engine.gpu.staging import FixedStaging
+from ktqueue.engine.runner import DeviceTokens
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
@@ -45,6 +46,7 @@ class DecodeBucket:
         # Token ids are known last, so they have a copy of their own. A copy is queued behind the step before, which
         # reads the same tensors, and is done before the next step starts. So the host seldom waits to write again.
         self._tokens = FixedStaging({"input_ids": ((1, rows), np.int64)}, device)
+        self._places = FixedStaging({"places": ((rows,), np.int64)}, device)  # of token ids that are on the device
         self._staging = FixedStaging(
             {
                 "position_ids": ((1, rows), np.int64),
@@ -74,13 +76,21 @@ class DecodeBucket:
         self._plan.update(self._host_step)
         self._staging.send()
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Run a prepared batch. Returns the logits of its real rows, [rows, vocab]."""
+    def run(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
+        """Run a prepared batch. Returns the logits of its real rows, [rows, vocab]. `tokens`: see Runner.execute."""
         live = batch.scored.shape[0]
-        ids = self._tokens.open()["input_ids"]
-        ids[0, :live] = batch.input_ids[0].numpy()
-        ids[0, live:] = 0
-        self._tokens.send()
+        if tokens is None:
+            ids = self._tokens.open()["input_ids"]
+            ids[0, :live] = batch.input_ids[0].numpy()
+            ids[0, live:] = 0
+            self._tokens.send()
+        else:
+            places = self._places.open()["places"]
+            places[:live] = tokens.places
+            places[live:] = 0  # padding rows compute any token
+            self._places.send()
+            target = self._tokens.device["input_ids"][0]
+            torch.index_select(tokens.ids, 0, self._places.device["places"], out=target)
         return self._replay()[:live]
 
     def _capture(self, forward: Forward, capturer: Capturer) -> Function:

@@ -30,6 +30,11 @@ class DrawnRows:
     min_p: torch.Tensor
     noise: torch.Tensor
 
+    def row(self, row: int) -> "DrawnRows":
+        """The parameters of one row, each [1]."""
+        numbers = self.inverse_temperature, self.top_k, self.top_p, self.min_p, self.noise
+        return DrawnRows(*(number[row : row + 1] for number in numbers))
+
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely token of each row of `logits` [rows, vocab] as int64, and which rows are finite as bool."""
@@ -82,8 +87,9 @@ def draw_from_few(
         rows.top_p < 1.0, kept.gather(1, last)[:, 0], 0.0
     )  # the weight of the token with which top_p is reached
     kept = torch.where(kept >= cut[:, None], kept, 0.0)
-    # Candidates suffice if all other tokens have no weight, or less weight than the tokens that are kept.
-    bound = torch.maximum(floor.double(), cut)
+    # Candidates suffice if all other tokens have no weight, or less weight than the tokens that are kept. With top_k
+    # they must include all tokens as likely as the last one, since top_p is a share of their weight.
+    bound = torch.where(limited, floor.double(), torch.maximum(floor.double(), cut))
     enough = (least <= 0.0) | ((least < bound) & ~(limited & (rows.top_k > candidates)))
     order = ids.argsort(dim=1)  # the draw walks through the tokens in vocabulary order
     cumulative = kept.gather(1, order).cumsum(dim=1)

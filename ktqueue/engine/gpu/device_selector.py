@@ -110,54 +110,56 @@ class DeviceSelector:
             _edit(logits, on_device)
             chosen, still = greedy(logits)
             finite &= still
-        answer = self._draw(logits, unedited, chosen, finite, on_device, work, self._candidates, meanwhile)
-        waited = answer.waited
-        if not answer.enough:
-            answer = self._draw(logits, unedited, chosen, finite, on_device, work, logits.shape[1], do_nothing)
+        drawn = _DrawnTokens(chosen, finite)
+        if work.drawn_from_all:
+            parameters = _drawn_rows(on_device, "all")
+            found = draw_from_all(weigh(_select_rows(logits, on_device, "all_rows"), parameters), parameters)
+            chosen.index_copy_(0, on_device["all_rows"], found)
+        if work.drawn_from_few:
+            parameters = _drawn_rows(on_device, "few")
+            weights = weigh(_select_rows(logits, on_device, "few_rows"), parameters)
+            found, enough = draw_from_few(weights, parameters, self._candidates)
+            chosen.index_copy_(0, on_device["few_rows"], found)
+            drawn.enough = (enough | ~finite[on_device["few_rows"]]).long()
+        if work.with_logprobs:
+            drawn.described = on_device["with_logprobs"]
+            drawn.logprobs = log_probabilities(unedited)
+            if work.alternatives:
+                drawn.alternatives = unedited.topk(work.alternatives, dim=1).indices
+        # From here on, `meanwhile` may have launched the step that overwrites the logits.
+        began = time.perf_counter()
+        answer = self._fetch(drawn, lambda: meanwhile(chosen, not work.drawn_from_few))
+        waited = time.perf_counter() - began
+        lacking = np.flatnonzero(answer.enough == 0).tolist()
+        for place in lacking:  # one by one, which takes little memory
+            found, _ = draw_from_few(weights[place : place + 1], parameters.row(place), weights.shape[1])
+            chosen[work.drawn_from_few[place]] = found[0]
+        if lacking:
+            answer = self._fetch(drawn, lambda: None)
         return TokenSelection(
             token_ids=answer.tokens,
             finite=answer.finite,
             logprobs=self._logprobs(answer, work, sequences),
+            redrawn=bool(lacking),
             waited=waited,
         )
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        unedited: torch.Tensor,
-        chosen: torch.Tensor,
-        finite: torch.Tensor,
-        on_device: dict[str, torch.Tensor],
-        work: _StepArrays,
-        candidates: int,
-        meanwhile: Meanwhile,
-    ) -> "_FetchedTokens":
-        """Draw tokens for the rows that need it, and fetch everything. Filtered rows look at `candidates` tokens."""
-        chosen = chosen.clone()
-        parts = [chosen, finite.long()]
-        if work.drawn_from_all:
-            rows = _drawn_rows(on_device, "all")
-            drawn = draw_from_all(weigh(_select_rows(logits, on_device, "all_rows"), rows), rows)
-            chosen.index_copy_(0, on_device["all_rows"], drawn)
-        if work.drawn_from_few:
-            rows = _drawn_rows(on_device, "few")
-            drawn, enough = draw_from_few(weigh(_select_rows(logits, on_device, "few_rows"), rows), rows, candidates)
-            chosen.index_copy_(0, on_device["few_rows"], drawn)
-            parts.append((enough | ~finite[on_device["few_rows"]]).long())
-        if work.with_logprobs:
-            wide = log_probabilities(unedited)
-            parts.append(wide.gather(1, chosen[on_device["with_logprobs"]][:, None])[:, 0].view(torch.int64))
-            if work.alternatives:
-                ids = unedited.topk(work.alternatives, dim=1).indices
-                parts += [ids.flatten(), wide.gather(1, ids).flatten().view(torch.int64)]
-        packed = torch.cat(parts)
+    def _fetch(self, drawn: "_DrawnTokens", meanwhile: Callable[[], None]) -> "_FetchedTokens":
+        """Bring the tokens and what describes them to the host."""
+        parts = [drawn.tokens, drawn.finite.long()]
+        if drawn.enough is not None:
+            parts.append(drawn.enough)
+        if drawn.logprobs is not None:
+            chosen = drawn.tokens[drawn.described][:, None]
+            parts.append(drawn.logprobs.gather(1, chosen)[:, 0].view(torch.int64))
+            if drawn.alternatives is not None:
+                values = drawn.logprobs.gather(1, drawn.alternatives)
+                parts += [drawn.alternatives.flatten(), values.flatten().view(torch.int64)]
         ends = list(itertools.accumulate(part.shape[0] for part in parts))
-        began = time.perf_counter()
-        fetched = self._fetcher.fetch(packed, meanwhile)
-        waited = time.perf_counter() - began
+        fetched = self._fetcher.fetch(torch.cat(parts), meanwhile)
         tokens, fine, *others = (fetched[start:end] for start, end in itertools.pairwise([0, *ends]))
-        enough_rows = others.pop(0) if work.drawn_from_few else fine[:0]
-        return _FetchedTokens(tokens.tolist(), fine.astype(bool).tolist(), bool(enough_rows.all()), others, waited)
+        enough = others.pop(0) if drawn.enough is not None else fine[:0]
+        return _FetchedTokens(tokens.tolist(), fine.astype(bool).tolist(), enough.copy(), others)
 
     def _logprobs(
         self, answer: "_FetchedTokens", work: _StepArrays, sequences: Many[Sequence]
@@ -182,15 +184,31 @@ class DeviceSelector:
         }
 
 
+@dataclass(slots=True)
+class _DrawnTokens:
+    """The tokens of a step on the device, and what is still needed once the logits are overwritten.
+
+    tokens: [rows] int64; finite: [rows] bool; enough: [filtered rows] int64, 0 where the candidates did not suffice.
+    Of rows with log probabilities, described: [described] int64, their numbers; logprobs: [described, vocab] float64;
+    alternatives: [described, alternatives] int64.
+    """
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    enough: torch.Tensor | None = None
+    described: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
+    alternatives: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _FetchedTokens:
-    """What was fetched to the host. `enough`: the candidates sufficed in all finite rows. `logprobs`: packed arrays."""
+    """What was fetched to the host. `enough`: 0 where the candidates did not suffice. `logprobs`: packed arrays."""
 
     tokens: list[int]
     finite: list[bool]
-    enough: bool
+    enough: NDArray[np.int64]
     logprobs: list[NDArray[np.int64]]
-    waited: float  # seconds
 
 
 def _collect(rows: Many[int], sequences: Many[Sequence], shape: torch.Size, noise: Uniform) -> _StepArrays:

@@ -14,7 +14,7 @@ from ktqueue.engine.gpu.decode_bucket import DecodeBucket
 from ktqueue.engine.gpu.device_model import StreamingModel
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.staging import Staging
-from ktqueue.engine.runner import Model
+from ktqueue.engine.runner import DeviceTokens, Model
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache
@@ -64,7 +64,9 @@ class GraphRunner:
         self._prepared: Batch | None = None
         self._streams = model.streams if isinstance(model, StreamingModel) else _never
         self._choice = CaptureChoice()
-        self._compared: tuple[int, bool] | None = None  # rows of the last step's bucket, and whether it ran eagerly
+        # Of the current step, and of the next if it is launched already: the rows of its bucket and whether it ran
+        # eagerly. None if it needs no choice.
+        self._ways: list[tuple[int, bool] | None] = []
         self.buckets: list[DecodeBucket] = []  # in rising order
         self.replayed = 0
         before = capturer.used_bytes() if buckets else 0
@@ -78,20 +80,22 @@ class GraphRunner:
         )  # other memory may have been freed meanwhile
         """Device memory of the captured steps, in bytes."""
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
         """See Runner."""
         with torch.inference_mode():
             prepared, self._prepared = self._prepared, None
             bucket = self._bucket(batch)
             compared = bucket is not None and self._streams(bucket.rows)
             eager = bucket is None or (prepared is not batch and compared and self._choice.is_eager(bucket.rows))
-            self._compared = (bucket.rows, eager) if bucket is not None and compared else None
+            way = (bucket.rows, eager) if bucket is not None and compared else None
+            self._ways = [way] if tokens is None else [*self._ways[:1], way]
             if bucket is None or eager:
+                assert tokens is None, "the batch is not prepared"
                 return self._eager(batch)
             if prepared is not batch:
                 bucket.prepare(batch)
             self.replayed += 1
-            return bucket.run(batch)
+            return bucket.run(batch, tokens)
 
     def prepare(self, batch: Batch) -> bool:
         """See Runner. Eager steps are not prepared."""
@@ -110,8 +114,9 @@ class GraphRunner:
 
     def learn(self, seconds: float) -> None:
         """See Runner."""
-        if self._compared is not None:
-            rows, eager = self._compared
+        way = self._ways.pop(0) if self._ways else None
+        if way is not None:
+            rows, eager = way
             self._choice.learn(rows, eager=eager, seconds=seconds)
 
     def _bucket(self, batch: Batch) -> DecodeBucket | None:

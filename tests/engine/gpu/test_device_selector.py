@@ -182,6 +182,7 @@ def test_a_thousand_rows(settings: Any) -> None:
         ({"top_k": 6}, [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]),  # more than the candidates
         ({"top_p": 0.9}, [0.0] * 8),  # needs nearly all
         ({"top_p": 0.5}, [0.0] * 8),  # reached by the fourth, and all are equally likely
+        ({"top_k": 3, "top_p": 0.8}, [3.0] + [0.0] * 7),  # a share of the weight of all eight
         ({"top_k": 6, "top_p": 0.01}, [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]),
     ],
 )

@@ -1,0 +1,59 @@
+"""Chooses a token for each sequence of a step: some rows at a time, and in halves while the device is out of memory."""
+
+import logging
+from collections.abc import Sequence as Many
+from functools import partial
+
+import torch
+
+from ktqueue.engine.memory_plan import SAMPLED_ROWS
+from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
+from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.token_masks import TokenMasks
+from ktqueue.engine.token_selector import Selector, TokenSelection, do_nothing
+
+log = logging.getLogger(__name__)
+
+Ready = Many[tuple[int, Sequence]]
+"""Sequences that get a token, each with its row of logits."""
+
+
+class StepSampler:
+    """Calls `selector` with the masks of `masks`, and prepares `next_step` meanwhile.
+
+    `out_of_memory`: how often the device had too little memory.
+    """
+
+    def __init__(self, selector: Selector, masks: TokenMasks, next_step: NextStep) -> None:
+        self.out_of_memory = 0
+        self._selector = selector
+        self._masks = masks
+        self._next = next_step
+
+    def sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch) -> TokenSelection:
+        """Choose tokens from `logits` [scored, vocab] float32. The next step may be launched if all are chosen at once.
+
+        Raises torch.OutOfMemoryError if there is no memory for a single row, or if a launched step overwrites logits
+        that would be needed again.
+        """
+        selection = self._sample(logits, ready[:SAMPLED_ROWS], launch_next if len(ready) <= SAMPLED_ROWS else never)
+        for start in range(SAMPLED_ROWS, len(ready), SAMPLED_ROWS):
+            selection = selection.joined(self._sample(logits, ready[start : start + SAMPLED_ROWS], None))
+        return selection
+
+    def _sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None) -> TokenSelection:
+        """Choose tokens, and prepare the next step meanwhile, unless `launch_next` is None."""
+        rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
+        meanwhile = do_nothing if launch_next is None else partial(self._next.prepare, sequences, launch_next)
+        try:
+            masked = self._masks.take(sequences)
+            return self._selector.select(logits, rows, sequences, meanwhile, masked)
+        except torch.OutOfMemoryError as error:
+            if len(ready) == 1 or self._next.is_launched:
+                raise
+            log.warning("out of memory while sampling %d tokens: %s", len(ready), error)
+        self.out_of_memory += 1
+        torch.cuda.empty_cache()
+        half = len(ready) // 2
+        first = self._sample(logits, ready[:half], None if launch_next is None else never)
+        return first.joined(self._sample(logits, ready[half:], None))
