@@ -36,6 +36,7 @@ class FolderStore:
         self._root = root
         self._min_free_bytes = min_free_bytes
         self._was_swept = False
+        self._own: set[Path] = set()  # files that this process is writing
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
 
     @asynccontextmanager
@@ -47,13 +48,14 @@ class FolderStore:
             await self.sweep()
         file = _TemporaryFile(self._root, self._min_free_bytes)
         writing = FileWriting(self, file)
+        self._own.add(file.path)
         try:
             await self._run(file.open)
             yield writing
             await writing.flush()
             await self._run(file.commit, path)
         finally:
-            await asyncio.shield(self._run(file.close))
+            await asyncio.shield(self._run(self._close, file))
 
     async def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
         """See `Store`."""
@@ -125,6 +127,10 @@ class FolderStore:
             raise OSError(errno.ENOENT, f"nothing was ever stored in {self._root}, or it is not mounted")
         return NotStored(f"the store has no object {path.name}", value=path.name)
 
+    def _close(self, file: "_TemporaryFile") -> None:
+        file.close()
+        self._own.discard(file.path)
+
     def _delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         folder = path.parent
@@ -143,6 +149,8 @@ class FolderStore:
 
     def _sweep(self) -> None:
         for path in (self._root / WRITING).glob("*"):
+            if path in self._own:  # on NFS our own lock would not keep us out, and closing the file would end it
+                continue
             try:
                 descriptor = os.open(path, os.O_RDWR)
             except FileNotFoundError:  # its writer was ready just now
@@ -190,17 +198,17 @@ class _TemporaryFile:
     def __init__(self, root: Path, min_free_bytes: int) -> None:
         self._root = root
         self._min_free_bytes = min_free_bytes
-        self._path = root / WRITING / secrets.token_hex(8)
+        self.path = root / WRITING / secrets.token_hex(8)
         self._descriptor = -1
         self._is_closed = False
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._lock:
             self._check_open()
             while True:
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
                 if os.fstat(self._descriptor).st_nlink:
                     return
@@ -227,10 +235,10 @@ class _TemporaryFile:
                 made = [path.parent, *(parent for parent in path.parents if not parent.exists())]
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 try:
-                    self._path.rename(path)
+                    self.path.rename(path)
                     break
                 except FileNotFoundError:
-                    if not self._path.exists():
+                    if not self.path.exists():
                         raise
                     # else a delete has just removed the folder, which was empty
             for folder in {*made, *(parent.parent for parent in made)}:
@@ -241,7 +249,7 @@ class _TemporaryFile:
         with self._lock:
             self._is_closed = True
             if self._descriptor >= 0:
-                self._path.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
                 os.close(self._descriptor)
                 self._descriptor = -1
 

@@ -1,6 +1,7 @@
 """Both kinds of stores: a folder, and a bucket of a server that speaks S3."""
 
 import asyncio
+import fcntl
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -149,6 +150,22 @@ async def test_a_sweep_deletes_what_a_dead_writer_left_and_nothing_else(tmp_path
     await put(FolderStore(tmp_path), "files/b", b"")  # the first object of a process
     assert leftovers(tmp_path) == []
     assert await store.names("files/") == ["files/a", "files/b"]
+
+
+async def test_a_sweep_of_its_own_process_leaves_a_living_writer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS a lock belongs to the process, as those of lockf do, so it does not keep its own process out."""
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
+    store = FolderStore(tmp_path)
+    async with store.create("files/a") as writing:
+        await writing.write(bytes(PART_BYTES))
+        await store.sweep()
+        assert len(leftovers(tmp_path)) == 1
+    assert await store.size("files/a") == PART_BYTES
+    (tmp_path / WRITING / "dead").write_bytes(b"half")
+    await store.sweep()
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../a", "files/../../a", "files//a", ".writing/a", "a\0", "a/"])

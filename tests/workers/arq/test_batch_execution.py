@@ -33,7 +33,7 @@ class RecordingStore(FolderStore):
         async with super().create(name) as writing:
             yield writing
             await writing.flush()
-            self.written.setdefault(name, set()).add(writing._file._path.read_bytes())
+            self.written.setdefault(name, set()).add(writing._file.path.read_bytes())
 
 
 @pytest.fixture
