@@ -261,10 +261,9 @@ Handoff::Handoff(const HandoffShape& shape, const HandoffMemory& memory, bool se
             ++state_->running_threads;
         }
         try {
-            std::thread([state = state_, work] {
-                pthread_setname_np(pthread_self(), work == &State::serve ? "ktq-handoff" : "ktq-watch");
-                ((*state).*work)();
-            }).detach();
+            std::thread thread([state = state_, work] { ((*state).*work)(); });
+            pthread_setname_np(thread.native_handle(), work == &State::serve ? "ktq-handoff" : "ktq-watch");
+            thread.detach();
         } catch (...) {  // the system can create no more threads
             state_->ended();
             close(1);

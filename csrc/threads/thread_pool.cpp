@@ -84,7 +84,11 @@ ThreadPool::ThreadPool(std::vector<Place> places, uint32_t spin_microseconds)
       lanes_(new Lane[places.size()]) {
     workers_.reserve(threads() - 1);
     try {
-        for (size_t i = 1; i < threads(); ++i) workers_.emplace_back([this, i] { work(i); });
+        for (size_t i = 1; i < threads(); ++i) {
+            workers_.emplace_back([this, i] { work(i); });
+            const std::string name = "ktq-kernel-" + std::to_string(i);  // at most 15 characters
+            pthread_setname_np(workers_.back().native_handle(), name.c_str());
+        }
     } catch (...) {  // the system can create no more threads
         end_workers();
         throw;
@@ -208,7 +212,6 @@ void ThreadPool::perform(Task task, void* context, size_t begin, size_t end) {
 }
 
 void ThreadPool::work(size_t thread) {
-    pthread_setname_np(pthread_self(), ("ktq-kernel-" + std::to_string(thread)).c_str());  // at most 15 characters
     pin_to(places_[thread].cpu);
     for (;;) {
         const uint32_t seen = wake_.load(std::memory_order_acquire);

@@ -27,6 +27,10 @@ def profile(
         bool, typer.Option("--trace/--no-trace", help=f"Write {TRACE} for ui.perfetto.dev or chrome://tracing.")
     ] = True,
     flame: Annotated[bool, typer.Option("--flame/--no-flame", help=f"Write {FLAME} for www.speedscope.app.")] = True,
+    last: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="Only the end of the profile.", show_default="all of it"),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.", show_default="the profile's"),
@@ -41,7 +45,7 @@ def profile(
     from ktqueue.profiling.request_times import request_times
 
     try:
-        processes = read_profile(folder)
+        processes = read_profile(folder, last_seconds=last)
     except ProfileError as error:
         raise UsageFault(error.message) from error
     requests = request_times(processes)

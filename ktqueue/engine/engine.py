@@ -36,13 +36,14 @@ from ktqueue.engine.shared_steps import SharedSteps
 from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
-from ktqueue.engine.step_recorder import StepRecorder
+from ktqueue.engine.step_recorder import StepRecorder, name_parts
 from ktqueue.engine.step_sampler import StepSampler
 from ktqueue.engine.step_times import StepTimes
 from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import TokenSelection
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.named_ranges import NamedRange
 from ktqueue.profiling.records import StepMoments
 from ktqueue.profiling.writer import RecordWriter
 
@@ -218,8 +219,7 @@ class Engine:
                 raise
             if finish is not None:
                 self._early_outputs.append(self._requests.output(sequence, (), "", finish))
-        unfinished = [choice for choice in request.sequences if choice.status is not SequenceStatus.FINISHED]
-        if unfinished:
+        if unfinished := [choice for choice in request.sequences if _runs(choice)]:
             leader, *leader.forks = unfinished
             self._rows.add(leader)
         elif not request.sequences:
@@ -286,10 +286,12 @@ class Engine:
         self._masks.close()
         self._model.close()
 
-    def start_profile(self, writer: RecordWriter, routing_seconds: float) -> None:
-        """Record every step from now on: see StepRecorder. The caller closes the writer."""
+    def start_profile(self, writer: RecordWriter, routing_seconds: float, named: NamedRange | None = None) -> None:
+        """Record every step from now on, and run its parts inside `named` ranges. The caller closes the writer."""
         parts = self._model, self._rows.pages, self._runner, self._next, self._prompt_tokens
         self.recorder = StepRecorder(writer, routing_seconds, *parts)
+        if named is not None:
+            name_parts(named, self._scheduler, self._builder, self._runner, self._sampler)
 
     def _run_model(self, batch: Batch, plan: StepPlan) -> tuple[Batch, torch.Tensor | None]:
         """Run the model, and halve the rows while the device is out of memory.
@@ -317,8 +319,7 @@ class Engine:
 
         Returns the sequences that get a token, with their rows of logits, and those that end with their prompt.
         """
-        ready, complete = [], []
-        row = 0
+        ready, complete, row = [], [], 0
         for sequence, count in plan.rows.items():
             if sequence.status is not SequenceStatus.RUNNING:  # ended after the launch of a decode step
                 row += 1

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ktqueue.core.thread_names import name_thread
 from ktqueue.engine.noise import uniform
 
 GREEDY_BELOW = 1e-5  # a lower temperature means greedy
@@ -102,7 +103,7 @@ class Sampler:
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._threads is None or self._process != os.getpid():
-            self._threads = ThreadPoolExecutor(len(self._buffers) - 1, thread_name_prefix="sample")
+            self._threads = ThreadPoolExecutor(len(self._buffers) - 1, "sample", name_thread, ("ktq-sample",))
             self._process = os.getpid()
         return self._threads
 

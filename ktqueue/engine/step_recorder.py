@@ -1,11 +1,15 @@
 """StepRecorder: makes the records of an engine's steps for a profile, from counters before and after each step."""
 
 from ktqueue.core.expert_work import ExpertUses, ExpertWork
+from ktqueue.engine.batch import BatchBuilder
 from ktqueue.engine.gpu.device_model import DeviceModel, expert_counts
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import NextStep
 from ktqueue.engine.runner import Runner
+from ktqueue.engine.scheduler import Scheduler
 from ktqueue.engine.step_plan import StepPlan
+from ktqueue.engine.step_sampler import StepSampler
+from ktqueue.operators.named_ranges import NamedRange, name_methods
 from ktqueue.profiling.records import RoutingRecord, StepMoments, StepRecord
 from ktqueue.profiling.writer import RecordWriter
 
@@ -81,3 +85,13 @@ class StepRecorder:
         if uses is not None and before is not None:
             new = [[(b - a) % _WRAP for a, b in zip(*rows, strict=True)] for rows in zip(before, uses, strict=True)]
             self.writer.put("routing", RoutingRecord(now, steps, new, self._model.statistics()))
+
+
+def name_parts(
+    named_range: NamedRange, scheduler: Scheduler, builder: BatchBuilder, runner: Runner, sampler: StepSampler
+) -> None:
+    """Run the parts of each step inside ranges with their names, for profilers of a GPU."""
+    name_methods(scheduler, {"schedule": "schedule"}, named_range)
+    name_methods(builder, {"build": "build"}, named_range)
+    name_methods(runner, {"execute": "launch", "prepare": "prepare next", "wait": "wait"}, named_range)
+    name_methods(sampler, {"sample": "sample"}, named_range)

@@ -13,6 +13,7 @@ from ktqueue.core.errors import KtqueueError
 from ktqueue.profiling.records import VERSION
 
 Line = dict[str, Any]
+_TAIL_BYTES = 1 << 20  # more than any line
 KINDS: Final = ("steps", "tokens", "requests", "routing")
 
 
@@ -42,17 +43,22 @@ class ProcessProfile:
         return f"{self.head.get('role', 'process')} {self.head.get('pid', '')}".strip()
 
 
-def read_profile(folder: Path) -> list[ProcessProfile]:
-    """The profiles of all processes, by the time of their start. Raises ProfileError if there is none."""
+def read_profile(folder: Path, *, last_seconds: float | None = None) -> list[ProcessProfile]:
+    """The profiles of all processes, by the time of their start. `last_seconds`: only lines so long before the end.
+
+    Raises ProfileError if there is none.
+    """
     if not folder.is_dir():
         raise ProfileError(
             f"{folder} is not a folder; --profile {folder} makes a worker write to it", value=str(folder)
         )
     found: dict[str, ProcessProfile] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    paths = sorted(folder.glob("*.jsonl"))
+    since = max(map(_end, paths), default=0.0) - last_seconds if last_seconds is not None else 0.0
+    for path in paths:
         name, _, rest = path.name.partition(".")
         kind = rest.partition(".")[0]
-        (head, *lines), torn = _read(path)
+        (head, *lines), torn = _read(path, since)
         if head.get("v") != VERSION or head.get("kind") != kind:
             continue  # empty, torn at once, of another version, or another program's
         process = found.setdefault(name, ProcessProfile(name, head))
@@ -68,8 +74,19 @@ def read_profile(folder: Path) -> list[ProcessProfile]:
     return sorted(found.values(), key=lambda process: process.head.get("started", 0.0))
 
 
-def _read(path: Path) -> tuple[list[Line], int]:
-    """The JSON objects of a file, at least one, and the number of its lines that are none."""
+def _end(path: Path) -> float:
+    """The time of the last whole line of a file, in Unix seconds; 0: none is known."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        tail = file.read().split(b"\n")[1:-1]  # the first may be a part of a line, and what follows the last is torn
+    try:
+        return float(loads(tail[-1])["at"]) if tail else 0.0
+    except (CodecError, KeyError, TypeError, ValueError):
+        return 0.0
+
+
+def _read(path: Path, since: float) -> tuple[list[Line], int]:
+    """The JSON objects of a file, at least one, without those from before `since`; and its number of torn lines."""
     lines: list[Line] = []
     torn = 0
     with path.open("rb") as file:
@@ -78,8 +95,8 @@ def _read(path: Path) -> tuple[list[Line], int]:
                 value = loads(text)
             except CodecError:
                 value = None
-            if isinstance(value, dict):
-                lines.append(value)
-            else:
+            if not isinstance(value, dict):
                 torn += 1
+            elif value.get("at", since) >= since:
+                lines.append(value)
     return lines or [{}], torn

@@ -11,13 +11,22 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from ktqueue.core.codec import dumps
-from ktqueue.profiling.records import STEP_PARTS, StepRecord, short_parts
+from ktqueue.profiling.records import SECONDS, STEP_PARTS, StepRecord, template
 from ktqueue.profiling.writer import RecordWriter
 
 FIRST_PARTS: Final = ("queue", "tokeniser_queue", "tokenise", "admit", "prefill")
 """Parts of the first token of a choice only."""
 LAST_PARTS: Final = ("hand_over", "publish")
 """Parts after the step."""
+_TOKEN = template(
+    {"at": SECONDS, "request": "%s", "choice": "%d", "position": "%d", "between": SECONDS}
+    | dict.fromkeys(LAST_PARTS, SECONDS)
+)
+_STEP = template({"step": "%d"} | dict.fromkeys(STEP_PARTS, SECONDS))
+_FIRST = b"," + template({"arrived": SECONDS} | dict.fromkeys(FIRST_PARTS, SECONDS))
+_FORCED = b"{%s}\n" % template(
+    {"at": SECONDS, "request": "%s", "choice": "%d", "position": "%d", "step": "%d", "forced": "true"}
+)
 
 
 @dataclass(slots=True)
@@ -32,6 +41,10 @@ class _Request:
     added: float = 0.0
     ends: list[float | None] = field(default_factory=list)  # of each choice, the end of the step of its last token
     unpublished: list["_Token"] = field(default_factory=list)
+
+    def moments(self, first_step: float) -> tuple[float, ...]:
+        """When it arrived, and when each of FIRST_PARTS ended."""
+        return self.claimed - self.waited, self.claimed, self.tokenising, self.tokenised, self.added, first_step
 
 
 class _Token(NamedTuple):
@@ -60,34 +73,21 @@ class _Published:
     def lines(self, wall: float) -> bytes:
         """A JSON line for each token."""
         lines = []
-        step_number, step_text = 0, b""
-        for token in self.tokens:
-            if token.step.number != step_number:
-                step_number = token.step.number
-                step_text = dumps({"step": step_number, **short_parts(STEP_PARTS, token.step.moments.parts())})[1:-1]
-            moments = token.step.moments
-            before = moments.began if token.before is None else token.before
-            head = {"at": round(moments.ended + wall, 7), "request": token.request_id, "choice": token.choice}
-            times = {"between": moments.began - before, "hand_over": token.received - moments.ended}
-            times["publish"] = self.at - token.received
-            if token.before is None:
-                request = token.request
-                moments_before = (
-                    request.claimed - request.waited,
-                    request.claimed,
-                    request.tokenising,
-                    request.tokenised,
-                    request.added,
-                    moments.began,
-                )
-                parts = [later - earlier for earlier, later in pairwise(moments_before)]
-                head["arrived"] = round(moments_before[0] + wall, 7)
-                times |= dict(zip(FIRST_PARTS, parts, strict=True))
-            text = dumps(head | {"position": token.position} | short_parts(times, times.values()))
-            lines.append(b"%s,%s}\n" % (text[:-1], step_text))
-            for forced in range(1, token.tokens):
-                lines.append(dumps(head | {"position": token.position + forced, "step": step_number, "forced": True}))
-                lines.append(b"\n")
+        known: StepRecord | None = None
+        parts = b""
+        for step, request_id, request, choice, position, tokens, before, received in self.tokens:
+            moments = step.moments
+            if step is not known:
+                known, parts = step, _STEP % (step.number, *moments.parts())
+            between = 0.0 if before is None else moments.began - before
+            name, at = dumps(request_id), moments.ended + wall
+            hand_over, publish = received - moments.ended, self.at - received
+            text = _TOKEN % (at, name, choice, position, between, hand_over, publish)
+            if before is None:
+                since = request.moments(moments.began)
+                text += _FIRST % (since[0] + wall, *(later - earlier for earlier, later in pairwise(since)))
+            lines.append(b"{%s,%s}\n" % (text, parts))
+            lines += [_FORCED % (at, name, choice, position + place, step.number) for place in range(1, tokens)]
         return b"".join(lines)
 
 

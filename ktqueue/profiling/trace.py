@@ -60,7 +60,7 @@ def _steps(pid: int, process: ProcessProfile, begin: float) -> Iterator[Event]:
 def step_order(step: Line) -> Iterator[tuple[str, float, float]]:
     """The parts of a step that took time: name, seconds since its beginning, seconds."""
     at = 0.0
-    for name in ("schedule", "build", "launch", "commit", "sample", "wait", "detokenise"):
+    for name in STEP_PARTS:
         if step[name] > 0:
             yield name, at, step[name]
             at += step[name]
@@ -69,7 +69,7 @@ def step_order(step: Line) -> Iterator[tuple[str, float, float]]:
 def _device(step: Line) -> Iterator[tuple[str, float, float]]:
     """What ran while the host launched, sampled or waited: the model, and inside it the CPU's experts."""
     before = step["schedule"] + step["build"]
-    model = step["launch"] + (step["commit"] + step["sample"] + step["wait"] if step["wait"] else 0.0)
+    model = step["launch"] + (step["pages"] + step["sample"] + step["wait"] if step["wait"] else 0.0)
     yield "forward", before, model
     if seconds := min(step.get("cpu_seconds", 0.0), model):
         yield f"experts on the CPU, {step['cpu_gb_per_second']:.1f} GB/s", before, seconds

@@ -16,9 +16,11 @@ from typing import Any, BinaryIO, Protocol
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.profile import ProfileConfig
+from ktqueue.core.thread_names import name_thread
 from ktqueue.profiling.records import VERSION
 
 PAUSE_SECONDS = 0.2  # between two visits of the thread; a process that is killed loses what came since
+RECORDS_AT_ONCE = 8  # between two of which other threads may run
 MOST_HELD = 100_000  # lines that wait to be written
 CLOSE_SECONDS = 5.0
 
@@ -123,6 +125,7 @@ class RecordWriter:
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
+        name_thread("ktq-profile")
         while not self._stop.wait(PAUSE_SECONDS):
             self._write_held()
         self._write_held()
@@ -134,9 +137,10 @@ class RecordWriter:
             held, self._held, self._held_lines = self._held, [], 0
         wall = time.time() - time.monotonic()
         try:
-            for kind, record in held:
+            for place, (kind, record) in enumerate(held):
                 self._write(kind, record.lines(wall))
-                time.sleep(0)  # a thread that waits for the interpreter need not wait for the whole list
+                if place % RECORDS_AT_ONCE == 0:
+                    time.sleep(0)  # lets a thread go on that waits for the interpreter
             if self.dropped != self._reported:
                 self._reported = self.dropped
                 self._write("process", dumps({"at": time.time(), "dropped": self._reported}) + b"\n")

@@ -1,6 +1,7 @@
 """Records of an engine's steps, in the files of a profile."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,21 @@ def test_work_of_experts_is_that_of_each_step(
     ] * 4
     assert [line["cpu_gb_per_second"] for line in process.steps] == pytest.approx([0.1] * 4)
     assert [(line["steps"], line["uses"]) for line in process.routing] == [(1, [[0, 2]])] * 3  # the first only begins
+
+
+def test_parts_of_steps_have_named_ranges_if_asked_for(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
+) -> None:
+    names: list[str] = []
+
+    def named_range(name: str) -> AbstractContextManager[None]:
+        names.append(name)
+        return nullcontext()
+
+    engine = make_engine(model, vocabulary)
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path)), {})
+    engine.start_profile(writer, ALWAYS, named_range)
+    engine.add("x", PROMPT, SamplingParams(max_tokens=2))
+    run(engine)
+    writer.close()
+    assert names == ["schedule", "build", "launch", "sample"] * 2

@@ -24,7 +24,7 @@ def parts(launch: float, wait: float = 0.0) -> dict[str, float]:
     return dict.fromkeys(STEP_PARTS, 0.001) | {"launch": launch, "wait": wait}
 
 
-def step(number: int, at: float, launch: float = 0.003, **more: Any) -> dict[str, Any]:
+def step(number: int, at: float, launch: float = 0.002, **more: Any) -> dict[str, Any]:
     times = parts(launch, more.pop("wait", 0.0))
     counts = {"rows": 2, "sampled": 2, "tokens": 2, "prompt_tokens": 0, "pages_used": 3, "pages_free": 5}
     work = {"cpu_runs": 2, "cpu_experts": 8, "cpu_bytes": 4_000_000, "cpu_seconds": 0.002, "cpu_gb_per_second": 2.0}
@@ -34,7 +34,7 @@ def step(number: int, at: float, launch: float = 0.003, **more: Any) -> dict[str
 def token(request: str, position: int, at: float, **more: Any) -> dict[str, Any]:
     """A token whose step, of 8 ms, ended `at`; it was published 3 ms later."""
     line = {"at": DAY + at, "request": request, "choice": 0, "position": position, "step": 1, "between": 0.002}
-    return {**line, "hand_over": 0.001, "publish": 0.002, **parts(0.003), **more}
+    return {**line, "hand_over": 0.001, "publish": 0.002, **parts(0.002), **more}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_parts_of_requests_follow_one_another(processes: list[ProcessProfile]) -
     assert (one.began, one.ended) == pytest.approx((DAY + 1.0, DAY + 1.05), abs=1e-6)
     assert one.seconds == pytest.approx(one.ended - one.began, abs=1e-6)
     assert one.parts["inbound"] == pytest.approx(0.01, abs=1e-6)
-    assert one.parts["launch"] == pytest.approx(0.006)
+    assert one.parts["launch"] == pytest.approx(0.004)
     assert one.parts["publish"] == pytest.approx(0.002)  # that of the last token
     assert one.parts["outbound"] == pytest.approx(0.05 - 0.041, abs=1e-6)
     assert (two.parts["inbound"], two.parts["outbound"]) == (0.0, 0.0)  # nobody's profile has them
@@ -104,7 +104,7 @@ def test_a_trace_has_tracks_with_names_and_balanced_requests(processes: list[Pro
     spans = [event for event in events if event["ph"] == "X"]
     assert [event["ts"] for event in spans if event["name"] == "decode 2 rows"] == pytest.approx([30_000, 1_000_000])
     forwards = [event["dur"] for event in spans if event["name"] == "forward"]
-    assert forwards == pytest.approx([3000, 3000, 3000 + 1000 + 1000 + 4000])  # with a device until the wait ends
+    assert forwards == pytest.approx([2000, 2000, 2000 + 1000 + 1000 + 4000])  # with a device until the wait ends
     for track in (1, 2, 3):  # spans of a track nest
         ends: list[float] = []
         for event in sorted((e for e in spans if e["tid"] == track), key=lambda e: (e["ts"], -e["dur"])):

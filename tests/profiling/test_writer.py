@@ -13,15 +13,17 @@ from ktqueue.core.settings.profile import ProfileConfig
 from ktqueue.profiling.folder import ProfileError, read_profile
 from ktqueue.profiling.writer import RecordWriter
 
+AT = 2e9  # in the future, so that the time of the process's own lines does not matter
+
 
 @dataclass(frozen=True)
 class Numbered:
-    """A record of one line."""
+    """A record of one line, which has its number as the time in seconds."""
 
     number: int
 
     def lines(self, wall: float) -> bytes:
-        return dumps({"step": self.number, "rows": 1}) + b"\n"
+        return dumps({"step": self.number, "at": AT + self.number, "rows": 1}) + b"\n"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,14 @@ def test_records_that_come_too_fast_are_dropped_and_counted(tmp_path: Path) -> N
     (process,) = read_profile(tmp_path)
     assert [line["step"] for line in process.steps] == list(range(11))
     assert process.dropped == 5 + 7
+
+
+def test_only_the_end_can_be_read(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 101))
+    write(tmp_path, range(201, 211))
+    for seconds, expected in ((3, [207, 208, 209, 210]), (112, [98, 99, 100, *range(201, 211)])):
+        processes = read_profile(tmp_path, last_seconds=seconds)
+        assert [line["step"] for process in processes for line in process.steps] == expected
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

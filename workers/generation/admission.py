@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ktqueue.core.errors import ErrorInfo, InvalidRequest, KtqueueError
 from ktqueue.core.request import GenerationRequest
+from ktqueue.core.thread_names import name_thread
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 
 THREADS = 3
@@ -48,7 +49,7 @@ class TokeniserThreads:
 
     def __init__(self, encode: Callable[[GenerationRequest], EncodedPrompt]) -> None:
         self._encode = encode
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
+        self._threads = ThreadPoolExecutor(THREADS, "tokenise", name_thread, ("ktq-tokenise",))
         self._free = THREADS
         self._large_running = 0  # threads that tokenise a large prompt
         self._waiting: list[tuple[float, int, bool, asyncio.Future[None]]] = []

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
 from ktqueue.core.errors import ErrorInfo
+from ktqueue.core.thread_names import name_thread
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.profiling.records import StepRecord
@@ -39,7 +40,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._thread = ThreadPoolExecutor(1, "engine", name_thread, ("ktq-engine",))
         self._stats_taken_at = 0.0
         self.clock = StepClock()
         self.stats: dict[str, float] = {}

@@ -37,7 +37,7 @@ def run(config: Config, progress: Progress | None = None, captured: Progress | N
     A second signal ends the process at once. Call it from the main thread. Raises ConfigError, CheckpointError or
     RuleError if the model cannot be served, and Unavailable if Redis does not answer.
     """
-    built = build(config.engine, progress, captured)
+    built = build(config.engine, progress, captured, named_ranges=config.profile.folder is not None)
     garbage.settle()
     return serve(config, built)
 

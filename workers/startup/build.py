@@ -30,6 +30,7 @@ from ktqueue.loading.sampling_defaults import sampling_defaults
 from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.operators.named_ranges import name_layers, nvtx_range
 from ktqueue.operators.rotary import original_length
 from ktqueue.workers.startup.device import check_device_is_here, check_device_name
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
@@ -57,12 +58,19 @@ class Built:
     config: EngineConfig
 
 
-def build(config: EngineConfig, progress: Progress | None = None, captured: Progress | None = None) -> Built:
+def build(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    captured: Progress | None = None,
+    *,
+    named_ranges: bool = False,
+) -> Built:
     """Load the model and build its engine.
 
     `progress(done, total, what)` is called while weights are loaded, in bytes. `captured` is called in the same way
-    while decode steps are captured on a GPU, in steps. Raises ConfigError, CheckpointError or RuleError, which name the
-    setting, file or tensor at fault.
+    while decode steps are captured on a GPU, in steps. `named_ranges`: a GPU's layers get ranges of NVTX.
+
+    Raises ConfigError, CheckpointError or RuleError, which name the setting, file or tensor at fault.
     """
     _check(config)
     config = on_this_machine(config, log.info)
@@ -88,6 +96,8 @@ def build(config: EngineConfig, progress: Progress | None = None, captured: Prog
                 param="engine.device",
                 value=config.device,
             ) from error
+        if named_ranges and config.on_gpu:
+            name_layers(model.module, nvtx_range)
         built = assemble(config, model, tokenizer, captured)
         settings = digest_settings(
             model.plan,

@@ -9,6 +9,7 @@ import torch
 from ktqueue import __version__
 from ktqueue.core.settings.profile import ProfileConfig
 from ktqueue.operators import native
+from ktqueue.operators.named_ranges import nvtx_range
 from ktqueue.profiling.writer import RecordWriter
 from ktqueue.workers.startup.build import Built
 from ktqueue.workers.startup.machine import bus_bandwidth, cpu_name
@@ -20,13 +21,13 @@ log = logging.getLogger(__name__)
 def start_profile(config: ProfileConfig, built: Built, role: str) -> RecordWriter | None:
     """Record the engine's steps in `config.folder`; None if no folder is set. `role`: what the process is.
 
-    Measures the memory's bandwidth first, for comparison. The caller closes the writer after the last step. Raises
-    ConfigError if the folder cannot be written.
+    Measures the memory's bandwidth first, for comparison. On a GPU the parts of steps get ranges of NVTX. The caller
+    closes the writer after the last step. Raises ConfigError if the folder cannot be written.
     """
     if config.folder is None:
         return None
     writer = RecordWriter(config, {"role": role, **_facts(built)})
-    built.engine.start_profile(writer, config.routing_seconds)
+    built.engine.start_profile(writer, config.routing_seconds, nvtx_range if built.config.on_gpu else None)
     log.info("profiling into %s", config.folder)
     return writer
 

@@ -71,7 +71,7 @@ def engine(
     config = _sized(chosen, engine, row_counts, lengths, prompt_tokens + output_tokens)
     load_before = os.getloadavg()[0]
     with Bar("loading", in_bytes=True) as bar:
-        built = build(config, bar.update)
+        built = build(config, bar.update, named_ranges=everything.profile.folder is not None)
     writer = start_profile(everything.profile, built, "bench")
     size, decoded, filled = built.tokenizer.size, [], []
     try:

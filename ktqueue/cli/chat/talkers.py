@@ -203,7 +203,7 @@ def local_talker(config: "Config") -> LocalTalker:
     from ktqueue.workers.startup.profile import start_profile
 
     with Bar("loading", in_bytes=True) as bar:
-        built = build(config.engine, bar.update)
+        built = build(config.engine, bar.update, named_ranges=config.profile.folder is not None)
     return LocalTalker(built.engine, built.tokenizer, built.card.name, start_profile(config.profile, built, "chat"))
 
 

@@ -27,6 +27,7 @@ from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.layer_facts import RouterFacts
+from ktqueue.operators.named_ranges import NamedRange, name_methods
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary import rotary_tables
@@ -144,6 +145,13 @@ class GpuDecoder(Operator):
     def handoff_statistics(self) -> HandoffStatistics | None:
         """Statistics of the CPU's experts; None before `prepare_device`, or if all experts are on the GPU."""
         return self._experts.handoff.statistics if self._experts and self._experts.handoff else None
+
+    def name_layers(self, named_range: NamedRange) -> None:
+        """Run the parts of each layer inside ranges with their names. Call it between `load` and the first step."""
+        for number, layer in enumerate(self._layers):
+            parts = {"query": f"layer {number} query", "attend": f"layer {number} attention"}
+            name_methods(layer.attention, parts, named_range)
+            name_methods(layer, {"mlp": f"layer {number} mlp"}, named_range)
 
     def expert_work(self) -> ExpertWork:
         """See CountsExperts."""
