@@ -31,9 +31,10 @@ LONG_SECONDS = 0.1
 AHEAD_SECONDS = 0.02  # a longer step is not launched during the step before: the gain of a millisecond is too small
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short
 PROMPT_TOKENS = 128  # of a short prompt, whose step others wait for also where there is no batch
-PROMPT_STEPS = 1.6  # a shared step may take so many times the step of a short prompt
+PROMPT_STEPS = 1.5  # a shared step may take so many times the step of a short prompt
 LEAST_SECONDS, MOST_SECONDS = 0.2, 0.4  # of the longest step, if it is not given
 MOST_ERROR = 2.0  # estimates are not corrected beyond this factor
+TRIAL_EVERY, TRIAL_LARGER = 16, 1.25  # one of so many shared steps is larger than the costs allow: they may be old
 PREFILL_LONGER = 1.3  # a prefill step may last so many times a shared step, or MOST_SECONDS; a longer one is seldom
 PREFILL_SPACING = 6  # shared steps between two such prefill steps
 PREFILL_GAIN = 2.0  # tokens a second of a prefill step, by those of a shared step, from which it is worth having
@@ -63,6 +64,7 @@ class SharedSteps:
         self._small_seconds = 0.0
         self._small_seconds_allowed = self._ratio * self.longest_step
         self._last_interactive = -RECENT_SECONDS
+        self._shared_steps = 0
         self.since_prefill = PREFILL_SPACING
         """Shared steps since the last prefill step."""
         self._errors: deque[float] = deque(maxlen=9)  # of estimates: measured by estimated seconds
@@ -91,7 +93,10 @@ class SharedSteps:
         if not self.enabled or not (interactive_rows or recent):
             return self._costs.most
         longest = max(self.longest_step, 2 * self._costs.seconds(max(1, interactive_rows)))
-        return max(interactive_rows + 1, self._costs.most_tokens(longest / self._error))
+        tokens = self._costs.most_tokens(longest / self._error)
+        if self._shared_steps % TRIAL_EVERY == TRIAL_EVERY - 1:
+            tokens = min(self._costs.most, int(TRIAL_LARGER * tokens))
+        return max(interactive_rows + 1, tokens)
 
     def are_limited(self, interactive: bool) -> bool:
         """Whether steps are kept short: if there are `interactive` sequences, or were a moment ago."""
@@ -134,6 +139,7 @@ class SharedSteps:
         if interactive:
             self._last_interactive = now
         if is_shared:
+            self._shared_steps += 1
             self.since_prefill = 0 if is_prefill else self.since_prefill + 1
             self._small_steps, self._small_seconds = 0, 0.0
             self._small_seconds_allowed = self._ratio * seconds

@@ -134,12 +134,25 @@ def test_a_slow_machine_still_gives_the_batch_class_a_row() -> None:
     assert shared.most_tokens(0) == 2
 
 
-@pytest.mark.parametrize(("prompt", "longest"), [(0.05, 0.2), (0.15, 0.24), (0.9, 0.4)])
+@pytest.mark.parametrize(("prompt", "longest"), [(0.05, 0.2), (0.15, 0.225), (0.9, 0.4)])
 def test_the_longest_step_follows_from_that_of_a_short_prompt(prompt: float, longest: float) -> None:
     shared = SharedSteps(learnt(lambda tokens: prompt * tokens / 128), None, 0.05, clock=Clock())
     assert shared.longest_step == pytest.approx(longest)
     shared.record(1, interactive=True, is_shared=False)
     assert shared.most_tokens(1) == pytest.approx(128 * longest / prompt, rel=0.02)
+
+
+def test_old_costs_of_larger_steps_are_measured_again() -> None:
+    """Steps of more than 256 tokens took a second each, and have become as fast as the others."""
+    costs = learnt(lambda tokens: 0.0005 * tokens if tokens <= 256 else 1.0)
+    shared = SharedSteps(costs, 0.2, 0.0, clock=Clock())
+    shared.record(1, interactive=True, is_shared=False)
+    assert shared.most_tokens(1) < 320
+    for _ in range(400):
+        tokens = shared.most_tokens(1)
+        shared.record(tokens, interactive=True, is_shared=True)
+        costs.observe(tokens, 0.0005 * tokens)
+    assert 380 < shared.most_tokens(1) < 405
 
 
 def test_steps_that_take_longer_than_estimated_are_made_smaller() -> None:

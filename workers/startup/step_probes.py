@@ -10,6 +10,7 @@ import time
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 
+WARM_UPS = (2, 4, 16)  # rows for which a GPU has kernels that other probes do not compile
 ROWS = (1, 8, 32, 128, 512, 1024)
 PROMPT_TOKENS = 2
 OUTPUT_TOKENS = 3
@@ -29,7 +30,8 @@ def probe_steps(engine: Engine, vocabulary: int, full_step: int = 0) -> None:
     stats = engine.stats()
     most = min(stats.rows_limit, stats.total_pages)
     draw = random.Random(0)
-    _run(engine, 1, vocabulary, draw)  # the first step of all takes longer
+    for rows in (1, *(WARM_UPS if full_step else ())):
+        _run(engine, min(rows, most), vocabulary, draw)  # the first step of all takes longer
     engine.costs.clear()
     left = MOST_SECONDS
     for rows in (min(rows, most) for rows in ROWS):
