@@ -32,6 +32,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
         {
             "gpu*": gpu.engine,
             "profile*": gpu.profile,
+            "launches*": gpu.launches,
             "models-*": own_section,
             "latent-*": own_section,
             "linear-*": own_section,

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.loaded_gpu_model import GIB, PROMPT_TOKENS, LoadedGpuModel, gpu_command_line
 from benchmarks.results import write
-from ktqueue.bench.engine import finish, start
+from ktqueue.bench.engine import finish, start, step
 from ktqueue.bench.environment import environment
 
 STEPS = 8  # that are traced
@@ -65,30 +65,30 @@ def divide(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     return {"kernels": len(kernels) / steps, "ms": milliseconds}
 
 
-def measure(loaded: LoadedGpuModel, rows: int) -> dict[str, Any]:
-    """Rows that decode together, after prompts of PROMPT_TOKENS."""
+def measure(loaded: LoadedGpuModel, rows: int, launch: str = "ahead") -> dict[str, Any]:
+    """Rows that decode together, after prompts of PROMPT_TOKENS. launch: one of ktqueue.bench.engine.LAUNCHES."""
     engine, decoder = loaded.engine, loaded.decoder
     start(engine, loaded.prompts(rows), 3 * (WARM + STEPS), {})
 
-    def step() -> float:
+    def timed_step() -> float:
         begun = time.perf_counter()
-        engine.step()
+        step(engine, launch)
         return time.perf_counter() - begun
 
     for _ in range(WARM):
-        step()
+        timed_step()
     before = decoder.handoff_statistics
-    plain = [step() for _ in range(STEPS)]
+    plain = [timed_step() for _ in range(STEPS)]
     after = decoder.handoff_statistics
     figure: dict[str, Any] = {"rows": rows, "step_ms": 1e3 * median(plain)}
     if before and after:
         figure["cpu_experts_ms"] = 1e3 * (after.busy_seconds - before.busy_seconds) / STEPS
         figure["cpu_experts_gb"] = (after.bytes - before.bytes) / STEPS / 1e9
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        step()  # the profiler's own first
+        timed_step()  # the profiler's own first
         torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        figure["traced_step_ms"] = 1e3 * median([step() for _ in range(STEPS)])
+        figure["traced_step_ms"] = 1e3 * median([timed_step() for _ in range(STEPS)])
         torch.cuda.synchronize()
     events = [event for event in traced.events() if event.device_type == DeviceType.CUDA]
     kernels = [Kernel(event.name, event.time_range.start, event.time_range.end) for event in events]

@@ -13,10 +13,13 @@ from typing import Any
 
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.outputs import EngineStats
+from ktqueue.engine.outputs import EngineStats, SequenceOutput
 
 PARTS = ("schedule", "forward", "sample", "commit")
 """Timed parts of a step."""
+LAUNCHES = {"ahead": (True,), "early": (False, True), "late": (False,)}
+"""When the next step is launched: before the tokens of a step are read, after that, or by the next call. The values are
+what `launch_next` of `Engine.step` answers, the last one again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Decode:
 
     @property
     def host_share(self) -> float:
-        """Share of a step's time in which the model does not run."""
+        """Share of a step's time in which the host does not wait for the model."""
         return 1.0 - self.parts["forward"] / max(sum(self.parts.values()), 1e-12)
 
 
@@ -66,10 +69,12 @@ def prompts(count: int, tokens: int, vocabulary: int, seed: int = 1) -> list[lis
     return [[draw.randrange(vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
-def measure_decode(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, **sampling: Any) -> Decode:
+def measure_decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, *, launch: str = "ahead", **sampling: Any
+) -> Decode:
     """Read the prompts, then decode until the first row has `tokens` tokens.
 
-    `sampling`: fields of SamplingParams; greedy by default.
+    `launch`: one of LAUNCHES. `sampling`: fields of SamplingParams; greedy by default.
     """
     began = time.perf_counter()
     start(engine, prompts, tokens, sampling)
@@ -77,7 +82,7 @@ def measure_decode(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int
     before, generated, full = engine.stats(), 0, True
     moments = [time.perf_counter()]
     while full:
-        outputs = engine.step()
+        outputs = step(engine, launch)
         moments.append(time.perf_counter())
         generated += sum(len(output.token_ids) for output in outputs)
         full = not any(output.finish_reason for output in outputs)
@@ -116,6 +121,12 @@ def start(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, samplin
         waiting.add(str(row))
     while waiting:
         waiting -= {output.request_id for output in engine.step() if output.token_ids}
+
+
+def step(engine: Engine, launch: str) -> list[SequenceOutput]:
+    """One step of the engine, which launches the next as LAUNCHES says."""
+    answers = iter(LAUNCHES[launch])
+    return engine.step(lambda: next(answers, LAUNCHES[launch][-1]))
 
 
 def finish(engine: Engine) -> None:
