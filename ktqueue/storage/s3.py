@@ -23,7 +23,7 @@ from ktqueue.core.errors import Unavailable
 from ktqueue.storage.store import PART_BYTES, THREADS, NotStored, check_name, check_prefix, is_name
 
 UPLOAD_BYTES = 5 << 20  # of a part of a multipart upload: the least that S3 allows
-ABORT, COMPLETE = "abort_multipart_upload", "complete_multipart_upload"
+GET, ABORT, COMPLETE = "get_object", "abort_multipart_upload", "complete_multipart_upload"
 ABANDONED = timedelta(days=1)
 _MISSING = {"NoSuchKey", "NotFound", "404"}
 _PAST_THE_END = {"InvalidRange", "416"}
@@ -45,7 +45,7 @@ class S3Store:
                 connect_timeout=5,
                 read_timeout=30,
                 retries={"mode": "standard", "max_attempts": 3},
-                max_pool_connections=THREADS,
+                max_pool_connections=2 * THREADS,
                 request_checksum_calculation="when_required",  # other servers may not know the newer ones
                 response_checksum_validation="when_required",
             ),
@@ -68,13 +68,13 @@ class S3Store:
             return
         end = "" if length is None else start + length - 1
         try:
-            found = await self._call("get_object", check_name(name), Range=f"bytes={start}-{end}")
+            data, body = await self._call(GET, check_name(name), Range=f"bytes={start}-{end}")
         except _PastTheEnd:
             return
-        body = found["Body"]
         try:
-            while data := await self._run(body.read, PART_BYTES):
+            while data:
                 yield data
+                data = await self._run(body.read, PART_BYTES)
         finally:
             body.close()
 
@@ -118,12 +118,18 @@ class S3Store:
                 return
             more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
-    async def _call(self, operation: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+    def _get(self, **arguments: Any) -> tuple[bytes, Any]:
+        """The first part of an object, and the rest. So one that is small has its connection for no longer."""
+        body = self._client.get_object(**arguments)["Body"]
+        return body.read(PART_BYTES), body
+
+    async def _call(self, operation: str, name: str | None = None, **arguments: Any) -> Any:
         """Call S3 in a thread. Raises NotStored, Unavailable."""
         if name is not None:
             arguments["Key"] = self._prefix + name
         try:
-            return await self._run(getattr(self._client, operation), Bucket=self._bucket, **arguments)
+            work = self._get if operation == GET else getattr(self._client, operation)
+            return await self._run(work, Bucket=self._bucket, **arguments)
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")
             if name is not None and (code in _MISSING or (operation in (ABORT, COMPLETE) and code == "NoSuchUpload")):

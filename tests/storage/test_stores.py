@@ -221,6 +221,16 @@ async def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         await put(FolderStore(tmp_path / "file"), "files/a", b"x")
 
 
+async def test_many_small_reads_share_the_connections(s3: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As lines of a batch do. A pool of connections that is full logs that, and opens new ones."""
+    store = open_store(StorageConfig(location="s3://files/small"), ".")
+    await put(store, "files/a", b"x" * 1_000)
+    for _ in range(3):
+        found = await asyncio.gather(*(get(store, "files/a", place, 1) for place in range(1_000)))
+        assert found == [[b"x"]] * 1_000
+    assert "pool is full" not in caplog.text
+
+
 async def test_an_abandoned_upload_is_aborted(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktqueue.storage import s3 as module
 
