@@ -8,7 +8,6 @@ import typer
 
 from ktqueue.cli.terminal.console import notes, results, table
 from ktqueue.cli.terminal.failures import UsageFault
-from ktqueue.core.units import format_bytes
 
 if TYPE_CHECKING:
     from ktqueue.profiling.folder import ProcessProfile
@@ -104,19 +103,20 @@ def _show_requests(requests: "Sequence[RequestTimes]") -> None:
 
 
 def _show_buckets(found: "list[Bucket]") -> None:
-    heads = ("rows", "steps", "tok/s", "ms", "p95", "experts", "a step", "GB/s", "of memory", "least ms")
+    heads = ("rows", "steps", "tok/s", "ms", "p95", "experts", "MB a step", "GB/s", "memory", "least ms")
     listing = table(heads, right=heads[1:])
+    listing.padding = (0, 1, 0, 0)  # narrow, so that it fits 80 columns
     for bucket in found:
         rate = bucket.expert_bandwidth
         listing.add_row(
             bucket.rows,
             f"{bucket.steps:,}",
-            f"{bucket.tokens_per_second:,.1f}",
+            _digits(bucket.tokens_per_second),
             _ms(bucket.median),
             _ms(bucket.p95),
-            f"{bucket.experts / bucket.steps:,.1f}" if bucket.experts else "",
-            format_bytes(bucket.expert_bytes / bucket.steps) if bucket.expert_bytes else "",
-            f"{rate / 1e9:,.2f}" if rate else "",
+            f"{bucket.experts / bucket.steps:,.0f}" if bucket.experts else "",
+            _digits(bucket.expert_bytes / bucket.steps / 1e6) if bucket.expert_bytes else "",
+            _digits(rate / 1e9) if rate else "",
             f"{rate / bucket.bandwidth:.0%}" if rate and bucket.bandwidth else "",
             _ms(bucket.floor) if bucket.floor is not None else "",
         )
@@ -136,4 +136,9 @@ def _show_parts(title: str, groups: "list[tuple[str, Sequence[Part]]]") -> None:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3f}"
+    return _digits(seconds * 1e3)
+
+
+def _digits(value: float) -> str:
+    """A number with about four digits."""
+    return f"{value:,.{3 if value < 1 else 2 if value < 100 else 1 if value < 1000 else 0}f}"

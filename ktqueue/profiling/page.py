@@ -7,7 +7,6 @@ from html import escape
 from itertools import pairwise
 from typing import Final
 
-from ktqueue.core.units import format_bytes
 from ktqueue.profiling.folder import Line, ProcessProfile
 from ktqueue.profiling.plots import COLOURS, Curve, bars, curves, heat, stacked
 from ktqueue.profiling.records import STEP_PARTS
@@ -129,7 +128,7 @@ def _requests(requests: Sequence[RequestTimes]) -> str:
 
 
 def _buckets(found: Iterable[Bucket]) -> str:
-    heads = ("rows", "steps", "tokens/s", "median ms", "p95 ms", "experts of a step", "GB/s", "of memory", "least ms")
+    heads = ("rows", "steps", "tokens/s", "median ms", "p95 ms", "MB a step", "GB/s", "memory", "least ms")
     rows = [
         (
             bucket.rows,
@@ -137,7 +136,7 @@ def _buckets(found: Iterable[Bucket]) -> str:
             f"{bucket.tokens_per_second:,.1f}",
             f"{1e3 * bucket.median:,.3f}",
             f"{1e3 * bucket.p95:,.3f}",
-            format_bytes(bucket.expert_bytes / bucket.steps) if bucket.expert_bytes else "",
+            f"{bucket.expert_bytes / bucket.steps / 1e6:,.2f}" if bucket.expert_bytes else "",
             f"{bucket.expert_bandwidth / 1e9:,.2f}" if bucket.expert_bytes else "",
             f"{bucket.expert_bandwidth / bucket.bandwidth:.0%}" if bucket.bandwidth and bucket.expert_bytes else "",
             f"{1e3 * bucket.floor:,.3f}" if bucket.floor is not None else "",

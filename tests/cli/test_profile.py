@@ -2,7 +2,10 @@
 
 import http.client
 import json
+import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +30,7 @@ def test_bench_engine_writes_a_profile(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert run(["profile", str(folder)]) == 0
     shown = capsys.readouterr().out
-    for words in ("bench", "rows", "prompts", "3-4", "launch", "share", "of memory", "probe"):
+    for words in ("bench", "rows", "prompts", "3-4", "launch", "share", "memory", "probe"):
         assert words in shown
     assert "seconds" in (folder / "profile.html").read_text()
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -96,3 +99,25 @@ def test_a_local_chat_has_a_line_for_each_token(ktqueue: Run, tmp_path: Path) ->
     (times,) = request_times([process])
     assert times.tokens == len(process.tokens) == 5
     assert times.seconds == pytest.approx(times.ended - times.began, rel=0.01)
+
+
+def test_a_killed_worker_leaves_its_part_of_a_request(tmp_path: Path, up_with: UpWith) -> None:
+    folder = tmp_path / "profile"
+    with up_with("--workers", "2", "--profile", str(folder)) as stack, ThreadPoolExecutor(1) as client:
+        asked = client.submit(ask, stack.url, 600)
+        written: list[Path] = []
+        while not written and not asked.done():
+            time.sleep(0.01)
+            written = [path for path in folder.glob("*.tokens.*") if path.read_bytes().count(b"\n") > 1]
+        (running,) = written
+        os.kill(int(running.name.partition(".")[0].rpartition("-")[2]), signal.SIGKILL)
+        request, seconds = asked.result()
+    processes = read_profile(folder)
+    lines = [[line for line in process.tokens if line["request"] == request] for process in processes]
+    first, second = [found for found in lines if found]
+    assert first[-1]["position"] < second[0]["position"]
+    assert second[-1]["position"] == 599
+    times = next(times for times in request_times(processes) if times.id == request)
+    assert times.parts["takeover"] > 0
+    assert times.seconds == pytest.approx(times.ended - times.began, rel=0.001)
+    assert times.seconds <= seconds + 0.001
