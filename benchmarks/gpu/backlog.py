@@ -147,6 +147,7 @@ def alone(engine: EngineConfig, arguments: argparse.Namespace) -> Iterator[dict[
     finish(run)
     seconds = time.monotonic() - began
     yield {"lines": arguments.lines, "rows": most, "seconds": seconds,
+           "expert_bytes": run.model_stats().get("expert_bytes"),
            "tokens_per_second": arguments.lines * arguments.tokens / seconds,
            "probe_gb_s": machine.bandwidth()}  # fmt: skip
     for rows in sorted(arguments.rows):
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--rows", type=integers, default="64,128,256,512,1024", help="of the engine alone")
     parser.add_argument("--table-tokens", type=int, default=24, help="tokens of each row where rows are compared")
     parser.add_argument("--profile", help="folder for profiles of the served part")
+    parser.add_argument("--served-only", action="store_true", help="leave the engine alone out")
     parser.add_argument("--name", default="", help="end of the result's name, by default the device")
     parser.add_argument("--vocabulary", type=int, default=500, help="ids that prompts are drawn from")
     arguments = parser.parse_args()
@@ -183,6 +185,8 @@ def main() -> None:
     path = arguments.results / f"backlog-{arguments.name or arguments.device}.json"
     result |= asyncio.run(served(engine, arguments))
     write(path, result)  # what follows takes minutes, too
+    if arguments.served_only:
+        return
     whole, *table = _told(alone(engine, arguments))
     result |= {"engine_alone": whole, "rows_alone": table,
                "share_of_engine": result["batch_alone"]["tokens_per_second"] / whole["tokens_per_second"]}  # fmt: skip

@@ -160,19 +160,43 @@ def backlog(result: dict[str, Any]) -> list[str]:
         ],
         words=1,
     )
-    percents = "{{{0}_p50_ms:.0f}}, {{{0}_p95_ms:.0f}} ms"
+    percents = "{{{0}_p50_ms:.0f}}, {{{0}_p95_ms:.0f}}, {{{0}_p99_ms:.0f}} ms"
     chat: Columns = {
         "chat": "{what}",
         "requests": "{requests}",
-        "first token p50, p95": percents.format("first_token"),
-        "between tokens p50, p95": percents.format("between_tokens"),
+        "first token p50, p95, p99": percents.format("first_token"),
+        "between tokens p50, p95, p99": percents.format("between_tokens"),
     }
     parts = (("alone", "chat_alone"), ("beside batch", "chat_beside_batch"))
     lines += ["", *table(chat, [{"what": what, **result[key]} for what, key in parts], words=1)]
-    alone: list[Row] = result.get("engine_alone", [])
-    if alone:
-        lines += ["", *table({"engine alone, rows": "{rows}", "tok/s": "{tokens_per_second:.0f}"}, alone)]
+    if whole := result.get("engine_alone"):
+        lines += [
+            "",
+            f"The engine alone computes {whole['lines']:,} such lines at {whole['tokens_per_second']:.0f} tok/s, with "
+            f"{whole['rows']:,} rows; the batch alone reached {100 * result['share_of_engine']:.0f} % of that. Decode "
+            "steps of the engine, and what a step takes that reads every expert once from host memory at the probed "
+            "rate. Larger steps stream experts over the bus, too.",
+            "",
+            *table(ROWS_ALONE, [{**row, **_reading(row, whole)} for row in result["rows_alone"]]),
+        ]
     return lines
+
+
+ROWS_ALONE: Columns = {
+    "rows": "{rows}",
+    "ms a step": "{step_ms:.0f}",
+    "tok/s": "{tokens_per_second:.0f}",
+    "memory, GB/s": "{probe_gb_s:.0f}",
+    "reading experts once, ms": "{reading}",
+    "s for all prompts": "{prompt_seconds:.2f}",
+    "host's share": "{host_share:.1%}",
+}
+
+
+def _reading(row: Row, whole: Row) -> Row:
+    """The milliseconds in which the host reads every expert once."""
+    size = whole["expert_bytes"]
+    return {"reading": "" if size is None else f"{size / row['probe_gb_s'] / 1e6:.0f}"}
 
 
 def attention(result: dict[str, Any]) -> list[str]:
