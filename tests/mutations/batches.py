@@ -45,6 +45,30 @@ BATCHES: dict[str, Mutation] = {
         "                await self._store([])\n",
         (DEATHS,),
     ),
+    "two owners have one fence": Mutation(
+        "no two owners have the same fence, even if Redis forgets one",
+        f"{SCRIPTS}/take_batch.lua",
+        "math.max(now, redis.call('HGET', batch, 'fence') + 1)",
+        "redis.call('HGET', batch, 'fence') + 1",
+        (f"{BROKER}::test_no_two_owners_have_the_same_fence_even_if_redis_forgets_one",),
+    ),
+    "many batches of one tenant keep all others out": Mutation(
+        "a tenant without a running batch gets a place",
+        "workers/arq/batch_owner.py",
+        "if count < 2 * MAX_BATCHES:",
+        "if count < MAX_BATCHES:",
+        (
+            "tests/workers/arq/test_batches_side_by_side.py"
+            "::test_a_tenant_without_a_running_batch_is_not_kept_out_by_many_of_another",
+        ),
+    ),
+    "a batch whose store was emptied is completed": Mutation(
+        "a batch never ends without its lines and without saying why",
+        f"{STORED}/batch.py",
+        "            raise _InputLost(findings.faults[0])",
+        "            pass",
+        (f"{OWNER}::test_a_batch_whose_store_was_emptied_says_so",),
+    ),
     "lines that cannot run keep all others waiting": Mutation(
         "each tenant and model has a share of the window",
         f"{STORED}/window.py",
