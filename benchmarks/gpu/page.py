@@ -92,13 +92,12 @@ def profile(result: dict[str, Any]) -> list[str]:
 
 def launches(result: dict[str, Any]) -> list[str]:
     """When decode steps are launched."""
-    parts = list(result["traced"][0]["ms"])
     lines = section(
         f"{result['model']}: when the next step is launched",
         f"All experts on the GPU. Ahead: before the tokens of a step are read; early: after that; late: by the caller. "
         f"The best of turns, {result['output_tokens']} tokens after prompts of {result['prompt_tokens']}; sampled: "
         f"with top_k and top_p; same: the tokens equal those of late launches. {graphics(result)}; {taken(result)}. "
-        f"`{result['command']}`",
+        f"{result.get('note', '')} `{result['command']}`",
         {
             "sampling": "{sampling}", "launch": "{launch}", **_STEP, **_FASTEST,
             "same": lambda row: "yes" if row["same_tokens"] else "no",
@@ -106,6 +105,9 @@ def launches(result: dict[str, Any]) -> list[str]:
         result["decode"],
         words=2,
     )  # fmt: skip
+    if not result["traced"]:  # the run was interrupted
+        return lines
+    parts = list(result["traced"][0]["ms"])
     traced: Columns = {
         "launch": "{launch}", "rows": "{rows}", "step": "{step_ms:.2f}", "traced": "{traced_step_ms:.2f}",
         "kernels": "{kernels:.0f}", **{part: f"{{ms[{part}]:.2f}}" for part in parts},
