@@ -31,8 +31,6 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
         "A GPU's engine",
         {
             "gpu*": gpu.engine,
-            "profile*": gpu.profile,
-            "launches*": gpu.launches,
             "models-*": own_section,
             "latent-*": own_section,
             "linear-*": own_section,
@@ -44,6 +42,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "endurance-*": engine.endurance,
         },
     ),
+    "steps": ("A decode step of a GPU", {"profile*": gpu.profile, "launches*": gpu.launches}),
     "quality": (
         "How near to the model",
         {

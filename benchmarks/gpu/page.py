@@ -4,6 +4,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.tables import Columns, Row, section, table
+from ktqueue.bench.engine import LAUNCHES
 
 _STEP: Columns = {"rows": "{rows}", "tok/s": "{tokens_per_second:.1f}", "step": "{step_ms:.2f} ms"}
 _FASTEST: Columns = {"fastest": "{fastest_step_ms:.2f} ms"}
@@ -92,18 +93,25 @@ def profile(result: dict[str, Any]) -> list[str]:
 
 def launches(result: dict[str, Any]) -> list[str]:
     """When decode steps are launched."""
+    by_rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for measured in result["decode"]:
+        row = by_rows.setdefault((measured["sampling"], measured["rows"]), {"same": "yes"})
+        row |= {"sampling": measured["sampling"], "rows": measured["rows"], measured["launch"]: measured}
+        row["same"] = row["same"] if measured["same_tokens"] else "no"
     lines = section(
         f"{result['model']}: when the next step is launched",
         f"All experts on the GPU. Ahead: before the tokens of a step are read; early: after that; late: by the caller. "
         f"The best of turns, {result['output_tokens']} tokens after prompts of {result['prompt_tokens']}; sampled: "
-        f"with top_k and top_p; same: the tokens equal those of late launches. {graphics(result)}; {taken(result)}. "
+        f"with top_k and top_p; same: the tokens of all are equal. {graphics(result)}; {taken(result)}. "
         f"{result.get('note', '')} `{result['command']}`",
         {
-            "sampling": "{sampling}", "launch": "{launch}", **_STEP, **_FASTEST,
-            "same": lambda row: "yes" if row["same_tokens"] else "no",
+            "sampling": "{sampling}", "rows": "{rows}",
+            **{f"{way} tok/s": f"{{{way}[tokens_per_second]:.0f}}" for way in LAUNCHES},
+            **{f"{way} ms": f"{{{way}[step_ms]:.2f}}" for way in LAUNCHES},
+            "same": "{same}",
         },
-        result["decode"],
-        words=2,
+        [*by_rows.values()],
+        words=1,
     )  # fmt: skip
     if not result["traced"]:  # the run was interrupted
         return lines
@@ -112,13 +120,7 @@ def launches(result: dict[str, Any]) -> list[str]:
         "launch": "{launch}", "rows": "{rows}", "step": "{step_ms:.2f}", "traced": "{traced_step_ms:.2f}",
         "kernels": "{kernels:.0f}", **{part: f"{{ms[{part}]:.2f}}" for part in parts},
     }  # fmt: skip
-    return [
-        *lines,
-        "",
-        "Milliseconds of a greedy step by CUDA's profiler:",
-        "",
-        *table(traced, result["traced"], words=1),
-    ]
+    return [*lines, "", "Milliseconds of a greedy step by CUDA's profiler:", *table(traced, result["traced"], words=1)]
 
 
 def served(result: dict[str, Any]) -> list[str]:
