@@ -276,9 +276,10 @@ class Batches:
         )
         return _decoded(lease.id, reply[1], reply[0])
 
-    async def release(self, lease: BatchLease) -> None:
-        """Give the batch back. Another owner can take it now, unless it has ended."""
-        await self._scripts.call("release_batch", lease.id, lease.fence, milliseconds(self._config.batch_ttl))
+    async def release(self, lease: BatchLease, *, is_clean: bool = True) -> None:
+        """Give the batch back. Another owner can take it now, unless it has ended and its objects were deleted."""
+        ttl = milliseconds(self._config.batch_ttl) if is_clean else ""
+        await self._scripts.call("release_batch", lease.id, lease.fence, ttl)
 
 
 def _found(batch_id: str, described: Sequence[bytes] | None) -> BatchRecord:

@@ -96,7 +96,7 @@ class StoredBatch:
         """Store what is done and give the batch back, so that another owner goes on at once. Call it after `run`."""
         if self._execution is not None:
             await self._execution.flush()
-        await self._owner.broker.batches.release(self._lease)
+        await self._owner.broker.batches.release(self._lease, is_clean=False)
 
     async def _advance(self) -> None:
         """Run the batch to its end, and delete its objects once Redis cannot forget that end."""

@@ -1,11 +1,11 @@
--- Gives a batch back. ARGV: id, fence, TTL in ms of the record of a batch that has ended.
+-- Gives a batch back. ARGV: id, fence, TTL in ms of the record of a batch that has ended ('' if objects of it are left).
 -- Replies 1, or 0 if the batch has another owner.
--- A batch that has ended is no longer owned by anybody, and expires. Another one can be taken at once.
+-- A batch that has ended and left nothing is no longer owned by anybody, and expires. Another one can be taken at once.
 local ENDED = { failed = true, completed = true, expired = true, cancelled = true }
 local batch = TAG .. 'batch:' .. ARGV[1]
 local fence, status, tenant = unpack(redis.call('HMGET', batch, 'fence', 'status', 'tenant'))
 if fence ~= ARGV[2] then return 0 end
-if ENDED[status] then
+if ENDED[status] and ARGV[3] ~= '' then
   redis.call('ZREM', TAG .. 'batches', ARGV[1])
   redis.call('PEXPIRE', batch, ARGV[3])
   if redis.call('SCARD', TAG .. 'batches:open:' .. tenant) == 0 then

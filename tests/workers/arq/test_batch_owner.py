@@ -5,12 +5,13 @@ import contextlib
 import gc
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from mortal import Death, Mortal
 
 from ktqueue.batches.stored import batch, execution
 from ktqueue.batches.stored.batch import Owner, StoredBatch
@@ -28,55 +29,6 @@ from ktqueue.workers.arq.control import worker_for
 INPUT = "file-in"
 DEATHS = 24
 LAST_CALLS = ("cards", "add", "release", "delete", "forget")  # some owners die at these
-
-
-class Death(BaseException):
-    """The process is killed."""
-
-
-class Mortal:
-    """Stands before an object and dies at one of its calls, just before or just after the call.
-
-    Afterwards nothing is called any more. All parts of an owner share one `life`, a list with the calls that are left.
-    A call with the name `last` is the last one in any case.
-    """
-
-    def __init__(self, target: Any, life: list[float], last: str = "") -> None:
-        self._target = target
-        self._life = life
-        self._last = last
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        if name in ("batches", "jobs", "journal", "models", "files"):
-            return Mortal(value, self._life, self._last)
-        if name == "create":
-            return self._create
-        if not asyncio.iscoroutinefunction(value):
-            return value
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            if name == self._last:
-                self._life[0] = 1
-            self._step()
-            result = await value(*args, **kwargs)
-            self._step()
-            return result
-
-        return call
-
-    @contextlib.asynccontextmanager
-    async def _create(self, name: str) -> AsyncIterator[Any]:
-        self._step()
-        async with self._target.create(name) as writing:
-            yield writing
-            self._step()
-        self._step()
-
-    def _step(self) -> None:
-        self._life[0] -= 1
-        if self._life[0] <= 0:
-            raise Death
 
 
 @pytest.fixture(autouse=True)
@@ -303,6 +255,26 @@ async def test_an_end_that_redis_forgets_comes_again_without_running_a_line_twic
     assert record.status is BatchStatus.COMPLETED
     await outputs(broker, store, record)
     assert await content(store, record.facts.output_file_id) == texts_before
+
+
+async def test_a_batch_that_ended_just_before_its_owner_left_is_cleaned_by_the_next(
+    broker: Broker, store: Store, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(store, 5)
+    batch_id = await create(broker)
+    monkeypatch.setattr(batch, "SETTLE_SECONDS", 60.0)
+    first = owned(broker, store, *await taken(broker))
+    async with start_worker():
+        run = asyncio.create_task(first.run())
+        await until(broker, batch_id, lambda record: record.status is BatchStatus.COMPLETED)
+    run.cancel()
+    await asyncio.wait([run])
+    await first.leave()
+    assert await store.names("batches/")
+    monkeypatch.setattr(batch, "SETTLE_SECONDS", 0.01)
+    await owned(broker, store, *await taken(broker)).run()
+    await outputs(broker, store, await broker.batches.get("default", batch_id))
+    assert await broker.batches.take("other") is None
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
