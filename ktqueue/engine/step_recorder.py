@@ -10,7 +10,7 @@ from ktqueue.engine.scheduler import Scheduler
 from ktqueue.engine.step_plan import StepPlan
 from ktqueue.engine.step_sampler import StepSampler
 from ktqueue.operators.named_ranges import NamedRange, name_methods
-from ktqueue.profiling.records import RoutingRecord, StepMoments, StepRecord
+from ktqueue.profiling.records import RoutingRecord, StepMoments, StepRecord, Totals
 from ktqueue.profiling.writer import RecordWriter
 
 _WRAP = 1 << 32  # of the counts of uses
@@ -39,34 +39,31 @@ class StepRecorder:
         self._pages = pages
         self._runner = runner
         self._next = next_step
-        self._prompt_tokens = prompt_tokens
-        self._replayed, self._prepared, self._work = runner.replayed, next_step.taken, self._work_so_far()
+        self._totals = Totals(prompt_tokens, runner.replayed, next_step.taken, self._work_so_far())
         self._steps = self._routed_steps = 0
-        self._routed_at = 0.0
+        self._next_routing = 0.0  # seconds of the monotonic clock
         self._uses: ExpertUses | None = None
         self._last: StepRecord | None = None
 
     def record(self, moments: StepMoments, plan: StepPlan, *, sampled: int, prompt_tokens: int) -> None:
         """Record a step. sampled: its rows that got a token. prompt_tokens: computed so far."""
         self._steps += 1
-        replayed, prepared, work = self._runner.replayed, self._next.taken, self._work_so_far()
-        free = self._pages.available
+        before, pages = self._totals, self._pages
+        self._totals = Totals(prompt_tokens, self._runner.replayed, self._next.taken, self._work_so_far())
         self._last = StepRecord(
-            number=self._steps,
-            moments=moments,
-            rows=len(plan.rows),
-            sampled=sampled,
-            tokens=plan.tokens,
-            prompt_tokens=prompt_tokens - self._prompt_tokens,
-            pages_used=self._pages.total - free,
-            pages_free=free,
-            replayed=replayed > self._replayed,
-            prepared=prepared > self._prepared,
-            experts=None if work is None or self._work is None else work.since(self._work),
+            self._steps,
+            moments,
+            len(plan.rows),
+            sampled,
+            plan.tokens,
+            pages.total,
+            pages.available,
+            self._totals,
+            before,
         )
-        self._prompt_tokens, self._replayed, self._prepared, self._work = prompt_tokens, replayed, prepared, work
-        self.writer.put("steps", self._last)
-        if self._counts is not None and moments.ended - self._routed_at >= self._routing_seconds:
+        self.writer.put_step(self._last)
+        if moments.ended > self._next_routing and self._counts is not None:
+            self._next_routing = moments.ended + self._routing_seconds
             self._record_routing(moments.ended, self._counts.expert_uses())
 
     def take(self) -> StepRecord | None:
@@ -81,7 +78,6 @@ class StepRecorder:
         """Record the uses since the last call; the first call only begins."""
         before, self._uses = self._uses, uses
         steps, self._routed_steps = self._steps - self._routed_steps, self._steps
-        self._routed_at = now
         if uses is not None and before is not None:
             new = [[(b - a) % _WRAP for a, b in zip(*rows, strict=True)] for rows in zip(before, uses, strict=True)]
             self.writer.put("routing", RoutingRecord(now, steps, new, self._model.statistics()))

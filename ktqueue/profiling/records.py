@@ -68,25 +68,34 @@ class StepMoments(NamedTuple):
         )
 
 
+class Totals(NamedTuple):
+    """Counters of an engine since its start: computed prompt tokens, replayed steps, prepared steps, and the work of
+    experts, which is None if the model does not count it."""
+
+    prompt_tokens: int
+    replayed: int
+    prepared: int
+    experts: ExpertWork | None
+
+
 class StepRecord(NamedTuple):
-    """One step. rows: sequences; sampled: rows that got a token; tokens: computed ones, of which `prompt_tokens` are of
-    prompts. replayed: a captured step was replayed. prepared: built while the device computed the step before."""
+    """One step. rows: sequences; sampled: rows that got a token; tokens: computed ones. pages: of the cache, of which
+    `pages_free` are free. totals: after the step; before: after the step before. Only the writer's thread subtracts
+    them, since what the engine's thread does here takes time from each step."""
 
     number: int
     moments: StepMoments
     rows: int
     sampled: int
     tokens: int
-    prompt_tokens: int
-    pages_used: int
+    pages: int
     pages_free: int
-    replayed: bool
-    prepared: bool
-    experts: ExpertWork | None
+    totals: Totals
+    before: Totals
 
     def lines(self, wall: float) -> bytes:
         """Its JSON line. `wall`: Unix seconds minus the monotonic clock."""
-        number, moments, rows, sampled, tokens, prompt_tokens, used, free, replayed, prepared, experts = self
+        number, moments, rows, sampled, tokens, pages, free, totals, before = self
         text = _STEP % (
             number,
             moments.began + wall,
@@ -95,16 +104,17 @@ class StepRecord(NamedTuple):
             rows,
             sampled,
             tokens,
-            prompt_tokens,
-            used,
+            totals.prompt_tokens - before.prompt_tokens,
+            pages - free,
             free,
-            _BOOLEANS[replayed],
-            _BOOLEANS[prepared],
+            _BOOLEANS[totals.replayed > before.replayed],
+            _BOOLEANS[totals.prepared > before.prepared],
         )
-        if experts is None:
+        if totals.experts is None or before.experts is None:
             return text + b"}\n"
-        rate = experts.cpu_bytes / max(experts.cpu_seconds, 1e-9) / 1e9
-        return b"%s,%s}\n" % (text, _EXPERTS % (*experts, rate))
+        work = totals.experts.since(before.experts)
+        rate = work.cpu_bytes / max(work.cpu_seconds, 1e-9) / 1e9
+        return b"%s,%s}\n" % (text, _EXPERTS % (*work, rate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,13 +89,13 @@ class RecordWriter:
         host = os.uname().nodename.partition(".")[0]  # a folder may be shared by machines
         self._name = f"{stamp}-{int(started % 1 * 1e6):06d}-{host}-{os.getpid()}"
         self._files: dict[str, _Files] = {}
+        self._steps: deque[Lines] = deque()
         self._held: list[tuple[str, Lines]] = []
         self._held_lines = 0
         self._most_held = most_held
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self.dropped = 0
-        """Lines that were not written, because too many were waiting or the disk was full."""
+        self._dropped = self._dropped_steps = 0
         self._reported = 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -110,11 +110,23 @@ class RecordWriter:
         self._thread = threading.Thread(target=self._run, name="profile", daemon=True)
         self._thread.start()
 
+    @property
+    def dropped(self) -> int:
+        """Lines that were not written, because too many were waiting or the disk was full."""
+        return self._dropped + self._dropped_steps
+
+    def put_step(self, record: Lines) -> None:
+        """Queue the record of a step, a single line. One thread may do this, which then needs no lock."""
+        if len(self._steps) < self._most_held:
+            self._steps.append(record)
+        else:
+            self._dropped_steps += 1
+
     def put(self, kind: str, record: Lines, lines: int = 1) -> None:
         """Queue a record of so many lines. Never waits for the disk."""
         with self._lock:
             if self._held_lines + lines > self._most_held:
-                self.dropped += lines
+                self._dropped += lines
                 return
             self._held.append((kind, record))
             self._held_lines += lines
@@ -135,6 +147,7 @@ class RecordWriter:
     def _write_held(self) -> None:
         with self._lock:
             held, self._held, self._held_lines = self._held, [], 0
+        held += [("steps", self._steps.popleft()) for _ in range(len(self._steps))]
         wall = time.time() - time.monotonic()
         try:
             for place, (kind, record) in enumerate(held):
@@ -146,7 +159,8 @@ class RecordWriter:
                 self._write("process", dumps({"at": time.time(), "dropped": self._reported}) + b"\n")
             self._flush()
         except OSError:  # the disk is full: profiles must not end the work
-            self.dropped += len(held)
+            with self._lock:
+                self._dropped += len(held)
 
     def _write(self, kind: str, data: bytes) -> None:
         files = self._files.get(kind)

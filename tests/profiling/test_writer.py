@@ -80,11 +80,13 @@ def test_records_that_come_too_fast_are_dropped_and_counted(tmp_path: Path) -> N
     for number in range(1, 16):
         writer.put("steps", Numbered(number))
     writer.put("steps", Numbered(99), lines=7)
+    for number in range(101, 113):
+        writer.put_step(Numbered(number))
     go_on.set()
     writer.close()
     (process,) = read_profile(tmp_path)
-    assert [line["step"] for line in process.steps] == list(range(11))
-    assert process.dropped == 5 + 7
+    assert [line["step"] for line in process.steps] == [*range(11), *range(101, 111)]
+    assert process.dropped == 5 + 7 + 2
 
 
 def test_only_the_end_can_be_read(tmp_path: Path) -> None:
