@@ -1,7 +1,5 @@
 """The roofline: limits, routing, and the loop that measures, on a machine with known limits."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ from ktqueue.bench.experts import Load, Sweep, arithmetic_of, best_seconds, swee
 from ktqueue.bench.random_layers import expert_bytes, same_experts, uniform
 from ktqueue.bench.roofline import Bound, LayerShape, LayerWork, Limits, layer_work
 from ktqueue.operators import native
-from ktqueue.workers.startup.memory_bandwidth import cache_sizes
 
 QWEN = LayerShape(hidden=2048, intermediate=768, experts=128, experts_per_token=8)
 MIB = 1 << 20
@@ -115,19 +112,3 @@ def test_weights_exceed_the_last_cache_four_times(routed: bool, experts: int) ->
     for quant, count, layers in (("Q4_K", experts, 1), ("Q2_K", 128, 2)):
         sweep = Sweep(shape=QWEN, quants=(quant,), isas=("scalar",), loads=loads, seconds=0.0)
         assert sweep_memory(sweep, {"L1": MIB, "L3": 64 * MIB}) == (layers + 1) * count * expert_bytes(quant, QWEN)
-
-
-def test_caches_are_read_from_sysfs(tmp_path: Path) -> None:
-    def cache(cpu: int, index: int, level: int, kind: str, size: str, shared: int | str) -> None:
-        folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
-        folder.mkdir(parents=True)
-        for name, value in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", shared)):
-            (folder / name).write_text(f"{value}\n")
-
-    for cpu in range(4):
-        cache(cpu, 0, 1, "Data", "48K", cpu)
-        cache(cpu, 1, 1, "Instruction", "32K", cpu)
-        cache(cpu, 2, 2, "Unified", "1024K", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}")
-        cache(cpu, 3, 3, "Unified", "32768K", "0-3")
-    assert cache_sizes(tmp_path) == {"L1": 4 * 48 << 10, "L2": 2 << 20, "L3": 32 << 20}
-    assert cache_sizes(tmp_path / "absent") == {}
