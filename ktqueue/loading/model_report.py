@@ -143,11 +143,7 @@ def _position_bytes(prepared: PreparedModel) -> int:
 def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
     skeleton, checkpoint, plan = prepared.skeleton, prepared.checkpoint, prepared.plan
     operators = {replacement.name: replacement.op for replacement in plan.replacements}
-    quantised = {
-        replacement.name
-        for replacement in plan.replacements
-        if replacement.options.get("dense", DEFAULT_DENSE) == "quantised"
-    }
+    dense = {replacement.name: replacement.options.get("dense", DEFAULT_DENSE) for replacement in plan.replacements}
     tied, checkpoint_names = tied_names(skeleton), set(checkpoint.names())
     grouped: dict[tuple[str, str, str, str], list[tuple[str, int, int]]] = {}
     modules: dict[tuple[str, str, str, str], list[int]] = {}  # bytes of each module
@@ -158,14 +154,18 @@ def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
         own_tensors = [tensor for tensor in own_tensors if operator not in (KEEP, ON_BOTH_SIDES) or tensor not in tied]
         if not own_tensors:
             continue
-        device, packed = plan.device_of(name), operator != KEEP
+        device, packed, twice = plan.device_of(name), operator != KEEP, False
         if operator == ON_BOTH_SIDES:
             packed = name.endswith(".experts")
             device = "cpu" if packed else device
             is_linear = isinstance(module, torch.nn.Linear | torch.nn.Embedding) and not name.endswith(ABSORBED)
-            if ancestor in quantised and is_linear:
+            if ancestor is not None and dense[ancestor] != "dequantised" and is_linear:
                 product = _product(own_tensors[0], checkpoint_names)
                 packed = all(stays_quantised(checkpoint.quant(weight)) for weight in product)
+                if dense[ancestor] == "both":
+                    multiplies = isinstance(module, torch.nn.Linear) or own_tensors[0] in tied.values()
+                    twice = packed and multiplies and prepared.dtype != torch.float32
+                    packed = False
         elif operator == LATENT:
             floats = all(parameter.dtype == torch.float32 for parameter in module.parameters(recurse=False))
             packed = device == "cpu" and floats and not name.endswith(ABSORBED)
@@ -174,6 +174,8 @@ def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
         for tensor in own_tensors:
             source = tied.get(tensor, tensor)
             held_bytes = _held(module, tensor, source, checkpoint, packed=packed, panels=operator == ON_BOTH_SIDES)
+            if twice and len(checkpoint.shape(source)) > 1:
+                held_bytes += _held(module, tensor, source, checkpoint, packed=True, panels=True)
             if operator == WHOLE and name.endswith(ABSORBED):
                 shape = latent_shape(skeleton.get_submodule(name.removesuffix(ABSORBED)))
                 both = checkpoint.part_quants(source)

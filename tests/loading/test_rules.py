@@ -107,7 +107,7 @@ def test_a_base_may_have_a_base(tmp_path: Path) -> None:
     ("text", "line", "words"),
     [
         ("without: [Other]", 1, "needs base"),
-        ("base: defalt", 1, "there is no rule file 'defalt'; known by name: default, exact, modules, quantised"),
+        ("base: defalt", 1, "there is no rule file 'defalt'; known by name: both, default, exact, modules, quantised"),
         ("base: rules.yaml", 1, "rules.yaml is based on this file, or is this file"),
         ("base: circle.yaml", 1, "rules.yaml is based on this file"),
         ("base: base.yaml\nwithout: Other", 2, "without must be a list"),
@@ -139,7 +139,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 def test_a_shipped_file_is_found_by_its_name(tmp_path: Path) -> None:
     assert rules_file(None) == DEFAULT_RULES
-    for name in ("default", "exact", "modules", "quantised"):
+    for name in ("both", "default", "exact", "modules", "quantised"):
         assert rules_file(name) == SHIPPED_RULES / f"{name}.yaml"
         load_rules(rules_file(name), WHOLE)
     (tmp_path / "mine.yaml").write_text("[]")
@@ -156,7 +156,7 @@ def test_an_unknown_name_lists_the_shipped_files(rules: str, words: str, tmp_pat
     with contextlib.chdir(tmp_path), pytest.raises(RuleError) as caught:
         rules_file(rules)
     assert words in str(caught.value)
-    assert "default, exact, modules, quantised" in str(caught.value)
+    assert "both, default, exact, modules, quantised" in str(caught.value)
     assert caught.value.param == "engine.rules"
 
 
@@ -279,12 +279,14 @@ def test_the_default_rules_replace_the_whole_model(tiny: Path) -> None:
 
 
 def test_the_other_shipped_files_change_the_default() -> None:
-    default, exact, quantised, modules = (
-        load_rules(SHIPPED_RULES / f"{name}.yaml", WHOLE) for name in ("default", "exact", "quantised", "modules")
+    default, exact, quantised, both, modules = (
+        load_rules(SHIPPED_RULES / f"{name}.yaml", WHOLE)
+        for name in ("default", "exact", "quantised", "both", "modules")
     )
     assert [rule.op for rule in exact] == [rule.op for rule in quantised] == [rule.op for rule in default]
     assert all(rule.options == {"activations": "float32"} for rule in exact)
     assert {rule.op: rule.options for rule in quantised if rule.options} == {"GpuDecoder": {"dense": "quantised"}}
+    assert {rule.op: rule.options for rule in both if rule.options} == {"GpuDecoder": {"dense": "both"}}
     assert modules == default[2:]
 
 

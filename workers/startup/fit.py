@@ -24,6 +24,7 @@ ROW_CONTEXT = 2048  # cache tokens for each row on a GPU, which come before memo
 ONE_CONTEXT = 8192  # smallest cache on a GPU in tokens, if there is room
 EXPERT_STEP = 256 * MIB  # GPU memory for experts is a multiple of it
 CACHE_RESERVE = 512 * MIB  # possible error of the estimates for a GPU
+LEAST_CACHE = 0.9  # part of the cache that is left if dense weights are held twice
 CERTAIN_CACHE_SHARE = 0.75  # part of a GPU's estimated cache that a context may rely on
 COMPROMISES = ((32, 8192), (16, 4096), (8, 2048), (1, 2048))  # rows and tokens of a step, tried until they fit a GPU
 
@@ -125,15 +126,27 @@ def _on_cpu(config: EngineConfig, machine: MachineResources, examine: Examine, f
 
 
 def _on_gpu(config: EngineConfig, machine: MachineResources, examine: Examine, fixed: Sequence[str]) -> Fit:
-    """The better of decoded and quantised dense weights: the first that leaves room for all experts, else decoded."""
-    fits = []
-    for rules in (config.rules,) if "rules" in fixed else (None, "quantised"):
-        fit = _placed(replace(config, rules=rules), machine, examine, fixed)
-        fits.append(fit)
-        if fit.fits and not fit.config.rules and _all_on_gpu(fit):
-            break
-    good = [fit for fit in fits if fit.fits]
-    return next((fit for fit in good if _all_on_gpu(fit)), good[0] if good else fits[0])
+    """The best of decoded dense weights, quantised ones, and both.
+
+    Both, if that costs nothing but a small part of the cache; else the first of decoded and quantised weights that
+    leaves room for all experts; else decoded.
+    """
+    if "rules" in fixed:
+        return _placed(config, machine, examine, fixed)
+    decoded = _placed(replace(config, rules=None), machine, examine, fixed)
+    if decoded.fits and _all_on_gpu(decoded):
+        both = _placed(replace(config, rules="both"), machine, examine, fixed)
+        return both if _costs_little(both, decoded) else decoded
+    quantised = _placed(replace(config, rules="quantised"), machine, examine, fixed)
+    better = quantised.fits and (_all_on_gpu(quantised) or not decoded.fits)
+    return quantised if better else decoded
+
+
+def _costs_little(both: Fit, decoded: Fit) -> bool:
+    """Whether some dense weights are held twice, and all else stays as it is but for a small part of the cache."""
+    one, other = both.config, decoded.config
+    same = both.fits and _all_on_gpu(both) and (one.rows, one.step_tokens) == (other.rows, other.step_tokens)
+    return same and both.gpu["weights"] > decoded.gpu["weights"] and both.tokens >= LEAST_CACHE * decoded.tokens
 
 
 def _all_on_gpu(fit: Fit) -> bool:

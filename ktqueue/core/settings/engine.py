@@ -73,7 +73,7 @@ class EngineConfig:
     rules: str | None = setting(
         None,
         "Rules that replace modules: a YAML file, or a shipped one by name.",
-        details="Shipped are `default`, `exact`, `quantised` and `modules`: see [rules](../guides/rules.md).",
+        details="Shipped are `default`, `exact`, `quantised`, `both` and `modules`: see [rules](../guides/rules.md).",
         shown="default",
         flags=("--rules",),
         metavar="NAME|FILE",

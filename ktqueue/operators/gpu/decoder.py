@@ -65,7 +65,7 @@ class GpuDecoder(Operator):
         """
         dense = options.pop("dense", DEFAULT_DENSE)
         if dense not in get_args(DenseType):
-            raise ValueError(f"GpuDecoder: dense must be {' or '.join(get_args(DenseType))}, got {dense!r}")
+            raise ValueError(f"GpuDecoder: dense must be one of {', '.join(get_args(DenseType))}, got {dense!r}")
         chosen = kernel_options("GpuDecoder", options, "dense")
         try:
             facts = facts_of(module, DTYPES, "GpuDecoder")
@@ -84,7 +84,7 @@ class GpuDecoder(Operator):
             weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
         weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
         dense = DenseWeights(weights, facts.dtype, self.device, self._dense, float_norms=facts.float_norms)
-        self._embedding = dense.linear("model.embed_tokens")
+        self._embedding = dense.embedding("model.embed_tokens", is_head=facts.tied)
         choice = KeyChoice()
         attentive, linear = itertools.count(), itertools.count()
         for layer in facts.layers:

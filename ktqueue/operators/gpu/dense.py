@@ -1,4 +1,4 @@
-"""Dense weights on a device, decoded to the compute type or left quantised. Matrices with the same input are one.
+"""Dense weights on a device, decoded to the compute type, quantised or both. Matrices with the same input are one.
 
 A quantised matrix multiplies few rows by its weights as they come from memory. For more rows the weights are decoded to
 a buffer that all layers share, and torch multiplies. Nothing waits for the device. Knows ModuleWeights, but no file and
@@ -32,8 +32,8 @@ from ktqueue.operators.packed import ExpertWeights, Floats, ModuleWeights, Packe
 
 logger = logging.getLogger(__name__)
 
-DenseType = Literal["dequantised", "quantised"]
-"""How dense matrices are kept: in the compute type, or in the file's format if that is a quantised one."""
+DenseType = Literal["dequantised", "quantised", "both"]
+"""How dense matrices are kept: in the compute type, in the file's format if that is a quantised one, or both."""
 DEFAULT_DENSE: DenseType = "dequantised"
 ONE_PRODUCT = (
     {"q_proj", "k_proj", "v_proj"},
@@ -80,6 +80,22 @@ class DecodedLinear:
         return torch.nn.functional.embedding(ids, self.weight)
 
 
+@dataclass(frozen=True, slots=True)
+class TwiceHeldLinear:
+    """DenseLinear with the same weights twice. `quantised` multiplies few rows of 16 bits, `decoded` all others."""
+
+    quantised: "QuantisedLinear"
+    decoded: DecodedLinear
+
+    def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See DenseLinear."""
+        return (self.quantised if self.quantised.multiplies(x) else self.decoded)(x, dtype=dtype)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """See DenseLinear."""
+        return self.decoded.embed(ids)
+
+
 class DecodeBuffer:
     """Memory for decoded weights, [weights] in the compute type, shared by all quantised matrices."""
 
@@ -109,9 +125,13 @@ class QuantisedLinear:
         self._few_rows = few_rows
         self._rows, self._columns = sum(part.rows for part in parts), parts[0].columns
 
+    def multiplies(self, x: torch.Tensor) -> bool:
+        """Whether x [tokens, columns] is multiplied by the quantised weights, without decoding them first."""
+        return 1 <= len(x) <= self._few_rows and x.dtype != torch.float32
+
     def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """See DenseLinear."""
-        if 1 <= len(x) <= self._few_rows and x.dtype != torch.float32:
+        if self.multiplies(x):
             out = x.new_empty(len(x), self._rows, dtype=dtype)
             multiply_few(self.parts, x, self._bias, out)
             return out
@@ -243,23 +263,35 @@ class DenseWeights:
             raise ValueError(f"of {', '.join(modules)} only some have a bias")
         return self.product(parts, torch.cat([self.vector(name) for name in biases]) if biases else None)
 
+    def embedding(self, module: str, *, is_head: bool) -> DenseLinear:
+        """The embeddings of that name. `is_head`: whether they are multiplied too. If not, one copy is enough."""
+        kind = "dequantised" if self._kind == "both" and not is_head else self._kind
+        return self._product([self._weights.matrix(f"{module}.weight")], None, kind)
+
     def product(self, parts: Sequence[PackedMatrix], bias: torch.Tensor | None = None) -> DenseLinear:
         """Matrices as one, their rows one below the other, with a bias [rows] or None.
 
         Raises ValueError if they do not fit together.
         """
+        return self._product(parts, bias, self._kind)
+
+    def _product(self, parts: Sequence[PackedMatrix], bias: torch.Tensor | None, kind: DenseType) -> DenseLinear:
         if len({part.columns for part in parts}) != 1:
             raise ValueError(f"matrices with {[part.columns for part in parts]} columns do not share their input")
-        if self._kind == "quantised":
-            if all(stays_quantised(part.quant) for part in parts):
+        floats = {part.quant for part in parts if not stays_quantised(part.quant)}
+        if kind == "quantised":
+            if not floats:
+                self.bytes += self._buffer.reserve(sum(part.rows for part in parts), parts[0].columns)
                 return QuantisedLinear(self._pack(parts), bias, self._buffer)
-            self._warn_decoded({part.quant for part in parts if not stays_quantised(part.quant)})
-        return DecodedLinear(self._decode(parts), bias)
+            self._warn_decoded(floats)
+        decoded = DecodedLinear(self._decode(parts), bias)
+        if kind != "both" or floats or self._dtype == torch.float32:
+            return decoded
+        return TwiceHeldLinear(QuantisedLinear(self._pack(parts), bias, self._buffer), decoded)
 
     def _pack(self, parts: Sequence[PackedMatrix]) -> list[PanelMatrix]:
         """Pack the matrices. Neighbours of the same format become one part."""
         columns = parts[0].columns
-        self.bytes += self._buffer.reserve(sum(part.rows for part in parts), columns)
         packed = []
         for quant, neighbours in groupby(parts, lambda part: part.quant):
             same = list(neighbours)

@@ -14,7 +14,7 @@ from ktqueue.loading.model_report import report_model
 from ktqueue.operators import native
 from ktqueue.operators.gpu import dense as dense_module
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.dense import DecodeBuffer, DenseWeights, QuantisedLinear
+from ktqueue.operators.gpu.dense import DecodeBuffer, DecodedLinear, DenseWeights, QuantisedLinear, TwiceHeldLinear
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.packed import Bytes, PackedMatrix
 
@@ -34,10 +34,12 @@ def test_logits_equal_those_of_decoded_weights(
 ) -> None:
     """Models have shared experts, dense layers, biases and tied embeddings. Steps have few or many rows."""
     model = make_model(family).to(dtype)
-    expected, found = (logits(make_decoder(model, "Q8_0", dense=dense)) for dense in ("dequantised", "quantised"))
+    expected, *found = (
+        logits(make_decoder(model, "Q8_0", dense=dense)) for dense in ("dequantised", "quantised", "both")
+    )
     assert expected.std() > 0.1
     bound = 1e-5 if dtype == torch.float32 else 0.03
-    assert (found - expected).norm() <= bound * expected.norm()
+    assert all((logits - expected).norm() <= bound * expected.norm() for logits in found)
 
 
 @pytest.mark.parametrize("few", [0, 4])
@@ -79,8 +81,13 @@ def test_few_rows_of_16_bits_are_multiplied_directly(
     panels, _ = make_panels(random_weights, "Q4_0", 16, 32, device)
     buffer = DecodeBuffer(dtype, device)
     buffer.reserve(16, 32)
-    QuantisedLinear([panels], None, buffer)(activations(tokens, 32, dtype).to(device))
-    assert bool(taken) == few
+    quantised = QuantisedLinear([panels], None, buffer)
+    decoded = DecodedLinear(torch.zeros(16, 32, dtype=dtype, device=device), None)
+    for linear in (quantised, TwiceHeldLinear(quantised, decoded)):
+        taken.clear()
+        out = linear(activations(tokens, 32, dtype).to(device))
+        assert bool(taken) == few
+    assert few or not out.any(), "the decoded weights are multiplied"
 
 
 def test_weights_of_few_rows_are_not_rounded(device: str, random_weights: Callable[..., Bytes]) -> None:
@@ -91,7 +98,7 @@ def test_weights_of_few_rows_are_not_rounded(device: str, random_weights: Callab
     torch.testing.assert_close(found, x.float() @ weights.T, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dense", ["dequantised", "quantised"])
+@pytest.mark.parametrize("dense", ["dequantised", "quantised", "both"])
 def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense: str, device: str, tmp_path: Path) -> None:
     """The tokens are those of CpuDecoder. The bytes are those of `inspect`, plus the buffer for decoded weights."""
     expected = greedy(load_model("demo", rules="rules/exact.yaml").module, "cpu")
@@ -109,6 +116,20 @@ def test_greedy_tokens_of_the_demo_model_and_its_bytes(dense: str, device: str, 
     assert found == expected
     buffer = 4 * 8192 * 256 if dense == "quantised" else 0
     assert held == sum(report_model("demo", rules=str(rules), device=device).device_bytes.values()) + buffer
+
+
+def test_weights_that_are_held_twice_take_the_memory_that_inspect_says(tmp_path: Path) -> None:
+    held = {}
+    for dense in ("dequantised", "both"):
+        rules = tmp_path / f"{dense}.yaml"
+        rules.write_text(f"- match: {{class: 'ForCausalLM$'}}\n  replace: {{op: GpuDecoder, dense: {dense}}}\n")
+        model = load_model("demo", rules=str(rules), dtype=torch.bfloat16).module
+        assert isinstance(model, GpuDecoder)
+        held[dense] = sum(model.device_bytes().values())
+        model.close()
+        report = report_model("demo", rules=str(rules), dtype=torch.bfloat16)
+        assert held[dense] == sum(report.device_bytes.values())
+    assert held["both"] > 1.1 * held["dequantised"]
 
 
 def test_quantised_weights_take_less_memory(make_decoder: Callable[..., Any]) -> None:
@@ -169,7 +190,7 @@ def test_matrices_of_one_format_are_one_part(given_weights: Callable[..., Any], 
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="GpuDecoder: dense must be dequantised or quantised, got 'int4'"):
+    with pytest.raises(ValueError, match="GpuDecoder: dense must be one of dequantised, quantised, both, got 'int4'"):
         GpuDecoder.from_module(make_model("qwen3"), dense="int4")
     with pytest.raises(ValueError, match="it has: activations, isa, dense"):
         GpuDecoder.from_module(make_model("qwen3"), densities=1)
