@@ -11,6 +11,7 @@ from operation import OPERATION
 from other_apis import OTHER_APIS
 from prompts import PROMPTS
 from rotary import ROTARY
+from steps_ahead import STEPS_AHEAD
 from stored_files import STORED_FILES
 from stored_jobs import STORED_JOBS
 from structured_output import STRUCTURED_OUTPUT
@@ -380,6 +381,7 @@ MUTATIONS: dict[str, Mutation] = {
     **OTHER_APIS,
     **PROMPTS,
     **ROTARY,
+    **STEPS_AHEAD,
     **HOSTILE_CLIENTS,
     **ANSWERS,
     **BATCHES,

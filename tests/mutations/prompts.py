@@ -46,8 +46,8 @@ PROMPTS: dict[str, Mutation] = {
     "a snapshot of a state is overwritten": Mutation(
         "a prefix that is reused has the state that was computed for it",
         "ktqueue/engine/states.py",
-        "keeps = sequence.state == NO_SLOT or self._slots.is_kept(sequence.state)",
-        "keeps = sequence.state == NO_SLOT",
+        "keeps = may_repeat or sequence.state == NO_SLOT or self._slots.is_kept(sequence.state)",
+        "keeps = may_repeat or sequence.state == NO_SLOT",
         ("tests/engine/test_states.py::test_choices_share_the_state_of_their_prompt",),
     ),
     "a preempted prompt is scored again": Mutation(
