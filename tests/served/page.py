@@ -299,7 +299,8 @@ def _shapes() -> list[str]:
     }
     return [
         "## Shapes without a download",
-        "`synthetic:SHAPE:QUANT` has a real model's shape and made-up weights. For example,",
+        "`synthetic:SHAPE:QUANT` has a real model's shape and made-up weights; `:routing=FILE` adds a trace's routing.",
+        "For example,",
         "`ktqueue fit --model synthetic:glm-4.6:q4_k_m` tells whether GLM-4.6 fits into this machine.",
         "",
         *table(columns, rows, words=2),

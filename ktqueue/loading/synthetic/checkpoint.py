@@ -1,12 +1,12 @@
-"""Models of random weights in the shape of a real model: `synthetic:SHAPE[:QUANT[:LAYERS]]`.
+"""Models of random weights in the shape of a real model: `synthetic:SHAPE[:QUANT[:LAYERS]][:routing=FILE]`.
 
 They are for measurements: speed does not depend on the values of weights, so none need to be downloaded. A model is a
 checkpoint in memory or one GGUF file. The standard deviations keep the size of activations constant through all layers,
-and make router scores and logits neither flat nor certain.
+and make router scores and logits neither flat nor certain. With a routing trace, routers choose as it says.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,15 @@ from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX
 from ktqueue.loading.quantize import quantize
 from ktqueue.loading.synthetic.random_blocks import GROUP, random_blocks
-from ktqueue.loading.synthetic.shapes import MIX, SHAPES, SyntheticTensor, tensors_of
+from ktqueue.loading.synthetic.routing import RoutedWeights
+from ktqueue.loading.synthetic.shapes import MIX, RESIDUAL_GAINS, SHAPES, SyntheticTensor, tensors_of
 from ktqueue.loading.weight_formats import BLOCKS, FOLDER_FORMATS, Bytes
 
 # Blocks per pool; a larger tensor repeats them. Both sizes are prime, so that as many rows of a tensor as there are
 # blocks begin at different blocks.
 _POOLS = (8191, 262_139)
+ROUTING = ":routing="
+DISTINCT = 4  # matrices that the experts of a layer share, where they cannot be views of the pool
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _MERGES = ("t h", "th e", "i n", "a n", "an d", "e r", "r e", "o n", "Ġ the", "Ġ and", "Ġ a", "o u", "in g", "h e")
 _TEMPLATE = (
@@ -53,10 +56,10 @@ def open_synthetic(name: str) -> Checkpoint:
     much memory as those of a file.
     """
     config, quant, metadata = _parse(name)
+    tensors = list(tensors_of(config, quant))
     pools = _WeightPools()
-    return build_checkpoint(
-        name, metadata, {tensor.name: pools.tensor_of(tensor) for tensor in tensors_of(config, quant)}
-    )
+    routed = _routed(name, config, tensors, pools)
+    return build_checkpoint(name, metadata, {tensor.name: pools.tensor_of(tensor, routed) for tensor in tensors})
 
 
 def synthetic_vocabulary(name: str) -> VocabularyData:
@@ -72,7 +75,7 @@ def write_synthetic(
     changes: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the model called `name` (`synthetic:SHAPE[:QUANT[:LAYERS]]`) to `target`.
+    """Write the model called `name` (`synthetic:SHAPE[:QUANT[:LAYERS]][:routing=FILE]`) to `target`.
 
     QUANT is q4_k_m (llama.cpp's mix, the default) or a storage format such as q8_0 for all matrices; norms and routers
     are f32. `layers` overrides the number in the name, and `changes` fields of the shape's config. The same call writes
@@ -85,13 +88,22 @@ def write_synthetic(
     pools = _WeightPools()
     with GgufWriter(target, metadata["general.architecture"], quant) as writer:
         writer.add_metadata({key: value for key, value in metadata.items() if key != "general.architecture"})
-        writer.write_all(tensors, pools, progress)
+        writer.write_all(tensors, _routed(name, config, tensors, pools) or pools, progress)
+
+
+def _routed(
+    name: str, config: dict[str, Any], tensors: list[SyntheticTensor], pools: "_WeightPools"
+) -> RoutedWeights | None:
+    """The weights that follow the routing trace of the name; None: it names none."""
+    file = name.partition(ROUTING)[2]
+    return RoutedWeights(config, tensors, Path(file), pools) if file else None
 
 
 def _parse(
     name: str, layers: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Return config, quantisation and GGUF metadata of the model called `name`."""
+    name, routing, file = name.partition(ROUTING)
     shape, _, rest = name.removeprefix(SYNTHETIC_PREFIX).partition(":")
     quant, _, count = rest.partition(":")
     quant = quant or MIX
@@ -108,7 +120,7 @@ def _parse(
     family = family_of_model_type(config["model_type"], name)
     metadata = {
         "general.architecture": family.layout.architecture,
-        "general.name": name,
+        "general.name": f"{name}{routing}{Path(file).name}",
         **metadata_from_config(family, config, name),
         f"{family.layout.architecture}.vocab_size": config["vocab_size"],
         **to_metadata(build_vocabulary(config["vocab_size"])),
@@ -149,10 +161,10 @@ class _WeightPools:
         pool, start, count = self._take(tensor, random)
         return _cut(pool, start, count)
 
-    def tensor_of(self, tensor: SyntheticTensor) -> CheckpointTensor:
+    def tensor_of(self, tensor: SyntheticTensor, routed: RoutedWeights | None = None) -> CheckpointTensor:
         """Return the weights of a call as a tensor. Experts are views that share their memory."""
         if len(tensor.shape) < 3 or tensor.name.endswith(".bias"):
-            return CheckpointTensor(tensor.name, tensor.quant, tensor.shape, self(tensor))
+            return CheckpointTensor(tensor.name, tensor.quant, tensor.shape, (routed or self)(tensor))
         pool, start, count = self._take(tensor, np.random.default_rng(list(tensor.name.encode())))
         experts = tensor.shape[0]
         expert_blocks = count // experts
@@ -162,6 +174,10 @@ class _WeightPools:
         wrapped = self._wrapped[key]
         starts = ((start + expert * expert_blocks) % len(pool) for expert in range(experts))
         views = tuple(wrapped[first : first + expert_blocks].reshape(-1) for first in starts)
+        if routed is not None and tensor.role in RESIDUAL_GAINS:
+            one = replace(tensor, shape=tensor.shape[1:])
+            cleared = [routed.without_track(one, view) for view in views[:DISTINCT]]
+            views = tuple(cleared[expert % len(cleared)] for expert in range(experts))
         return _ViewTensor(tensor.name, tensor.quant, tensor.shape, views[0], views=views)
 
     def _take(self, tensor: SyntheticTensor, random: np.random.Generator) -> tuple[Bytes, int, int]:

@@ -158,9 +158,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
 }  # fmt: skip
 MIX = "Q4_K_M"  # llama.cpp's mix of Q4_K and Q6_K; any other quantisation is one format for all matrices
-_GAINS = {"output": 3.0, "ffn_gate_inp": 2.0}  # of the logits of tokens and of routers
+ROUTER = "ffn_gate_inp"
+_GAINS = {"output": 3.0, ROUTER: 2.0}  # of the logits of tokens and of routers
 # Of matrices that add to the residual. All layers together add about the residual's own size.
-_RESIDUAL_GAINS = {"attn_output": 2.0, "ffn_down": 4.0, "ffn_down_exps": 4.0, "ffn_down_shexp": 4.0, "ssm_out": 2.0}
+RESIDUAL_GAINS = {"attn_output": 2.0, "ffn_down": 4.0, "ffn_down_exps": 4.0, "ffn_down_shexp": 4.0, "ssm_out": 2.0}
 _VECTOR_DEVIATIONS = {"exp_probs_b": 0.02, "attn_sinks": 1.0}  # of any other bias 0.05
 _EXPERT_ROWS = ("gate", "up")
 
@@ -174,6 +175,11 @@ class SyntheticTensor:
     shape: tuple[int, ...]
     deviation: float
     mean: float = 0.0
+
+    @property
+    def role(self) -> str:
+        """The part of the model that it belongs to, such as `attn_q`."""
+        return self.name.rpartition(".")[0].rpartition(".")[2]
 
 
 def tensors_of(config: dict[str, Any], quant: str) -> Iterator[SyntheticTensor]:
@@ -224,12 +230,12 @@ def _tensor(name: str, shape: tuple[int, ...], quant: str, layers: int) -> Synth
     if kind == "bias" or len(shape) == 1:
         return SyntheticTensor(name, "F32", shape, _VECTOR_DEVIATIONS.get(role, 0.05))
     gain = _GAINS.get(role, 1.0)
-    if role in _RESIDUAL_GAINS:
-        gain = _RESIDUAL_GAINS[role] * (2 * layers) ** -0.5
+    if role in RESIDUAL_GAINS:
+        gain = RESIDUAL_GAINS[role] * (2 * layers) ** -0.5
     elif role == "token_embd":
         gain = shape[-1] ** 0.5
     layer = int(path.split(".")[1]) if path.startswith("blk.") else 0
-    wanted = "F32" if role in ("ffn_gate_inp", "ssm_conv1d") else _choose(quant, role, layer, layers)
+    wanted = "F32" if role in (ROUTER, "ssm_conv1d") else _choose(quant, role, layer, layers)
     fitting = (known for known in (wanted, "Q8_0") if shape[-1] % BLOCKS[known][0] == 0)
     return SyntheticTensor(name, next(fitting, "F16"), shape, gain / shape[-1] ** 0.5)
 
