@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
-from ktqueue.engine.gpu.device_selector import DeviceSelector
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
@@ -58,6 +57,10 @@ def make_parts(
         runner = HostRunner(model, vocabulary.size)
         selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
         return EngineParts(KVCache(layout, num_pages, slots=slots), runner, selector)
+    from ktqueue.engine.gpu.device_selector import (
+        DeviceSelector,
+    )  # which imports Triton: 0.3 s that a CPU need not wait
+
     kv = KVCache(layout, num_pages, device, slots=slots, scratch=True)
     graphs = GraphRunner(
         model,

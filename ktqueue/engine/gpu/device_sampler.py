@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ktqueue.operators.gpu.kernels.candidates import Filters, below, draw_from_candidates, without
+
 CANDIDATES = 1024
 _BLOCK = 64  # columns summed at a time, as the host does
 
@@ -51,14 +53,14 @@ def weigh(logits: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
 def draw_from_all(weights: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
     """Draw from whole rows, filtered by min_p only. Returns [rows] int64."""
     count, vocab = weights.shape
-    weights = _without(weights, rows.min_p)
+    weights = without(weights, rows.min_p)
     padded = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK)).view(count, -1, _BLOCK)
     blocks = padded.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
-    target = _below(rows.noise * blocks[:, -1], blocks[:, -1])
+    target = below(rows.noise * blocks[:, -1], blocks[:, -1])
     block = (blocks <= target[:, None]).sum(dim=1, keepdim=True).clamp_(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp_(min=0)), 0.0)[:, 0]
     inner = padded.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(dim=1)
-    target = _below(target - before, inner[:, -1])
+    target = below(target - before, inner[:, -1])
     found = block[:, 0] * _BLOCK + (inner <= target[:, None]).sum(dim=1)
     return found.clamp_(max=vocab - 1)
 
@@ -71,38 +73,5 @@ def draw_from_few(
     Returns the tokens, [rows] int64, and whether the candidates sufficed, [rows] bool. Where they did not, the token
     has no meaning. The whole vocabulary always suffices.
     """
-    vocab = weights.shape[1]
-    candidates = min(candidates, vocab)
-    values, ids = weights.topk(candidates, dim=1)
-    least = values[:, -1]
-    limited = (rows.top_k > 0) & (rows.top_k < vocab)
-    kth = values.gather(1, (rows.top_k - 1).clamp_(0, candidates - 1)[:, None])[:, 0]
-    floor = torch.where(limited, torch.maximum(rows.min_p, kth), rows.min_p)
-    kept = _without(values, floor).double()  # in falling order, with zeros at the end
-    cumulative = kept.cumsum(dim=1)
-    everywhere = _without(weights, floor).sum(dim=1, dtype=torch.float64)
-    wanted = rows.top_p * torch.where(limited, cumulative[:, -1], everywhere)
-    last = (cumulative < wanted[:, None]).sum(dim=1, keepdim=True).clamp_(max=candidates - 1)
-    cut = torch.where(
-        rows.top_p < 1.0, kept.gather(1, last)[:, 0], 0.0
-    )  # the weight of the token with which top_p is reached
-    kept = torch.where(kept >= cut[:, None], kept, 0.0)
-    # Candidates suffice if all other tokens have no weight, or less weight than the tokens that are kept. With top_k
-    # they must include all tokens as likely as the last one, since top_p is a share of their weight.
-    bound = torch.where(limited, floor.double(), torch.maximum(floor.double(), cut))
-    enough = (least <= 0.0) | ((least < bound) & ~(limited & (rows.top_k > candidates)))
-    order = ids.argsort(dim=1)  # the draw walks through the tokens in vocabulary order
-    cumulative = kept.gather(1, order).cumsum(dim=1)
-    target = _below(rows.noise * cumulative[:, -1], cumulative[:, -1])
-    place = (cumulative <= target[:, None]).sum(dim=1, keepdim=True).clamp_(max=candidates - 1)
-    return ids.gather(1, order.gather(1, place))[:, 0], enough | (candidates == vocab)
-
-
-def _without(weights: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """The weights, with 0 for those below the row's floor."""
-    return torch.where(weights >= floor[:, None], weights, 0.0)
-
-
-def _below(target: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """The target, but below the end even if the product that made it was rounded up."""
-    return torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))
+    values, ids = weights.topk(min(candidates, weights.shape[1]), dim=1)
+    return draw_from_candidates(values, ids, weights, Filters(rows.top_k, rows.top_p, rows.min_p, rows.noise))

@@ -20,6 +20,7 @@ from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.kernels import expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
@@ -240,6 +241,14 @@ def panel_matrices() -> None:
         matrix(quant, 512, 2048).decode(torch.zeros(3, 2048, dtype=torch.bfloat16), ids=ids)
 
 
+def sampling() -> None:
+    """Draws from the candidates of a large and of a small vocabulary."""
+    for vocab, candidates in ((151_936, 1024), (300, 300)):
+        values = torch.zeros(1, candidates)
+        numbers = (torch.zeros(1, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float32, torch.float64))
+        draw_from_candidates(values, values.long(), torch.zeros(1, vocab), Filters(*numbers))
+
+
 def compile_topic(topic: str) -> None:
     """Launch every kernel of the topic."""
     if topic == "between matrices":
@@ -254,6 +263,8 @@ def compile_topic(topic: str) -> None:
             fetched(tokens, slots)
     elif topic == "matrices":
         panel_matrices()
+    elif topic == "sampling":
+        sampling()
     else:
         raise ValueError(f"unknown topic {topic}")
 
