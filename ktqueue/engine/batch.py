@@ -5,6 +5,7 @@ several rows. Knows nothing of scheduling or of devices.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +23,8 @@ class Batch:
 
     input_ids, position_ids: [1, tokens] int64; positions have the `rotary_offset` of their sequence. scored: [scored]
     int64, rising indices of the tokens whose logits are needed: the last token of each row that has no known tokens
-    left, and tokens of prompts whose log probabilities are wanted. `next_rows`: rows of the logits that belong to last
-    tokens; None: all. `prompts`: the other rows.
+    left, drafts, and tokens of prompts whose log probabilities are wanted. `next_rows`: rows of the logits that belong
+    to last tokens and drafts; None: all. `prompts`: the other rows.
     """
 
     input_ids: torch.Tensor
@@ -45,8 +46,8 @@ class BatchBuilder:
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
 
-    def build(self, rows: Mapping[Sequence, int]) -> Batch:
-        """Build the batch that computes the next `rows[sequence]` tokens of each sequence.
+    def build(self, rows: Mapping[Sequence, int], drafts: Mapping[Sequence, Many[int]] | None = None) -> Batch:
+        """Build the batch that computes the next `rows[sequence]` tokens of each sequence, the last of them `drafts`.
 
         If a token is not known yet, as in a prepared step, `write_token_ids` adds it later.
         """
@@ -64,13 +65,15 @@ class BatchBuilder:
             row[: sequence.page_count] = sequence.pages[: sequence.page_count]
             first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
             offset = sequence.rotary_offset
+            drafted = drafts.get(sequence, ()) if drafts else ()
             if count == 1:
                 input_ids.append(sequence.tokens.item(first))  # Python's numbers make arrays faster than numpy's do
                 positions.append(first + offset)
                 slots.append(row.item(first // page_size) * page_size + first % page_size)
             else:
                 computed = np.arange(first, context)
-                input_ids += sequence.tokens[first:context].tolist()
+                input_ids += sequence.tokens[first : context - len(drafted)].tolist()
+                input_ids += drafted
                 positions += (computed + offset).tolist()
                 slots += (row[computed // page_size] * page_size + computed % page_size).tolist()
             if positions_of_prompt := sequence.scored_positions(count):
@@ -84,8 +87,9 @@ class BatchBuilder:
             starts.append(len(input_ids))
             contexts.append(context)
             if context >= sequence.length and sequence.samples:
-                next_rows.append(len(scored))
-                scored.append(len(input_ids) - 1)
+                for place in range(len(input_ids) - len(drafted) - 1, len(input_ids)):
+                    next_rows.append(len(scored))
+                    scored.append(place)
         return Batch(
             input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
             position_ids=torch.from_numpy(np.array([positions], dtype=np.int64)),

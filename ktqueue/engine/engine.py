@@ -20,6 +20,7 @@ from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
 from ktqueue.engine.batch import Batch, BatchBuilder
+from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
@@ -37,7 +38,7 @@ from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 from ktqueue.engine.step_recorder import StepRecorder, name_parts
-from ktqueue.engine.step_sampler import StepSampler
+from ktqueue.engine.step_sampler import Ready, StepSampler
 from ktqueue.engine.step_times import StepTimes
 from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import TokenSelection
@@ -92,6 +93,7 @@ class Engine:
             auto_rows=auto_rows,
             states=States(parts.kv.slots) if layout.linear else None,
         )
+        self._drafts = Drafts(self._rows, self.costs, config.max_draft_tokens if parts.may_draft else 0)
         self._scheduler = Scheduler(
             self._rows,
             SharedSteps(self.costs, config.interactive_step_seconds, config.interactive_share),
@@ -99,6 +101,7 @@ class Engine:
             max_num_batched_tokens=config.step_tokens,
             max_prompt_rows=max_prompt_rows,
             original_length=layout.original_length,
+            drafts=self._drafts if parts.may_draft else None,
         )
         self._admission = Admission(
             vocabulary,
@@ -154,6 +157,8 @@ class Engine:
             replayed_steps=self._runner.replayed,
             prepared_steps=self._next.taken,
             steps_ahead=self._next.ahead,
+            drafted_tokens=self._drafts.drafted,
+            accepted_tokens=self._drafts.accepted,
             steps=times.steps,
             schedule_seconds=times.schedule,
             forward_seconds=times.forward,
@@ -249,7 +254,7 @@ class Engine:
             return outputs
         self._scheduler.begin(plan)
         planned = time.monotonic()
-        batch = prepared.batch if prepared else self._builder.build(plan.rows)
+        batch = prepared.batch if prepared else self._builder.build(plan.rows, plan.drafts)
         built = time.monotonic()
         is_launched = prepared is not None and prepared.logits is not None
         began, logits = (prepared.launched, prepared.logits) if prepared and is_launched else (built, None)
@@ -270,14 +275,17 @@ class Engine:
         self.costs.observe(plan.tokens, sampled - began)
         self._runner.learn(sampled - began)
         outputs += self._score_prompts(batch, logits) if batch.prompts else []
-        outputs += self._postprocess(ready, selection)
+        outputs += self._postprocess(plan, ready, selection)
+        self._drafts.learn(plan.tokens, sampled - began)
         outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if _runs(done)]
         written = time.monotonic()
         self._next.launch(launch_next, redrawn=selection.redrawn)
         times = started, planned, built, launched, committed, sampled, written, time.monotonic(), selection.waited
         self._times.add(moments := StepMoments(*times))
         if self.recorder is not None:
-            self.recorder.record(moments, plan, sampled=len(ready), prompt_tokens=self._prompt_tokens)
+            self.recorder.record(
+                moments, plan, sampled=sum(not ahead for _, _, ahead in ready), prompt_tokens=self._prompt_tokens
+            )
         return outputs
 
     def close(self) -> None:
@@ -310,16 +318,17 @@ class Engine:
             torch.cuda.empty_cache()
             if not self._scheduler.shrink(plan) or not plan.rows:
                 return batch, None
-            batch = self._builder.build(plan.rows)
+            batch = self._builder.build(plan.rows, plan.drafts)
 
     def _commit_computed_tokens(
         self, plan: StepPlan, batch: Batch
-    ) -> tuple[list[tuple[int, Sequence]], list[Sequence]]:
-        """Record which tokens the step computes.
+    ) -> tuple[list[tuple[int, Sequence, int]], list[Sequence]]:
+        """Record which tokens the step computes, except drafts.
 
-        Returns the sequences that get a token, with their rows of logits, and those that end with their prompt.
+        Returns the rows of sequences that get a token, and the sequences that end with their prompt.
         """
-        ready, complete, row = [], [], 0
+        ready: list[tuple[int, Sequence, int]] = []
+        complete, row = [], 0
         for sequence, count in plan.rows.items():
             if sequence.status is not SequenceStatus.RUNNING:  # ended after the launch of a decode step
                 row += 1
@@ -327,21 +336,21 @@ class Engine:
             uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
             if uncomputed_prompt > 0:
                 self._prompt_tokens += min(count, uncomputed_prompt)
-            forks = self._rows.commit(sequence, count)
+            drafts = len(plan.drafts.get(sequence, ()))
+            forks = self._rows.commit(sequence, count - drafts)
             if sequence.remaining:  # a part of a prompt, or its grammar forced tokens after the launch
                 row += batch.decodes
                 continue
             finished = [sequence, *(fork for fork in forks if fork.remaining == 0)] if forks else [sequence]
             if sequence.samples:
-                ready += [(row, sibling) for sibling in finished]
-                row += 1
+                ready += [(row, sibling, 0) for sibling in finished]
+                ready += [(row + number, sequence, number) for number in range(1, 1 + drafts)]
+                row += 1 + drafts
             else:
                 complete += finished
         return ready, complete
 
-    def _sample(
-        self, logits: torch.Tensor, ready: Many[tuple[int, Sequence]], launch_next: MayLaunch
-    ) -> TokenSelection:
+    def _sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch) -> TokenSelection:
         """Choose a token for each ready sequence. Without any, wait for the device."""
         if ready:
             return self._sampler.sample(logits, ready, launch_next)
@@ -365,11 +374,11 @@ class Engine:
                 )
         return outputs
 
-    def _postprocess(self, ready: Many[tuple[int, Sequence]], selection: TokenSelection) -> list[SequenceOutput]:
+    def _postprocess(self, plan: StepPlan, ready: Ready, selection: TokenSelection) -> list[SequenceOutput]:
         """Add the new tokens to their sequences, finish those that end, and make the outputs."""
         outputs = []
-        for row, (_, sequence) in enumerate(ready):
-            if not _runs(sequence):
+        for row, (_, sequence, ahead) in enumerate(ready):
+            if not _runs(sequence) or (ahead and not self._drafts.accept(plan, sequence, ahead - 1)):
                 continue
             if selection.finite[row]:
                 output = self._requests.advance(sequence, selection.token_ids[row], selection.logprobs.get(row))

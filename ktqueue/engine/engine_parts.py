@@ -21,7 +21,7 @@ class EngineParts:
     """The parts of an engine that depend on the device.
 
     `graph_bytes`: device memory of captured steps. `least_jump`: fewer tokens that a grammar forces are not appended at
-    once, but chosen one by one. `check_greedy`: see TokenMasks.
+    once, but chosen one by one. `check_greedy`: see TokenMasks. `may_draft`: see `_may_draft`.
     """
 
     kv: KVCache
@@ -30,6 +30,7 @@ class EngineParts:
     graph_bytes: int = 0
     least_jump: int = 1
     check_greedy: bool = True
+    may_draft: bool = False
 
 
 def make_parts(
@@ -56,7 +57,8 @@ def make_parts(
             raise ValueError(f"an engine on {device} needs an attention planner")
         runner = HostRunner(model, vocabulary.size)
         selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
-        return EngineParts(KVCache(layout, num_pages, slots=slots), runner, selector)
+        cache = KVCache(layout, num_pages, slots=slots)
+        return EngineParts(cache, runner, selector, may_draft=_may_draft(layout, config))
     from ktqueue.engine.gpu.device_selector import (
         DeviceSelector,
     )  # which imports Triton: 0.3 s that a CPU need not wait
@@ -76,3 +78,13 @@ def make_parts(
     return EngineParts(
         kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes, LEAST_JUMP, check_greedy=False
     )
+
+
+def _may_draft(layout: KVLayout, config: EngineConfig) -> bool:
+    """Whether an engine on the CPU may verify drafts without changing a token.
+
+    A token must be computed alike in every batch, and what a wrong draft wrote must be overwritten: states cannot be.
+    Angles of another length would be needed for drafts beyond it.
+    """
+    is_alike = config.batch_invariant is not False
+    return config.speculation == "lookup" and is_alike and not layout.linear and not layout.original_length

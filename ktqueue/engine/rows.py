@@ -311,6 +311,11 @@ class Rows:
             self.states.plan(sequence, may_repeat=may_repeat)
         return True
 
+    def room_beside_others(self, sequence: Sequence) -> int:
+        """How many tokens fit into its pages, and new ones without which each running sequence can still get one."""
+        spare = max(0, self.pages.available - len(self.running))
+        return (sequence.page_count + spare) * self.page_size - sequence.num_computed_tokens
+
     def preempt(self, victim: Sequence, plan: StepPlan) -> None:
         plan.drop(victim)
         self.preemptions += 1

@@ -20,6 +20,7 @@ This module knows nothing of sampling or tensors.
 from collections.abc import Collection, Iterator
 
 from ktqueue.core.request import JobClass
+from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.shared_steps import BATCH_PART, SharedSteps
@@ -38,7 +39,7 @@ class Scheduler:
 
     `shared` tells which steps are for all classes, and `costs` how long steps take. `max_prompt_rows` limits the rows
     of logits that a step computes for log probabilities of prompts, and so the memory that they take.
-    `original_length`: see KVLayout.
+    `original_length`: see KVLayout. `drafts`: None for an engine that never drafts.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_prompt_rows: int = MAX_PROMPT_ROWS,
         original_length: int = 0,
+        drafts: Drafts | None = None,
     ) -> None:
         self._gathering_steps = 0  # for which batch prompts have waited for others
         self.rows_left_out = 0  # batch rows that the last step left out because of interactive sequences
@@ -59,19 +61,22 @@ class Scheduler:
         self._token_budget = max_num_batched_tokens
         self._max_prompt_rows = max_prompt_rows
         self._original_length = original_length
+        self._drafts = drafts
 
     def schedule(self) -> StepPlan:
-        """Plan a step: decode rows, then prefill chunks, then waiting sequences."""
+        """Plan a step: decode rows, then prefill chunks, then waiting sequences, and drafts in what is left."""
         if self._original_length:
             for sequence in [
                 running for running in self._rows.running if running.rotary_offset != running.needed_offset
             ]:
                 self._rows.restart(sequence)
         self._rows.sort()
-        plan = StepPlan(is_shared=self._is_shared())
+        plan, budget = StepPlan(is_shared=self._is_shared()), 0
         for classes, budget in self._budgets(plan):
             self._fill(plan, classes, budget)
         self._rows.end_admission()
+        if self._drafts is not None:
+            self._drafts.add(plan, max(0, budget - plan.tokens))
         return plan
 
     def begin(self, plan: StepPlan) -> None:

@@ -15,6 +15,7 @@ from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.engine.detokenizer import Detokenizer
 from ktqueue.engine.logit_edits import LogitEdits
+from ktqueue.engine.lookup import Lookup
 from ktqueue.engine.noise import stream
 from ktqueue.engine.pages import page_digest
 from ktqueue.engine.sampler import GREEDY_BELOW
@@ -110,6 +111,7 @@ class Sequence:
         "index",
         "known_digests",
         "length",
+        "lookup",
         "masks_in_advance",
         "matcher",
         "next_state",
@@ -142,6 +144,7 @@ class Sequence:
         self.index = index
         self.detokenizer = detokenizer
         self.edits = edits
+        self.lookup: Lookup | None = None  # made when the sequence may have drafts
         self.matcher = matcher  # follows the answer through its grammar, if it has one
         self.expects_likeliest = _expects_likeliest(request.sampling, edits)
         self.masks_in_advance = 0  # steps whose mask is computed before the likeliest token is known: see TokenMasks

@@ -14,7 +14,8 @@ class StepPlan:
     `can_never_run`: sequences that need more pages than the cache has. `is_shared`: whether the step is for all
     classes. `is_prefill`: whether prompts of the batch class fill it, and its other rows are left out.
     `holds_prompts`: whether these prompts wait for such a step. `prefixes`: digests of the prefixes that the prefix
-    cache will know after the step, and the sequence that computes each.
+    cache will know after the step, and the sequence that computes each. `drafts`: tokens that are verified beside the
+    last token of a sequence; `rows` and `tokens` count them.
     """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
@@ -25,6 +26,7 @@ class StepPlan:
     is_prefill: bool = False
     holds_prompts: bool = False
     prefixes: dict[bytes, Sequence] = field(default_factory=dict)
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
     def add(self, sequence: Sequence, count: int, prefixes: Iterable[bytes] = ()) -> None:
         """Plan the next `count` tokens of a sequence, which complete these prefixes."""
@@ -33,9 +35,16 @@ class StepPlan:
         for digest in prefixes:
             self.prefixes[digest] = sequence
 
+    def add_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Let the planned row of a sequence verify drafts too."""
+        self.drafts[sequence] = drafts
+        self.rows[sequence] += len(drafts)
+        self.tokens += len(drafts)
+
     def drop(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is planned."""
         self.tokens -= self.rows.pop(sequence, 0)
+        self.drafts.pop(sequence, None)
 
     def completes(self, digest: bytes) -> bool:
         """Whether the prefix with this digest is known after the step."""

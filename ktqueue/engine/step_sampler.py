@@ -14,8 +14,8 @@ from ktqueue.engine.token_selector import Selector, TokenSelection, do_nothing
 
 log = logging.getLogger(__name__)
 
-Ready = Many[tuple[int, Sequence]]
-"""Sequences that get a token, each with its row of logits."""
+Ready = Many[tuple[int, Sequence, int]]
+"""Rows of logits and their sequences. The last number is how many drafts a row comes after: see Selector.select."""
 
 
 class StepSampler:
@@ -43,11 +43,12 @@ class StepSampler:
 
     def _sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None) -> TokenSelection:
         """Choose tokens, and prepare the next step meanwhile, unless `launch_next` is None."""
-        rows, sequences = [row for row, _ in ready], [sequence for _, sequence in ready]
+        rows, sequences = [row for row, _, _ in ready], [sequence for _, sequence, _ in ready]
+        ahead = [ahead for _, _, ahead in ready]
         meanwhile = do_nothing if launch_next is None else partial(self._next.prepare, sequences, launch_next)
         try:
             masked = self._masks.take(sequences)
-            return self._selector.select(logits, rows, sequences, meanwhile, masked)
+            return self._selector.select(logits, rows, sequences, meanwhile, masked, ahead)
         except torch.OutOfMemoryError as error:
             if len(ready) == 1 or self._next.is_launched:
                 raise

@@ -69,8 +69,11 @@ class Selector(Protocol):
         sequences: Many[Sequence],
         meanwhile: Meanwhile = do_nothing,
         masked: MaskedRows | None = None,
+        ahead: Many[int] = (),
     ) -> TokenSelection:
         """Choose a token for `sequences[i]` from row `rows[i]` of `logits` [scored, vocab] float32.
+
+        It is the token after the next `ahead[i]` tokens of the sequence, which are drafts; without `ahead` the next.
 
         `masked` says which tokens the grammars allow; log probabilities are those of the allowed tokens. The logits may
         be overwritten. Several sequences may share a row. Returns when the tokens are on the host. If
@@ -95,6 +98,7 @@ class HostSelector:
         sequences: Many[Sequence],
         meanwhile: Meanwhile = do_nothing,
         masked: MaskedRows | None = None,
+        ahead: Many[int] = (),
     ) -> TokenSelection:
         """See Selector. The CPU never waits, so `meanwhile` is not called."""
         array = logits.numpy()
@@ -117,7 +121,7 @@ class HostSelector:
         drawn = [row for row, params in enumerate(samplings) if params.temperature >= GREEDY_BELOW and finite[row]]
         if drawn:
             part = array if len(drawn) == len(sequences) else array[drawn]
-            chosen[drawn] = self._sampler.sample(part, sampling_rows([sequences[row] for row in drawn]))
+            chosen[drawn] = self._sampler.sample(part, sampling_rows(sequences, ahead, drawn))
         tokens = chosen.tolist()
         return TokenSelection(
             token_ids=tokens,
@@ -130,8 +134,10 @@ class HostSelector:
         )
 
 
-def sampling_rows(sequences: Many[Sequence]) -> SamplingRows:
-    """The sampling parameters for the next token of each sequence."""
+def sampling_rows(sequences: Many[Sequence], ahead: Many[int], drawn: Many[int]) -> SamplingRows:
+    """The sampling parameters of the rows `drawn`: see Selector.select."""
+    position = [sequences[row].generated + (ahead[row] if ahead else 0) for row in drawn]
+    sequences = [sequences[row] for row in drawn]
     numbers = np.array(
         [(s.temperature, s.top_k, s.top_p, s.min_p) for s in (sequence.request.sampling for sequence in sequences)]
     )
@@ -141,5 +147,5 @@ def sampling_rows(sequences: Many[Sequence]) -> SamplingRows:
         top_p=numbers[:, 2],
         min_p=numbers[:, 3],
         stream=np.array([sequence.noise_stream for sequence in sequences], dtype=np.uint64),
-        position=np.array([sequence.generated for sequence in sequences], dtype=np.int64),
+        position=np.array(position, dtype=np.int64),
     )

@@ -37,6 +37,8 @@ _COUNTERS = (
         "steps_ahead",
         "Prepared steps that were launched before the tokens of the previous one were read.",
     ),
+    ("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens that steps verified ahead."),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were right."),
     ("out_of_memory", "out_of_memory", "Steps made smaller because the device ran out of memory."),
     ("expert_moves", "expert_moves", "Experts that replaced others in GPU memory."),
     ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),

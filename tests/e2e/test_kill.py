@@ -116,6 +116,21 @@ async def test_streams_survive_the_death_of_the_only_worker(stack: Any, undistur
     assert streams[0].longest_gap < 30.0
 
 
+async def test_answers_stay_the_same_where_workers_draft(start_stack: Any, undisturbed: Any) -> None:
+    """They continue what a worker had written that died, and give the text of a worker that drafts nothing."""
+    async with start_stack(engine={"speculation": "lookup"}) as drafting:
+        worker = drafting.up.workers[0]
+        jobs = {name: await drafting.submit(prompt=STORY, sampling=sampling) for name, sampling in SAMPLINGS.items()}
+        streams = await asyncio.gather(
+            drafting.read(jobs["greedy"], on_event=kill_at(20, lambda: worker.pid)),
+            drafting.read(jobs["seeded"]),
+            drafting.read(jobs["two"]),
+        )
+        for name, stream in zip(jobs, streams, strict=True):
+            assert stream.choices(SAMPLINGS[name].get("n", 1)) == undisturbed[name]
+        assert (await drafting.job(jobs["greedy"]))["attempts"] == 2
+
+
 async def test_a_worker_that_slept_past_its_lease_registers_again(stack: Any, undisturbed: Any) -> None:
     worker = stack.up.workers[0]
     deaths = worker.deaths

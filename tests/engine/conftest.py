@@ -243,8 +243,8 @@ def make_engine(parts: str) -> Callable[..., Engine]:
 def make_crowded(make_model: Any, vocabulary: Any, make_engine: Callable[..., Engine]) -> Any:
     """Make an engine for a workload. Its model gives NaN logits for some contexts."""
 
-    def make(seed: Any, pages: Any, **more: Any) -> Any:
-        model = make_model()
+    def make(seed: Any, pages: Any, *, model: Any = None, **more: Any) -> Any:
+        model = model or make_model()
         model.poison = lambda context: len(context) > 9 and context[-1] in (9 + seed, 50 + seed)
         return make_engine(
             model,

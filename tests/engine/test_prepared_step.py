@@ -42,7 +42,7 @@ class PatientSelector:
         self.selector = selector
 
     def select(
-        self, logits: Any, rows: Any, sequences: Any, meanwhile: Any = None, masked: Any = None
+        self, logits: Any, rows: Any, sequences: Any, meanwhile: Any = None, masked: Any = None, ahead: Any = ()
     ) -> TokenSelection:
         return self.selector.select(logits, rows, sequences, masked=masked)
 

@@ -2,6 +2,7 @@
 
 from answers import ANSWERS
 from batches import BATCHES
+from drafts import DRAFTS
 from hostile_clients import HOSTILE_CLIENTS
 from http_requests import HTTP_REQUESTS
 from installing import INSTALLING
@@ -379,6 +380,7 @@ MUTATIONS: dict[str, Mutation] = {
     **INSTALLING,
     **MODELS,
     **OTHER_APIS,
+    **DRAFTS,
     **PROMPTS,
     **ROTARY,
     **STEPS_AHEAD,

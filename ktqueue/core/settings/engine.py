@@ -9,6 +9,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "fp8"]
 GenerationConfig = Literal["auto", "none"]
 AutoOnOff = Literal["auto", "on", "off"]
+Speculation = Literal["off", "lookup"]
 BackendName = Literal["auto", "flashinfer", "triton", "torch"]
 """auto: FlashInfer if it is installed and supports the model's types, else our Triton kernels; torch on a CPU."""
 HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
@@ -187,6 +188,23 @@ class EngineConfig:
         True,
         "Reuse the pages of equal prefixes.",
         flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
+        panel="Engine",
+    )
+    speculation: Speculation = setting(
+        "off",
+        "Verify several tokens of a sequence in one step: off, or lookup.",
+        details="lookup drafts what followed the last tokens when they occurred in the sequence before. The answers "
+        "stay the same. It needs a CPU: see [serving](../guides/serving.md#drafts).",
+        flags=("--speculation",),
+        panel="Engine",
+    )
+    max_draft_tokens: int = setting(
+        8,
+        "Most tokens that are drafted for a sequence in a step.",
+        details="Only as many are drafted as raise the tokens computed in a second, by measurement.",
+        at_least=1,
+        flags=("--max-draft-tokens",),
+        metavar="N",
         panel="Engine",
     )
     batch_share: int = setting(

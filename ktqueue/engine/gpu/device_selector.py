@@ -74,8 +74,10 @@ class DeviceSelector:
         sequences: Many[Sequence],
         meanwhile: Meanwhile = do_nothing,
         masked: MaskedRows | None = None,
+        ahead: Many[int] = (),
     ) -> TokenSelection:
-        """See Selector."""
+        """See Selector. An engine on a device has no drafts yet."""
+        assert not any(ahead), "no drafts are made for a device"
         with torch.inference_mode():
             return self._select(logits, rows, sequences, meanwhile, masked)
 
@@ -233,7 +235,7 @@ def _collect(rows: Many[int], sequences: Many[Sequence], shape: torch.Size, nois
             (work.drawn_from_few if filtered else work.drawn_from_all).append(row)
     for kind, drawn in (("all", work.drawn_from_all), ("few", work.drawn_from_few)):
         if drawn:
-            numbers = sampling_rows([sequences[row] for row in drawn])
+            numbers = sampling_rows(sequences, (), drawn)
             arrays[f"{kind}_rows"] = np.array(drawn, dtype=np.int64)
             arrays[f"{kind}_inverse"] = (1.0 / numbers.temperature).astype(np.float32)
             arrays[f"{kind}_top_k"] = numbers.top_k

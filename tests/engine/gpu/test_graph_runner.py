@@ -277,7 +277,7 @@ class SmallSelector:
         self.selector, self.limit = selector, limit
 
     def select(
-        self, logits: Any, rows: Any, sequences: Any, meanwhile: Any = do_nothing, masked: Any = None
+        self, logits: Any, rows: Any, sequences: Any, meanwhile: Any = do_nothing, masked: Any = None, ahead: Any = ()
     ) -> TokenSelection:
         if len(rows) > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
