@@ -19,7 +19,7 @@ from ktqueue.engine.step_plan import StepPlan
 
 RATE_BY_TOKEN = 0.1  # of a match beyond its first token, before any was seen: a longer match is right more often
 LEAST_GAIN = 1.05  # times the tokens a second without drafts; costs and chances are estimates
-CREDIT = 2.0  # steps that drafts may have lost before they stop
+CREDIT = 4.0  # steps that drafts may have lost before they stop
 ALLOWED_LOSS = 0.01  # steps that they may lose for each step
 MOST_LOSS = 2.0  # steps that one step with drafts is counted as, at most: it may have been slow for another reason
 UNDRAFTED_EVERY = 32  # one of so many steps has no drafts, to learn what it costs
