@@ -179,7 +179,7 @@ def backlog(result: dict[str, Any]) -> list[str]:
             f"The engine alone computes {whole['lines']:,} such lines at {whole['tokens_per_second']:.0f} tok/s, with "
             f"{whole['rows']:,} rows; the batch alone reached {100 * result['share_of_engine']:.0f} % of that. Decode "
             "steps of the engine, and what a step takes that reads every expert once from host memory at the probed "
-            "rate. Larger steps stream experts over the bus, too.",
+            "rate, if that is known. On a GPU larger steps stream experts over the bus, too.",
             "",
             *table(ROWS_ALONE, [{**row, **_reading(row, whole)} for row in result["rows_alone"]]),
         ]
@@ -230,9 +230,10 @@ def attention(result: dict[str, Any]) -> list[str]:
 
 
 def graphics(result: Row) -> str:
-    """The GPU and its host."""
+    """The GPU, if there is one, and its host."""
     environment = result["environment"]
-    return f"{environment['gpu']['name']}, {environment['cpu']}, {environment['threads']} threads"
+    gpu = "" if environment["gpu"] is None else f"{environment['gpu']['name']}, "
+    return f"{gpu}{environment['cpu']}, {environment['threads']} threads"
 
 
 def taken(result: Row) -> str:
