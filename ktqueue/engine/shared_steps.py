@@ -44,8 +44,8 @@ class SharedSteps:
     """Decides which steps are shared, and how large steps may be.
 
     `longest_step`: seconds that a step may take while interactive sequences run; 0: any time, and every step is shared;
-    None: twice the step of a short prompt, about, and from LEAST_SECONDS to MOST_SECONDS. `interactive_share`: part of
-    the time for small steps, from 0 to below 1. `clock` gives seconds.
+    None: PROMPT_STEPS times the step of a short prompt, from LEAST_SECONDS to MOST_SECONDS. `interactive_share`: part
+    of the time for small steps, from 0 to below 1. `clock` gives seconds.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class SharedSteps:
 
     def most_tokens(self, interactive_rows: int) -> int:
         """Most tokens of a shared step in which `interactive_rows` decode. The batch class always gets some of them."""
-        recent = self._clock() - self._last_interactive < RECENT_SECONDS
-        if not self.enabled or not (interactive_rows or recent):
+        if not self.are_limited(interactive_rows > 0):
             return self._costs.most
         longest = max(self.longest_step, 2 * self._costs.seconds(max(1, interactive_rows)))
         tokens = self._costs.most_tokens(longest / self._error)

@@ -214,7 +214,7 @@ class EngineConfig:
         None,
         "Longest step, in milliseconds, while interactive jobs run or have just run: a number, or auto.",
         details="Batch jobs share the steps of interactive jobs up to this length, except the small steps of "
-        "`interactive_share`. auto is about twice the step of a short prompt by measurement, and from 200 to 400. "
+        "`interactive_share`. auto is 1.75 times the step of a short prompt by measurement, from 200 to 400. "
         "With 0 steps have any length, and batch jobs take part in every step.",
         shown="auto",
         none_word="auto",
