@@ -11,6 +11,7 @@ from benchmarks.command import command_line, integers
 from ktqueue.bench.engine import prompts
 from ktqueue.core.config import EngineConfig
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.settings import Trials
 from ktqueue.workers.startup.build import assemble, build
 
 PROMPT_TOKENS = 128
@@ -58,12 +59,14 @@ class LoadedGpuModel:
         """Prompts of random tokens."""
         return prompts(rows, tokens, self._built.tokenizer.size, seed=seed)
 
-    def rebuild(self, **settings: Any) -> None:
-        """Replace the engine by one with other settings than at first."""
+    def rebuild(self, trials: Trials | None = None, **settings: Any) -> None:
+        """Replace the engine by one with other settings than at first, and with the trials that are turned on."""
         model, tokenizer = self._built.model, self._built.tokenizer
         self.engine.close()
         del self._built, self.engine  # frees the memory of its cache
         gc.collect()
         torch.cuda.empty_cache()
+        if isinstance(model.module, GpuDecoder):
+            model.module.trials = trials or Trials()
         self._built = assemble(replace(self._config, **settings), model, tokenizer)
         self.engine = self._built.engine

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
@@ -66,6 +66,28 @@ def test_equals_the_twins(quant: str, dtype: torch.dtype, random_weights: Callab
             x, (ids, weights) = torch.randn(tokens, hidden).to(dtype), route(tokens, EXPERTS, SLOTS, tokens)
             ids[-1, 0] = -1
             assert_experts(pool.pairs(ids, offsets), x, weights)
+
+
+@pytest.mark.parametrize("quant", native.QUANTS)
+def test_decoded_experts_equal_packed_ones(quant: str, random_weights: Callable[..., Bytes]) -> None:
+    """An expert is on the CPU, one has no pairs, and a pair has no expert. The host does not wait for the device."""
+    pool = make_pool(random_weights, (quant,) * 3, EXPERTS, 512, 256)
+    if not decoded_experts.can_be_grouped(pool.record, torch.bfloat16, torch.device("cuda")):
+        pytest.skip("torch has no grouped product for this GPU")
+    offsets = pool.offsets.clone()
+    offsets[1] = -1
+    weights_of_layer = decoded_experts.decoded_weights(pool.record, EXPERTS)
+    memory = torch.full((weights_of_layer,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    for tokens in (1, 90, 700):
+        x, (ids, weights) = torch.randn(tokens, 512).bfloat16(), route(tokens, EXPERTS, SLOTS, tokens)
+        ids[ids == 3] = -1
+        pairs = pool.pairs(ids, offsets)
+        there, own = on_gpu(pairs), (x.cuda(), weights.cuda())
+        torch.cuda.set_sync_debug_mode("error")
+        found = decoded_experts.experts(there, there.offsets, *own, native.SILU, memory)
+        torch.cuda.set_sync_debug_mode("default")
+        expected = products.experts(pairs, offsets, x.float(), weights, native.SILU).sum(1, keepdim=True)
+        assert_close(found, expected, torch.bfloat16)
 
 
 def test_all_pairs_on_one_expert(random_weights: Callable[..., Bytes]) -> None:

@@ -24,7 +24,7 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
-from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.settings import GpuSettings, Trials
 from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.layer_facts import RouterFacts
 from ktqueue.operators.named_ranges import NamedRange, name_methods
@@ -56,6 +56,8 @@ class GpuDecoder(Operator):
         self._dense_bytes = 0
         self._experts: ExpertMemory | None = None
         self._rotary: Rotary | None = None
+        self.trials = Trials()
+        """Read by `prepare_device`."""
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
@@ -127,7 +129,9 @@ class GpuDecoder(Operator):
         positions = settings.positions or self.facts.positions
         tables = *rotary_tables(on_host, positions, self.facts.rotary_kinds), query_growth(self.facts, positions)
         self._rotary = Rotary(*(table.to(self.device) for table in tables))
-        self._experts = ExpertMemory(self._routed, self.facts.hidden, self.facts.dtype, self.device, settings)
+        self._experts = ExpertMemory(
+            self._routed, self.facts.hidden, self.facts.dtype, self.device, settings, self.trials
+        )
 
     @property
     def expert_layers_run(self) -> int:

@@ -6,6 +6,19 @@ from ktqueue.core.settings.engine import AutoOnOff, HandoffMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Ways to compute a step that are not measured on a GPU yet, and therefore off. No user sees them; benchmarks and
+    tests turn them on.
+
+    decode_experts: long steps decode a layer's experts once (experts/decoding.py). decode_from: the tokens of the
+    shortest such step; None: measured on this machine, and none on CPU tensors.
+    """
+
+    decode_experts: bool = False
+    decode_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSettings:
     """The argument of a model's `prepare_device`, which is called before the first step.
 

@@ -15,7 +15,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE
-from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_decoder(given_weights: Callable[..., Any], device: str) -> Iterator[Callable[..., GpuDecoder]]:
-    """make_decoder(model, quant, activations=..., dense=..., **GpuSettings fields) -> the prepared operator.
+    """make_decoder(model, quant, activations=, dense=, trials=, **GpuSettings fields) -> the prepared operator.
 
     Steps are of at most 128 tokens; nothing streams unless that is asked for.
     """
@@ -46,9 +46,11 @@ def make_decoder(given_weights: Callable[..., Any], device: str) -> Iterator[Cal
         *,
         activations: str = "float32",
         dense: str = DEFAULT_DENSE,
+        trials: Trials | None = None,
         **settings: Any,
     ) -> GpuDecoder:
         decoder = GpuDecoder.from_module(model, activations=activations, dense=dense)
+        decoder.trials = trials or Trials()
         made.append(decoder)
         decoder.device = device
         weights = given_weights(model, quant)

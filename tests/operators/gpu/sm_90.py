@@ -18,10 +18,10 @@ from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefil
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded
 from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
-from ktqueue.operators.gpu.kernels import expert_int8, fetch
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
@@ -31,7 +31,7 @@ from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
 from ktqueue.operators.linear_attention import LinearAttentionShape
-from ktqueue.operators.native import SILU
+from ktqueue.operators.native import SILU, GateFacts
 from ktqueue.operators.step import ScoreOptions
 
 
@@ -211,6 +211,17 @@ def experts(tokens: int) -> None:
     expert_int8.down(pairs, lists, mid, of_output)
 
 
+def decoded(record: ExpertRecord, gate: GateFacts, *, biased: bool) -> None:
+    """Experts that are decoded: all launches around both products."""
+    pool, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    biases = ExpertBiases(*(torch.zeros(2, rows) for rows in (record.intermediate, record.intermediate, record.hidden)))
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+    pairs = ExpertPairs(pool, offsets, ids, record, biases if biased else None)
+    memory = torch.zeros(decoded_experts.decoded_weights(record, 2), dtype=torch.bfloat16)
+    x = torch.zeros(3, record.hidden, dtype=torch.bfloat16)
+    decoded_experts.experts(pairs, offsets, x, weights, gate, memory)
+
+
 def fetched(tokens: int, slots: int) -> None:
     """Experts that a step fetches: both launches."""
     ids, sources = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(slots, 2, dtype=torch.int64)
@@ -261,6 +272,9 @@ def compile_topic(topic: str) -> None:
             experts(tokens)
         for tokens, slots in ((1, 2), (64, 38)):
             fetched(tokens, slots)
+    elif topic == "decoded experts":
+        decoded(RECORD, SILU, biased=False)
+        decoded(ExpertRecord("MXFP4", "MXFP4", "BF16", 2880, 2880), GateFacts("swiglu_clamped", 1.7, 7.0), biased=True)
     elif topic == "matrices":
         panel_matrices()
     elif topic == "sampling":

@@ -25,9 +25,9 @@ from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts import step as step_module
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
-from ktqueue.operators.gpu.kernels import norm, router
+from ktqueue.operators.gpu.kernels import decoded_experts, norm, router
 from ktqueue.operators.gpu.kernels.expert_products import experts
-from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 ALL = 1 << 40  # bytes
 HALF_PRECISION = (
@@ -144,6 +144,40 @@ def test_experts_in_gpu_memory_change_nothing(
     assert (decoder.expert_layers_run == 0) == (share == 1)
     streams = found["expert_streamed_steps"] > 0
     assert streams == (found["expert_streamed_bytes"] > 0) == (streamed is not None and share < 1)
+
+
+@pytest.mark.parametrize("streamed", [0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe with dense layers", "deepseek_v3", "llama4", "gpt_oss"])
+def test_decoded_experts_change_nothing(
+    family: str, share: float, streamed: float, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of eight tokens or more decode experts, those in slots and those that are streamed. All others do not."""
+    model = make_model(family)
+    plain = make_decoder(model, "Q8_0")
+    expected = fed(plain)
+    decoder = make_decoder(
+        model,
+        "Q8_0",
+        trials=Trials(decode_experts=True, decode_from=8),
+        expert_memory_bytes=int(share * record_bytes(plain)),
+        expert_streaming="on",
+        streamed_share=streamed,
+        streaming_tokens=8,
+    )
+    if torch.device(decoder.device).type == "cuda":
+        pytest.skip("torch's grouped product takes no float32 on a GPU")
+    decoded: list[int] = []
+    compute = decoded_experts.experts
+
+    def noted(pairs: Any, *rest: Any) -> torch.Tensor:
+        decoded.append(len(pairs.ids))
+        return compute(pairs, *rest)
+
+    monkeypatch.setattr(decoded_experts, "experts", noted)
+    assert_close(fed(decoder), expected, 1e-5)
+    assert decoded and min(decoded) >= 8
+    assert sum(decoder.device_bytes().values()) > sum(plain.device_bytes().values())
 
 
 @pytest.mark.parametrize("fetched", [0.5, 1.0])

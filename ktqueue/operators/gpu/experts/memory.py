@@ -6,6 +6,7 @@ import torch
 
 from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators.gpu.copy_stream import CopyStream
+from ktqueue.operators.gpu.experts.decoding import DecodedExperts
 from ktqueue.operators.gpu.experts.fetching import FetchedExperts, FetchedShares
 from ktqueue.operators.gpu.experts.placement import Placement
 from ktqueue.operators.gpu.experts.pool import ExpertPool, slots_that_fit
@@ -14,7 +15,7 @@ from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency,
 from ktqueue.operators.gpu.experts.streaming import AREAS, Streamer, StreamingSteps, area_bytes
 from ktqueue.operators.gpu.experts.streaming_choice import SHARES, SOME_SHARES, StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff
-from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 
 class ResidentExperts(ExpertResidency):
@@ -45,7 +46,13 @@ class ExpertMemory:
     """
 
     def __init__(
-        self, layers: list[RoutedLayer], hidden: int, dtype: torch.dtype, device: str, settings: GpuSettings
+        self,
+        layers: list[RoutedLayer],
+        hidden: int,
+        dtype: torch.dtype,
+        device: str,
+        settings: GpuSettings,
+        trials: Trials,
     ) -> None:
         self._layers = layers
         slots = slots_that_fit(layers, settings.expert_memory_bytes)
@@ -58,6 +65,11 @@ class ExpertMemory:
         self._pool = ExpertPool(layers, slots, AREAS * area_bytes(layers, slots) if streams else 0, copies)
         self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
+        self._decoded: DecodedExperts | None = None
+        if trials.decode_experts:
+            self._decoded = DecodedExperts.prepare(
+                layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=trials.decode_from
+            )
         self.handoff: Handoff | None = None
         self._streaming: StreamingSteps | None = None
         self._fetched: FetchedExperts | None = None
@@ -113,7 +125,7 @@ class ExpertMemory:
     @property
     def bytes(self) -> int:
         """Bytes of device memory."""
-        return self._pool.bytes
+        return self._pool.bytes + (0 if self._decoded is None else self._decoded.memory.nbytes)
 
     def statistics(self) -> dict[str, float]:
         """See GpuDecoder.statistics."""
@@ -161,7 +173,8 @@ class ExpertMemory:
         if self._streaming is not None and not captured and self.streams(tokens):
             residency = self._streaming.begin(self._resident, tokens, scored)
         predicts = decodes and self._predicts and residency is short
-        return StepExperts(self._layers, residency, self.handoff, predicts=predicts)
+        decoded = None if self._decoded is None or captured else self._decoded.memory_for
+        return StepExperts(self._layers, residency, self.handoff, predicts=predicts, decoded=decoded)
 
     def streams(self, tokens: int) -> bool:
         """Whether a step of `tokens` tokens that is not captured may stream."""

@@ -11,6 +11,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
+from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
@@ -127,16 +128,24 @@ class StepExperts:
     """All routed experts for one step.
 
     handoff: the way to the CPU's experts, needed if any expert may be there. predicts: while the CPU computes a layer,
-    the GPU guesses which experts the next layer will need.
+    the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
+    layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied.
     """
 
     def __init__(
-        self, layers: list[RoutedLayer], residency: ExpertResidency, handoff: Handoff | None, *, predicts: bool = False
+        self,
+        layers: list[RoutedLayer],
+        residency: ExpertResidency,
+        handoff: Handoff | None,
+        *,
+        predicts: bool = False,
+        decoded: Callable[[int], torch.Tensor | None] | None = None,
     ) -> None:
         self._layers = layers
         self._residency = residency
         self._handoff = handoff
         self._predicts = predicts
+        self._decoded = decoded
 
     def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
         """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts.
@@ -213,13 +222,18 @@ class StepExperts:
         return routing
 
     def _compute_on_gpu(self, index: int, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
-        """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32; None: it has none of the experts."""
+        """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32, or [tokens, 1, hidden] if experts are
+        decoded. None: it has none of the experts."""
         layer, residency = self._layers[index], self._residency
         locations = residency.locations(index)
         if not locations.on_gpu:
             return None
         residency.wait_for_arrival(index)
         pairs = ExpertPairs(residency.memory, locations.gate_up, routing.ids, layer.record, layer.biases)
-        partials = experts(pairs, locations.down, x, routing.weights, layer.gate, exact=layer.exact)
+        memory = None if self._decoded is None else self._decoded(len(x))
+        if memory is not None:
+            partials = decoded_experts.experts(pairs, locations.down, x, routing.weights, layer.gate, memory)
+        else:
+            partials = experts(pairs, locations.down, x, routing.weights, layer.gate, exact=layer.exact)
         residency.release(index)
         return partials

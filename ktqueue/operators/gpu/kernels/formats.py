@@ -259,3 +259,37 @@ def float_part(base, panel, slab, word, row, PART: tl.constexpr, FORMAT: tl.cons
         return _halves(base, panel // 2 + column * 16 + row)
     index = panel // 2 + (column // 2 * 16 + row) * 2 + PART % 2
     return tl.load(base.to(tl.pointer_type(tl.bfloat16)) + index).to(tl.float32)
+
+
+@triton.jit
+def _two_parts(
+    base, panel, slab, word, row, first, second, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+):  # fmt: skip
+    """Decode parts PART and PART + 4, side by side."""
+    if IS_FLOAT:
+        low = float_part(base, panel, slab, word, row, PART, FORMAT)
+        high = float_part(base, panel, slab, word, row, PART + 4, FORMAT)
+    else:
+        low = part(first, second, scale, minimum, PART, FORMAT)
+        high = part(first, second, scale, minimum, PART + 4, FORMAT)
+    return tl.join(low, high)
+
+
+@triton.jit
+def decoded(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr, IS_FLOAT: tl.constexpr):
+    """Decode a superblock, float32 [32, N, 8]: columns 8w .. 8w + 7 of each row. Arguments as in `planes`."""
+    first, second, scale, minimum = slab, slab, slab, slab  # not used of floats
+    if not IS_FLOAT:
+        first, second = planes(base, panel, slab, word, row, slabs, FORMAT)
+        scale, minimum = scales(base, panel, slab, word, row, slabs, FORMAT)
+    # The lowest bit of a part's number must become the last dimension.
+    even = tl.join(
+        _two_parts(base, panel, slab, word, row, first, second, scale, minimum, 0, FORMAT, IS_FLOAT),
+        _two_parts(base, panel, slab, word, row, first, second, scale, minimum, 2, FORMAT, IS_FLOAT),
+    )
+    odd = tl.join(
+        _two_parts(base, panel, slab, word, row, first, second, scale, minimum, 1, FORMAT, IS_FLOAT),
+        _two_parts(base, panel, slab, word, row, first, second, scale, minimum, 3, FORMAT, IS_FLOAT),
+    )
+    return tl.reshape(tl.join(even, odd), (32, row.shape[1], 8))

@@ -210,13 +210,6 @@ def _launch_few_rows(
     )  # fmt: skip
 
 
-@triton.jit
-def _two_parts(codes, more, scale, minimum, PART: tl.constexpr, FORMAT: tl.constexpr):
-    """Decode parts PART and PART + 4, side by side."""
-    first = formats.part(codes, more, scale, minimum, PART, FORMAT)
-    return tl.join(first, formats.part(codes, more, scale, minimum, PART + 4, FORMAT))
-
-
 @triton.jit(do_not_specialize=["first", "count"])
 def _decode_kernel(
     matrix, ids, out, first, count,
@@ -233,16 +226,7 @@ def _decode_kernel(
     word = tl.arange(0, 32)[:, None]
     slabs = tl.minimum(SLAB_COUNT - block * 8, 8)
     slab = tl.minimum(word // 4, slabs - 1)
-    codes, more = formats.planes(matrix, panel, slab, word, row, slabs, FORMAT)
-    scale, minimum = formats.scales(matrix, panel, slab, word, row, slabs, FORMAT)
-    # Part i has columns 8w + i of each word. The lowest bit of i must become the last dimension.
-    even = tl.join(
-        _two_parts(codes, more, scale, minimum, 0, FORMAT), _two_parts(codes, more, scale, minimum, 2, FORMAT)
-    )
-    odd = tl.join(
-        _two_parts(codes, more, scale, minimum, 1, FORMAT), _two_parts(codes, more, scale, minimum, 3, FORMAT)
-    )
-    values = tl.reshape(tl.join(even, odd), (32, N, 8)).to(out.dtype.element_ty)
+    values = formats.decoded(matrix, panel, slab, word, row, slabs, FORMAT, False).to(out.dtype.element_ty)
     column = block * 256 + word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     target = out + r.to(tl.int64)[None, :, None] * (SLAB_COUNT * 32) + column
     tl.store(target, values, mask=live[None, :, None] & (column < SLAB_COUNT * 32))

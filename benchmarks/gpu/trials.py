@@ -1,0 +1,80 @@
+"""Compares ways to compute a step that are still off: `python -m benchmarks.gpu.trials [--model M] [--results DIR]`.
+
+Each trial is turned on alone, between runs with none (ktqueue/operators/gpu/settings.py). The model is loaded once, and
+the engine is built again for each run. Decode is greedy, and its tokens are compared with those of the first run. A
+trace of some steps counts kernels, gaps and what the kernels are for.
+"""
+
+import sys
+from dataclasses import fields
+from typing import Any
+
+from benchmarks.command import integers
+from benchmarks.gpu.launches import answers
+from benchmarks.gpu.loaded_gpu_model import GIB, PROMPT_TOKENS, LoadedGpuModel, gpu_command_line
+from benchmarks.gpu.profile import measure as trace
+from benchmarks.results import write
+from ktqueue.bench.engine import measure_decode, measure_prefill
+from ktqueue.bench.environment import environment
+from ktqueue.operators.gpu.settings import Trials
+
+OUTPUT_TOKENS = 96
+NAMES = tuple(field.name for field in fields(Trials) if field.type is bool)
+
+
+def decode(loaded: LoadedGpuModel, rows: int, turns: int) -> dict[str, Any]:
+    """The best of some turns."""
+    taken = [measure_decode(loaded.engine, loaded.prompts(rows), OUTPUT_TOKENS) for _ in range(turns)]
+    best = max(taken, key=lambda measured: measured.tokens_per_second)
+    return {
+        "rows": rows,
+        "tokens_per_second": best.tokens_per_second,
+        "every_turn": [measured.tokens_per_second for measured in taken],
+        "step_ms": 1e3 * best.step,
+        "fastest_step_ms": 1e3 * best.fastest_step,
+    }
+
+
+def prefill(loaded: LoadedGpuModel, tokens: int, turns: int) -> dict[str, Any]:
+    """Prompts alone, after a first one that compiles."""
+    measured = measure_prefill(loaded.engine, loaded.prompts(turns + 1, tokens))
+    return {"tokens": tokens, "tokens_per_second": tokens / measured.fastest, "median_ms": 1e3 * measured.seconds}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = gpu_command_line(__doc__, rows="1,4,16,64")
+    parser.add_argument("--prefill", type=integers, default="512,2048,8192", help="tokens of prompts that run alone")
+    parser.add_argument("--trials", default=",".join(NAMES), help="one after the other")
+    parser.add_argument("--turns", type=int, default=3, help="of each point; the best counts")
+    parser.add_argument("--traced", type=integers, default="1,64", help="rows of steps that are traced")
+    parser.add_argument("--expert-gib", type=int, default=20, help="GPU memory for experts")
+    arguments = parser.parse_args()
+    experts = {"gpu_expert_memory_bytes": arguments.expert_gib * GIB}
+    loaded = LoadedGpuModel(arguments.model, max(arguments.rows), 4 * GIB, **experts)
+    result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment()}
+    result |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "runs": []}
+    known: dict[int, dict[str, list[int]]] = {}
+    for name in ("", *(name for name in arguments.trials.split(",") if name), ""):
+        loaded.rebuild(Trials(**{name: True} if name else {}), **experts)
+        run: dict[str, Any] = {"trial": name or "none", "decode": [], "prefill": [], "traced": []}
+        result["runs"].append(run)
+        for rows in arguments.rows:
+            found = answers(loaded, rows, "ahead", {})
+            figure = {**decode(loaded, rows, arguments.turns), "same_tokens": known.setdefault(rows, found) == found}
+            run["decode"].append(figure)
+            sys.stderr.write(f"{run['trial']}: {figure}\n")
+        for tokens in arguments.prefill:
+            figure = prefill(loaded, tokens, arguments.turns)
+            run["prefill"].append(figure)
+            sys.stderr.write(f"{run['trial']}: {figure}\n")
+        for rows in arguments.traced:
+            figure = trace(loaded, rows)
+            run["traced"].append(figure)
+            sys.stderr.write(f"{run['trial']}: {figure}\n")
+        write(arguments.results / "trials.json", result)  # an interrupted run leaves what it has
+    loaded.engine.close()
+
+
+if __name__ == "__main__":
+    main()
