@@ -151,6 +151,10 @@ WRONG_FORMS = [
     (FILE + part("purpose", b"b" * 2_000), FORM, 400, "purpose"),
     (FILE + PURPOSE + part("expires_after[seconds]", b"3600") + b"--b--", FORM, 400, "expires_after[anchor]"),
     (FILE + PURPOSE + part("expires_after[seconds]", b"9") + b"--b--", FORM, 400, "expires_after[seconds]"),
+    (part("file", b"", "; filename*=iso-8859-1''%E9") + PURPOSE + b"--b--", FORM, 400, "file"),
+    (part("file", b"", "; filename*=UTF-8''%E9; filename=a") + PURPOSE + b"--b--", FORM, 400, "file"),
+    (part("file", b"", "; filename*=a.jsonl") + PURPOSE + b"--b--", FORM, 400, "file"),
+    (part("file", b"", "; filename*0*=UTF-8''a; filename*1=b") + PURPOSE + b"--b--", FORM, 400, "file"),
     (b"--b\r\n\r\nx\r\n", FORM, 400, "body"),
     (b"--b\r\nx: " + b"x" * 100_000, FORM, 400, "body"),
     (b"--b\r\n" + b"x: y\r\n" * 1_000, FORM, 400, "body"),
@@ -175,7 +179,12 @@ async def test_wrong_forms_are_refused_by_name_and_leave_nothing(
         assert stored(tmp_path) == []
         assert len(server.gateway.file_uploads) == 0
         assert not [record for record in caplog.records if "multipart" in record.name]
-        names = {"": "file", 'filename=""': "file", 'filename="C:\\x\\a\x7f\tb"': "ab", 'filename="x/.."': "file"}
+        names = {
+            "": "file", 'filename=""': "file", 'filename="C:\\x\\a\x7f\tb"': "ab", 'filename="x/.."': "file",
+            "filename*=UTF-8''na%C3%AFve%20%25.jsonl": "naïve %.jsonl", "FileName*=utf-8'en'%2Fetc%2Fa": "a",
+            "filename=\"=?utf-8?B?w6k=?=\"; filename*=utf-8''%C3%A9": "é", "filename*=\"UTF-8''b\"; filename=a": "b",
+            "filename=\"; filename*=UTF-8''b\"": "; filename*=UTF-8''b",
+        }  # fmt: skip
         forms = [(PURPOSE + part("file", b"{}\n", f"; {sent}"), name) for sent, name in names.items()]
         for form, name in ((FILE + PURPOSE, "a.jsonl"), *forms):
             headers = {"content-type": FORM, "origin": url}

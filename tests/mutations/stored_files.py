@@ -51,6 +51,13 @@ STORED_FILES: dict[str, Mutation] = {
         "if False:",
         (WRONG,),
     ),
+    "a name beyond ASCII is lost": Mutation(
+        "the filename* of a form is honoured",
+        "ktqueue/gateway/http/upload_form.py",
+        "_extended_name(self._disposition) or ",
+        "",
+        (WRONG,),
+    ),
     "foreign web pages can upload files": Mutation(
         "web pages of other origins upload nothing to a gateway without keys",
         "ktqueue/gateway/files.py",

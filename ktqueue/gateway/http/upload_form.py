@@ -2,6 +2,8 @@
 
 import logging
 import re
+from contextlib import suppress
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -19,6 +21,7 @@ MAX_FIELD_BYTES = 1 << 10
 MAX_HEADERS = 8  # of a part
 MAX_HEADER_BYTES = 4 << 10
 FORM_BYTES = MAX_PARTS * (MAX_HEADERS * MAX_HEADER_BYTES + MAX_FIELD_BYTES)  # most of a form without its file
+_PARAMETER = re.compile(rb';\s*([^=;\s]+)\s*=\s*("(?:\\.|[^"\\])*"|[^;]*)', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs a line for each wrong byte of a client
@@ -122,7 +125,8 @@ class UploadForm:
             raise InvalidRequest(f"{name[:80]} must be sent once, got it again", param=name[:80], limit=1, value=2)
         self._name = name
         if name == FILE:
-            self.filename = _plain_name(options.get(b"filename", b"").decode(errors="replace"))
+            sent = _extended_name(self._disposition) or options.get(b"filename", b"").decode(errors="replace")
+            self.filename = _plain_name(sent)
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name != FILE:
@@ -156,6 +160,29 @@ def file_too_large(size: int, max_bytes: int) -> RequestTooLarge:
         param=FILE,
         limit=max_bytes,
         value=size,
+    )
+
+
+def _extended_name(disposition: bytes) -> str:
+    """The `filename*` of RFC 8187, which some clients send beside `filename` or alone; '' if there is none.
+
+    RFC 7578 forbids it in forms, so the parser ignores it. Raises MalformedForm if it is not percent-encoded UTF-8.
+    """
+    sent = {match[1].lower(): match[2].strip(b' \t"') for match in _PARAMETER.finditer(disposition)}
+    extended = next((name for name in sent if name.startswith(b"filename*")), None)
+    if extended is None:
+        return ""
+    charset, _, rest = sent[extended].partition(b"'")
+    _, quote, name = rest.partition(b"'")
+    with suppress(UnicodeDecodeError):
+        if extended == b"filename*" and charset.lower() == b"utf-8" and quote:
+            return unquote_to_bytes(name).decode()
+    shown = f"{extended.decode(errors='replace')}={sent[extended].decode(errors='replace')}"[:80]
+    raise MalformedForm(
+        f"a filename* must be UTF-8''NAME with percent-encoding (RFC 8187), got {shown!r}",
+        param=FILE,
+        limit="UTF-8",
+        value=shown,
     )
 
 
