@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +18,12 @@ from ktqueue.batches.stored import merge as merge_module
 from ktqueue.batches.stored.index import LineIndex, beginning_key
 from ktqueue.batches.stored.lines import stored_lines
 from ktqueue.batches.stored.merge import MergeJob, merge
-from ktqueue.batches.stored.segments import Segments, StoredRecord
+from ktqueue.batches.stored.segments import FIRST_READ_BYTES, READS_AT_ONCE, Segments, StoredRecord
 from ktqueue.batches.stored.validation import MAX_FAULTS, check_input
 from ktqueue.batches.stored.window import MAX_BYTES, Window
 from ktqueue.broker.batches import BatchUsage
-from ktqueue.storage.store import NotStored, Store
+from ktqueue.storage.folder import FolderStore
+from ktqueue.storage.store import Store
 
 COMPLETIONS = "/v1/completions"
 
@@ -141,8 +144,7 @@ async def test_records_are_put_into_the_order_of_the_input(store: Store, monkeyp
         ])  # fmt: skip
     await segments.write("out-again", [StoredRecord(places[0], True, b"second\n", BatchUsage(prompt=1))])
     again = Segments(store, "b/", count)
-    for name in ("out-0", "out-1", "out-2", "out-3", "out-4", "out-again"):
-        await again.load(name)
+    assert await again.load(["out-0", "out-1", "out-2", "out-3", "out-4", "out-again"]) == []
     assert (again.answered, again.failed, again.usage) == (segments.answered, segments.failed, segments.usage)
     assert segments.usage == BatchUsage(prompt=50, completion=sum(places))
     answered = [place for place in range(count) if place in places and place % 3]
@@ -161,10 +163,57 @@ async def test_records_are_put_into_the_order_of_the_input(store: Store, monkeyp
                 assert (record["custom_id"], record["error"]["code"]) == (f"c{place}", "batch_expired")
     for damaged in (b"", b"{}\n", b'{"v":1,"lines":[[1,2]]}\n', b'{"v":1,"lines":[[99,1,2,3,4,5,6]]}\n'):
         await put(store, "b/damaged", damaged)
-        with pytest.raises(BatchFault):
-            await again.load("damaged")
-    with pytest.raises(NotStored):
-        await again.load("out-9")
+        unreadable, missing = await again.load(["damaged", "out-0", "out-9"])
+        assert unreadable == "segment damaged: not one that this version can read"
+        assert missing == "the store has no object out-9"
+
+
+class CrowdedStore(FolderStore):
+    """A folder in which a read of a segment goes on once READS_AT_ONCE of them wait, in any order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._crowd = asyncio.Barrier(READS_AT_ONCE)
+        self._draw = random.Random(1)
+        self.now = self.most = 0
+
+    async def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
+        """See `Store`."""
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await self._crowd.wait()
+        for _ in range(self._draw.randrange(9)):
+            await asyncio.sleep(0)
+        async for part in super().read(name, start, length):
+            yield part
+        self.now -= 1
+
+
+async def test_many_segments_are_read_at_once_and_count_in_their_order(tmp_path: Path) -> None:
+    count = 2 * READS_AT_ONCE
+    segments, store = Segments(FolderStore(tmp_path), "b/", 1 + count), CrowdedStore(tmp_path)
+    for number in range(count):
+        await segments.write(f"out-{number}", [
+            StoredRecord(place, True, b"%d\n" % number, BatchUsage()) for place in (0, 1 + number)
+        ])  # fmt: skip
+    again = Segments(store, "b/", 1 + count)
+    async with asyncio.timeout(20):
+        assert await again.load([f"out-{number}" for number in range(count)]) == []
+        found = await again.read(range(1, 1 + count))
+    assert found == {1 + number: b"%d\n" % number for number in range(count)}
+    assert store.most == READS_AT_ONCE
+    again._store = FolderStore(tmp_path)
+    assert await again.read([0]) == {0: b"0\n"}
+
+
+async def test_the_header_of_a_segment_may_be_long(store: Store) -> None:
+    count = FIRST_READ_BYTES // 3
+    segments = Segments(store, "b/", count)
+    await segments.write("out", [StoredRecord(place, True, b"%d\n" % place, BatchUsage()) for place in range(count)])
+    again = Segments(store, "b/", count)
+    assert await again.load(["out"]) == []
+    assert again.answered == count
+    assert await again.read([count - 1]) == {count - 1: b"%d\n" % (count - 1)}
 
 
 async def read(store: Store, name: str) -> bytes:

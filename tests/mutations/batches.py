@@ -93,8 +93,8 @@ BATCHES: dict[str, Mutation] = {
     "records are in the order in which lines ended": Mutation(
         "the output has the order of the input",
         f"{STORED}/segments.py",
-        "                found[place] = bytes(data[start : start + self._length[place]])",
-        "                found[members[members.index(place) - 1]] = bytes(data[start : start + self._length[place]])",
+        "            found[place] = bytes(data[start : start + self._length[place]])",
+        "            found[places[places.index(place) - 1]] = bytes(data[start : start + self._length[place]])",
         (f"{PARTS}::test_records_are_put_into_the_order_of_the_input",),
     ),
     "lines of a late batch are left out": Mutation(

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from ktqueue.batches.concurrency import map_concurrently
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.line_runner import LineOptions, LineRunner
 from ktqueue.batches.stored.execution import Execution, ExecutionParts, load_segments
@@ -34,6 +35,7 @@ from ktqueue.storage.store import NotStored, Store
 KEEP_SECONDS = 6 * 3_600.0  # jobs of lines can be read so long, so that another owner finds what a dead one has started
 BEATS = 5  # renewals in the time of a lease
 RETRY_SECONDS = 1.0
+DELETES_AT_ONCE = 32
 SETTLE_SECONDS = 2.0  # until Redis no longer forgets what was written, if its process dies
 
 log = logging.getLogger(__name__)
@@ -299,8 +301,8 @@ class StoredBatch:
         await self._patiently(lambda: self._owner.broker.batches.release(self._lease))
 
     async def _delete_objects(self) -> None:
-        for name in await self._owner.store.names(self._folder):
-            await self._owner.store.delete(name)
+        names = await self._owner.store.names(self._folder)
+        await map_concurrently(self._owner.store.delete, names, DELETES_AT_ONCE)
 
     # The lease
 

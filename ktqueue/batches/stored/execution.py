@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from ktqueue.batches.errors import BatchFault
+from ktqueue.batches.concurrency import map_concurrently
 from ktqueue.batches.input import LineFault, parse_line
 from ktqueue.batches.line_jobs import failure_record, job_id
 from ktqueue.batches.line_runner import LineResult, LineRunner
@@ -136,8 +136,7 @@ class Execution:
     async def cancel_leftovers(self) -> None:
         """Cancel the jobs of lines without a record that an earlier owner has submitted."""
         places = [place for place in self._order if not self._segments.has(place)][:MAX_LEFTOVERS]
-        for start in range(0, len(places), CANCELS_AT_ONCE):
-            await asyncio.gather(*(self._cancel_jobs_of(place) for place in places[start : start + CANCELS_AT_ONCE]))
+        await map_concurrently(self._cancel_jobs_of, places, CANCELS_AT_ONCE)
 
     async def _work(self) -> None:
         for place in self._order:
@@ -176,8 +175,7 @@ class Execution:
             if not any(found):
                 line.task.cancel()
 
-        for start in range(0, len(lines), CANCELS_AT_ONCE):
-            await asyncio.gather(*(cancel(line) for line in lines[start : start + CANCELS_AT_ONCE]))
+        await map_concurrently(cancel, lines, CANCELS_AT_ONCE)
 
     async def _line(self, place: int, job_ids: list[str]) -> None:
         result = await self._result(place, job_ids)
@@ -289,12 +287,9 @@ def segment_name(token: str, number: int) -> str:
 async def load_segments(store: Store, folder: str, index: LineIndex, written: tuple[tuple[str, int], ...]) -> Segments:
     """The records that earlier owners have committed. Lines of a segment that cannot be read run again."""
     segments = Segments(store, folder, len(index))
-    for token, count in written:
-        for number in range(1, count + 1):
-            try:
-                await segments.load(segment_name(token, number))
-            except (NotStored, BatchFault) as error:
-                log.error("%s: %s; its lines run again", folder, error)
+    names = [segment_name(token, number) for token, count in written for number in range(1, count + 1)]
+    for fault in await segments.load(names):
+        log.error("%s: %s; its lines run again", folder, fault)
     return segments
 
 

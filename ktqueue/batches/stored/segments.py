@@ -6,16 +6,19 @@ segments have, so no counter can differ from them.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from ktqueue.batches.errors import BatchFault
+from ktqueue.batches.concurrency import map_concurrently
 from ktqueue.broker.batches import BatchUsage
 from ktqueue.core.codec import CodecError, dumps, loads
-from ktqueue.storage.store import Store
+from ktqueue.storage.store import NotStored, Store
 
 MAX_HEADER_BYTES = 16 << 20
+FIRST_READ_BYTES = 16 << 10  # of a segment, for its header; then four times as many until it has ended
+FIELDS = 7  # numbers of a line in the header
+READS_AT_ONCE = 32  # segments that are read at the same time, since a store far away takes its time for each
 _OPEN, _ANSWERED, _FAILED = 0, 1, 2
 
 
@@ -56,20 +59,36 @@ class Segments:
         """Bytes of the line's record."""
         return self._length[place]
 
-    async def load(self, name: str) -> None:
-        """Read which records a segment has. Raises NotStored, and BatchFault if it cannot be read."""
-        header = bytearray()
-        async with aclosing(self._store.read(f"{self._folder}{name}")) as parts:
-            async for part in parts:
-                head, newline, _ = part.partition(b"\n")
-                header += head
-                if newline or len(header) > MAX_HEADER_BYTES:
-                    break
+    async def load(self, names: Sequence[str]) -> list[str]:
+        """Read which records the segments have. Returns a reason for each that is lost or cannot be read."""
+        faults: list[str] = []
+        headers = await map_concurrently(self._header, names, READS_AT_ONCE)
+        for name, header in zip(names, headers, strict=True):  # in order: of two records of a line the first counts
+            if isinstance(header, str):
+                faults.append(header)
+            else:
+                self._add(name, *header)
+        return faults
+
+    async def _header(self, name: str) -> tuple[int, list[list[int]]] | str:
+        """Bytes of a segment's header, and the numbers of its lines; or why they cannot be read."""
+        header, size = bytearray(), FIRST_READ_BYTES
         try:
-            value = loads(bytes(header))
-            self._add(name, len(header) + 1, value["lines"])
-        except (CodecError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise BatchFault(f"segment {name}: not one that this version can read") from error
+            while size and b"\n" not in header and len(header) < MAX_HEADER_BYTES:
+                start = len(header)
+                async with aclosing(self._store.read(f"{self._folder}{name}", start, size)) as parts:
+                    async for part in parts:
+                        header += part
+                size = 4 * (len(header) - start)  # 0 at the end of the object
+            head, _, _ = header.partition(b"\n")
+            lines = loads(bytes(head))["lines"]
+            if all(0 <= line[0] < len(self._state) and len(line) == FIELDS for line in lines):
+                return len(head) + 1, lines
+        except NotStored as error:
+            return error.message
+        except (CodecError, KeyError, TypeError, ValueError, IndexError):
+            pass
+        return f"segment {name}: not one that this version can read"
 
     async def write(self, name: str, records: Iterable[StoredRecord]) -> None:
         """Store a segment. What the store raises leaves everything as it was."""
@@ -88,17 +107,24 @@ class Segments:
         for place in places:
             by_segment.setdefault(self._segment[place], []).append(place)
         found: dict[int, bytes] = {}
-        for segment, members in by_segment.items():
-            members.sort(key=self._start.__getitem__)
-            first = self._start[members[0]]
-            length = self._start[members[-1]] + self._length[members[-1]] - first
-            data = bytearray()
-            async with aclosing(self._store.read(f"{self._folder}{self._names[segment]}", first, length)) as parts:
-                async for part in parts:
-                    data += part
-            for place in members:
-                start = self._start[place] - first
-                found[place] = bytes(data[start : start + self._length[place]])
+        for records in await map_concurrently(self._records, list(by_segment.items()), READS_AT_ONCE):
+            found |= records
+        return found
+
+    async def _records(self, group: tuple[int, list[int]]) -> dict[int, bytes]:
+        """The records of lines of one segment. `group`: its number, and the places of the lines."""
+        segment, places = group
+        places.sort(key=self._start.__getitem__)
+        first = self._start[places[0]]
+        length = self._start[places[-1]] + self._length[places[-1]] - first
+        data = bytearray()
+        async with aclosing(self._store.read(f"{self._folder}{self._names[segment]}", first, length)) as parts:
+            async for part in parts:
+                data += part
+        found: dict[int, bytes] = {}
+        for place in places:
+            start = self._start[place] - first
+            found[place] = bytes(data[start : start + self._length[place]])
         return found
 
     def _add(self, name: str, start: int, lines: Iterable[list[int]]) -> None:
