@@ -24,6 +24,7 @@ from ktqueue.openai.errors import error_body, failure, status_of
 UNFINISHED = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "The batch was cancelled before this request was executed.",
+    "batch_failed": "The batch failed before this request was executed.",
 }
 """Codes and messages of lines that were not run to their end."""
 

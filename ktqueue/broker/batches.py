@@ -74,6 +74,7 @@ class BatchFacts:
     `total`, `answered` and `failed` count lines, once their records are stored. `errors` has a few objects {code,
     message, param, line}. `segments` are (name, count) of the stored records. `outcome`: the status in which the batch
     ends, once that is known. `tokens_per_second` and `seconds_left` are None while they are not known.
+    `failures_without_progress`: owners in a row that failed by an unexpected error before they had stored anything new.
     """
 
     model: str | None = None
@@ -88,17 +89,20 @@ class BatchFacts:
     error_file_id: str | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
+    failures_without_progress: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
     """A batch. Times in Unix seconds by the server's clock; `times` has the time of each status that was reached.
 
-    `now`: the server's time of this reply, None in replies to clients.
+    `caller`: the client's address if there are no API keys, else ''. `now`: the server's time of this reply, None in
+    replies to clients.
     """
 
     id: str
     tenant: str
+    caller: str = ""
     request: BatchRequest
     status: BatchStatus
     created_at: float
@@ -149,46 +153,51 @@ class Batches:
         self.lease_seconds = LEASES * config.lease_seconds
 
     async def create(
-        self, request: BatchRequest, *, window_seconds: float, tenant: str, idempotency_key: str | None = None
+        self,
+        request: BatchRequest,
+        *,
+        window_seconds: float,
+        tenant: str,
+        caller: str = "",
+        idempotency_key: str | None = None,
     ) -> BatchRecord:
-        """Create a batch. The same key of a tenant returns the existing one.
+        """Create a batch. The same key of a tenant returns the existing one. Callers of a tenant have even shares.
 
-        Raises TooManyBatches, IdempotencyConflict if the key was used for another request, and BatchConflict if its
-        batch has expired.
+        Raises TooManyBatches, and what `find` raises.
         """
+        batch_id = f"batch_{secrets.token_hex(12)}"
+        record = await self._create(batch_id, request, tenant, idempotency_key, window_seconds, caller)
+        assert record is not None
+        return record
+
+    async def find(self, request: BatchRequest, *, tenant: str, idempotency_key: str) -> BatchRecord | None:
+        """The batch that the key of a tenant has created, or None.
+
+        Raises IdempotencyConflict if the key was used for another request, and BatchConflict if its batch has expired.
+        """
+        return await self._create("", request, tenant, idempotency_key)
+
+    async def _create(
+        self, batch_id: str, request: BatchRequest, tenant: str, key: str | None, seconds: float = 0.0, caller: str = ""
+    ) -> BatchRecord | None:
         body = dumps({"v": 1, **asdict(request)})
         try:
-            _, batch_id, described = await self._scripts.call(
+            reply = await self._scripts.call(
                 "create_batch",
-                f"batch_{secrets.token_hex(12)}",
+                batch_id,
                 tenant,
                 body,
                 hashlib.sha256(body).hexdigest(),
-                microseconds(window_seconds),
-                "" if idempotency_key is None else digest(tenant, f"batch:{idempotency_key}"),
+                microseconds(seconds),
+                "" if key is None else digest(tenant, f"batch:{key}"),
                 milliseconds(self._config.idempotency_ttl),
                 self._config.max_open_batches,
                 MAX_LISTED,
+                caller,
             )
         except ScriptRefused as refused:
-            raise self._create_error(refused) from refused
-        return _decoded(batch_id.decode(), described)
-
-    def _create_error(self, refused: ScriptRefused) -> Exception:
-        match refused.code:
-            case "CONFLICT":
-                return IdempotencyConflict(f"batch {refused.detail} was created with this key for another request")
-            case "GONE":
-                return BatchConflict(f"batch {refused.detail} of this idempotency key has ended and has expired")
-            case "OPEN":
-                limit = self._config.max_open_batches
-                return TooManyBatches(
-                    f"{refused.detail} batches have not ended, but at most {limit} may wait or run at once",
-                    limit=limit,
-                    value=int(refused.detail),
-                    retry_after=RETRY_AFTER,
-                )
-        return refused
+            raise _create_error(refused) from refused
+        return None if reply is None else _decoded(reply[1].decode(), reply[2])
 
     async def get(self, tenant: str, batch_id: str) -> BatchRecord:
         """One batch of a tenant. Raises BatchNotFound, also for a batch of another tenant."""
@@ -243,7 +252,7 @@ class Batches:
     async def take(self, owner: str, *, of_newcomers: bool = False) -> tuple[BatchLease, BatchRecord] | None:
         """Take a batch without a living owner, if there is one. The lease lasts `lease_seconds`.
 
-        `of_newcomers`: only of a tenant none of whose batches has an owner.
+        `of_newcomers`: only of a caller none of whose batches has an owner. With API keys a tenant is one caller.
         """
         lease_us = microseconds(self.lease_seconds)
         reply = await self._scripts.call("take_batch", owner, lease_us, 1 if of_newcomers else "")
@@ -282,6 +291,24 @@ class Batches:
         await self._scripts.call("release_batch", lease.id, lease.fence, ttl)
 
 
+def _create_error(refused: ScriptRefused) -> Exception:
+    match refused.code:
+        case "CONFLICT":
+            return IdempotencyConflict(f"batch {refused.detail} was created with this key for another request")
+        case "GONE":
+            return BatchConflict(f"batch {refused.detail} of this idempotency key has ended and has expired")
+        case "OPEN" | "SHARE":
+            count, limit = (int(word) for word in refused.detail.split())
+            whose = " of this address" if refused.code == "SHARE" else ""
+            return TooManyBatches(
+                f"{count} batches{whose} have not ended, but at most {limit} may wait or run at once",
+                limit=limit,
+                value=count,
+                retry_after=RETRY_AFTER,
+            )
+    return refused
+
+
 def _found(batch_id: str, described: Sequence[bytes] | None) -> BatchRecord:
     if described is None:
         shown = batch_id[:80]
@@ -295,6 +322,7 @@ def _decoded(batch_id: str, described: Sequence[bytes], now: bytes | None = None
     return BatchRecord(
         id=batch_id,
         tenant=values["tenant"].decode(),
+        caller=values.get("caller", b"").decode(),
         request=BatchRequest(**_known(BatchRequest, request)),
         status=BatchStatus(values["status"].decode()),
         created_at=int(values["created"]) / MICROSECONDS,

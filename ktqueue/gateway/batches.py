@@ -36,24 +36,19 @@ class BatchesEndpoint(HTTPEndpoint):
         tenant = tenant_of(request)
         body = parse(BatchBody, (await gateway.bodies.read(request)).value)
         wanted = body.request(tuple(BATCH_ENDPOINTS))
-        try:
-            file = await gateway.broker.files.get(tenant.name, body.input_file_id)
-        except FileNotFound as error:
-            error.param = "input_file_id"
-            raise
-        if file.purpose != "batch":
-            raise InvalidRequest(
-                f"input_file_id must be a file with the purpose batch, this one has {file.purpose!r}",
-                param="input_file_id",
-                limit="batch",
-                value=file.purpose,
+        key = idempotency_key(request.headers)
+        record = None
+        if key is not None:
+            record = await gateway.broker.batches.find(wanted, tenant=tenant.name, idempotency_key=key)
+        if record is None:
+            await _check_input(gateway, tenant.name, body.input_file_id)
+            record = await gateway.broker.batches.create(
+                wanted,
+                window_seconds=body.window_seconds,
+                tenant=tenant.name,
+                caller=tenant.caller,
+                idempotency_key=key,
             )
-        record = await gateway.broker.batches.create(
-            wanted,
-            window_seconds=body.window_seconds,
-            tenant=tenant.name,
-            idempotency_key=idempotency_key(request.headers),
-        )
         return json_response(batch_json(record))
 
 
@@ -69,3 +64,19 @@ async def cancel_batch(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     record = await gateway.broker.batches.cancel(tenant_of(request).name, request.path_params["batch_id"])
     return json_response(batch_json(record))
+
+
+async def _check_input(gateway: Gateway, tenant: str, file_id: str) -> None:
+    """Check that a tenant has the file, and for batches. Raises FileNotFound, InvalidRequest."""
+    try:
+        file = await gateway.broker.files.get(tenant, file_id)
+    except FileNotFound as error:
+        error.param = "input_file_id"
+        raise
+    if file.purpose != "batch":
+        raise InvalidRequest(
+            f"input_file_id must be a file with the purpose batch, this one has {file.purpose!r}",
+            param="input_file_id",
+            limit="batch",
+            value=file.purpose,
+        )

@@ -67,6 +67,44 @@ async def test_a_key_makes_one_batch(batches: Batches, raw: Any, broker: Broker)
         await create(batches, idempotency_key="k")
 
 
+async def test_a_key_finds_its_batch_and_creates_none(batches: Batches, raw: Any) -> None:
+    assert await batches.find(REQUEST, tenant="a", idempotency_key="k") is None
+    assert raw.keys("*") == []
+    made = await create(batches, idempotency_key="k")
+    found = await batches.find(REQUEST, tenant="a", idempotency_key="k")
+    assert found is not None
+    assert found.id == made
+    assert await batches.find(REQUEST, tenant="b", idempotency_key="k") is None
+    with pytest.raises(IdempotencyConflict):
+        await batches.find(replace(REQUEST, metadata=None), tenant="a", idempotency_key="k")
+
+
+async def test_callers_without_keys_have_even_shares(batches: Batches) -> None:
+    """At most 3 batches of a tenant may wait or run, and 6 of all its callers."""
+
+    async def most_of(caller: str) -> tuple[int, str]:
+        for count in range(9):
+            try:
+                await create(batches, caller=caller)
+            except TooManyBatches as error:
+                return count, f"{error.value} of {error.limit}: {error.message}"
+        raise AssertionError(caller)
+
+    three = "batches of this address have not ended, but at most"
+    assert await most_of("1.1.1.1") == (3, f"3 of 3: 3 {three} 3 may wait or run at once")
+    assert await most_of("2.2.2.2") == (1, f"1 of 1: 1 {three} 1 may wait or run at once")
+    assert (await most_of("1.1.1.1"))[1].startswith("3 of 1:")
+    assert [(await most_of(caller))[0] for caller in ("3.3.3.3", "4.4.4.4")] == [1, 1]
+    assert await most_of("5.5.5.5") == (0, "6 of 6: 6 batches have not ended, but at most 6 may wait or run at once")
+    order = [(await batches.take("owner", of_newcomers=True)) for _ in range(5)]
+    assert [found and found[1].caller for found in order] == ["1.1.1.1", "2.2.2.2", "3.3.3.3", "4.4.4.4", None]
+    assert await most_of("5.5.5.5") == (0, "6 of 6: 6 batches have not ended, but at most 6 may wait or run at once")
+    for found in order[:4]:
+        assert found is not None
+        await end(batches, found[0])
+    assert await most_of("5.5.5.5") == (1, f"1 of 1: 1 {three} 1 may wait or run at once")
+
+
 async def test_tenants_see_their_own_batches_page_by_page(batches: Batches, raw: Any, broker: Broker) -> None:
     other = await create(batches, "b")
     ids = [await create(batches) for _ in range(3)][::-1]

@@ -7,10 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from served_gateway import Conforms
+from served_gateway import Conforms, serving
 
 from ktqueue.broker.batches import BatchFacts, BatchStatus, BatchUsage
 from ktqueue.broker.broker import Broker
+from ktqueue.core.config import Config
 
 FACTS = BatchFacts(model="tale", total=3, answered=2, failed=1, usage=BatchUsage(prompt=5, completion=7))
 FAULT = {"code": "invalid_method", "message": "method must be POST", "param": None, "line": None}
@@ -60,6 +61,32 @@ async def test_a_batch_has_openais_type_in_each_status(
     assert listed["data"][0] == batch
     again = await http.post(f"/v1/batches/{batch['id']}/cancel")
     assert again.status_code in (200, 409)
+
+
+async def test_a_key_answers_its_batch_after_the_input_was_deleted(http: httpx.AsyncClient) -> None:
+    file_id = (await upload(http))["id"]
+    body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file_id}
+    key = {"idempotency-key": "night"}
+    made = (await http.post("/v1/batches", json=body, headers=key)).raise_for_status().json()
+    (await http.delete(f"/v1/files/{file_id}")).raise_for_status()
+    assert (await http.post("/v1/batches", json=body, headers=key)).json() == made
+    assert (await http.post("/v1/batches", json=body | {"metadata": {}}, headers=key)).status_code == 422
+    for headers in ({}, {"idempotency-key": "new"}):
+        assert (await http.post("/v1/batches", json=body, headers=headers)).status_code == 404
+
+
+async def test_an_address_has_its_share_of_batches(config: Config) -> None:
+    async with serving(replace(config, broker=replace(config.broker, max_open_batches=2))) as (_, url):
+        made = []
+        for source in ("127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.2"):
+            transport = httpx.AsyncHTTPTransport(local_address=source)
+            async with httpx.AsyncClient(base_url=url, transport=transport) as http:
+                body = {"endpoint": "/v1/completions", "completion_window": "24h"}
+                made.append(await http.post("/v1/batches", json=body | {"input_file_id": (await upload(http))["id"]}))
+        assert [response.status_code for response in made] == [200, 200, 429, 200]
+        error = made[2].json()["error"]
+        assert (error["code"], error["limit"], error["value"]) == ("too_many_batches", 2, 2)
+        assert "of this address" in error["message"]
 
 
 async def test_an_unknown_input_is_named_as_the_client_wrote_it(http: httpx.AsyncClient) -> None:

@@ -8,6 +8,8 @@ BROKER, OWNER, PARTS = (
 EXECUTION = "tests/workers/arq/test_batch_execution.py"
 STORED = "ktqueue/batches/stored"
 DEATHS = f"{OWNER}::test_every_death_of_an_owner_gives_the_same_files"
+FAILING = "tests/workers/arq/test_failing_batches.py"
+OBJECTS = "tests/gateway/test_batch_objects.py"
 
 BATCHES: dict[str, Mutation] = {
     "an owner with an old fence writes": Mutation(
@@ -103,6 +105,51 @@ BATCHES: dict[str, Mutation] = {
         "                elif job.unfinished and errors is not None:",
         "                elif False:",
         (f"{OWNER}::test_a_late_batch_expires",),
+    ),
+    "segments are read one by one": Mutation(
+        "an owner reads many segments of its predecessors at once",
+        f"{STORED}/segments.py",
+        "map_concurrently(self._header, names, READS_AT_ONCE)",
+        "map_concurrently(self._header, names, 1)",
+        (f"{PARTS}::test_many_segments_are_read_at_once_and_count_in_their_order",),
+    ),
+    "a batch that always fails is tried for ever": Mutation(
+        "a batch whose owners fail without progress ends",
+        f"{STORED}/batch.py",
+        "                if self._facts.failures_without_progress < self._max_failures:\n",
+        "                if True:\n",
+        (f"{FAILING}::test_a_batch_that_fails_again_and_again_without_progress_ends",),
+    ),
+    "failures with progress between them end a batch": Mutation(
+        "progress ends a row of failures",
+        f"{STORED}/batch.py",
+        "        facts = replace(facts, failures_without_progress=failures)\n",
+        "",
+        (f"{FAILING}::test_progress_ends_a_row_of_failures",),
+    ),
+    "a key is unknown once the input is deleted": Mutation(
+        "a key answers the batch that it created",
+        "ktqueue/gateway/batches.py",
+        "        if key is not None:",
+        "        if False:",
+        (f"{OBJECTS}::test_a_key_answers_its_batch_after_the_input_was_deleted",),
+    ),
+    "one address can hold all batches": Mutation(
+        "callers without keys have even shares of the batches that may wait or run",
+        f"{SCRIPTS}/create_batch.lua",
+        "if count >= most and caller == '' then",
+        "if count >= most then",
+        (
+            f"{BROKER}::test_callers_without_keys_have_even_shares",
+            f"{OBJECTS}::test_an_address_has_its_share_of_batches",
+        ),
+    ),
+    "batches of one address run before those of all others": Mutation(
+        "the caller with the fewest batches that run is next",
+        f"{SCRIPTS}/take_batch.lua",
+        "return tenant and tenant .. ' ' .. (caller or '')",
+        "return tenant",
+        (f"{BROKER}::test_callers_without_keys_have_even_shares",),
     ),
     "a tenant's limit fails lines": Mutation(
         "lines wait for the limits of their tenant",

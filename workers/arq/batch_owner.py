@@ -14,7 +14,7 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
 from ktqueue.storage.store import Store
 
-MAX_BATCHES = 16  # that one control worker runs at once; and as many more, of tenants none of whose batches run
+MAX_BATCHES = 16  # that one control worker runs at once; and as many more, of callers none of whose batches run
 POLL_SECONDS = 0.5  # between searches for batches
 WINDOW_SECONDS = 5.0  # between looks at how many rows the workers have
 LEAVE_SECONDS = 5.0  # in which a batch is given back at the end
@@ -75,6 +75,8 @@ class BatchOwner:
             log.warning("%s has another owner now", record.id)
         except Exception:
             log.exception("%s stopped; it is tried again after its lease", record.id)
+            with contextlib.suppress(KtqueueError):
+                await batch.note_failure()
         finally:
             self._running.pop(record.id, None)
 

@@ -28,7 +28,7 @@ from ktqueue.broker.batches import BatchFacts, BatchLease, BatchRecord, BatchSta
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.files import FileFacts, content_name
 from ktqueue.broker.models import find_card, model_not_found
-from ktqueue.core.errors import Unavailable
+from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.tenants import TenantLimits, batch_limits
 from ktqueue.storage.store import NotStored, Store
 
@@ -71,6 +71,7 @@ class StoredBatch:
         self._segments: Segments | None = None
         self._execution: Execution | None = None
         self._trouble = ""
+        self._max_failures = owner.broker.config.max_attempts
         self._runner = LineRunner(
             owner.broker,
             LineOptions(
@@ -79,7 +80,7 @@ class StoredBatch:
                 keep=KEEP_SECONDS,
                 patience=float("inf"),
                 outlives_models=True,
-                caller=record.id,
+                caller=record.caller or record.id,
             ),
         )
 
@@ -100,6 +101,11 @@ class StoredBatch:
             await self._execution.flush()
         await self._owner.broker.batches.release(self._lease, is_clean=False)
 
+    async def note_failure(self) -> None:
+        """Store that `run` raised an unexpected error. The last owner that may do so leaves a batch that has to end."""
+        failures = self._facts.failures_without_progress + 1
+        await self._owner.broker.batches.update(self._lease, replace(self._facts, failures_without_progress=failures))
+
     async def _advance(self) -> None:
         """Run the batch to its end, and delete its objects once Redis cannot forget that end."""
         while True:
@@ -113,7 +119,10 @@ class StoredBatch:
     async def _advance_to_end(self) -> None:
         while not self._record.status.ended:
             try:
-                await self._leave_status()
+                if self._facts.failures_without_progress < self._max_failures:
+                    await self._leave_status()
+                else:
+                    await self._give_up()
             except _InputLost as lost:
                 end = BatchStatus.CANCELLED if self._is_cancelled() else BatchStatus.FAILED
                 facts = replace(self._facts, errors=(lost.fault,), answered=0, failed=0)
@@ -189,7 +198,7 @@ class StoredBatch:
                 store=self._owner.store,
                 runner=self._runner,
                 window=self._owner.window,
-                group=(self._record.tenant, self._facts.model or ""),
+                group=(self._record.tenant, self._record.caller, self._facts.model or ""),
                 input=self._input,
                 endpoint=self._record.request.endpoint,
                 run=self._record.id.replace("_", "-", 1),
@@ -257,6 +266,23 @@ class StoredBatch:
         facts = await self._add_files(unfinished)
         await self._update(replace(facts, tokens_per_second=None, seconds_left=None), (status, end))
 
+    async def _give_up(self) -> None:
+        """End the batch: its owners failed again and again. What is done goes into the files, unless that fails too."""
+        failures, end, unfinished = self._facts.failures_without_progress, BatchStatus.FAILED, "batch_failed"
+        if self._is_cancelled():
+            end, unfinished = BatchStatus.CANCELLED, "batch_cancelled"
+        facts = replace(self._facts, answered=0, failed=0)
+        if failures == self._max_failures:
+            await (await self._loaded()).cancel_leftovers()
+            facts, failures = await self._add_files(unfinished), 0
+        message = (
+            f"the batch failed {self._max_failures} times without progress; it is not tried again; "
+            "the log of its control worker has the details"
+        )
+        error = {"code": KtqueueError.code, "message": message, "param": None, "line": None}
+        facts = replace(facts, errors=(error,), tokens_per_second=None, seconds_left=None)
+        await self._update(facts, (self._record.status, end), failures)
+
     async def _add_files(self, unfinished: str) -> BatchFacts:
         """Merge the records, and enter the files. Returns the facts with their ids, and the final counts."""
         assert self._segments is not None
@@ -296,8 +322,12 @@ class StoredBatch:
         await self._patiently(lambda: self._owner.broker.files.add(facts, None))
 
     async def _clean(self) -> None:
-        """Delete everything that only the run needed, and give the batch back."""
-        await self._patiently(self._delete_objects)
+        """Delete everything that only the run needed, and give the batch back.
+
+        If that fails again and again, or the files could not be written, it is kept as long as the batch's record.
+        """
+        if self._facts.failures_without_progress < self._max_failures:
+            await self._patiently(self._delete_objects)
         await self._patiently(lambda: self._owner.broker.batches.release(self._lease))
 
     async def _delete_objects(self) -> None:
@@ -323,8 +353,11 @@ class StoredBatch:
     def _is_cancelled(self) -> bool:
         return self._record.status is BatchStatus.CANCELLING
 
-    async def _update(self, facts: BatchFacts, change: tuple[BatchStatus, BatchStatus] | None = None) -> None:
+    async def _update(
+        self, facts: BatchFacts, change: tuple[BatchStatus, BatchStatus] | None = None, failures: int = 0
+    ) -> None:
         """Store facts, and a change of the status. If the client has cancelled the batch meanwhile, it stays."""
+        facts = replace(facts, failures_without_progress=failures)
         record = await self._patiently(lambda: self._owner.broker.batches.update(self._lease, facts, change=change))
         self._facts = record.facts
         self._notice(record)

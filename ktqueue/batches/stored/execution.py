@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 class ExecutionParts:
     """What an execution works with. `run`: the beginning of the names of its requests.
 
-    `group`: tenant and model of the lines, which share places of the window with others.
+    `group`: tenant, caller and model of the lines, which share places of the window with others.
     """
 
     broker: Broker
     store: Store
     runner: LineRunner
     window: Window
-    group: tuple[str, str]
+    group: tuple[str, str, str]
     input: str
     endpoint: str
     run: str

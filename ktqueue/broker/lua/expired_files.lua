@@ -1,6 +1,6 @@
 -- The files that have expired first, except for inputs of batches that have not ended. ARGV: most files.
 -- Replies a list of {id, tenant}; the tenant of a file without a record is ''. Writes nothing.
-local MAX_LOOKED_AT = 5000 -- of which at most `broker.max_open_batches` of each tenant are inputs
+local MAX_LOOKED_AT = 5000 -- of which at most twice `broker.max_open_batches` of each tenant are inputs
 local now, inputs, found = now_us(), {}, {}
 
 local function is_input(id, tenant)

@@ -1,6 +1,7 @@
--- Takes a batch without a living owner. ARGV: owner, lease in us, 1 if only of a tenant without owned batches, else ''.
+-- Takes a batch without a living owner. ARGV: owner, lease in us, 1 if only of a caller without owned batches, else ''.
 -- Replies {id, fence, now in us, fields and values}, or false if there is none.
--- Of the first 1,024 such batches it takes one of the tenant that has the fewest batches with an owner.
+-- Of the first 1,024 such batches it takes one of the caller that has the fewest batches with an owner. Where there are
+-- API keys, a tenant is one caller.
 -- Promises: a batch has one owner at a time. Each owner has a larger fence than those before it.
 local MAX_FREE, MAX_OWNED = 1024, 256
 local now, lease, live = now_us(), tonumber(ARGV[2]), TAG .. 'batches'
@@ -8,18 +9,24 @@ local now, lease, live = now_us(), tonumber(ARGV[2]), TAG .. 'batches'
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '(' .. digits(now + 2 * lease), '+inf', 'LIMIT', 0, MAX_FREE)) do
   redis.call('ZADD', live, now + lease, id)
 end
+-- Who has created a batch, or nil if its record was deleted by hand.
+local function caller_of(id)
+  local tenant, caller = unpack(redis.call('HMGET', TAG .. 'batch:' .. id, 'tenant', 'caller'))
+  return tenant and tenant .. ' ' .. (caller or '')
+end
+
 local owned = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '(' .. digits(now), '+inf', 'LIMIT', 0, MAX_OWNED)) do
-  local tenant = redis.call('HGET', TAG .. 'batch:' .. id, 'tenant')
-  if tenant then owned[tenant] = (owned[tenant] or 0) + 1 end
+  local caller = caller_of(id)
+  if caller then owned[caller] = (owned[caller] or 0) + 1 end
 end
 local chosen, fewest
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '-inf', digits(now), 'LIMIT', 0, MAX_FREE)) do
-  local tenant = redis.call('HGET', TAG .. 'batch:' .. id, 'tenant')
-  if not tenant then
-    redis.call('ZREM', live, id) -- the record was deleted by hand
-  elseif (owned[tenant] or 0) < (fewest or (ARGV[3] ~= '' and 1 or math.huge)) then
-    chosen, fewest = id, owned[tenant] or 0
+  local caller = caller_of(id)
+  if not caller then
+    redis.call('ZREM', live, id)
+  elseif (owned[caller] or 0) < (fewest or (ARGV[3] ~= '' and 1 or math.huge)) then
+    chosen, fewest = id, owned[caller] or 0
   end
 end
 if not chosen then return false end

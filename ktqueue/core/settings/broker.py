@@ -48,7 +48,8 @@ class BrokerConfig:
     max_attempts: int = setting(
         3,
         "A job fails after so many workers in a row died while running it, without a new token.",
-        details="It also fails after ten times as many deaths in all.",
+        details="It also fails after ten times as many deaths in all. A batch fails after so many runs in a row that "
+        "ended by an unexpected error, without progress.",
         at_least=1,
     )
     priority_seconds: float = setting(
@@ -92,7 +93,10 @@ class BrokerConfig:
         32 << 20, "Stored responses of one tenant. Beyond it the oldest are deleted.", at_least=1
     )
     max_open_batches: int = setting(
-        64, "Batches of a tenant that have not ended. More are refused with 429.", at_least=1
+        64,
+        "Batches of a tenant that have not ended. More are refused with 429.",
+        details="Without API keys, addresses have even shares: see [batches](../guides/batches.md#batches-over-http).",
+        at_least=1,
     )
     batch_ttl: float = setting(30 * 86_400.0, "How long a batch's record is kept after its end.", at_least=0.01)
     model_ttl: float = setting(

@@ -63,7 +63,7 @@ async def execution(broker: Broker, store: RecordingStore, window: Window, token
         store=store,
         runner=runner,
         window=window,
-        group=("a", "m"),
+        group=("a", "", "m"),
         input="files/in",
         endpoint="/v1/completions",
         run="b",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 from mortal import Death, Mortal
+from stored_batches import INPUT, content, create, outputs, put, until, until_clean
 
 from ktqueue.batches.stored import batch, execution
 from ktqueue.batches.stored.batch import Owner, StoredBatch
@@ -26,7 +27,6 @@ from ktqueue.storage.store import Store
 from ktqueue.workers.arq.batch_owner import BatchOwner
 from ktqueue.workers.arq.control import worker_for
 
-INPUT = "file-in"
 DEATHS = 24
 LAST_CALLS = ("cards", "add", "release", "delete", "forget")  # some owners die at these
 
@@ -56,39 +56,6 @@ def free(broker: Broker) -> Callable[[], int]:
     return end
 
 
-async def put(store: Store, count: int, **body: Any) -> None:
-    async with store.create(f"files/{INPUT}") as writing:
-        for number in range(count):
-            values = {"model": "demo", "prompt": f"Tale {number}", "max_tokens": 4, "seed": number, **body}
-            if number % 5 == 3:
-                values["temperature"] = 900
-            line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": values}
-            await writing.write(json.dumps(line).encode() + b"\n\n")
-
-
-async def create(broker: Broker, seconds: float = 3_600.0, tenant: str = "default") -> str:
-    request = BatchRequest(input_file_id=INPUT, endpoint="/v1/completions", completion_window="1h")
-    return (await broker.batches.create(request, window_seconds=seconds, tenant=tenant)).id
-
-
-async def content(store: Store, file_id: str | None) -> bytes:
-    return b"" if file_id is None else b"".join([part async for part in store.read(f"files/{file_id}")])
-
-
-async def outputs(broker: Broker, store: Store, record: BatchRecord) -> tuple[list[Any], list[Any]]:
-    """The lines of the output file and of the error file. Nothing else is left in the store."""
-    ids = (record.facts.output_file_id, record.facts.error_file_id)
-    assert {*await store.names("files/"), *await store.names("batches/")} == {
-        f"files/{name}" for name in (INPUT, *ids) if name is not None
-    }
-    found = [[json.loads(line) for line in (await content(store, file_id)).splitlines()] for file_id in ids]
-    assert (record.facts.answered, record.facts.failed) == (len(found[0]), len(found[1]))
-    for file_id in filter(None, ids):
-        file = await broker.files.get(record.tenant, file_id)
-        assert (file.purpose, file.size) == ("batch_output", await store.size(f"files/{file_id}"))
-    return found[0], found[1]
-
-
 async def taken(broker: Broker, free: Callable[[], int] = lambda: 0) -> tuple[BatchLease, BatchRecord]:
     """Take the batch. `free` is called again and again, since a call of a dead owner may still renew its lease."""
     async with asyncio.timeout(10):
@@ -100,19 +67,6 @@ async def taken(broker: Broker, free: Callable[[], int] = lambda: 0) -> tuple[Ba
 
 def owned(broker: Any, store: Any, lease: BatchLease, record: BatchRecord, **options: Any) -> StoredBatch:
     return StoredBatch(Owner(broker, store, Window(4), 3_600.0), lease, record, options.get("limits"))
-
-
-async def until(broker: Broker, batch_id: str, fits: Callable[[BatchRecord], bool], tenant: str = "default") -> None:
-    async with asyncio.timeout(20):
-        while not fits(await broker.batches.get(tenant, batch_id)):  # noqa: ASYNC110 # what it asks of has no event
-            await asyncio.sleep(0.01)
-
-
-async def until_clean(store: Store) -> None:
-    """Wait until what only the run needed is deleted, which is after the last status."""
-    async with asyncio.timeout(10):
-        while await store.names("batches/"):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def texts(lines: list[Any]) -> list[tuple[str, str]]:

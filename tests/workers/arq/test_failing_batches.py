@@ -1,0 +1,143 @@
+"""Batches whose owners fail by an error that nobody expects."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_batches import create, outputs, put, until, until_released
+
+from ktqueue.batches.run import LEAST_WINDOW
+from ktqueue.batches.stored import batch, execution
+from ktqueue.batches.stored.batch import Owner, StoredBatch
+from ktqueue.batches.stored.window import Window
+from ktqueue.broker.batches import BatchLease, BatchStatus
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import Config
+from ktqueue.storage.folder import FileWriting, FolderStore
+from ktqueue.workers.arq.batch_owner import BatchOwner
+
+
+class BrokenStore(FolderStore):
+    """A folder in which objects whose names match `broken` cannot be written, for a reason that nobody expects.
+
+    `allowed`: how many of them can be written before.
+    """
+
+    broken = ""
+    allowed = 0
+
+    @contextlib.asynccontextmanager
+    async def create(self, name: str) -> AsyncIterator[FileWriting]:
+        """See `Store`. Raises ZeroDivisionError."""
+        if self.broken and re.search(self.broken, name):
+            self.allowed -= 1
+            if self.allowed < 0:
+                raise ZeroDivisionError(name)
+        async with super().create(name) as writing:
+            yield writing
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "SEGMENT_SECONDS", 0.05)
+    monkeypatch.setattr(batch, "SETTLE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BrokenStore:
+    return BrokenStore(tmp_path)
+
+
+@pytest.fixture
+async def owner(broker: Broker, store: BrokenStore) -> AsyncIterator[None]:
+    """An owner that runs a batch again half a second after it has failed."""
+    async with await Broker.open(replace(broker.config, lease_seconds=0.1)) as quick:
+        task = asyncio.create_task(BatchOwner(quick, store, Config(broker=quick.config)).run())
+        yield
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.mark.usefixtures("owner")
+@pytest.mark.parametrize("broken", ["index", "out-", "files/"])
+async def test_a_batch_that_fails_again_and_again_without_progress_ends(
+    broker: Broker, store: BrokenStore, start_worker: Any, broken: str
+) -> None:
+    await put(store, 30, max_tokens=100, ignore_eos=True)
+    store.broken = broken
+    store.allowed = 100 if broken == "out-" else 0
+    batch_id = await create(broker)
+    if broken == "out-":
+        wrong = LEAST_WINDOW // 4  # lines of those that begin before others have ended
+        await until(broker, batch_id, lambda record: record.facts.failed == wrong)
+        store.allowed = 1  # segment, of answers
+    async with start_worker():
+        await until(broker, batch_id, lambda record: record.status is BatchStatus.FAILED)
+        await until_released(broker)
+    record = await broker.batches.get("default", batch_id)
+    (error,) = record.facts.errors
+    assert error["code"] == "internal_error"
+    assert error["message"].startswith("the batch failed 3 times without progress; it is not tried again")
+    assert all(job.state.terminal for job in await broker.jobs.list())
+    if broken == "files/":  # what is done can be given to nobody, so it is left to the operator
+        assert (record.facts.output_file_id, record.facts.error_file_id, record.facts.answered) == (None, None, 0)
+        assert [name for name in await store.names("batches/") if "/out-" in name]
+        return
+    answered, failed = await outputs(broker, store, record)
+    codes = [line["error"]["code"] for line in failed if line["error"] is not None]
+    if broken == "index":
+        assert (answered, failed) == ([], [])
+    else:
+        assert (set(codes), len(answered) + len(failed)) == ({"batch_failed"}, 30)
+        assert 1 <= len(answered) < 24
+
+
+async def test_progress_ends_a_row_of_failures(broker: Broker, store: BrokenStore, start_worker: Any) -> None:
+    await put(store, 12)
+    batch_id = await create(broker)
+
+    async def take() -> tuple[BatchLease, StoredBatch]:
+        found = await broker.batches.take("test")
+        assert found is not None
+        return found[0], StoredBatch(Owner(broker, store, Window(12), 3_600.0), *found, None)
+
+    async def failures() -> int:
+        lease, run = await take()
+        with pytest.raises(ZeroDivisionError):
+            await run.run()
+        await run.note_failure()
+        await broker.batches.release(lease, is_clean=False)
+        return (await broker.batches.get("default", batch_id)).facts.failures_without_progress
+
+    store.broken = "index"
+    assert [await failures() for _ in range(2)] == [1, 2]
+    store.broken = "-000002$"
+    failing = asyncio.create_task(failures())
+    await until(broker, batch_id, lambda record: record.facts.failed == 2)  # the first segment
+    async with start_worker():
+        assert await failing == 1
+        store.broken = ""
+        await (await take())[1].run()
+    record = await broker.batches.get("default", batch_id)
+    assert (record.status, record.facts.answered) == (BatchStatus.COMPLETED, 10)
+
+
+@pytest.mark.usefixtures("owner")
+async def test_what_cannot_be_deleted_is_left(
+    broker: Broker, store: BrokenStore, start_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def delete(name: str) -> None:
+        raise ZeroDivisionError(name)
+
+    monkeypatch.setattr(store, "delete", delete)
+    await put(store, 3)
+    batch_id = await create(broker)
+    async with start_worker():
+        await until_released(broker)
+    record = await broker.batches.get("default", batch_id)
+    assert (record.status, record.facts.answered, record.facts.errors) == (BatchStatus.COMPLETED, 3, ())
