@@ -8,11 +8,10 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
@@ -20,56 +19,71 @@ from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators import native
-from ktqueue.workers.startup.step_probes import probe_steps
+from ktqueue.operators.decoder import DecoderOutput
+from ktqueue.workers.startup.step_probes import probe_drafts, probe_steps
 
 PERIOD, PROMPT_TOKENS = 24, 30
 OWN = 64  # token ids of a row, so that rows use different experts
 CERTAIN = 1000.0  # added to the logit of the token
 PAGE_SIZE = 16
+POSITIONS = 1024
 
 
 class ReplacedText:
-    """A model that computes everything and then says a text, in which `repeated` of the tokens repeat those before."""
+    """Lets a model compute everything and then say a text, in which a part of the tokens repeat those before.
 
-    def __init__(self, model: Callable[..., Any]) -> None:
-        self.repeated = 0.0
-        self._model = model
+    The texts of `rows` rows are a table on `device`, [rows, POSITIONS] int64, which captured steps read too.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    def __init__(self, model: nn.Module, rows: int, device: str = "cpu") -> None:
+        self._texts = torch.zeros(rows, POSITIONS, dtype=torch.int64, device=device)
+        self._forward = model.forward
+        model.forward = self.forward
 
-    def token(self, row: int, position: int) -> int:
-        """The token of a row's text at a position."""
-        draw = random.Random(f"{row} {position}")
-        return row * OWN + (position % PERIOD if draw.random() < self.repeated else draw.randrange(PERIOD, OWN))
+    def write(self, repeated: float) -> None:
+        """Write texts in which `repeated` of the tokens repeat earlier ones."""
+        texts = [[_token(row, place, repeated) for place in range(POSITIONS)] for row in range(len(self._texts))]
+        self._texts.copy_(torch.tensor(texts))
 
-    def __call__(
+    def prompt(self, row: int) -> list[int]:
+        """The beginning of a row's text."""
+        found: list[int] = self._texts[row, :PROMPT_TOKENS].tolist()
+        return found
+
+    def forward(
         self, *, input_ids: torch.Tensor, logits_to_keep: torch.Tensor, position_ids: torch.Tensor, **more: Any
-    ) -> Any:
-        logits = self._model(
+    ) -> DecoderOutput:
+        """See GpuDecoder.forward."""
+        logits: torch.Tensor = self._forward(
             input_ids=input_ids, logits_to_keep=logits_to_keep, position_ids=position_ids, **more
         ).logits
-        for scored, place in enumerate(logits_to_keep.tolist()):
-            row, position = int(input_ids[0, place]) // OWN, int(position_ids[0, place])
-            logits[0, scored, self.token(row, position + 1) % logits.shape[2]] += CERTAIN
-        return SimpleNamespace(logits=logits)
+        rows = (input_ids[0, logits_to_keep] // OWN) % len(self._texts)
+        tokens = self._texts[rows, (position_ids[0, logits_to_keep] + 1) % POSITIONS] % logits.shape[2]
+        logits[0].scatter_add_(1, tokens[:, None], torch.full_like(logits[0, :, :1], CERTAIN))
+        return DecoderOutput(logits)
 
 
-def measure(engines: list[Engine], text: ReplacedText, rows: int, tokens: int) -> list[float]:
-    """Tokens a second of each engine, from when all its rows have their first token. Raises ValueError if answers
-    differ.
+def _token(row: int, position: int, repeated: float) -> int:
+    draw = random.Random(f"{row} {position}")
+    return row * OWN + (position % PERIOD if draw.random() < repeated else draw.randrange(PERIOD, OWN))
+
+
+def measure(engines: list[Engine], text: ReplacedText, rows: int, tokens: int) -> tuple[list[float], list[Any]]:
+    """Tokens a second of each engine, from when all its rows have their first token, and its answers.
+
+    Raises ValueError if the answers of two engines differ.
     """
     generated, seconds = [0] * len(engines), [0.0] * len(engines)
     answers: list[dict[str, list[int]]] = [{} for _ in engines]
     for engine in engines:
         for row in range(rows):
             sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            engine.add(str(row), [text.token(row, place) for place in range(PROMPT_TOKENS)], sampling)
+            engine.add(str(row), text.prompt(row), sampling)
     while any(engine.has_work for engine in engines):
         for place, engine in enumerate(engines):
             decodes = len(answers[place]) == rows
             began = time.perf_counter()
-            outputs = engine.step()
+            outputs = engine.step(lambda: True)
             if decodes:
                 seconds[place] += time.perf_counter() - began
                 generated[place] += sum(len(output.token_ids) for output in outputs)
@@ -77,7 +91,7 @@ def measure(engines: list[Engine], text: ReplacedText, rows: int, tokens: int) -
                 answers[place].setdefault(output.request_id, []).extend(output.token_ids)
     if any(other != answers[0] for other in answers):
         raise ValueError("drafts changed an answer")
-    return [count / elapsed for count, elapsed in zip(generated, seconds, strict=True)]
+    return [count / elapsed for count, elapsed in zip(generated, seconds, strict=True)], answers
 
 
 def main() -> None:
@@ -91,18 +105,24 @@ def main() -> None:
     native.set_threads()
     native.set_batch_invariant(True)
     model, vocabulary = load_model(options.model), load_tokenizer(options.model)
-    text = ReplacedText(model.module)
-    configs = [EngineConfig(speculation="off", max_num_seqs=16), EngineConfig(speculation="lookup", max_num_seqs=16)]
-    engines = [Engine(text, vocabulary, model.kv_layout(PAGE_SIZE), config, 1000, 1000) for config in configs]
+    counts = [int(rows) for rows in options.rows.split(",")]
+    text = ReplacedText(model.module, max(counts))
+    layout = model.kv_layout(PAGE_SIZE)
+    engines = [
+        Engine(model.module, vocabulary, layout, EngineConfig(speculation=way, max_num_seqs=16), 1000, 1000)
+        for way in ("off", "lookup")
+    ]
     for engine in engines:
         probe_steps(engine, vocabulary.size)
-    for text.repeated in map(float, options.repeated.split(",")):
-        for rows in map(int, options.rows.split(",")):
+    probe_drafts(engines[1], vocabulary.size, EngineConfig().max_draft_tokens)
+    for repeated in map(float, options.repeated.split(",")):
+        text.write(repeated)
+        for rows in counts:
             before = engines[1].stats()
-            off, lookup = measure(engines, text, rows, options.tokens)
+            (off, lookup), _ = measure(engines, text, rows, options.tokens)
             made = engines[1].stats().since(before)
             sys.stdout.write(
-                f"{text.repeated:.0%} repeated, {rows} rows: {off:.1f} tok/s without drafts, {lookup:.1f} with, "
+                f"{repeated:.0%} repeated, {rows} rows: {off:.1f} tok/s without drafts, {lookup:.1f} with, "
                 f"{made.accepted_tokens} of {made.drafted_tokens} drafts were right\n"
             )
             sys.stdout.flush()

@@ -41,10 +41,15 @@ class Batch:
 
 
 class BatchBuilder:
-    """Builds batches whose keys and values are written to `kv`."""
+    """Builds batches whose keys and values are written to `kv`.
 
-    def __init__(self, kv: KVCache) -> None:
+    drafts_apart: whether each draft is a row of its own, on the pages of its sequence. Its keys are written before any
+    row attends, so it sees those before it. A step of such rows is a decode step, which may be captured.
+    """
+
+    def __init__(self, kv: KVCache, *, drafts_apart: bool = False) -> None:
         self._kv = kv
+        self._drafts_apart = drafts_apart
 
     def build(self, rows: Mapping[Sequence, int], drafts: Mapping[Sequence, Many[int]] | None = None) -> Batch:
         """Build the batch that computes the next `rows[sequence]` tokens of each sequence, the last of them `drafts`.
@@ -52,17 +57,23 @@ class BatchBuilder:
         If a token is not known yet, as in a prepared step, `write_token_ids` adds it later.
         """
         page_size = self._kv.layout.page_size
-        table = np.zeros((len(rows), max(sequence.page_count for sequence in rows)), dtype=np.int32)
+        apart = drafts if drafts and self._drafts_apart else {}
+        height = len(rows) + sum(map(len, apart.values()))
+        table = np.zeros((height, max(sequence.page_count for sequence in rows)), dtype=np.int32)
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        starts, contexts = [0], []
+        starts: list[int] = [0]
+        contexts: list[int] = []
         scored: list[int] = []
         next_rows: list[int] = []
         prompts: list[PromptRows] = []
         has_states = self._kv.slots > 0
-        for row, (sequence, count) in zip(table, rows.items(), strict=True):
-            row[: sequence.page_count] = sequence.pages[: sequence.page_count]
+        for sequence, count in rows.items():
+            more_rows = len(apart.get(sequence, ()))
+            first_row = len(contexts)
+            table[first_row : first_row + 1 + more_rows, : sequence.page_count] = sequence.pages[: sequence.page_count]
+            row = table[first_row]
             first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
             offset = sequence.rotary_offset
             drafted = drafts.get(sequence, ()) if drafts else ()
@@ -84,8 +95,9 @@ class BatchBuilder:
                     )
                 )
                 scored += [start + position for position in positions_of_prompt]
-            starts.append(len(input_ids))
-            contexts.append(context)
+            for later in range(more_rows, -1, -1):
+                starts.append(len(input_ids) - later)
+                contexts.append(context - later)
             if context >= sequence.length and sequence.samples:
                 for place in range(len(input_ids) - len(drafted) - 1, len(input_ids)):
                     next_rows.append(len(scored))

@@ -3,14 +3,9 @@
 The noise of a token depends on seed and position alone. So a draft is right exactly if it is the token that the step
 would have drawn. The step computes the logits after the last token and after each draft. The tokens are drawn as
 always, one after another, as long as the draft before is right. What wrong drafts wrote to the cache is overwritten.
-
-**Number.** A draft that is right saves a step, and each draft makes this step longer. The costs of steps and the
-chances of drafts say which number gives the most tokens a second; it is often 0.
-
-**Loss.** Both are estimates, and on a machine with other work they may be wrong. So the time that drafts really saved
-or lost is counted, and once they have lost a few steps, they may lose no more than 1 % of the time.
 """
 
+from ktqueue.engine.draft_costs import DraftCosts
 from ktqueue.engine.lookup import LONGEST, Lookup
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.sequence import Sequence
@@ -18,28 +13,23 @@ from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 
 RATE_BY_TOKEN = 0.1  # of a match beyond its first token, before any was seen: a longer match is right more often
-LEAST_GAIN = 1.05  # times the tokens a second without drafts; costs and chances are estimates
-CREDIT = 4.0  # steps that drafts may have lost before they stop
-ALLOWED_LOSS = 0.01  # steps that they may lose for each step
-MOST_LOSS = 2.0  # steps that one step with drafts is counted as, at most: it may have been slow for another reason
-UNDRAFTED_EVERY = 32  # one of so many steps has no drafts, to learn what it costs
 MOST_OF_A_STEP = 64  # drafts of all sequences, since each needs logits
 
 
 class Drafts:
     """Adds drafts to planned steps, at most `most` for each sequence, and accepts the right ones.
 
-    drafted, accepted: drafts so far.
+    drafted, accepted: drafts so far. probed: so many drafts are added to each row whatever they cost and are; 0: only
+    those that raise the tokens computed in a second.
     """
 
     def __init__(self, rows: Rows, costs: StepCosts, most: int) -> None:
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.probed = 0
+        self.costs = DraftCosts(costs)
         self._rows = rows
-        self._costs = costs
         self._most = most
-        self._balance = CREDIT
-        self._steps = 0  # that could have had drafts
         self._drafted_now = self._accepted_now = 0  # in the step that is planned
+        self._last_ended: float | None = None  # when the step before ended; None: the engine had no work since
         self._rates = [RATE_BY_TOKEN * max(0, matched - 1) for matched in range(LONGEST + 1)]
 
     def add(self, plan: StepPlan, room: int) -> None:
@@ -47,28 +37,24 @@ class Drafts:
 
         They take no pages that another running sequence may need next.
         """
-        lookups: list[tuple[Sequence, Lookup]] = []
-        chances: list[tuple[float, int]] = []
-        for sequence, count in plan.rows.items():
-            if count != 1 or not _may_have_drafts(sequence):
-                continue
-            if sequence.lookup is None:
-                sequence.lookup = Lookup(sequence.tokens, sequence.length, self._rates)
-            sequence.lookup.update(sequence.length)
-            left = sequence.request.max_tokens - sequence.generated - 1  # beside the token that the row gives anyway
-            chances += [(chance, len(lookups)) for chance in sequence.lookup.chances(min(self._most, left))]
-            lookups.append((sequence, sequence.lookup))
-        chances.sort(key=lambda chance: -chance[0])
-        counts = [0] * len(lookups)
-        for _, place in chances[: self._best(plan.tokens, chances[: min(room, MOST_OF_A_STEP)])]:
-            counts[place] += 1
         self._drafted_now = self._accepted_now = 0
-        for (sequence, lookup), wanted in zip(lookups, counts, strict=True):
+        for sequence, wanted in self._wanted(plan, room).items():
             count = min(wanted, self._rows.room_beside_others(sequence) - 1)
             if count > 0 and self._rows.allocate(sequence, 1 + count, plan):
-                plan.add_drafts(sequence, lookup.drafts(count))
+                plan.add_drafts(sequence, self._lookup(sequence).drafts(count))
                 self._drafted_now += count
         self.drafted += self._drafted_now
+
+    def are_wanted(self, plan: StepPlan) -> bool:
+        """Whether `add` would add drafts to this step, which has none, if there were room."""
+        return bool(self._wanted(plan, MOST_OF_A_STEP))
+
+    def may_be_wanted(self, plan: StepPlan) -> bool:
+        """Whether drafts will probably be added to this step. Each of its rows gets its token in the step before.
+
+        Call it while that step runs. It assumes that the tokens of that step are those which matches foretell.
+        """
+        return bool(self._wanted(plan, MOST_OF_A_STEP, ahead=1))
 
     def accept(self, plan: StepPlan, sequence: Sequence, number: int) -> bool:
         """Whether draft `number` of a sequence is right, from 0, and all before it. It is computed then.
@@ -84,35 +70,59 @@ class Drafts:
         self._rows.commit(sequence, 1)
         return True
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Note how long a step of `tokens` tokens took, drafts included. Call it after `accept`."""
-        alone = max(1, tokens - self._drafted_now)
-        usual = self._costs.seconds(alone)
-        saved = usual * (alone + self._accepted_now) / alone - seconds if self._drafted_now else 0.0
-        self._balance = min(CREDIT, self._balance + ALLOWED_LOSS + max(-MOST_LOSS, saved / max(usual, 1e-9)))
+    def learn(self, plan: StepPlan, began: float, ended: float, *, has_more: bool) -> None:
+        """Note when a step began and ended, in seconds, and whether the next follows at once.
 
-    def _best(self, tokens: int, chances: list[tuple[float, int]]) -> int:
-        """How many drafts, the likeliest first, to add to a step of `tokens` tokens. Without costs none."""
-        if not chances or not self._costs.points or self._balance < 0:
-            return 0
-        self._steps += 1
-        if self._steps % UNDRAFTED_EVERY == 0:
-            return 0
-        best, expected, seconds = 0, float(tokens), self._costs.seconds(tokens)
-        best_rate = LEAST_GAIN * tokens / seconds
-        for count, (chance, _) in enumerate(chances, 1):
-            expected += chance
-            seconds = max(seconds, self._costs.seconds(tokens + count))  # old costs may be too low
-            if expected / seconds > best_rate:
-                best, best_rate = count, expected / seconds
-        return best
+        Call it after `accept`.
+        """
+        drafted, accepted = self._drafted_now, self._accepted_now
+        decodes = plan.tokens == len(plan.rows) + drafted
+        between = None if self._last_ended is None else began - self._last_ended
+        self.costs.learn(plan.tokens, drafted, accepted, ended - began, between, decodes=decodes)
+        self._last_ended = ended if has_more else None
+        self._drafted_now = self._accepted_now = 0
+
+    def _wanted(self, plan: StepPlan, room: int, ahead: int = 0) -> dict[Sequence, int]:
+        """How many drafts to add to each row of a step; rows without drafts are left out.
+
+        ahead: tokens that each row gets before the step, which are assumed to be what its match foretells.
+        """
+        chances: list[tuple[float, Sequence]] = []
+        for sequence, count in plan.rows.items():
+            if count != 1 or not _may_have_drafts(sequence, ahead):
+                continue
+            most = min(
+                self._most, sequence.request.max_tokens - sequence.generated - ahead - 1
+            )  # one token comes anyway
+            if self.probed:
+                chances += [(1.0, sequence)] * min(self.probed, most)
+            else:
+                found = self._lookup(sequence).chances(most + ahead)
+                chances += [(chance, sequence) for chance in found[ahead:]]
+        chances.sort(key=lambda chance: -chance[0])
+        chances = chances[: min(room, MOST_OF_A_STEP)]
+        best = len(chances) if self.probed else self._best(plan, [chance for chance, _ in chances])
+        counts: dict[Sequence, int] = {}
+        for _, sequence in chances[:best]:
+            counts[sequence] = counts.get(sequence, 0) + 1
+        return counts
+
+    def _best(self, plan: StepPlan, chances: list[float]) -> int:
+        return self.costs.best(plan.tokens, chances, decodes=plan.tokens == len(plan.rows))
+
+    def _lookup(self, sequence: Sequence) -> Lookup:
+        """The lookup of a sequence, with all its tokens."""
+        if sequence.lookup is None:
+            sequence.lookup = Lookup(sequence.tokens, sequence.length, self._rates)
+        sequence.lookup.update(sequence.length)
+        return sequence.lookup
 
 
-def _may_have_drafts(sequence: Sequence) -> bool:
-    """Whether the row decodes, and nothing but logits and noise decides its next tokens."""
+def _may_have_drafts(sequence: Sequence, ahead: int) -> bool:
+    """Whether the row decodes once it has `ahead` more tokens, and only logits and noise decide its next tokens."""
     return (
-        sequence.remaining == 1
-        and sequence.length > len(sequence.request.prompt)
+        sequence.remaining == 1 - ahead
+        and sequence.length + ahead > len(sequence.request.prompt)
         and not sequence.forks
         and sequence.edits is None
         and sequence.matcher is None

@@ -93,7 +93,9 @@ class Engine:
             auto_rows=auto_rows,
             states=States(parts.kv.slots) if layout.linear else None,
         )
-        self._drafts = Drafts(self._rows, self.costs, config.max_draft_tokens if parts.may_draft else 0)
+        self.drafts = Drafts(self._rows, self.costs, config.max_draft_tokens)
+        """Adds drafts to steps, if the parts and the settings allow it."""
+        drafts = self.drafts if parts.may_draft else None
         self._scheduler = Scheduler(
             self._rows,
             SharedSteps(self.costs, config.interactive_step_seconds, config.interactive_share),
@@ -101,7 +103,7 @@ class Engine:
             max_num_batched_tokens=config.step_tokens,
             max_prompt_rows=max_prompt_rows,
             original_length=layout.original_length,
-            drafts=self._drafts if parts.may_draft else None,
+            drafts=drafts,
         )
         self._admission = Admission(
             vocabulary,
@@ -110,14 +112,14 @@ class Engine:
             page_size=layout.page_size,
             original_length=layout.original_length,
         )
-        self._builder = BatchBuilder(parts.kv)
+        self._builder = BatchBuilder(parts.kv, drafts_apart=parts.drafts_apart)
         self._special_token_bytes = vocabulary.special_token_bytes
         self._model = device_model(model)
         self._runner = parts.runner
         self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids, check_greedy=parts.check_greedy)
         self.graph_bytes = parts.graph_bytes
         self._requests = RequestTable(self._rows.remove, vocabulary.token_bytes, parts.least_jump)
-        self._next = NextStep(self._rows, self._scheduler, self._builder, self._runner, self._masks)
+        self._next = NextStep(self._rows, self._scheduler, self._builder, self._runner, self._masks, drafts)
         self._sampler = StepSampler(parts.selector, self._masks, self._next)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._prompt_tokens = self._generation_tokens = self._batch_tokens = self._out_of_memory = 0
@@ -157,8 +159,8 @@ class Engine:
             replayed_steps=self._runner.replayed,
             prepared_steps=self._next.taken,
             steps_ahead=self._next.ahead,
-            drafted_tokens=self._drafts.drafted,
-            accepted_tokens=self._drafts.accepted,
+            drafted_tokens=self.drafts.drafted,
+            accepted_tokens=self.drafts.accepted,
             steps=times.steps,
             schedule_seconds=times.schedule,
             forward_seconds=times.forward,
@@ -268,7 +270,7 @@ class Engine:
         # pages, collects the sampler's numbers, prepares the next step and may launch it.
         ready, complete = self._commit_computed_tokens(plan, batch)
         committed = time.monotonic()
-        ahead = never if batch.prompts else launch_next  # those logits are still needed below
+        ahead = None if plan.drafts else never if batch.prompts else launch_next  # their logits are still needed below
         selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready, ahead)
         self._model.after_step()
         sampled = time.monotonic()
@@ -276,7 +278,7 @@ class Engine:
         self._runner.learn(sampled - began)
         outputs += self._score_prompts(batch, logits) if batch.prompts else []
         outputs += self._postprocess(plan, ready, selection)
-        self._drafts.learn(plan.tokens, sampled - began)
+        self.drafts.learn(plan, began, sampled, has_more=bool(self._requests))
         outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if _runs(done)]
         written = time.monotonic()
         self._next.launch(launch_next, redrawn=selection.redrawn)
@@ -350,7 +352,7 @@ class Engine:
                 complete += finished
         return ready, complete
 
-    def _sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch) -> TokenSelection:
+    def _sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None) -> TokenSelection:
         """Choose a token for each ready sequence. Without any, wait for the device."""
         if ready:
             return self._sampler.sample(logits, ready, launch_next)
@@ -378,7 +380,7 @@ class Engine:
         """Add the new tokens to their sequences, finish those that end, and make the outputs."""
         outputs = []
         for row, (_, sequence, ahead) in enumerate(ready):
-            if not _runs(sequence) or (ahead and not self._drafts.accept(plan, sequence, ahead - 1)):
+            if not _runs(sequence) or (ahead and not self.drafts.accept(plan, sequence, ahead - 1)):
                 continue
             if selection.finite[row]:
                 output = self._requests.advance(sequence, selection.token_ids[row], selection.logprobs.get(row))

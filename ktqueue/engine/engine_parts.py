@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
+from ktqueue.engine.drafts import MOST_OF_A_STEP
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
@@ -21,7 +22,8 @@ class EngineParts:
     """The parts of an engine that depend on the device.
 
     `graph_bytes`: device memory of captured steps. `least_jump`: fewer tokens that a grammar forces are not appended at
-    once, but chosen one by one. `check_greedy`: see TokenMasks. `may_draft`: see `_may_draft`.
+    once, but chosen one by one. `check_greedy`: see TokenMasks. `may_draft`: see `_may_draft`. `drafts_apart`: see
+    BatchBuilder.
     """
 
     kv: KVCache
@@ -31,6 +33,7 @@ class EngineParts:
     least_jump: int = 1
     check_greedy: bool = True
     may_draft: bool = False
+    drafts_apart: bool = False
 
 
 def make_parts(
@@ -58,7 +61,8 @@ def make_parts(
         runner = HostRunner(model, vocabulary.size)
         selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
         cache = KVCache(layout, num_pages, slots=slots)
-        return EngineParts(cache, runner, selector, may_draft=_may_draft(layout, config))
+        may_draft = _may_draft(layout, config) and config.batch_invariant is not False
+        return EngineParts(cache, runner, selector, may_draft=may_draft)
     from ktqueue.engine.gpu.device_selector import (
         DeviceSelector,
     )  # which imports Triton: 0.3 s that a CPU need not wait
@@ -71,20 +75,33 @@ def make_parts(
         planner,
         GraphCapturer(device) if on_gpu else RepeatedCall(),
         device=device,
-        buckets=buckets_up_to(rows) if config.cuda_graphs else [],
+        buckets=buckets_up_to(captured_rows(config)) if config.cuda_graphs else [],
         max_pages=-(-max_model_len // layout.page_size),
         progress=progress,
     )
     return EngineParts(
-        kv, graphs, DeviceSelector(vocabulary.token_bytes, device), graphs.graph_bytes, LEAST_JUMP, check_greedy=False
+        kv,
+        graphs,
+        DeviceSelector(vocabulary.token_bytes, device),
+        graphs.graph_bytes,
+        LEAST_JUMP,
+        check_greedy=False,
+        may_draft=_may_draft(layout, config),
+        drafts_apart=True,
     )
 
 
-def _may_draft(layout: KVLayout, config: EngineConfig) -> bool:
-    """Whether an engine on the CPU may verify drafts without changing a token.
+def captured_rows(config: EngineConfig) -> int:
+    """Rows of the largest decode step on a device, where each draft is a row of its own."""
+    rows = min(config.rows, config.step_tokens)
+    drafts = min(MOST_OF_A_STEP, rows * config.max_draft_tokens) if config.speculation != "off" else 0
+    return min(rows + drafts, config.step_tokens)
 
-    A token must be computed alike in every batch, and what a wrong draft wrote must be overwritten: states cannot be.
-    Angles of another length would be needed for drafts beyond it.
+
+def _may_draft(layout: KVLayout, config: EngineConfig) -> bool:
+    """Whether an engine may verify drafts, if it computes a token alike in every batch.
+
+    What a wrong draft wrote must be overwritten: states cannot be. Angles of another length would be needed for drafts
+    beyond it.
     """
-    is_alike = config.batch_invariant is not False
-    return config.speculation == "lookup" and is_alike and not layout.linear and not layout.original_length
+    return config.speculation == "lookup" and not layout.linear and not layout.original_length

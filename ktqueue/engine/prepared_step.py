@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.engine.batch import Batch, BatchBuilder
+from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import DeviceTokens, Runner
 from ktqueue.engine.scheduler import Scheduler
@@ -54,11 +55,19 @@ class NextStep:
     """Prepares the step after the current one.
 
     `taken`: number of prepared steps that were really the next. `ahead`: those of them that were launched before the
-    host knew their tokens.
+    host knew their tokens. `drafts`: None for an engine that never drafts. A step with drafts is not prepared, because
+    drafts follow from the tokens before. So a step is dropped if drafts are better, and not launched ahead if they will
+    probably be.
     """
 
     def __init__(
-        self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner, masks: TokenMasks
+        self,
+        rows: Rows,
+        scheduler: Scheduler,
+        builder: BatchBuilder,
+        runner: Runner,
+        masks: TokenMasks,
+        drafts: Drafts | None = None,
     ) -> None:
         self.taken = self.ahead = 0
         self._patience = 0  # steps until one may be launched ahead again
@@ -67,6 +76,7 @@ class NextStep:
         self._builder = builder
         self._runner = runner
         self._masks = masks
+        self._drafts = drafts
         self._prepared: PreparedStep | None = None
 
     def prepare(self, sequences: Many[Sequence], may_launch: MayLaunch, tokens: torch.Tensor, are_final: bool) -> None:
@@ -85,7 +95,8 @@ class NextStep:
         prepared = PreparedStep(plan, batch, self._rows.version + plan.ending, launches_at_once)
         self._prepared = prepared
         self._patience = max(0, self._patience - 1)
-        if launches_at_once and not self._patience and self._scheduler.may_launch_ahead(plan):
+        waits = self._patience > 0 or (self._drafts is not None and self._drafts.may_be_wanted(plan))
+        if launches_at_once and not waits and self._scheduler.may_launch_ahead(plan):
             places = {sequence: place for place, sequence in enumerate(sequences)}
             if plan.rows.keys() <= places.keys() and may_launch():
                 known = DeviceTokens(tokens, [places[sequence] for sequence in plan.rows])
@@ -108,6 +119,9 @@ class NextStep:
                 return
             prepared.logits = None
             self._patience = STEPS_AFTER_REDRAW
+        if self._drafts is not None and prepared.is_next(self._rows.version) and self._drafts.are_wanted(prepared.plan):
+            self._prepared = None
+            return
         if not prepared.launches_at_once or self._scheduler.is_long(prepared.plan):
             return
         if prepared.is_next(self._rows.version) and may_launch():

@@ -30,13 +30,18 @@ class StepSampler:
         self._masks = masks
         self._next = next_step
 
-    def sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch) -> TokenSelection:
+    def sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None) -> TokenSelection:
         """Choose tokens from `logits` [scored, vocab] float32. The next step may be launched if all are chosen at once.
+
+        launch_next: see Engine.step; None: the next step is not prepared, since it is not known how many of these
+        tokens are kept.
 
         Raises torch.OutOfMemoryError if there is no memory for a single row, or if a launched step overwrites logits
         that would be needed again.
         """
-        selection = self._sample(logits, ready[:SAMPLED_ROWS], launch_next if len(ready) <= SAMPLED_ROWS else never)
+        if launch_next is not None and len(ready) > SAMPLED_ROWS:
+            launch_next = never
+        selection = self._sample(logits, ready[:SAMPLED_ROWS], launch_next)
         for start in range(SAMPLED_ROWS, len(ready), SAMPLED_ROWS):
             selection = selection.joined(self._sample(logits, ready[start : start + SAMPLED_ROWS], None))
         return selection

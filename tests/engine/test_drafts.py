@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from decoder_families import make_model as make_family
+from device_engine import on_device
 from endless_vocabulary import NoEnd
 from engine_workload import outputs_of_steps, workload
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
+from ktqueue.engine.draft_costs import DraftCosts
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import EmittedChoice
 from ktqueue.engine.step_costs import StepCosts
@@ -50,7 +52,7 @@ def repeating(make_model: Any, scores: Any) -> Callable[[], Any]:
 def any_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tokens be drafted that are hardly ever right."""
     monkeypatch.setattr("ktqueue.engine.lookup.LEAST_CHANCE", 0.0)
-    monkeypatch.setattr("ktqueue.engine.drafts.LEAST_GAIN", 1.0)
+    monkeypatch.setattr("ktqueue.engine.draft_costs.LEAST_GAIN", 1.0)
 
 
 @pytest.fixture
@@ -96,7 +98,8 @@ def longer(turns: Any) -> Any:
 
 @pytest.mark.parametrize("costs", ["free", "random"])
 @pytest.mark.parametrize("pages", [400, 18])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", ["host", "device"])
 def test_answers_stay_the_same(
     make_crowded: Any,
     gather_outputs: Any,
@@ -107,8 +110,12 @@ def test_answers_stay_the_same(
     seed: int,
     pages: int,
     costs: str,
+    kind: str,
 ) -> None:
-    """In any mix of requests: with stop strings, grammars, several choices, aborts, preemption and faults."""
+    """In any mix of requests: with stop strings, grammars, several choices, aborts, preemption and faults.
+
+    On a device, steps without drafts are launched ahead.
+    """
     noise = random.Random(seed)
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0 if costs == "free" else noise.random())
     turns = longer(workload(seed))
@@ -117,13 +124,14 @@ def test_answers_stay_the_same(
     for speculation in ("off", "lookup"):
         engine = make_crowded(seed, pages, model=repeating(), speculation=speculation)
         results: dict[Any, Any] = {}
-        for outputs in outputs_of_steps(engine, turns, compile_grammar):
+        for outputs in outputs_of_steps(engine, turns, compile_grammar, lambda: True):
             gather_outputs(results, outputs)
         answers.append(answers_of(results, aborted))
         engines.append(engine.stats())
     off, on = engines
     assert answers[0] == answers[1]
     assert off.drafted_tokens == off.accepted_tokens == 0 < on.accepted_tokens < on.drafted_tokens
+    assert (on.steps_ahead > 0) == (kind == "device" and seed % 3 < 2)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -228,12 +236,43 @@ def test_drafts_stop_where_they_turn_out_to_lose(
 ) -> None:
     """Steps with drafts take longer than the costs say. So only few are tried, and later one of some hundred."""
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1e-9)
+    monkeypatch.setattr(DraftCosts, "_seconds_between", lambda _: 0.0)
     engine = make_engine(repeating(), vocabulary, speculation="lookup", max_draft_tokens=2)
     for number in range(4):
         engine.add(str(number), PROMPT, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
         run(engine)
     stats = engine.stats()
     assert 0 < stats.drafted_tokens <= 2 * 6 < stats.steps - 300
+
+
+@pytest.mark.parametrize("kind", ["device"])
+def test_a_device_replays_steps_with_drafts_and_launches_the_others_ahead(
+    repeating: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    any_chance: None,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """Each draft is a row of its own, so such a step is a decode step.
+
+    Where no draft pays, nothing waits for drafts.
+    """
+    stats = []
+    for each in (0.0, 1.0):
+        monkeypatch.setattr(StepCosts, "seconds", lambda _, tokens, each=each: 1.0 + each * tokens * tokens)
+        model = repeating()
+        engine = make_engine(model, vocabulary, speculation="lookup", max_num_seqs=2)
+        engine.add("x", PROMPT, GREEDY)
+        while engine.has_work:
+            engine.step(lambda: True)
+        stats.append(engine.stats())
+        assert stats[-1].replayed_steps == stats[-1].steps - 1
+        assert max(rows for rows, _ in model.steps) == (1 if each else 9)
+    free, dear = stats
+    assert free.accepted_tokens > 0 and free.steps < 24 and free.steps_ahead < free.steps - 1
+    assert dear.drafted_tokens == 0 and dear.steps == 24 and dear.steps_ahead == 23
 
 
 @pytest.mark.parametrize(
@@ -250,20 +289,19 @@ def test_requests_that_want_more_than_tokens_have_no_drafts(
     assert engine.stats().drafted_tokens == 0
 
 
-@pytest.mark.parametrize(("kind", "batch_invariant"), [("device", None), ("host", False), ("host", None)])
+@pytest.mark.parametrize("batch_invariant", [False, None])
 def test_drafts_need_a_cpu_that_computes_tokens_alike(
     repeating: Any,
     vocabulary: Any,
     make_engine: Callable[..., Engine],
     run: Any,
     free_drafts: None,
-    kind: str,
     batch_invariant: bool | None,
 ) -> None:
     engine = make_engine(repeating(), vocabulary, speculation="lookup", batch_invariant=batch_invariant)
     engine.add("x", PROMPT, GREEDY)
     run(engine)
-    assert (engine.stats().drafted_tokens > 0) == (kind == "host" and batch_invariant is None)
+    assert (engine.stats().drafted_tokens > 0) == (batch_invariant is None)
 
 
 @pytest.fixture
@@ -275,11 +313,19 @@ def parts(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(
     "family", ["demo", "qwen3_moe with a window", "gpt_oss", "llama4", "gemma4 with experts", "deepseek_v32"]
 )
-def test_kernels_compute_drafts_alike(tmp_path: Any, free_drafts: None, family: str) -> None:
-    """Greedy and drawn answers of real models, some of which repeat their prompts, in batches of any mix."""
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_kernels_compute_drafts_alike(
+    tmp_path: Any, by_decoder: str, free_drafts: None, family: str, kind: str
+) -> None:
+    """Greedy and drawn answers of real models, some of which repeat their prompts, in batches of any mix.
+
+    "device": the operators of a GPU on tensors of the CPU, in float32, with captured steps.
+    """
     if family != "demo":
-        make_family(family).save_pretrained(tmp_path)
-    model = load_model("demo" if family == "demo" else str(tmp_path))
+        make_family(family).save_pretrained(tmp_path / "model")
+    model = load_model(
+        "demo" if family == "demo" else str(tmp_path / "model"), rules=by_decoder if kind == "device" else None
+    )
     size = model.card_facts.vocab_size
     noise = random.Random(1)
     prompts = [4 * [noise.randrange(96) for _ in range(noise.randint(2, 30))] for _ in range(12)]
@@ -288,13 +334,16 @@ def test_kernels_compute_drafts_alike(tmp_path: Any, free_drafts: None, family: 
         config = EngineConfig(
             max_num_seqs=6, max_num_batched_tokens=64, page_size=4, speculation=speculation, interactive_step_ms=0
         )
-        engine = Engine(model.module, NoEnd(size), model.kv_layout(4), config, 150, 250)
+        if kind == "device":
+            engine = on_device(model, replace(config, dtype="float32", num_pages=150))
+        else:
+            engine = Engine(model.module, NoEnd(size), model.kv_layout(4), config, 150, 250)
         found: dict[Any, list[int]] = {}
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(temperature=(0.0, 0.3)[number % 2], seed=number, max_tokens=40, n=1 + number % 2)
             engine.add(str(number), prompt, sampling)
         while engine.has_work:
-            for output in engine.step():
+            for output in engine.step(lambda: True):
                 assert output.error is None
                 found.setdefault((output.request_id, output.index), []).extend(output.token_ids)
             engine.check()

@@ -4,7 +4,8 @@ from mutation import Mutation
 
 TESTS = "tests/engine/test_drafts.py"
 SAME = "drafts change no answer"
-ANSWERS = f"{TESTS}::test_answers_stay_the_same[0-18-free]"
+ON_DEVICE = f"{TESTS}::test_answers_stay_the_same[device-0-18-free]"
+ANSWERS = f"{TESTS}::test_answers_stay_the_same[host-0-18-free]"
 
 DRAFTS: dict[str, Mutation] = {
     "a wrong draft is accepted": Mutation(
@@ -27,19 +28,50 @@ DRAFTS: dict[str, Mutation] = {
     "drafts have the noise of the last token": Mutation(
         SAME, "ktqueue/engine/token_selector.py", "(ahead[row] if ahead else 0)", "0", (ANSWERS,)
     ),
+    "on a device drafts have the noise of the last token": Mutation(
+        SAME,
+        "ktqueue/engine/gpu/device_selector.py",
+        "(sequences, ahead, drawn)",
+        "(sequences, (), drawn)",
+        (ON_DEVICE,),
+    ),
+    "a draft that is a row of its own sees the keys after it": Mutation(
+        SAME, "ktqueue/engine/batch.py", "contexts.append(context - later)", "contexts.append(context)", (ON_DEVICE,)
+    ),
+    "a step that was prepared without drafts is launched ahead of them": Mutation(
+        "on a device drafts and early launches are chosen by what they cost",
+        "ktqueue/engine/prepared_step.py",
+        " or (self._drafts is not None and self._drafts.may_be_wanted(plan))",
+        "",
+        (f"{TESTS}::test_a_device_replays_steps_with_drafts_and_launches_the_others_ahead",),
+    ),
     "drafts are made whatever they cost": Mutation(
         "drafts are made where they raise the tokens of a second",
-        "ktqueue/engine/drafts.py",
-        "            if expected / seconds > best_rate:\n",
+        "ktqueue/engine/draft_costs.py",
+        "            if expected / (seconds + drafted) > best_rate:\n",
         "            if True:\n",
         (f"{TESTS}::test_a_step_has_drafts_only_where_they_pay",),
     ),
     "drafts go on though they lose": Mutation(
         "drafts lose no more than a hundredth of the time",
-        "ktqueue/engine/drafts.py",
-        " or self._balance < 0:",
-        ":",
+        "ktqueue/engine/draft_costs.py",
+        "            if seconds + drafted - usual > self._balance * usual:\n",
+        "            if False:\n",
         (f"{TESTS}::test_drafts_stop_where_they_turn_out_to_lose",),
+    ),
+    "a step has more drafts than the balance pays for": Mutation(
+        "drafts lose no more than a hundredth of the time",
+        "ktqueue/engine/draft_costs.py",
+        "            if seconds + drafted - usual > self._balance * usual:\n",
+        "            if self._balance < 0:\n",
+        ("tests/engine/test_draft_costs.py::test_drafts_lose_no_more_than_a_step_and_a_hundredth",),
+    ),
+    "the host's time before drafts is forgotten": Mutation(
+        "drafts are made where they raise the tokens of a second",
+        "ktqueue/engine/draft_costs.py",
+        "        usual, drafted = seconds + between, self._seconds_before_drafts()\n",
+        "        usual, drafted = seconds, 0.0\n",
+        ("tests/engine/test_draft_costs.py::test_a_step_that_is_launched_ahead_is_faster",),
     ),
     "drafts displace the tokens of other rows": Mutation(
         "drafts stay within the tokens of a step",
@@ -51,8 +83,8 @@ DRAFTS: dict[str, Mutation] = {
     "states are computed with drafts": Mutation(
         SAME,
         "ktqueue/engine/engine_parts.py",
-        "is_alike and not layout.linear and not",
-        "is_alike and not",
+        'config.speculation == "lookup" and not layout.linear and not',
+        'config.speculation == "lookup" and not',
         (f"{TESTS}::test_models_with_states_or_changing_angles_have_no_drafts",),
     ),
 }

@@ -36,7 +36,7 @@ from ktqueue.workers.startup.device import check_device_is_here, check_device_na
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.startup.host_memory import available_memory
 from ktqueue.workers.startup.largest_step import run_on_host
-from ktqueue.workers.startup.step_probes import probe_steps
+from ktqueue.workers.startup.step_probes import probe_drafts, probe_steps
 
 Progress = Callable[[int, int, str], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,6 +179,8 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     )
     if auto:
         probe_steps(engine, model.card_facts.vocab_size, resolved.step_tokens if resolved.on_gpu else 0)
+    if resolved.speculation != "off":
+        probe_drafts(engine, model.card_facts.vocab_size, resolved.max_draft_tokens)
     if gpu and memory:
         log_memory(gpu.plan, engine.graph_bytes, config.page_size, memory)
     card = ModelCard(

@@ -12,6 +12,7 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
+from ktqueue.engine.engine_parts import captured_rows
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
@@ -116,7 +117,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     except torch.OutOfMemoryError as error:
         raise _too_much("gpu_expert_memory_bytes", config.gpu_expert_memory_bytes, memory) from error
     experts = memory.used() - weights
-    rows = min(config.rows, config.step_tokens)
+    rows, captured = min(config.rows, config.step_tokens), captured_rows(config)
     memory.reset_peak()
     try:
         cache = run_largest_step(model, layout, config, planner)
@@ -128,8 +129,8 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     use = DeviceUse(
         weights=weights,
         experts=experts,
-        workspaces=step + estimate_selection(rows, vocabulary) + max(0, memory.used() - weights - experts),
-        graphs=estimate_graphs(len(buckets_up_to(rows)) if graphs else 0, step, config.step_tokens, rows),
+        workspaces=step + estimate_selection(captured, vocabulary) + max(0, memory.used() - weights - experts),
+        graphs=estimate_graphs(len(buckets_up_to(captured)) if graphs else 0, step, config.step_tokens, captured),
         states=slots_for(layout, rows) * layout.state_bytes,
     )
     plan = plan_memory(
@@ -187,14 +188,14 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
         vocabulary=vocabulary,
         experts_per_token=report.experts_per_token,
     )
-    captured = len(buckets_up_to(rows)) if config.cuda_graphs else 0
+    captured = captured_rows(config)
     return plan_memory(
         device_bytes,
         DeviceUse(
             weights=sum(held for device, held in report.device_bytes.items() if device != "cpu"),
             experts=_expert_bytes(report, config) + report.position_bytes * _positions(report, config),
-            workspaces=CONTEXT_BYTES + step + estimate_selection(rows, vocabulary),
-            graphs=estimate_graphs(captured, step, tokens, rows),
+            workspaces=CONTEXT_BYTES + step + estimate_selection(captured, vocabulary),
+            graphs=estimate_graphs(len(buckets_up_to(captured)) if config.cuda_graphs else 0, step, tokens, captured),
             states=SLOTS_PER_ROW * rows * report.state_bytes,
         ),
         utilization=config.gpu_memory_utilization,

@@ -18,6 +18,8 @@ FULL_PROMPT_TOKENS = 15  # of a full step's prompts: one fewer than a page has
 GROWTH = 2.5  # a probe of four times the rows takes at most about so many times as long, if experts dominate
 LEAST_SECONDS, MOST_SECONDS = 0.3, 3.0  # for all probes, of a fast and of a slow model
 PROBES_ALLOWED = 30  # of one row, that all probes may last
+DRAFTED_ROWS = (1, 4, 16)
+MOST_DRAFTS = 8  # of a row
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,27 @@ def probe_steps(engine: Engine, vocabulary: int, full_step: int = 0) -> None:
     engine.reset_statistics()
     points = ", ".join(f"{tokens:g} in {1e3 * seconds:.1f} ms" for tokens, seconds in engine.costs.points)
     log.info("tokens of a step: %s", points)
+
+
+def probe_drafts(engine: Engine, vocabulary: int, most: int) -> None:
+    """Time steps of 1, 4 and 16 rows: without drafts, and with `most` drafts a row at first and then fewer and fewer.
+
+    Larger steps are left out where the smaller ones take long.
+    """
+    limit, draw = engine.stats().rows_limit, random.Random(0)
+    most = min(most, MOST_DRAFTS)
+    left = MOST_SECONDS
+    for rows in sorted({min(rows, limit) for rows in DRAFTED_ROWS}):
+        began = time.monotonic()
+        for engine.drafts.probed in (0, most):
+            _run(engine, rows, vocabulary, draw, outputs=engine.drafts.probed + 2)
+        seconds = time.monotonic() - began
+        left -= seconds
+        if GROWTH * seconds > left:
+            break
+    engine.drafts.probed = 0
+    engine.drafts.costs.begin_again()
+    engine.reset_statistics()
 
 
 def _run(

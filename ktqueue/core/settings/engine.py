@@ -194,7 +194,7 @@ class EngineConfig:
         "off",
         "Verify several tokens of a sequence in one step: off, or lookup.",
         details="lookup drafts what followed the last tokens when they occurred in the sequence before. The answers "
-        "stay the same. It needs a CPU: see [serving](../guides/serving.md#drafts).",
+        "stay the same: see [serving](../guides/serving.md#drafts).",
         flags=("--speculation",),
         panel="Engine",
     )

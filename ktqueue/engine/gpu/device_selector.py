@@ -76,10 +76,9 @@ class DeviceSelector:
         masked: MaskedRows | None = None,
         ahead: Many[int] = (),
     ) -> TokenSelection:
-        """See Selector. An engine on a device has no drafts yet."""
-        assert not any(ahead), "no drafts are made for a device"
+        """See Selector."""
         with torch.inference_mode():
-            return self._select(logits, rows, sequences, meanwhile, masked)
+            return self._select(logits, rows, sequences, meanwhile, masked, ahead)
 
     def _select(
         self,
@@ -88,8 +87,9 @@ class DeviceSelector:
         sequences: Many[Sequence],
         meanwhile: Meanwhile,
         masked: MaskedRows | None,
+        ahead: Many[int],
     ) -> TokenSelection:
-        work = _collect(rows, sequences, logits.shape, self._uniform)
+        work = _collect(rows, sequences, ahead, logits.shape, self._uniform)
         arrays = work.arrays
         if masked is not None:
             assert masked.late is None, "a device checks no greedy tokens"
@@ -213,7 +213,9 @@ class _FetchedTokens:
     logprobs: list[NDArray[np.int64]]
 
 
-def _collect(rows: Many[int], sequences: Many[Sequence], shape: torch.Size, noise: Uniform) -> _StepArrays:
+def _collect(
+    rows: Many[int], sequences: Many[Sequence], ahead: Many[int], shape: torch.Size, noise: Uniform
+) -> _StepArrays:
     """Sort the rows by kind and collect the arrays that the device needs. `shape`: of the logits, [scored, vocab]."""
     scored, vocab = shape
     work = _StepArrays()
@@ -235,7 +237,7 @@ def _collect(rows: Many[int], sequences: Many[Sequence], shape: torch.Size, nois
             (work.drawn_from_few if filtered else work.drawn_from_all).append(row)
     for kind, drawn in (("all", work.drawn_from_all), ("few", work.drawn_from_few)):
         if drawn:
-            numbers = sampling_rows(sequences, (), drawn)
+            numbers = sampling_rows(sequences, ahead, drawn)
             arrays[f"{kind}_rows"] = np.array(drawn, dtype=np.int64)
             arrays[f"{kind}_inverse"] = (1.0 / numbers.temperature).astype(np.float32)
             arrays[f"{kind}_top_k"] = numbers.top_k

@@ -202,6 +202,14 @@ def test_the_built_in_model_is_served_by_default() -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
+def test_steps_with_drafts_are_probed() -> None:
+    """Steps of one row alone, and with up to eight drafts."""
+    engine = build(EngineConfig(num_pages=8, threads=1, max_num_seqs=2, speculation="lookup")).engine
+    sizes = [tokens for tokens, _ in engine.costs.points]
+    assert sizes[0] == 1 and max(sizes) > 9
+    assert engine.stats().steps == engine.stats().drafted_tokens == engine.drafts.probed == 0
+
+
 def test_an_error_names_a_missing_model(tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         build(EngineConfig(model=str(tmp_path / "nowhere.gguf")))

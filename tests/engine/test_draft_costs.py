@@ -1,0 +1,90 @@
+"""DraftCosts: the number of drafts by costs and chances, and the most that drafts can lose."""
+
+import random
+
+import pytest
+
+from ktqueue.engine.draft_costs import ALLOWED_LOSS, FIRST_BALANCE, DraftCosts
+from ktqueue.engine.step_costs import StepCosts
+
+
+def learnt(seconds: dict[int, float], between: float = 0.0, before_drafts: float | None = None) -> DraftCosts:
+    """Costs of decode steps by tokens, one row in each, and the times before them."""
+    made = DraftCosts(StepCosts(64))
+    for tokens, taken in seconds.items():
+        gap = before_drafts if tokens > 1 else between
+        made.learn(tokens, tokens - 1, 0, taken, gap, decodes=True)
+    made.begin_again()
+    return made
+
+
+def test_without_costs_nothing_is_drafted() -> None:
+    assert DraftCosts(StepCosts(64)).best(1, [1.0], decodes=True) == 0
+
+
+def test_as_many_drafts_as_give_the_most_tokens_a_second() -> None:
+    costs = learnt({1: 1.0, 2: 1.1, 3: 1.2, 4: 2.0})
+    assert costs.best(1, [1.0, 1.0, 1.0], decodes=True) == 2
+    assert costs.best(1, [0.5, 0.1, 0.1], decodes=True) == 1
+    assert costs.best(1, [0.1], decodes=True) == 0
+
+
+def test_a_step_that_is_launched_ahead_is_faster() -> None:
+    """Before drafts the host takes half a step. So a draft that is right in half of the cases gains nothing."""
+    costs = learnt({1: 1.0, 2: 1.0}, between=0.0, before_drafts=0.5)
+    assert costs.best(1, [0.5], decodes=True) == 0
+    assert costs.best(1, [0.7], decodes=True) == 1
+    assert learnt({1: 1.0, 2: 1.0}, between=0.5, before_drafts=0.5).best(1, [0.2], decodes=True) == 1
+
+
+def test_steps_that_read_prompts_have_costs_of_their_own() -> None:
+    everything = StepCosts(64)
+    costs = DraftCosts(everything)
+    costs.learn(1, 0, 0, 1.0, None, decodes=True)
+    costs.learn(2, 1, 1, 9.0, None, decodes=False)  # an eager step with a prompt
+    for tokens in (1, 2):
+        costs.learn(tokens, tokens - 1, 0, 1.0, 0.0, decodes=True)
+    costs.begin_again()
+    assert costs.best(1, [0.9], decodes=True) == 1 and costs.best(1, [0.9], decodes=False) == 0
+    for tokens in (1, 40, 60):
+        everything.observe(tokens, 1.0)
+    assert costs.best(40, [0.9] * 4, decodes=False) == 4
+
+
+@pytest.mark.parametrize("each", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("right", [0.0, 0.3])
+def test_drafts_lose_no_more_than_a_step_and_a_hundredth(each: float, right: float) -> None:
+    """However wrong the chances are, if the costs are right. Right drafts may be lost again."""
+    noise = random.Random(0)
+    costs = learnt({tokens: 1.0 + each * (tokens - 1) for tokens in range(1, 10)})
+    lost, drafted = 0.0, 0
+    for step in range(1, 2000):
+        count = costs.best(1, [0.9**ahead for ahead in range(1, 9)], decodes=True)
+        accepted = 0
+        while accepted < count and noise.random() < right:
+            accepted += 1
+        seconds = 1.0 + each * count
+        costs.learn(1 + count, count, accepted, seconds, 0.0, decodes=True)
+        lost += seconds - (1 + accepted)
+        drafted += count
+        assert lost <= FIRST_BALANCE + ALLOWED_LOSS * step + 1e-9
+    assert drafted > 0
+
+
+def test_drafts_that_are_right_soon_become_many() -> None:
+    costs = learnt({tokens: 1.0 + 0.6 * (tokens - 1) for tokens in range(1, 10)})
+    counts = []
+    for _ in range(10):
+        counts.append(costs.best(1, [0.99**ahead for ahead in range(1, 9)], decodes=True))
+        costs.learn(1 + counts[-1], counts[-1], counts[-1], 1.0 + 0.6 * counts[-1], 0.0, decodes=True)
+    assert counts[0] == 1 and counts == sorted(counts) and counts[-1] >= 6
+
+
+def test_one_of_many_steps_has_no_drafts() -> None:
+    """So the costs of steps without drafts stay new."""
+    costs = learnt({1: 1.0, 2: 1.0})
+    drafted = []
+    for _ in range(100):
+        drafted.append(costs.best(1, [1.0], decodes=True))
+        costs.learn(1 + drafted[-1], drafted[-1], drafted[-1], 1.0, 0.0, decodes=True)
+    assert drafted.count(0) == 3
