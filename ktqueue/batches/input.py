@@ -7,6 +7,7 @@ Without one, the line number names it, as in `line-7`.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,11 @@ def parse_line(
     except UnicodeDecodeError as error:
         raise fault(f"not UTF-8: byte {error.start + 1}", "invalid_json_line") from error
     except CodecError as error:
-        raise fault(error.message, "invalid_json_line") from error
+        wrong = error.__cause__  # a place in the line, which it takes for a document
+        reason = (
+            f"not JSON: {wrong.msg}, at character {wrong.pos + 1}" if isinstance(wrong, JSONDecodeError) else str(error)
+        )
+        raise fault(reason, "invalid_json_line") from error
     if not isinstance(value, dict):
         raise fault("must be a JSON object", "invalid_json_line")
     is_plain = plain_allowed and not ENVELOPE & value.keys() and bool(PLAIN & value.keys())

@@ -38,7 +38,7 @@ class BatchBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     input_file_id: str = Field(min_length=1, max_length=64)
-    endpoint: str = Field(min_length=1, max_length=64)
+    endpoint: str
     completion_window: Annotated[str, BeforeValidator(_window)] = Field(pattern=r"^\d{1,7}[smhd]$")
     metadata: Metadata = None
     output_expires_after: OutputExpiresAfter | None = None
@@ -48,10 +48,10 @@ class BatchBody(BaseModel):
         if self.endpoint not in endpoints:
             known = ", ".join(endpoints)
             raise InvalidRequest(
-                f"endpoint must be one of {known}, got {self.endpoint!r}",
+                f"endpoint must be one of {known}, got {self.endpoint!r:.80}",
                 param="endpoint",
                 limit=known,
-                value=self.endpoint,
+                value=self.endpoint[:80],
             )
         return BatchRequest(
             input_file_id=self.input_file_id,

@@ -26,6 +26,8 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "string_type": lambda _: "a string",
     "int_type": lambda _: "an integer",
     "int_from_float": lambda _: "an integer",
+    "int_parsing": lambda _: "an integer",
+    "int_parsing_size": lambda _: "an integer",
     "float_type": lambda _: "a number",
     "finite_number": lambda _: "a finite number",
     "bool_type": lambda _: "true or false",

@@ -84,6 +84,8 @@ async def test_every_fault_names_its_line(store: Store) -> None:
         (15, "invalid_custom_id", "custom_id"),
         (17, "invalid_json_line", None),
     ]
+    assert findings.faults[1]["message"].startswith("not JSON: ")
+    assert findings.faults[1]["message"].endswith(", at character 3")  # of the line, with its newline
     assert findings.model == "demo"
 
 

@@ -89,6 +89,31 @@ async def test_an_address_has_its_share_of_batches(config: Config) -> None:
         assert "of this address" in error["message"]
 
 
+WRONG_BODIES = [
+    ({"endpoint": "/v1/embeddings"}, "endpoint", "must be one of /v1/chat/completions, "),
+    ({"endpoint": f"http://127.0.0.1:8000/v1/{'x' * 99}"}, "endpoint", "must be one of /v1/chat/completions, "),
+    ({"endpoint": ""}, "endpoint", "must be one of /v1/chat/completions, "),
+    ({"completion_window": "15d"}, "completion_window", "must be a time from 1s to 14d, such as 24h, got '15d'"),
+    ({"completion_window": 24}, "completion_window", "must be a time from 1s to 14d, such as 24h, got 24"),
+    ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "must be an object of at most 16 strings"),
+    ({"metadata": {"k" * 65: ""}}, "metadata", "keys up to 64"),
+    ({"metadata": {"k": "x" * 513}}, "metadata", "strings up to 512"),
+    ({"output_expires_after": {"seconds": 3_600}}, "output_expires_after.anchor", "is missing"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds", "at least 3600"),
+]
+
+
+async def test_wrong_values_are_refused_by_name(http: httpx.AsyncClient, conforms: Conforms) -> None:
+    body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": "file-none"}
+    for wrong, param, words in WRONG_BODIES:
+        response = await http.post("/v1/batches", json=body | wrong)
+        conforms(response.json(), "ErrorResponse")
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert words in error["message"]
+        assert len(response.content) < 600
+
+
 async def test_an_unknown_input_is_named_as_the_client_wrote_it(http: httpx.AsyncClient) -> None:
     body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": "file-none"}
     response = await http.post("/v1/batches", json=body)
