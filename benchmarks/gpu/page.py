@@ -1,4 +1,4 @@
-"""The page of a GPU's engine: sections for gpu*, profile*, attention*, served-* and backlog-*.json."""
+"""The page of a GPU's engine: sections for gpu*, placement*, profile*, attention*, served-* and backlog-*.json."""
 
 from statistics import median
 from typing import Any
@@ -89,6 +89,45 @@ def profile(result: dict[str, Any]) -> list[str]:
         [{"place": place, **row} for place in ("CPU", "GPU") for row in result[f"on_{place.lower()}"]],
         words=1,
     )
+
+
+def placement(result: dict[str, Any]) -> list[str]:
+    """Policies of placement beside each other, by a routing trace."""
+    points: dict[tuple[int, float], dict[str, Any]] = {}
+    for row in result["figures"]:
+        point = points.setdefault((row["rows"], row["room"]), {"rows": row["rows"], "room": row["room"]})
+        point[row["policy"]] = row
+    policies = list(dict.fromkeys(row["policy"] for row in result["figures"]))
+    cold = [policy for policy in policies if not policy.endswith(", known")]
+    shown = ["lfu with decay", "both", "both, known"]
+    where: Columns = {"rows": "{rows}", "room": "{room:.1%}"}
+    lines = section(
+        "Experts found in GPU memory, by policy",
+        f"A simulation with the worker's own placement and a routing trace of {result['experts']} experts in a layer; "
+        f"it says nothing of time. Rows of different sequences decode after prompts of {result['prompt_tokens']} "
+        "tokens. Room: the part of a layer's experts that has slots. The table has the share of uses found there by "
+        "rows that decode, once a policy has learned. Both, the worker's policy: frequency and recent uses. Lfu with "
+        f"decay was its policy before. {taken(result)}. `{result['command']}`",
+        {**where, **{policy: f"{{{policy}[found]:.1%}}" for policy in cold}},
+        points.values(),
+    )
+    return [
+        *lines,
+        "",
+        f"The share in the first {result['first_steps']} steps, where a policy may know the uses of an earlier run; "
+        "then experts of a layer and step that are missing, and experts that move in for 100 steps of "
+        f"{result['layers']} layers:",
+        "",
+        *table(
+            {
+                **where,
+                **{policy: f"{{{policy}[found_first]:.1%}}" for policy in (*shown, "frequency, known")},
+                **{f"missing: {policy}": f"{{{policy}[missing]:.2f}}" for policy in shown[:2]},
+                **{f"moves: {policy}": f"{{{policy}[moves]:.0f}}" for policy in shown[:2]},
+            },
+            points.values(),
+        ),
+    ]
 
 
 def launches(result: dict[str, Any]) -> list[str]:

@@ -40,19 +40,11 @@ class RoutingTrace:
 
     @classmethod
     def read(cls, path: Path, places: int) -> Self:
-        """Read `places` tokens of a .npz file whose arrays are [sequences, tokens, layers, chosen] of whole numbers.
+        """Read `places` tokens of a file. See read_trace.
 
         They are from sequences far apart, SEGMENT tokens of each. Raises CheckpointError.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = [file[name] for name in file.files]
-        except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"{path}: this is no .npz file of routing: {error}") from error
-        for array in arrays:
-            if array.ndim != 4 or array.dtype.kind not in "iu" or array.shape[2:] != arrays[0].shape[2:]:
-                wanted = "all arrays of a routing trace are [sequences, tokens, layers, chosen] of whole numbers"
-                raise CheckpointError(f"{path}: {wanted}, got {array.dtype} {list(array.shape)}")
+        arrays = read_trace(path)
         length = min((array.shape[1] for array in arrays), default=0)
         taken = min(SEGMENT, length)
         count = -(-places // max(1, taken))
@@ -86,6 +78,21 @@ class RoutingTrace:
                 1 - rank / (2 * chosen)
             )
         return weights
+
+
+def read_trace(path: Path) -> list[npt.NDArray[Any]]:
+    """The arrays of a .npz file: [sequences, tokens, layers, chosen] of whole numbers, a token's experts in order of
+    weight. Raises CheckpointError."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = [file[name] for name in file.files]
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path}: this is no .npz file of routing: {error}") from error
+    for array in arrays:
+        if array.ndim != 4 or array.dtype.kind not in "iu" or array.shape[2:] != arrays[0].shape[2:]:
+            wanted = "all arrays of a routing trace are [sequences, tokens, layers, chosen] of whole numbers"
+            raise CheckpointError(f"{path}: {wanted}, got {array.dtype} {list(array.shape)}")
+    return arrays
 
 
 class RoutedWeights:

@@ -1,4 +1,4 @@
-"""Placement: which experts are in GPU memory. It learns from recent steps which experts are used most.
+"""Placement: which experts are in GPU memory. It moves those in that will probably be used most.
 
 Nothing waits for it. Uses are counted on the device, and a copy of the counts is read some steps later. While an expert
 is being copied to the GPU, the CPU still computes it.
@@ -11,33 +11,40 @@ import numpy as np
 import torch
 
 from ktqueue.operators.gpu.copy_stream import CopyStream, Mark
+from ktqueue.operators.gpu.experts.expected_uses import ExpectedUses, Uses
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
 from ktqueue.operators.gpu.experts.step import RoutedLayer
 
 READ_EVERY_STEPS = 16
-HALF_LIFE_TOKENS = 4096  # after this number of tokens a use counts half
-MIN_RATIO, MIN_MARGIN = 1.25, 8  # an expert replaces another if its uses exceed RATIO times the other's plus MARGIN
+RATE_HALF_LIFE = 128  # steps after which a use counts half in the hit rate
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """An expert to copy to `offset`, the slot of an expert that is used less."""
+    """An expert to copy to the slot of `replaced`, which will probably be used less."""
 
     layer: int
     expert: int
-    offset: int
+    replaced: int
 
 
 class Placement:
     """Moves experts of `layers` in and out of `pool`.
 
     counts: [layers, experts] int32 on the device; each step adds its uses. known_counts: the same on the host, some
-    steps old; both wrap around. moves: number of experts moved in so far.
-    max_moved_bytes: moved at a time, since steps are slower while the copies read memory.
+    steps old; both wrap around. moves: number of experts moved in so far. expected: says which experts are worth a
+    slot.
+    max_moved_bytes: moved beside a step, since it is slower while the copies read memory. One expert always may.
     """
 
     def __init__(
-        self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream, *, max_moved_bytes: int = 64 << 20
+        self,
+        layers: Sequence[RoutedLayer],
+        pool: ExpertPool,
+        copies: CopyStream,
+        *,
+        expected: ExpectedUses | None = None,
+        max_moved_bytes: int = 16 << 20,
     ) -> None:
         self._layers = layers
         self._max_moved_bytes = max_moved_bytes
@@ -46,11 +53,12 @@ class Placement:
         self.counts = torch.zeros(pool.host.shape, dtype=torch.int32, device=copies.device)
         self._read_counts = copies.host_buffer(pool.host.shape, torch.int32)
         self.known_counts = np.zeros(pool.host.shape, np.int32)
-        self._scores = np.zeros(pool.host.shape)  # uses, with less weight for older ones
+        self.expected = expected or ExpectedUses([layer.experts_per_token for layer in layers], pool.host.shape[1])
         self._reading: Mark | None = None
-        self._moving: list[_Move] = []
+        self._planned: list[_Move] = []  # the most useful last
+        self._moving: list[tuple[_Move, int]] = []  # with the offset that the expert is copied to
         self._moved: Mark | None = None  # after the copies of `_moving`
-        self._steps = 0
+        self._steps = self._steps_learned = 0
         self._hits = self._uses = 0.0
         self.moves = 0
 
@@ -59,62 +67,98 @@ class Placement:
         """Share of recent uses whose expert was in GPU memory, from 0 to 1; None: not known yet."""
         return self._hits / self._uses if self._uses > 0 else None
 
+    def place(self, uses: Uses) -> None:
+        """Fill the slots with the experts that were used most in earlier runs, and count uses from now on.
+
+        uses: [layers, experts]. Blocks until they are copied. Call it between two steps.
+        """
+        self._copies.finish()
+        self._copies.wait_for(self._copies.mark_step())
+        self._reading = self._moved = None
+        self._planned, self._moving = [], []
+        for index, (layer, slots) in enumerate(zip(self._layers, self._pool.slots, strict=True)):
+            table = self._pool.host[index, : layer.experts]
+            wanted = (-uses[index, : layer.experts]).argsort(kind="stable")[:slots]
+            free = sorted(set(self._pool.offsets_of_slots(index)) - set(table[wanted].tolist()))
+            kept = np.full_like(table, ABSENT)
+            kept[wanted] = table[wanted]
+            for expert in wanted[table[wanted] == ABSENT].tolist():
+                kept[expert] = free.pop(0)
+                self._pool.upload(index, expert, int(kept[expert]))
+            table[:] = kept
+        self._pool.publish()
+        self._copies.finish()
+        self.counts.zero_()
+        self.known_counts = np.zeros_like(self.known_counts)
+        self._steps_learned = self._steps
+        self._hits = self._uses = 0.0
+        self.expected.start(uses)
+
     def after_step(self) -> None:
         """Publish experts that have arrived, read the counts, and start new copies. Call it between two steps."""
         self._steps += 1
-        arrived: list[_Move] = []
+        arrived: list[tuple[_Move, int]] = []
         if self._moved is not None and self._moved.passed():
             arrived, self._moving, self._moved = self._moving, [], None
-        for move in arrived:
-            self._pool.host[move.layer, move.expert] = move.offset
-        moves: list[_Move] = []
+        for move, offset in arrived:
+            self._pool.host[move.layer, move.expert] = offset
         if self._reading is not None and self._reading.passed():
             self._reading = None
             self._learn()
-            moves = [] if self._moving else self._make_room()
+            self._planned = self._plan()
         elif self._reading is None and self._steps % READ_EVERY_STEPS == 0:
             self._read_counts.copy_(self.counts, non_blocking=True)
             self._reading = self._copies.mark_step()
-        if arrived or moves:
+        started = [] if self._moving else self._make_room()
+        if arrived or started:
             self._pool.publish()
-        if moves:
+        if started:
             # Steps launched before this still read the slots. Steps launched from now on do not.
             self._copies.wait_for(self._copies.mark_step())
-            for move in moves:
-                self._pool.upload(move.layer, move.expert, move.offset)
-            self._moving, self._moved = moves, self._copies.mark()
-            self.moves += len(moves)
+            for move, offset in started:
+                self._pool.upload(move.layer, move.expert, offset)
+            self._moving, self._moved = started, self._copies.mark()
+            self.moves += len(started)
 
     def _learn(self) -> None:
-        """Update scores and hit rate from the counts that have been read."""
+        """Update expected uses and hit rate from the counts that have been read."""
         counts = self._read_counts.numpy()
         uses = counts - self.known_counts  # int32 wraps around, and so do the counts
         self.known_counts = counts.copy()
-        tokens = uses.sum() / sum(layer.experts_per_token for layer in self._layers)
-        decay = 0.5 ** (tokens / HALF_LIFE_TOKENS)
-        self._scores = self._scores * decay + uses
+        steps, self._steps_learned = self._steps - self._steps_learned, self._steps
+        self.expected.learn(uses, steps)
+        decay = 0.5 ** (steps / RATE_HALF_LIFE)
         self._hits = self._hits * decay + float(uses[self._pool.host != ABSENT].sum())
         self._uses = self._uses * decay + float(uses.sum())
 
-    def _make_room(self) -> list[_Move]:
-        """Remove rarely used experts from the tables and return the moves that replace them, the most useful first,
-        at most `max_moved_bytes` together."""
+    def _plan(self) -> list[_Move]:
+        """The moves that are worth it, the most useful last."""
         gains: list[tuple[float, int, int, int]] = []
+        present = self._pool.host != ABSENT
+        absent = ~present
+        for move, _ in self._moving:
+            absent[move.layer, move.expert] = False
         for index, layer in enumerate(self._layers):
-            scores, resident = self._scores[index, : layer.experts], self._pool.host[index, : layer.experts] != ABSENT
-            inside, outside = np.flatnonzero(resident), np.flatnonzero(~resident)
-            coldest, hottest = inside[scores[inside].argsort()], outside[(-scores[outside]).argsort()]
+            values = self.expected.values[index, : layer.experts]
+            inside, outside = (np.flatnonzero(found[index, : layer.experts]) for found in (present, absent))
+            coldest, hottest = inside[values[inside].argsort()], outside[(-values[outside]).argsort()]
             for cold, hot in zip(coldest.tolist(), hottest.tolist(), strict=False):
-                if scores[hot] <= MIN_RATIO * scores[cold] + MIN_MARGIN:
+                if not self.expected.deserves(values[hot], values[cold]):
                     break
-                gains.append((scores[hot] - scores[cold], index, cold, hot))
-        moves: list[_Move] = []
+                gains.append((values[hot] - values[cold], index, hot, cold))
+        return [_Move(*move) for _, *move in sorted(gains)]
+
+    def _make_room(self) -> list[tuple[_Move, int]]:
+        """Begin with the most useful of the planned moves, at most `max_moved_bytes` together: remove the replaced
+        experts from the tables."""
+        moves: list[tuple[_Move, int]] = []
         bytes_left = self._max_moved_bytes
-        for _, index, cold, hot in sorted(gains, reverse=True):
-            size = self._layers[index].record.bytes
+        while self._planned:
+            size = self._layers[self._planned[-1].layer].record.bytes
             if moves and size > bytes_left:
                 break
             bytes_left -= size
-            moves.append(_Move(index, hot, int(self._pool.host[index, cold])))
-            self._pool.host[index, cold] = ABSENT
+            move = self._planned.pop()
+            moves.append((move, int(self._pool.host[move.layer, move.replaced])))
+            self._pool.host[move.layer, move.replaced] = ABSENT
         return moves

@@ -42,15 +42,15 @@ class ExpertPool:
         self._copies = copies
         self.slots = slots
         sizes = [count * layer.record.bytes for count, layer in zip(slots, layers, strict=True)]
-        starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        self.staging_start = int(starts[-1])
+        self._starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        self.staging_start = int(self._starts[-1])
         self.version = 0
         """Grows with each change of the tables."""
         self.memory = torch.empty(self.staging_start + staging, dtype=torch.uint8, device=copies.device)
         experts = max((layer.experts for layer in layers), default=0)
         self.host: npt.NDArray[np.int64] = np.full((len(layers), experts), ABSENT, np.int64)
         for index, count in enumerate(slots):
-            self.host[index, :count] = starts[index] + np.arange(count) * layers[index].record.bytes
+            self.host[index, :count] = self.offsets_of_slots(index)
             for expert in range(count):
                 self.upload(index, expert, int(self.host[index, expert]))
         copies.finish()
@@ -60,6 +60,11 @@ class ExpertPool:
     def bytes(self) -> int:
         """Bytes of device memory."""
         return self.memory.nbytes + self.offsets.nbytes
+
+    def offsets_of_slots(self, layer: int) -> list[int]:
+        """Where the slots of a layer begin in `memory`."""
+        size = self._layers[layer].record.bytes
+        return [int(self._starts[layer]) + slot * size for slot in range(self.slots[layer])]
 
     def upload(self, layer: int, expert: int, offset: int) -> None:
         """Copy an expert's record to `offset` in `memory`, on the copy stream."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu.copy_stream import CopyStream, Mark
-from ktqueue.operators.gpu.experts.placement import HALF_LIFE_TOKENS, READ_EVERY_STEPS, Placement
+from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS, Placement
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool, slots_that_fit
 
 RECORD = 64  # bytes
@@ -110,28 +110,98 @@ def test_small_differences_move_nothing(parts: Parts) -> None:
     assert placement.moves == 0 and holds(pool, 0) == {0, 1}
 
 
-def test_old_uses_count_less(parts: Parts) -> None:
+def test_an_expert_that_is_used_now_replaces_one_that_was_used_more(parts: Parts) -> None:
     pool, placement, _ = parts
-    placement.counts[0, :2] = 20 * HALF_LIFE_TOKENS
-    read(placement)
-    for _ in range(6):
-        placement.counts[0, 3] += 2 * HALF_LIFE_TOKENS
+    for _ in range(10):
+        placement.counts[0, :2] += 100
+        read(placement)
+    for _ in range(40):
+        placement.counts[0, 2:4] += 20
         read(placement)
     placement.after_step()
-    assert 3 in holds(pool, 0)  # although its total is lower
+    assert placement.counts[0, 3] < placement.counts[0, 0]
+    assert holds(pool, 0) == {2, 3}
 
 
-def test_the_bytes_moved_at_a_time_are_limited(parts: Parts) -> None:
+def test_without_recent_uses_the_frequency_decides(parts: Parts) -> None:
+    pool, placement, _ = parts
+    placement.counts[0, 2:4] += 5000
+    read(placement)
+    for _ in range(100):
+        placement.counts[1, 0] += 1  # steps that say nothing of layer 0
+        read(placement)
+    placement.counts[0, :2] += 20
+    read(placement)
+    placement.after_step()
+    assert holds(pool, 0) == {2, 3}
+
+
+def test_the_bytes_moved_beside_a_step_are_limited(parts: Parts) -> None:
     pool, _, copies = parts
     placement = Placement([layer(0), layer(1)], pool, copies, max_moved_bytes=2 * RECORD)
     placement.counts[:, 4:6] = torch.tensor([[300, 200], [400, 100]])
     read(placement)
     placement.after_step()
-    assert placement.moves == 2
+    assert placement.moves == 4
     assert 4 in holds(pool, 0) and 4 in holds(pool, 1)  # the most useful first
-    read(placement)
-    read(placement)
+    assert 5 not in holds(pool, 0) and 5 not in holds(pool, 1)
+    placement.after_step()
     assert (holds(pool, 0), holds(pool, 1)) == ({4, 5}, {4, 5})
+
+
+def test_one_expert_moves_however_large_it_is(parts: Parts) -> None:
+    pool, _, copies = parts
+    placement = Placement([layer(0), layer(1)], pool, copies, max_moved_bytes=1)
+    placement.counts[0, 4:6] = 300
+    read(placement)
+    assert placement.moves == 1
+    placement.after_step()
+    placement.after_step()
+    assert placement.moves == 2 and holds(pool, 0) == {4, 5}
+
+
+def test_an_expert_on_its_way_is_not_planned_again(parts: Parts) -> None:
+    """Each plan sees what the last one has begun."""
+    pool, placement, copies = parts
+    placement.counts[0, 5] = 100
+    read(placement)
+    copies.arrived = False
+    placement.counts[0, 5] += 100
+    read(placement)
+    copies.arrived = True
+    for _ in range(3):
+        placement.after_step()
+    assert holds(pool, 0) == {5, 1} or holds(pool, 0) == {5, 0}
+    assert placement.moves == 1
+
+
+def test_experts_of_earlier_runs_are_placed_at_once(parts: Parts) -> None:
+    pool, placement, _ = parts
+    placement.counts[:] = 9  # of a step that only warms up
+    uses = np.zeros((2, EXPERTS))
+    uses[0, [1, 6]], uses[1, [7, 3]] = 100, 50
+    placement.place(uses)
+    assert (holds(pool, 0), holds(pool, 1)) == ({1, 6}, {3, 7})
+    assert placement.moves == 0
+    read(placement)
+    assert placement.hit_rate is None  # nothing was used since
+    placement.counts[0, 0] += 1
+    read(placement)
+    read(placement)
+    assert (holds(pool, 0), holds(pool, 1)) == ({1, 6}, {3, 7})  # one use does not outweigh them
+
+
+def test_placing_ends_the_moves_that_had_begun(parts: Parts) -> None:
+    pool, placement, copies = parts
+    placement.counts[0, 5] = 100
+    copies.arrived = False
+    read(placement)
+    uses = np.zeros((2, EXPERTS))
+    uses[:, 2:4] = 10
+    placement.place(uses)
+    copies.arrived = True
+    read(placement)
+    assert (holds(pool, 0), holds(pool, 1)) == ({2, 3}, {2, 3})
 
 
 def test_counts_may_overflow(parts: Parts) -> None:
