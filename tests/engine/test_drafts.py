@@ -236,7 +236,8 @@ def test_drafts_stop_where_they_turn_out_to_lose(
 ) -> None:
     """Steps with drafts take longer than the costs say. So only few are tried, and later one of some hundred."""
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1e-9)
-    monkeypatch.setattr(DraftCosts, "_seconds_between", lambda _: 0.0)
+    for host_time in ("_seconds_between", "_seconds_before_drafts"):
+        monkeypatch.setattr(DraftCosts, host_time, lambda _: 0.0)
     engine = make_engine(repeating(), vocabulary, speculation="lookup", max_draft_tokens=2)
     for number in range(4):
         engine.add(str(number), PROMPT, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
