@@ -125,6 +125,24 @@ class Matcher:
             return True
         return self._matcher.is_error()
 
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after the other. None is consumed."""
+        return self._matcher.deep_copy().validate_tokens(list(token_ids))
+
+    def after(self, token_ids: Sequence[int]) -> list["Matcher"]:
+        """Copies after the first of these tokens, after the first two and so on, which the grammar allows.
+
+        This matcher stays as it is, also if a limit is reached. The copies from there on have no meaning, since
+        `consume` would fail at the same token.
+        """
+        copies, state = [], self
+        for token_id in token_ids:
+            state = state.copy()
+            if not state._matcher.consume_token(token_id):
+                state = self
+            copies.append(state)
+        return copies
+
     def mask(self) -> bytes:
         """Which tokens may come next: bit i % 8 of byte i // 8 is set for token i."""
         return self._matcher.compute_bitmask()

@@ -57,18 +57,19 @@ class Drafts:
         return bool(self._wanted(plan, MOST_OF_A_STEP, ahead=1))
 
     def accept(self, plan: StepPlan, sequence: Sequence, number: int) -> bool:
-        """Whether draft `number` of a sequence is right, from 0, and all before it. It is computed then.
+        """Whether the token after draft `number` of a sequence, from 0, is now the next one.
 
-        Call it for one draft after another, once the sequence has the token in the place of the draft.
+        Call it for one draft after another, once the sequence has the token in the place of the draft. If the draft is
+        right, and all before it, it is computed. The token after it may be known too, if a grammar forced it.
         """
         drafts = plan.drafts[sequence]
-        if drafts[number : number + 1] != [sequence.tokens.item(sequence.length - 1)]:
+        if drafts[number : number + 1] != [sequence.tokens.item(sequence.num_computed_tokens)]:
             drafts.clear()
             return False
         self.accepted += 1
         self._accepted_now += 1
         self._rows.commit(sequence, 1)
-        return True
+        return sequence.remaining == 0
 
     def learn(self, plan: StepPlan, began: float, ended: float, *, has_more: bool) -> None:
         """Note when a step began and ended, in seconds, and whether the next follows at once.
@@ -97,7 +98,7 @@ class Drafts:
             if self.probed:
                 chances += [(1.0, sequence)] * min(self.probed, most)
             else:
-                found = self._lookup(sequence).chances(most + ahead)
+                found = self._chances(sequence, most + ahead, is_known=not ahead)
                 chances += [(chance, sequence) for chance in found[ahead:]]
         chances.sort(key=lambda chance: -chance[0])
         chances = chances[: min(room, MOST_OF_A_STEP)]
@@ -109,6 +110,15 @@ class Drafts:
 
     def _best(self, plan: StepPlan, chances: list[float]) -> int:
         return self.costs.best(plan.tokens, chances, decodes=plan.tokens == len(plan.rows))
+
+    def _chances(self, sequence: Sequence, most: int, *, is_known: bool) -> list[float]:
+        """The chances of the next `most` drafts, as far as the grammar allows them. is_known: its state is that of the
+        last token."""
+        lookup = self._lookup(sequence)
+        found = lookup.chances(most)
+        if found and is_known and sequence.matcher is not None:
+            return found[: sequence.matcher.count_allowed(lookup.drafts(len(found)))]
+        return found
 
     def _lookup(self, sequence: Sequence) -> Lookup:
         """The lookup of a sequence, with all its tokens."""
@@ -125,6 +135,5 @@ def _may_have_drafts(sequence: Sequence, ahead: int) -> bool:
         and sequence.length + ahead > len(sequence.request.prompt)
         and not sequence.forks
         and sequence.edits is None
-        and sequence.matcher is None
         and sequence.request.sampling.logprobs is None
     )

@@ -309,7 +309,7 @@ class Engine:
         Returns the batch that ran and its logits, or None if one row is still too much. That row is then the only one
         in `plan`. Without rows, all wait for a later step.
         """
-        self._masks.begin(plan.rows)
+        self._masks.begin(plan.rows, plan.drafts)
         while True:
             try:
                 return batch, self._runner.execute(batch)

@@ -52,7 +52,7 @@ class StepSampler:
         ahead = [ahead for _, _, ahead in ready]
         meanwhile = do_nothing if launch_next is None else partial(self._next.prepare, sequences, launch_next)
         try:
-            masked = self._masks.take(sequences)
+            masked = self._masks.take(sequences, ahead)
             return self._selector.select(logits, rows, sequences, meanwhile, masked, ahead)
         except torch.OutOfMemoryError as error:
             if len(ready) == 1 or self._next.is_launched:

@@ -3,6 +3,7 @@
 A mask is a row of 32-bit words, [ceil(vocab / 32)] int32, with the lowest token in the lowest bit.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ktqueue.answers.grammar import MaskWriter, Matcher
+from ktqueue.answers.grammar import MaskWriter
 from ktqueue.engine.sequence import Sequence
 
 _WORD = 32  # bits
 _STEPS_AFTER_MISS = 16  # of a row, whose masks are computed in advance
 
 Masks = NDArray[np.int32]
+Drafted = Mapping[Sequence, Many[int]]
+"""The drafts of a step. The grammar of their sequence allows them one after the other."""
+_NO_DRAFTS: Drafted = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,39 +64,51 @@ class TokenMasks:
         self._none: Masks = np.zeros((0, self._words), dtype=np.int32)
         self._writer: MaskWriter | None = None  # made for the first grammar, because it has threads
         self._constrained: list[Sequence] = []
-        self._places: dict[Sequence, int] = {}  # of those
+        self._places: dict[Sequence, int] = {}  # of their first masks
+        self._drafted: set[Sequence] = set()  # those that have drafts in the step
         self._tasks: list[tuple[Masks, Callable[[], None]]] = []  # for those, in turns: the last masks may be in use
         self._begun: Masks | None = None
 
-    def begin(self, rows: Mapping[Sequence, int]) -> None:
-        """Start to compute the masks for a step that is launched now. `rows`: the number of tokens of each sequence."""
+    def begin(self, rows: Mapping[Sequence, int], drafts: Drafted = _NO_DRAFTS) -> None:
+        """Start to compute the masks for a step that is launched now.
+
+        rows: the number of tokens of each sequence. drafts: the last of them that are drafts. A sequence with drafts
+        has a mask after each of them too, also if it is greedy.
+        """
         constrained = [
             choice
             for sequence, count in rows.items()
-            if sequence.matcher is not None and count == sequence.remaining and sequence.samples
+            if sequence.matcher is not None
+            and count == sequence.remaining + len(drafts.get(sequence, ()))
+            and sequence.samples
             for choice in (sequence, *sequence.forks)
-            if not (self._check_greedy and choice.expects_likeliest and choice.masks_in_advance <= 0)
+            if choice in drafts or not self._is_checked(choice)
         ]
+        self._drafted = {sequence for sequence in constrained if sequence in drafts}
         if not constrained:
             self._begun = None
             return
-        if constrained != self._constrained:
+        if constrained != self._constrained or self._drafted:
             self._wait()
-            self._constrained = constrained
-            self._places = {sequence: place for place, sequence in enumerate(constrained)}
-            self._tasks = [self._task(constrained), self._task(constrained)]
+            counts = [1 + len(drafts.get(sequence, ())) for sequence in constrained]
+            places = itertools.accumulate(counts, initial=0)
+            self._places = dict(zip(constrained, places, strict=False))
+            self._constrained = [] if self._drafted else constrained  # drafts differ each time
+            self._tasks = [self._task(constrained, drafts) for _ in range(1 if self._drafted else 2)]
         self._tasks.reverse()
         self._begun, task = self._tasks[0]
         self._make_writer().start(task)
 
-    def take(self, sequences: Many[Sequence]) -> MaskedRows | None:
-        """Wait for the masks of these sequences, by their rows here. Returns None if none of them has a grammar."""
+    def take(self, sequences: Many[Sequence], ahead: Many[int] = ()) -> MaskedRows | None:
+        """Wait for the masks of these sequences, by their rows here. Returns None if none of them has a grammar.
+
+        ahead: see Selector.select.
+        """
         rows: list[int] = []
         late: list[int] = []
-        check_greedy = self._check_greedy
         for row, sequence in enumerate(sequences):
             if sequence.matcher is not None:
-                if check_greedy and sequence.expects_likeliest and sequence.masks_in_advance <= 0:
+                if sequence not in self._drafted and self._is_checked(sequence):
                     late.append(row)
                 else:
                     rows.append(row)
@@ -100,19 +116,30 @@ class TokenMasks:
         if not rows and not late:
             return None
         self._wait()
-        masks = self._begun_masks([sequences[row] for row in rows])
+        masks = self._begun_masks([(sequences[row], ahead[row] if ahead else 0) for row in rows])
         return MaskedRows(
             rows, masks, (lambda likeliest: self._late_masks(sequences, late, likeliest)) if late else None
         )
 
-    def _begun_masks(self, sequences: Many[Sequence]) -> Masks:
-        if not sequences:
+    def _is_checked(self, sequence: Sequence) -> bool:
+        """Whether the sequence has a mask only if its likeliest token is not allowed."""
+        return self._check_greedy and sequence.expects_likeliest and sequence.masks_in_advance <= 0
+
+    def _begun_masks(self, rows: Many[tuple[Sequence, int]]) -> Masks:
+        """The masks of these sequences, each after so many of its drafts."""
+        if not rows:
             return self._none
-        places = [self._places.get(sequence, -1) for sequence in sequences]
-        if self._begun is None or -1 in places:
-            return self._compute(sequences)  # choices that begin with this step, from the logits of a sibling's prompt
-        begun = self._begun
-        return begun if places == list(range(len(begun))) else begun[places]
+        begun = self._none if self._begun is None else self._begun
+        known = {} if self._begun is None else self._places
+        # Not known are choices that begin with this step, from the logits of a sibling's prompt.
+        new = [sequence for sequence, _ in rows if sequence not in known]
+        places = [known[sequence] + ahead for sequence, ahead in rows if sequence in known]
+        if not new:
+            return begun if places == list(range(len(begun))) else begun[places]
+        masks = np.empty((len(rows), self._words), dtype=np.int32)
+        is_new = np.array([sequence not in known for sequence, _ in rows])
+        masks[is_new], masks[~is_new] = self._compute(new), begun[places]
+        return masks
 
     def _late_masks(self, sequences: Many[Sequence], rows: list[int], likeliest: NDArray[np.int64]) -> MaskedRows:
         wrong = []
@@ -131,21 +158,25 @@ class TokenMasks:
             self._writer.close()
 
     def _compute(self, sequences: Many[Sequence]) -> Masks:
-        masks, matchers = self._empty_masks(sequences)
+        masks = np.empty((len(sequences), self._words), dtype=np.int32)
+        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
         self._make_writer().write(matchers, masks.ctypes.data, masks.shape[1] * masks.itemsize)
         self._remove_ends(masks, sequences)
         return masks
 
-    def _task(self, sequences: Many[Sequence]) -> tuple[Masks, Callable[[], None]]:
-        """Memory for the masks of these sequences, and what writes them."""
-        masks, matchers = self._empty_masks(sequences)
+    def _task(self, sequences: Many[Sequence], drafts: Drafted) -> tuple[Masks, Callable[[], None]]:
+        """Memory for the masks of these sequences, each followed by those after its drafts, and what writes them."""
+        owners = [sequence for sequence in sequences for _ in range(1 + len(drafts.get(sequence, ())))]
+        masks = np.empty((len(owners), self._words), dtype=np.int32)
+        matchers = [
+            state
+            for sequence in sequences
+            if sequence.matcher is not None
+            for state in (sequence.matcher, *sequence.matcher.after(drafts.get(sequence, ())))
+        ]
         return masks, self._make_writer().task(
-            matchers, masks.ctypes.data, masks.shape[1] * masks.itemsize, lambda: self._remove_ends(masks, sequences)
+            matchers, masks.ctypes.data, masks.shape[1] * masks.itemsize, lambda: self._remove_ends(masks, owners)
         )
-
-    def _empty_masks(self, sequences: Many[Sequence]) -> tuple[Masks, list[Matcher]]:
-        masks = np.empty((len(sequences), self._words), dtype=np.int32)
-        return masks, [sequence.matcher for sequence in sequences if sequence.matcher is not None]
 
     def _make_writer(self) -> MaskWriter:
         if self._writer is None:

@@ -17,6 +17,7 @@ from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
+from ktqueue.engine.step_costs import StepCosts
 from ktqueue.operators import native
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.kv_cache import KVLayout
@@ -290,6 +291,19 @@ def answered(run: Callable[..., dict[tuple[str, int], Result]]) -> Callable[[Eng
         return {request: result.token_ids for (request, _), result in results.items()}
 
     return go
+
+
+@pytest.fixture
+def any_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tokens be drafted that are hardly ever right."""
+    monkeypatch.setattr("ktqueue.engine.lookup.LEAST_CHANCE", 0.0)
+    monkeypatch.setattr("ktqueue.engine.draft_costs.LEAST_GAIN", 1.0)
+
+
+@pytest.fixture
+def free_drafts(any_chance: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps of all sizes cost the same, so that there are as many drafts as possible."""
+    monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0)
 
 
 @pytest.fixture

@@ -45,6 +45,20 @@ DRAFTS: dict[str, Mutation] = {
         "",
         (f"{TESTS}::test_a_device_replays_steps_with_drafts_and_launches_the_others_ahead",),
     ),
+    "a draft has the mask of the last token": Mutation(
+        SAME,
+        "ktqueue/engine/token_masks.py",
+        "known[sequence] + ahead for",
+        "known[sequence] for",
+        (f"{TESTS}::test_answers_with_a_grammar_stay_the_same[400-1.0-host]",),
+    ),
+    "a forced token is chosen again": Mutation(
+        SAME,
+        "ktqueue/engine/drafts.py",
+        "        return sequence.remaining == 0\n",
+        "        return True\n",
+        (f"{TESTS}::test_answers_with_a_grammar_stay_the_same[400-1.0-host]",),
+    ),
     "drafts are made whatever they cost": Mutation(
         "drafts are made where they raise the tokens of a second",
         "ktqueue/engine/draft_costs.py",
@@ -85,6 +99,6 @@ DRAFTS: dict[str, Mutation] = {
         "ktqueue/engine/engine_parts.py",
         'config.speculation == "lookup" and not layout.linear and not',
         'config.speculation == "lookup" and not',
-        (f"{TESTS}::test_models_with_states_or_changing_angles_have_no_drafts",),
+        ("tests/engine/test_drafts_of_models.py::test_models_with_states_or_changing_angles_have_no_drafts",),
     ),
 }
