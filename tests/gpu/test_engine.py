@@ -159,6 +159,28 @@ def test_tokens_equal_the_cpu_s(
     assert (engine.stats().replayed_steps > 0) == (graphs and not waits)
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["demo", "experts"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_with_drafts_give_the_cpu_s_tokens(
+    device: str,
+    name: str,
+    graphs: bool,
+    models: dict[str, str],
+    answers: Callable[[str], list[list[int]]],
+    by_decoder: str,
+) -> None:
+    """Each row has five drafts, however likely they are."""
+    model = load_model(models[name], rules=by_decoder, device=device)
+    engine = on_device(model, settings_for(device, cuda_graphs=graphs, speculation="lookup"))
+    engine.drafts.probed = 5
+    found = serve(engine, requests(model.card_facts.vocab_size, 16))
+    engine.close()
+    assert found == answers(name)
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens and (stats.replayed_steps > 0) == graphs
+
+
 def scored(engine: Engine, prompts: list[list[int]]) -> list[list[float]]:
     """Log probabilities of the prompts' tokens and of their two likeliest tokens, beside two requests that decode."""
     for i in range(2):

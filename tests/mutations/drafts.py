@@ -11,7 +11,7 @@ DRAFTS: dict[str, Mutation] = {
     "a wrong draft is accepted": Mutation(
         SAME,
         "ktqueue/engine/drafts.py",
-        "        if drafts[number : number + 1] != [sequence.tokens.item(sequence.length - 1)]:\n",
+        "        if drafts[number : number + 1] != [sequence.tokens.item(sequence.num_computed_tokens)]:\n",
         "        if not drafts:\n",
         (ANSWERS,),
     ),
