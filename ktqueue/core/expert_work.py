@@ -37,3 +37,18 @@ class CountsExperts(Protocol):
 
     def expert_uses(self) -> ExpertUses | None:
         """The uses since the start, or None if they are not counted. On a GPU they may be some steps old."""
+
+
+@runtime_checkable
+class PlacesExperts(CountsExperts, Protocol):
+    """A model that keeps some of its experts in GPU memory."""
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether some experts are in GPU memory and others are not. Then all uses are counted."""
+
+    def place_experts(self, uses: ExpertUses) -> None:
+        """Put the experts with most `uses` into GPU memory, and count uses from now on. Call it between two steps.
+
+        Raises ValueError if the model has other layers or experts.
+        """

@@ -23,6 +23,7 @@ from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE
 from ktqueue.workers.generation.generation_worker import GenerationWorker
 from ktqueue.workers.generation.heartbeat import watch_event_loop
 from ktqueue.workers.startup.build import Built, Progress, build
+from ktqueue.workers.startup.expert_history import start_expert_history
 from ktqueue.workers.startup.profile import start_profile
 
 SWITCH_SECONDS = 0.001  # longest time that the engine's thread keeps the interpreter while the event loop waits
@@ -51,6 +52,8 @@ def serve(config: Config, built: Built) -> int:
 
 async def _serve(config: Config, built: Built) -> int:
     profile = start_profile(config.profile, built, "worker")
+    history = start_expert_history(config.engine, built)
+    records = [record for record in (profile, history) if record is not None]
     broker = await Broker.open(config.broker, patience=config.broker.connect_timeout)
     worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config, profile=profile)
     loop = asyncio.get_running_loop()
@@ -70,13 +73,13 @@ async def _serve(config: Config, built: Built) -> int:
         await worker.run()
     except Exception:
         log.exception("the engine failed; another worker will continue its jobs")
-        if profile is not None:
-            profile.close()
+        for record in records:
+            record.close()
         leave(BROKEN)
     watchdog.cancel()
     await broker.close()
-    if profile is not None:
-        profile.close()
+    for record in records:
+        record.close()
     log.info("drained")
     return DRAINED
 

@@ -261,6 +261,13 @@ class EngineConfig:
         metavar="SIZE",
         panel="GPU",
     )
+    expert_uses_dir: str | None = setting(
+        None,
+        "Folder of files that say how often experts of each model were used, or off.",
+        details="A worker with experts in GPU memory adds its uses every ten minutes, and begins with the experts that "
+        "were used most before. Workers may share the folder.",
+        shown="`ktqueue/experts` in `$XDG_CACHE_HOME` or `~/.cache`",
+    )
     attention_backend: BackendName = setting(
         "auto",
         "auto, flashinfer, triton or torch.",

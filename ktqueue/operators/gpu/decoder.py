@@ -166,6 +166,17 @@ class GpuDecoder(Operator):
         Otherwise those that the GPU computes in steps that copy experts are missing."""
         return self._experts.uses() if self._experts else None
 
+    @property
+    def moves_experts(self) -> bool:
+        """See PlacesExperts."""
+        return self._experts is not None and self._experts.moves
+
+    @torch.inference_mode()
+    def place_experts(self, uses: ExpertUses) -> None:
+        """See PlacesExperts."""
+        if self._experts is not None:
+            self._experts.place(uses)
+
     def statistics(self) -> dict[str, float]:
         """Values for the worker's metrics.
 

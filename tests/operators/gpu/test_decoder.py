@@ -19,11 +19,9 @@ from decoder_families import (
     tolerance,
 )
 
-from ktqueue.core.expert_work import ExpertWork
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts import step as step_module
-from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels import decoded_experts, norm, router
 from ktqueue.operators.gpu.kernels.expert_products import experts
@@ -270,54 +268,6 @@ def test_norms_and_router_use_the_memory_of_the_hand_off(
     rows = [addresses for addresses in for_cpu if addresses[0] not in places["predicted"]]
     assert rows == list(zip(places["cpu_ids"], places["weights"], strict=True))
     assert [place for place in places["added"] if place in places["result"]] == places["result"]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_uses_of_experts_are_counted_wherever_they_are_computed(share: float, make_decoder: Callable[..., Any]) -> None:
-    """Of experts that are all on the GPU they are not known. They may be some steps old."""
-    model = make_model("qwen3_moe", num_hidden_layers=2)
-    on_cpu = CpuDecoder.from_module(model, activations="float32")
-    plain = make_decoder(model)
-    decoder = make_decoder(model, expert_memory_bytes=int(share * record_bytes(plain)))
-    one_token = [{"s0": (0, 1)}]
-    for _ in range(3 * READ_EVERY_STEPS):
-        fed(decoder, one_token)
-    uses, work = decoder.expert_uses(), decoder.expert_work()
-    if share == 1:
-        assert uses is None
-        assert work == ExpertWork()
-        return
-    assert on_cpu.facts.layers[0].router is not None
-    chosen = on_cpu.facts.layers[0].router.chosen
-    assert [len(layer) for layer in uses] == [on_cpu.facts.layers[0].router.experts] * 2
-    counted = {sum(layer) for layer in uses}
-    assert len(counted) == 1  # each layer has as many
-    assert counted.pop() // chosen in range(READ_EVERY_STEPS, 3 * READ_EVERY_STEPS + 1)
-    assert all(sum(count > 0 for count in layer) == chosen for layer in uses)  # the same token again and again
-    assert work.cpu_runs == 2 * 3 * READ_EVERY_STEPS
-    assert (work.cpu_bytes > 0, work.cpu_seconds > 0) == (work.cpu_experts > 0, True)
-
-
-def test_experts_that_are_used_often_move_to_the_gpu(make_decoder: Callable[..., Any]) -> None:
-    model = make_model("qwen3_moe", num_hidden_layers=2)
-    plain = make_decoder(model)
-    decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3)
-    cache, expected = (
-        Cache(model_under_test, device=decoder.device, planner=make_planner_for)
-        for model_under_test in (decoder, plain)
-    )
-    with torch.inference_mode():
-        for i in range(8 * READ_EVERY_STEPS):
-            chunk = {str(i): [3, 4, 5, 3, 4]}  # the same few experts again and again
-            torch.testing.assert_close(cache.step(chunk), expected.step(chunk), atol=1e-4, rtol=1e-4)
-            for sequences in (cache, expected):
-                sequences.end(str(i))
-            if decoder.device == "cuda":
-                torch.cuda.synchronize()
-            decoder.after_step()
-    found = decoder.statistics()
-    assert found["experts_on_gpu"] == 4 and 1 <= found["expert_moves"] <= 4
-    assert found["expert_hit_rate"] > 0.5
 
 
 def test_only_scored_tokens_are_computed(make_decoder: Callable[..., Any], device: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ktqueue.core.expert_work import ExpertUses, ExpertWork
@@ -162,6 +163,22 @@ class ExpertMemory:
             counts = self._placement.known_counts
             return [counts[index, : layer.experts].tolist() for index, layer in enumerate(self._layers)]
         return self.handoff.uses if self.handoff is not None else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether experts move in and out of GPU memory."""
+        return self._placement is not None
+
+    def place(self, uses: ExpertUses) -> None:
+        """See PlacesExperts."""
+        experts = [layer.experts for layer in self._layers]
+        if [len(layer) for layer in uses] != experts:
+            raise ValueError(f"uses must be of {len(experts)} layers of {max(experts)} experts at most")
+        if self._placement is not None:
+            table = np.zeros(self._pool.host.shape)
+            for row, layer in zip(table, uses, strict=True):
+                row[: len(layer)] = layer
+            self._placement.place(table)
 
     def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
         """The experts for a step of `tokens` tokens.
