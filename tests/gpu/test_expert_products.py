@@ -1,6 +1,7 @@
 """On a GPU, the kernels of packed experts equal their twins: every format, few and many tokens, also in a graph."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, panel_la
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_tiles import INFINITE, TILES
 from ktqueue.operators.packed import Bytes
 
 from ..operators.gpu.kernels.panel_pools import WEIGHTED, make_pool, route, small
@@ -162,13 +164,14 @@ def test_weights_may_multiply_the_input(tokens: int, random_weights: Callable[..
         assert_rounded(pool.pairs(ids), x.bfloat16(), weights, WEIGHTED)
 
 
-def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
+def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes]) -> None:
+    """The tiles of few pairs are used for all, since others add in another order."""
+    tiles = replace(TILES, dots=((INFINITE, TILES.dots[0][1]),))
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
     there = on_gpu(pool.pairs(ids))
     results = [
-        products.experts(there._replace(ids=ids[:n]), there.offsets, x[:n], weights[:n], native.SILU)
+        products.experts(there._replace(ids=ids[:n]), there.offsets, x[:n], weights[:n], native.SILU, tiles=tiles)
         for n in (1, 5, 23)
     ]
     assert torch.equal(results[0], results[1][:1])

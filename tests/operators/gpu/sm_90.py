@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.gpu import expert_tiles as benchmark
 from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefill
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded
 from ktqueue.operators.gpu.attention.index_scores import index_scores
@@ -222,6 +223,19 @@ def decoded(record: ExpertRecord, gate: GateFacts, *, biased: bool) -> None:
     decoded_experts.experts(pairs, offsets, x, weights, gate, memory)
 
 
+def expert_tiles() -> None:
+    """Choices of the benchmark that differ in more than the size of their tiles."""
+    layers = benchmark.Layers(
+        torch.zeros(64, dtype=torch.uint8),
+        torch.zeros(1, EXPERTS, dtype=torch.int64),
+        RECORD,
+        torch.zeros(1, dtype=torch.bfloat16),
+    )
+    for name in ("dots 8 of some, 8x32x3, 8x32", "cores 16x64, permuted", "cores 64x128, permuted, 3 stages"):
+        choice = benchmark.CHOICES[name]
+        benchmark.Step.make(layers, 0, max(choice.least, 16), SLOTS).run(choice, layers.memory)
+
+
 def fetched(tokens: int, slots: int) -> None:
     """Experts that a step fetches: both launches."""
     ids, sources = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(slots, 2, dtype=torch.int64)
@@ -272,6 +286,8 @@ def compile_topic(topic: str) -> None:
             experts(tokens)
         for tokens, slots in ((1, 2), (64, 38)):
             fetched(tokens, slots)
+    elif topic == "expert tiles":
+        expert_tiles()
     elif topic == "decoded experts":
         decoded(RECORD, SILU, biased=False)
         decoded(ExpertRecord("MXFP4", "MXFP4", "BF16", 2880, 2880), GateFacts("swiglu_clamped", 1.7, 7.0), biased=True)

@@ -141,9 +141,61 @@ def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _times_row(
+    lines,  # a tuple of eight tensors [S, N]
+    scale,
+    minimum,
+    second_scale,  # of the second half of each slab; not used if both have one scale
+    second_minimum,
+    x_slab,  # [S, 1] which slab of x
+    inside,
+    codes,
+    scales,
+    code_sums,
+    FORMAT: tl.constexpr,
+):
+    """Multiply a tile by the slabs of one row of x: float32 [S, N]."""
+    HALVES: tl.constexpr = halves(FORMAT)
+    MINIMUMS: tl.constexpr = minimums(FORMAT)
+    SIGNED: tl.constexpr = signed(FORMAT)
+    OFFSET: tl.constexpr = offset(FORMAT)
+    zero = lines[0] & 0
+    words = codes.to(tl.pointer_type(tl.int64)) + x_slab * 4
+    x01, x23, x45, x67 = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+    x_scale = tl.load(scales + x_slab, mask=inside, other=0.0)
+    both = tl.load(code_sums + x_slab)
+    first_sum = (both << 16) >> 16
+    second_sum = (both - first_sum) >> 16
+    if HALVES:
+        total, second = zero - OFFSET * first_sum, zero - OFFSET * second_sum
+    else:
+        total = zero - OFFSET * (first_sum + second_sum)
+    total = _dot(lines[0], x01.to(tl.int32), total, SIGNED)
+    total = _dot(lines[1], (x01 >> 32).to(tl.int32), total, SIGNED)
+    total = _dot(lines[2], x23.to(tl.int32), total, SIGNED)
+    total = _dot(lines[3], (x23 >> 32).to(tl.int32), total, SIGNED)
+    if not HALVES:
+        second = total
+    second = _dot(lines[4], x45.to(tl.int32), second, SIGNED)
+    second = _dot(lines[5], (x45 >> 32).to(tl.int32), second, SIGNED)
+    second = _dot(lines[6], x67.to(tl.int32), second, SIGNED)
+    second = _dot(lines[7], (x67 >> 32).to(tl.int32), second, SIGNED)
+    if HALVES:
+        value = scale * total.to(tl.float32) + second_scale * second.to(tl.float32)
+        if MINIMUMS:
+            value -= minimum * first_sum.to(tl.float32) + second_minimum * second_sum.to(tl.float32)
+    else:
+        value = scale * second.to(tl.float32)
+        if MINIMUMS:
+            value -= minimum * (first_sum + second_sum).to(tl.float32)
+    return value * x_scale
+
+
+@triton.jit
 def add_products(
     sums,  # a tuple of M tensors [S, N] float32
     x_rows,  # a tuple of M scalars: rows of x
+    count,  # how many of them are wanted
     codes,  # pointer of x's codes
     scales,
     code_sums,
@@ -153,16 +205,12 @@ def add_products(
     inside,  # [S, 1] whether the row has this slab; others are multiplied with zero
     row,  # [1, N] 0..15
     M: tl.constexpr,
+    SKIPS: tl.constexpr,  # whether rows from `count` on are left out; otherwise they are computed like the others
     SLAB_COUNT: tl.constexpr,
     FORMAT: tl.constexpr,
     SUPERBLOCK_BYTES: tl.constexpr,
 ):
     """Add the products of the tile with M rows of x to `sums`. The order of each sum depends on its own row alone."""
-    HALVES: tl.constexpr = halves(FORMAT)
-    MINIMUMS: tl.constexpr = minimums(FORMAT)
-    SIGNED: tl.constexpr = signed(FORMAT)
-    OFFSET: tl.constexpr = offset(FORMAT)
-
     block = slab // 8
     within = slab % 8
     panel = panels + block * SUPERBLOCK_BYTES
@@ -175,39 +223,17 @@ def add_products(
     line4, line5 = lines(base, panel, within, row, slabs, 2, FORMAT)
     line6, line7 = lines(base, panel, within, row, slabs, 3, FORMAT)
     scale, minimum = formats.scales(base, panel, within, 0, row, slabs, FORMAT)
-    if HALVES:
+    second_scale, second_minimum = scale, minimum
+    if halves(FORMAT):
         second_scale, second_minimum = formats.scales(base, panel, within, 2, row, slabs, FORMAT)
-    zero = line0 & 0
+    tile = (line0, line1, line2, line3, line4, line5, line6, line7)
     result = ()
     for m in tl.static_range(M):
         x_slab = x_rows[m] * SLAB_COUNT + slab
-        words = codes.to(tl.pointer_type(tl.int64)) + x_slab * 4
-        x01, x23, x45, x67 = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-        x_scale = tl.load(scales + x_slab, mask=inside, other=0.0)
-        both = tl.load(code_sums + x_slab)
-        first_sum = (both << 16) >> 16
-        second_sum = (both - first_sum) >> 16
-        if HALVES:
-            total, second = zero - OFFSET * first_sum, zero - OFFSET * second_sum
-        else:
-            total = zero - OFFSET * (first_sum + second_sum)
-        total = _dot(line0, x01.to(tl.int32), total, SIGNED)
-        total = _dot(line1, (x01 >> 32).to(tl.int32), total, SIGNED)
-        total = _dot(line2, x23.to(tl.int32), total, SIGNED)
-        total = _dot(line3, (x23 >> 32).to(tl.int32), total, SIGNED)
-        if not HALVES:
-            second = total
-        second = _dot(line4, x45.to(tl.int32), second, SIGNED)
-        second = _dot(line5, (x45 >> 32).to(tl.int32), second, SIGNED)
-        second = _dot(line6, x67.to(tl.int32), second, SIGNED)
-        second = _dot(line7, (x67 >> 32).to(tl.int32), second, SIGNED)
-        if HALVES:
-            value = scale * total.to(tl.float32) + second_scale * second.to(tl.float32)
-            if MINIMUMS:
-                value -= minimum * first_sum.to(tl.float32) + second_minimum * second_sum.to(tl.float32)
-        else:
-            value = scale * second.to(tl.float32)
-            if MINIMUMS:
-                value -= minimum * (first_sum + second_sum).to(tl.float32)
-        result = result + (sums[m] + value * x_scale,)
+        added = sums[m]
+        if not SKIPS or m == 0 or m < count:
+            added += _times_row(
+                tile, scale, minimum, second_scale, second_minimum, x_slab, inside, codes, scales, code_sums, FORMAT
+            )
+        result = result + (added,)
     return result

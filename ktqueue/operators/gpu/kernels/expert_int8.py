@@ -12,19 +12,16 @@ activations is multiplied, so rounding errors meet whole weights (whose mean is 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, list_pairs
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES, DotTile, DotTiles
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB
 from ktqueue.operators.native import GateFacts
-
-OWN_PAIRS = 32
-"""Up to this number, each pair has its own programs. A weight that two of them read comes from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,35 +62,6 @@ class Int8Rows:
         """Dequantise: [rows, columns] float32."""
         slabs = self.codes.view(*self.scales.shape, SLAB).float() * self.scales[:, :, None]
         return slabs.view(self.codes.shape)
-
-
-class Tile(NamedTuple):
-    """The part of a matrix that a program holds at once: `slabs` by `rows`; a warp has 8 by 16."""
-
-    slabs: int
-    rows: int
-    stages: int = 0
-    """Stages of copies to shared memory before their use. 0: weights are loaded when they are used."""
-    registers: int = 128
-    """Largest number per thread."""
-
-    @property
-    def warps(self) -> int:
-        """Warps of a program. A thread has the slab's words of four rows."""
-        return self.slabs * self.rows // 128
-
-
-class Tiles(NamedTuple):
-    """The tiles of both launches."""
-
-    gate_up: Tile
-    down: Tile
-
-
-TILES = Tiles(Tile(slabs=32, rows=32), Tile(slabs=8, rows=64))
-TILES_OF_MANY = Tiles(Tile(slabs=8, rows=32, stages=3), Tile(slabs=8, rows=32))
-MANY_PAIRS = 2
-"""Average pairs of an expert above which TILES_OF_MANY are faster. They add in another order."""
 
 
 @triton.jit
@@ -169,6 +137,7 @@ def _experts_kernel(
     UP_PANEL_BYTES: tl.constexpr,
     OWN: tl.constexpr,  # whether each pair has its own program; otherwise each expert has one
     M: tl.constexpr,
+    SKIPS: tl.constexpr,
     S: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -219,13 +188,13 @@ def _experts_kernel(
             inside = slab < SLAB_COUNT
             slab = tl.minimum(slab, SLAB_COUNT - 1)
             gates = dots.add_products(
-                gates, x_rows, codes, scales, sums, base, panel, slab, inside, row, M, SLAB_COUNT, FORMAT,
-                SUPERBLOCK_BYTES,
+                gates, x_rows, count - done, codes, scales, sums, base, panel, slab, inside, row, M, SKIPS, SLAB_COUNT,
+                FORMAT, SUPERBLOCK_BYTES,
             )  # fmt: skip
             if ACTIVATION != "":
                 ups = dots.add_products(
-                    ups, x_rows, codes, scales, sums, base + PANEL_BYTES, panel, slab, inside, row, M, SLAB_COUNT,
-                    UP_FORMAT, UP_SUPERBLOCK_BYTES,
+                    ups, x_rows, count - done, codes, scales, sums, base + PANEL_BYTES, panel, slab, inside, row, M,
+                    SKIPS, SLAB_COUNT, UP_FORMAT, UP_SUPERBLOCK_BYTES,
                 )  # fmt: skip
         for m in tl.static_range(M):
             live = done + m < count
@@ -255,7 +224,9 @@ def _experts_kernel(
         done += M
 
 
-def prepare(pairs: ExpertPairs, x: torch.Tensor, *, own_pairs: int = OWN_PAIRS) -> tuple[Int8Rows, SortedPairs | None]:
+def prepare(
+    pairs: ExpertPairs, x: torch.Tensor, *, own_pairs: int = TILES.own_pairs
+) -> tuple[Int8Rows, SortedPairs | None]:
     """Quantise x [tokens, columns] and sort the pairs by expert, in one launch.
 
     Returns no sorted pairs if there are at most `own_pairs`, each with its own programs.
@@ -285,6 +256,9 @@ def _launch(
     gate: GateFacts | None,
     weights: torch.Tensor | None,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    tile: DotTile,
+    pairs_at_once: int,
+    skips: bool,
 ) -> None:
     """quants, biases: of gate and up, or of one matrix, whose format is given twice. gate None: there is one matrix.
     outs: `out`, `out_scales`, `out_sums`."""
@@ -292,9 +266,6 @@ def _launch(
     tokens, columns = x.codes.shape
     experts = pairs.offsets.numel()
     programs = number if lists is None else experts
-    average = number / min(experts, number)
-    tiles = TILES_OF_MANY if average > MANY_PAIRS else TILES
-    tile = tiles.gate_up if gate else tiles.down
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
         pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
         x.scales if weights is None else weights, *biases, *outs,
@@ -309,7 +280,8 @@ def _launch(
         **panel_layout.constants(quants[0], columns),
         **panel_layout.constants(quants[1], columns, "UP_"),
         OWN=lists is None,
-        M=1 if lists is None else 2 if average <= MANY_PAIRS else 4,
+        M=pairs_at_once,
+        SKIPS=skips,
         S=tile.slabs,
         N=tile.rows,
         STAGES=tile.stages or None,
@@ -318,27 +290,53 @@ def _launch(
     )  # fmt: skip
 
 
+def _tiles_of(pairs: ExpertPairs, lists: SortedPairs | None) -> DotTiles:
+    return TILES.dot_tiles(pairs.ids.numel(), pairs.offsets.numel(), are_sorted=lists is not None)
+
+
 def gate_up(
-    pairs: ExpertPairs, lists: SortedPairs | None, x: Int8Rows, gate: GateFacts, weights: torch.Tensor | None = None
+    pairs: ExpertPairs,
+    lists: SortedPairs | None,
+    x: Int8Rows,
+    gate: GateFacts,
+    weights: torch.Tensor | None = None,
+    *,
+    tiles: DotTiles | None = None,
 ) -> Int8Rows:
     """Return gate x and up x, joined as `gate` says and quantised: rows of pairs [tokens * k, intermediate].
 
-    weights: [tokens, k] float32, of the pairs if they multiply x; None: they do not. Rows of skipped pairs are
-    undefined.
+    weights: [tokens, k] float32, of the pairs if they multiply x; None: they do not. tiles: others than those that
+    TILES has for such a step. Rows of skipped pairs are undefined.
     """
-    record = pairs.record
+    record, tiles = pairs.record, tiles or _tiles_of(pairs, lists)
     mid = Int8Rows.empty(pairs.ids.numel(), record.intermediate, pairs.ids.device)
     outs, quants = (mid.codes, mid.scales, mid.sums), (record.gate, record.up)
     biases = (None, None) if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
-    _launch(pairs, lists, x, quants, outs, start=0, gate=gate, weights=weights, biases=biases)
+    _launch(
+        pairs, lists, x, quants, outs,
+        start=0, gate=gate, weights=weights, biases=biases,
+        tile=tiles.gate_up, pairs_at_once=tiles.pairs, skips=tiles.skips,
+    )  # fmt: skip
     return mid
 
 
-def down(pairs: ExpertPairs, lists: SortedPairs | None, mid: Int8Rows, weights: torch.Tensor | None) -> torch.Tensor:
-    """Return weight * (down mid): [tokens, k, hidden] float32, zero where the pair is skipped. weights None: all 1."""
-    record = pairs.record
+def down(
+    pairs: ExpertPairs,
+    lists: SortedPairs | None,
+    mid: Int8Rows,
+    weights: torch.Tensor | None,
+    *,
+    tiles: DotTiles | None = None,
+) -> torch.Tensor:
+    """Return weight * (down mid): [tokens, k, hidden] float32, zero where the pair is skipped. weights None: all 1.
+    tiles: see `gate_up`."""
+    record, tiles = pairs.record, tiles or _tiles_of(pairs, lists)
     out = torch.empty(pairs.ids.numel(), record.hidden, dtype=torch.float32, device=pairs.ids.device)
     outs, quants = (out, mid.scales, mid.sums), (record.down, record.down)
     biases = (None if pairs.biases is None else pairs.biases.down, None)
-    _launch(pairs, lists, mid, quants, outs, start=record.down_start, gate=None, weights=weights, biases=biases)
+    _launch(
+        pairs, lists, mid, quants, outs,
+        start=record.down_start, gate=None, weights=weights, biases=biases,
+        tile=tiles.down, pairs_at_once=tiles.pairs, skips=tiles.skips,
+    )  # fmt: skip
     return out.view(*pairs.ids.shape, record.hidden)

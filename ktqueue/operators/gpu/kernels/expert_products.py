@@ -10,13 +10,12 @@ from ktqueue.operators import reference
 from ktqueue.operators.gpu.kernels import expert_int8, expert_tensor_cores, panel_layout
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES, ExpertTiles
 from ktqueue.operators.gpu.kernels.operation import runs_kernel
 from ktqueue.operators.native import GateFacts
 
 MAX_FEW_PAIRS = 2048
 """Largest number of pairs that the integer kernel can sort by expert."""
-FEW_PAIRS_PER_EXPERT = 12
-"""Average pairs of an expert above which tensor cores are faster than integer dot products."""
 
 
 def experts(
@@ -27,27 +26,30 @@ def experts(
     gate: GateFacts,
     *,
     exact: bool = False,
+    tiles: ExpertTiles = TILES,
 ) -> torch.Tensor:
     """Return weight * expert(x) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
 
     If the gate says so, it is expert(weight * x). Arguments as in `gate_up` and `down`. `down` uses `down_offsets` in
     place of the offsets in `pairs`; both are negative for the same experts. x and the rows between the two products are
     quantised (see expert_int8.py) where that is faster: with few tokens per expert, unless x is float32, a matrix has
-    one of FLOAT_PRODUCTS, or `exact`. Raises ValueError as `gate_up` does.
+    one of FLOAT_PRODUCTS, or `exact`. `tiles`: which kernels compute the step, and how. Raises ValueError as `gate_up`
+    does.
     """
     record, down_pairs = pairs.record, pairs._replace(offsets=down_offsets)
     weights = weights.contiguous()
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
     floats = any(quant in panel_layout.FLOAT_PRODUCTS for quant in (record.gate, record.up, record.down))
-    few = pairs.ids.numel() <= min(MAX_FEW_PAIRS, FEW_PAIRS_PER_EXPERT * pairs.offsets.numel())
+    few = pairs.ids.numel() <= min(MAX_FEW_PAIRS, tiles.few_pairs * pairs.offsets.numel())
     if exact or floats or x.dtype == torch.float32 or not few:
-        return down(down_pairs, gate_up(pairs, x, gate, of_input), of_output)
+        return down(down_pairs, gate_up(pairs, x, gate, of_input, tiles=tiles), of_output, tiles=tiles)
     _check_input(pairs, x)
     x = x.contiguous()
     if runs_kernel(x) and pairs.ids.numel():
-        rows, lists = expert_int8.prepare(pairs, x)
-        rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input)
-        return expert_int8.down(down_pairs, lists, rows, of_output)
+        rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_pairs)
+        chosen = tiles.dot_tiles(pairs.ids.numel(), pairs.offsets.numel(), are_sorted=lists is not None)
+        rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
+        return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen)
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)
     gate_up_twin(pairs, Int8Rows.quantise(x).floats(), gate, mid, of_input)
     partials = torch.empty(*pairs.ids.shape, record.hidden)
@@ -55,7 +57,14 @@ def experts(
     return partials
 
 
-def gate_up(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts, weights: torch.Tensor | None = None) -> torch.Tensor:
+def gate_up(
+    pairs: ExpertPairs,
+    x: torch.Tensor,
+    gate: GateFacts,
+    weights: torch.Tensor | None = None,
+    *,
+    tiles: ExpertTiles = TILES,
+) -> torch.Tensor:
     """Return gate x and up x, joined as `gate` says, of every pair: [tokens, k, intermediate] in the dtype of `x`.
 
     x: [tokens, hidden] bfloat16, float16 or float32. weights: [tokens, k] float32, of the pairs if they multiply x;
@@ -69,13 +78,15 @@ def gate_up(pairs: ExpertPairs, x: torch.Tensor, gate: GateFacts, weights: torch
         rows = mid.view(-1, record.intermediate)
         biases = (None, None) if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
         quants = record.gate, record.up
-        expert_tensor_cores.launch(pairs, x, rows, quants, gate=gate, biases=biases, weights=weights)
+        expert_tensor_cores.launch(pairs, x, rows, quants, gate=gate, biases=biases, weights=weights, tiles=tiles)
     else:
         gate_up_twin(pairs, x, gate, mid, weights)
     return mid
 
 
-def down(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def down(
+    pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor | None, *, tiles: ExpertTiles = TILES
+) -> torch.Tensor:
     """Return weight * (down mid) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
 
     mid: [tokens, k, intermediate]; weights: [tokens, k] float32; None: all 1. Raises ValueError for shapes that do
@@ -89,7 +100,7 @@ def down(pairs: ExpertPairs, mid: torch.Tensor, weights: torch.Tensor | None) ->
         expert_tensor_cores.launch(
             pairs, rows, partials.view(-1, record.hidden), (record.down,),
             start=record.down_start, weights=weights, zero_skipped=True,
-            biases=(None if pairs.biases is None else pairs.biases.down, None),
+            biases=(None if pairs.biases is None else pairs.biases.down, None), tiles=tiles,
         )  # fmt: skip
     else:
         down_twin(pairs, rows, weights, partials)

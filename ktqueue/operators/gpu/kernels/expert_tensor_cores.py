@@ -13,6 +13,7 @@ import torch
 from ktqueue.operators.gpu.kernels import formats, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, sort_pairs
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES, ExpertTiles
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.gpu.kernels.panel_layout import FLOATS, SLAB, SLABS
 from ktqueue.operators.native import GateFacts
@@ -20,6 +21,8 @@ from ktqueue.operators.native import GateFacts
 LEADER = tl.constexpr(0)
 EXPERT = tl.constexpr(1)
 SORTED = tl.constexpr(2)
+_FEWEST_PAIRS = 16
+"""Up to this number every warp of a program needs some rows: there are few programs."""
 
 
 @triton.jit
@@ -231,13 +234,9 @@ def _panels_kernel(
 
 def _permuted(x: torch.Tensor) -> torch.Tensor:
     """x [rows, columns] -> [rows, columns rounded up to 256]: of each 256 columns first part 0, then part 1 ..."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % (SLAB * SLABS)))
+    missing = -x.shape[1] % (SLAB * SLABS)
+    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x
     return padded.view(len(x), -1, SLAB, 8).transpose(2, 3).reshape(padded.shape)
-
-
-def _power(value: int, low: int, high: int) -> int:
-    """Round `value` up to a power of two, between `low` and `high`."""
-    return min(max(1 << max(value - 1, 0).bit_length(), low), high)
 
 
 def launch(
@@ -251,6 +250,7 @@ def launch(
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     weights: torch.Tensor | None = None,
     zero_skipped: bool = False,
+    tiles: ExpertTiles = TILES,
 ) -> None:
     """Write x times the transposed weights of each pair's expert to out [pairs, rows].
 
@@ -263,25 +263,22 @@ def launch(
         return
     columns = x.shape[1]
     experts = pairs.offsets.numel()
-    exact = x.dtype == torch.float32
-    largest_block = 32 if exact else 64 if "F32" in quants else 128  # the largest that fits into shared memory
+    tile = tiles.core_tile(number, experts, is_float32=x.dtype == torch.float32, has_float32="F32" in quants)
+    block_m, block_n = tile.pairs, tile.rows
     lists: tuple[torch.Tensor, ...] = (out, out, out)  # not used
-    if number <= 512:
-        find, block_m, scan = (LEADER if number <= experts else EXPERT), 16, (64 if number <= 64 else 512)
+    if number <= tiles.scanned_pairs:
+        find, scan = (LEADER if number <= experts else EXPERT), (64 if number <= 64 else 512)
         programs = min(number, experts)
     else:
         find, scan = SORTED, triton.next_power_of_2(experts)
-        # 1.5 times the pairs of an average expert: few experts need a second block, which decodes the weights again.
-        block_m = _power(number * 3 // experts // 2, 16, largest_block)
         programs = number // block_m + min(number, experts)
         lists = sort_pairs(pairs)
-    permuted = block_m > 16
-    if permuted:
+    if tile.permuted:
         x = _permuted(x)
     elif x.stride(1) != 1:  # rows may be strided, columns not
         x = x.contiguous()
-    # The more rows of weights a warp has, the less of x it loads for each. With one token, every warp needs some rows.
-    block_n = (64 if exact else 128) if permuted else (32 if number <= 16 else 64)
+    if number <= _FEWEST_PAIRS:
+        block_n = 32
     if gate:
         block_n //= 2
     first, up = quants[0], quants[-1]
@@ -302,9 +299,9 @@ def launch(
         FIND=find,
         SCAN=scan,
         ZERO=zero,
-        PERMUTED=permuted,
+        PERMUTED=tile.permuted,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        STAGES=2 if permuted else 3,
-        num_warps=8 if block_m == 128 else 4,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from ktqueue.operators.gpu.kernels import expert_int8, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES
 from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
@@ -38,7 +39,7 @@ def assert_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     gate: GateFacts = native.SILU,
-    own_pairs: int = expert_int8.OWN_PAIRS,
+    own_pairs: int = TILES.own_pairs,
 ) -> None:
     """Each launch computes what plain torch does of the same inputs; rows of skipped pairs are zero."""
     step, record = pool.pairs(ids, offsets), pool.record
@@ -106,9 +107,9 @@ def test_each_activation_equals_plain_torch(gate: GateFacts, random_weights: Cal
     assert_experts(pool, pool.offsets, ids, x, weights, gate)
 
 
-def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes]) -> None:
     """This uses the tiles of few pairs, since those of many pairs add in another order."""
-    monkeypatch.setattr(expert_int8, "TILES_OF_MANY", expert_int8.TILES)
+    (_, few), *_ = TILES.dots
     pool = make_pool(random_weights, ("Q6_K", "Q4_K", "Q8_0"), 1, 256, 32)
     x, weights = activations(4, 256), torch.ones(4, 1)
     results = []
@@ -116,8 +117,9 @@ def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes], monkey
         ids = torch.zeros(tokens, 1, dtype=torch.int64)
         pairs = pool.pairs(ids)
         rows, lists = by_kernel(expert_int8.prepare, pairs, x[:tokens], own_pairs=own_pairs)
-        mid = by_kernel(expert_int8.gate_up, pairs, lists, rows, native.SILU)
-        results.append(by_kernel(expert_int8.down, pairs, lists, mid, weights[:tokens]))
+        tiles = TILES.own if lists is None else few
+        mid = by_kernel(expert_int8.gate_up, pairs, lists, rows, native.SILU, tiles=tiles)
+        results.append(by_kernel(expert_int8.down, pairs, lists, mid, weights[:tokens], tiles=tiles))
     assert torch.equal(results[0][:2], results[1])
 
 
@@ -139,8 +141,8 @@ def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Byt
     pool = make_pool(random_weights, "Q8_0", 2, 64, 32)
     x, (ids, weights) = activations(3, 64), route(3, 2, 1)
 
-    def run(x: torch.Tensor, pool: Pool, **options: bool) -> torch.Tensor:
-        return products.experts(pool.pairs(ids), pool.offsets, x, weights, native.SILU, **options)
+    def run(x: torch.Tensor, pool: Pool, exact: bool = False) -> torch.Tensor:
+        return products.experts(pool.pairs(ids), pool.offsets, x, weights, native.SILU, exact=exact)
 
     assert torch.equal(run(x, pool), run(x, pool, exact=True))
     rounded = run(x.bfloat16(), pool)

@@ -1,0 +1,111 @@
+"""The tiles of products with packed experts: which kernel computes a step, and what one of its programs holds.
+
+Every choice is in TILES, by the pairs (of a token and an expert) that an expert has on average. Figures for other
+choices: `python -m benchmarks.gpu.expert_tiles`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+INFINITE = float("inf")
+Choice = TypeVar("Choice")
+
+
+class DotTile(NamedTuple):
+    """The part of a matrix that a program of expert_int8.py holds at once: `slabs` by `rows`; a warp has 8 by 16."""
+
+    slabs: int
+    rows: int
+    stages: int = 0
+    """Stages of copies to shared memory before their use. 0: weights are loaded when they are used."""
+    registers: int = 128
+    """Largest number per thread."""
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program. A thread has the slab's words of four rows."""
+        return self.slabs * self.rows // 128
+
+
+class DotTiles(NamedTuple):
+    """Both products of expert_int8.py. Other tiles add in another order."""
+
+    pairs: int
+    """That a program multiplies at once by weights that it has decoded. More of an expert's pairs decode them again."""
+    gate_up: DotTile
+    down: DotTile
+    skips: bool = False
+    """Whether a program branches around pairs that an expert does not have; otherwise it computes them in vain."""
+
+
+class CoreTile(NamedTuple):
+    """Both products of expert_tensor_cores.py."""
+
+    pairs: int
+    """Of an expert, that a program multiplies by weights that it has decoded. At least 16."""
+    rows: int
+    """Of weights, gate and up together."""
+    stages: int
+    warps: int
+    permuted: bool
+    """Whether a launch before brings the columns of x into the order of packed weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTiles:
+    """All choices for products with packed experts. `dots` and `cores` are lists of a limit and the choice below it.
+
+    few_pairs: average pairs of an expert up to which the integer kernel is used. own_pairs: pairs of a step up to which
+    each has programs of its own, with the tiles `own`. dots: by average pairs of a used expert. cores: by average pairs
+    of an expert. scanned_pairs: pairs of a step up to which programs on tensor cores find their pairs by themselves, at
+    most 512; for more, pairs are sorted first.
+    """
+
+    few_pairs: float
+    own_pairs: int
+    own: DotTiles
+    dots: Sequence[tuple[float, DotTiles]]
+    cores: Sequence[tuple[float, CoreTile]]
+    scanned_pairs: int
+
+    def dot_tiles(self, pairs: int, experts: int, *, are_sorted: bool) -> DotTiles:
+        """The tiles of the integer kernel for a step of `pairs` pairs."""
+        return _below(self.dots, pairs / min(experts, pairs)) if are_sorted else self.own
+
+    def core_tile(self, pairs: int, experts: int, *, is_float32: bool, has_float32: bool) -> CoreTile:
+        """The tile on tensor cores for a step of `pairs` pairs.
+
+        is_float32: activations are float32; has_float32: weights are. Their tiles must be smaller to fit into shared
+        memory.
+        """
+        tile = _below(self.cores, 0 if pairs <= self.scanned_pairs else pairs / experts)
+        if is_float32:
+            return tile._replace(pairs=min(tile.pairs, 32), rows=min(tile.rows, 64), warps=4)
+        if has_float32:
+            return tile._replace(pairs=min(tile.pairs, 64), warps=4)
+        return tile
+
+
+def _below(choices: Sequence[tuple[float, Choice]], value: float) -> Choice:
+    return next(choice for limit, choice in choices if value < limit)
+
+
+_FEW = DotTile(slabs=32, rows=32), DotTile(slabs=8, rows=64)
+_MANY = DotTile(slabs=8, rows=32, stages=3), DotTile(slabs=8, rows=32)
+
+TILES = ExpertTiles(
+    few_pairs=12,
+    own_pairs=32,  # a weight that two of them read comes from the cache
+    own=DotTiles(1, *_FEW),
+    dots=((2.001, DotTiles(2, *_FEW)), (INFINITE, DotTiles(4, *_MANY))),
+    cores=(
+        # 1.5 times the pairs of an average expert: few experts need a second block, which decodes the weights again.
+        (11.3, CoreTile(16, 64, stages=3, warps=4, permuted=False)),
+        (22, CoreTile(32, 128, stages=2, warps=4, permuted=True)),
+        (43.3, CoreTile(64, 128, stages=2, warps=4, permuted=True)),
+        (INFINITE, CoreTile(128, 128, stages=2, warps=8, permuted=True)),
+    ),
+    scanned_pairs=512,
+)
+"""What is used."""
