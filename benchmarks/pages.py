@@ -42,7 +42,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "endurance-*": engine.endurance,
         },
     ),
-    "placement": ("Experts in GPU memory", {"placement": gpu.placement}),
+    "placement": ("Experts in GPU memory", {"placement": gpu.placement, "residency*": gpu.residency}),
     "steps": ("A decode step of a GPU", {"profile*": gpu.profile, "launches*": gpu.launches}),
     "quality": (
         "How near to the model",

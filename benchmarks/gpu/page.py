@@ -1,4 +1,4 @@
-"""The page of a GPU's engine: sections for gpu*, placement*, profile*, attention*, served-* and backlog-*.json."""
+"""The page of a GPU's engine: sections for gpu*, placement, residency*, profile*, attention*, served-* and others."""
 
 from statistics import median
 from typing import Any
@@ -128,6 +128,25 @@ def placement(result: dict[str, Any]) -> list[str]:
             points.values(),
         ),
     ]
+
+
+def residency(result: dict[str, Any]) -> list[str]:
+    """Experts in GPU memory, by routing and by what was known at the start."""
+    return section(
+        f"{result['model']}: experts in GPU memory, by routing",
+        f"{result['share']:.0%} of the experts are there. Cold: a start with any experts; learned: the last of some "
+        "rounds; known: a start with the experts that were used most in these. Found: share of recent uses; CPU: what "
+        f"its experts read in the round; bus: what came to the GPU. Rounds of {result['output_tokens']} tokens after "
+        f"random prompts of {result['prompt_tokens']}; {graphics(result)}; {taken(result)}. `{result['command']}`",
+        {
+            "routing": "{routing}", "start": "{start}", **_STEP, **_FASTEST,
+            "found": lambda row: "-" if row["found"] is None else f"{row['found']:.1%}",
+            "moves": "{moves:.0f}", "CPU GB": "{cpu_experts_gb:.1f}", "CPU s": "{cpu_experts_s:.2f}",
+            "bus GB": "{bus_gb:.1f}", "fetched": "{fetched_share:.0%}", **_PROBE,
+        },
+        result["figures"],
+        words=2,
+    )  # fmt: skip
 
 
 def launches(result: dict[str, Any]) -> list[str]:
