@@ -38,13 +38,12 @@ def test_experts_are_found_after_moves_and_at_once_if_they_are_known(tmp_path: P
     on_cpu: Any = SimpleNamespace(
         engine=engine, decoder=model.module, prompts=lambda rows, seed: prompts(rows, 16, size, seed=seed)
     )
-    figures = measure(on_cpu, 2, tokens=50)
+    figures = measure(on_cpu, 2, tokens=40)
     engine.close()
-    assert figures["cold"]["moves"] > 0
-    assert figures["cold"]["found"] < 0.95
-    assert figures["learned"]["found"] > 0.95
-    assert figures["known"]["found"] == 1.0 and figures["known"]["moves"] == 0
-    assert figures["known"]["cpu_experts_gb"] == 0 < figures["cold"]["cpu_experts_gb"]
+    cold, learned, known = (figures[start] for start in ("cold", "learned", "known"))
+    assert cold["moves"] > 0 == learned["moves"] == known["moves"]
+    assert cold["found"] < learned["found"] < known["found"] == 1.0  # averages of the last hundreds of steps
+    assert cold["cpu_experts_gb"] > 0 == learned["cpu_experts_gb"] == known["cpu_experts_gb"]
 
 
 def test_a_page_has_each_routing_and_start() -> None:
