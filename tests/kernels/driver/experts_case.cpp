@@ -20,6 +20,7 @@ namespace {
 constexpr size_t kMostWork = 3'000'000;  // multiplications of a reference
 constexpr double kRounding = 1e-4;       // of float32 sums, relative to their magnitude
 constexpr double kTileRounding = 0.03;   // of weights and activations to bf16: many standard deviations
+constexpr double kTileStep = 0x1p-23;    // of small weights, relative to the largest one with the same unit
 
 // One matrix of all experts.
 struct Stack {
@@ -39,6 +40,8 @@ struct Stack {
         for (const Matrix& matrix : matrices) result.data.push_back(matrix.data());
         return result;
     }
+
+    double largest() const { return matrices[0].largest(); }
 
     bool good() const {
         return std::ranges::all_of(matrices, [](const Matrix& matrix) { return matrix.bad_rows().empty(); });
@@ -106,7 +109,10 @@ struct Layer {
         const double bias = stack.bias_of(expert, row), size = std::fabs(factor);
         if (!(product.size * std::max(1.0, size) < (tiles ? 1e27 : 1e30))) return {0, INFINITY};  // sums may overflow
         const double error = kRounding * (size * product.size + std::fabs(bias)) + 1e-30;
-        return {factor * product.value + bias, error + (tiles ? size * kTileRounding * product.root : 0)};
+        // Gate and up have one unit, since they share the rows of x.
+        const double largest = &stack == &down ? 0 : std::max(gate.largest(), up.largest());
+        const double of_tiles = kTileRounding * product.root + kTileStep * largest * product.sum;
+        return {factor * product.value + bias, error + (tiles ? size * of_tiles : 0)};
     }
 
     // Computes expert(factor * x), each number with the error that it may have. `tiles`: whether gate, up and down use

@@ -158,7 +158,7 @@ void Matrix::fill(Random& random) {
 }
 
 Matrix::Product Matrix::times(size_t row, const std::vector<double>& x) const {
-    Product product{0, 0, 0};
+    Product product{0, 0, 0, 0};
     const float* weights = weights_.data() + row * columns_;
     for (size_t begin = 0; begin < columns_; begin += kSuperblock) {
         const size_t end = std::min(columns_, begin + kSuperblock);
@@ -173,6 +173,7 @@ Matrix::Product Matrix::times(size_t row, const std::vector<double>& x) const {
         }
         product.size += (largest + 0x1p-7 * largest_) * sum;
         product.root += largest * largest * squares;
+        product.sum += sum;
     }
     product.root = std::sqrt(product.root);
     return product;

@@ -27,6 +27,8 @@ class Matrix {
 
     double weight(size_t row, size_t column) const { return weights_[row * columns_ + column]; }
 
+    // The largest weight of this matrix and of those that share its tiles' unit.
+    double largest() const { return largest_; }
     void share_tiles_with(const Matrix& other) { largest_ = std::max(largest_, other.largest_); }
 
     // A row times x: the product, and a bound of the magnitude of all partial sums. The bound includes a small share of
@@ -35,6 +37,7 @@ class Matrix {
         double value, size;
         double
             root;  // of the sum of squared terms, in which a superblock's largest weight stands for each of its weights
+        double sum;  // of the magnitudes of x
     };
     Product times(size_t row, const std::vector<double>& x) const;
 
