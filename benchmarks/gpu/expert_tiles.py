@@ -97,7 +97,7 @@ CHOICES: dict[str, Choice] = {
     "cores 64x128, permuted": _cores(CoreTile(64, 128, 2, 4, permuted=True), least=256),
     "cores 64x128, permuted, 3 stages": _cores(CoreTile(64, 128, 3, 4, permuted=True), least=256),
     "cores 128x128, permuted": _cores(CoreTile(128, 128, 2, 8, permuted=True), least=2048),
-    "cores 128x128, permuted, 3 stages": _cores(CoreTile(128, 128, 3, 8, permuted=True), least=2048),
+    "cores 128x64, permuted, 3 stages": _cores(CoreTile(128, 64, 3, 8, permuted=True), least=2048),
     "decoded": Choice(None, least=64),
 }
 

@@ -20,6 +20,7 @@ from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
+from ktqueue.operators.gpu.kernels.operation import dependent_launches
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.gpu.kernels.router import Scoring
@@ -56,6 +57,7 @@ class GpuDecoder(Operator):
         self._dense_bytes = 0
         self._experts: ExpertMemory | None = None
         self._rotary: Rotary | None = None
+        self._launches_early = False
         self.trials = Trials()
         """Read by `prepare_device`."""
 
@@ -209,14 +211,27 @@ class GpuDecoder(Operator):
         on the device. Raises RuntimeError before `prepare_device`."""
         if self._experts is None or self._rotary is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
-        residual, positions = self._embedding.embed(input_ids[0]), position_ids[0]
+        with dependent_launches(self._launches_early):
+            return self._run(input_ids[0], position_ids[0], logits_to_keep, step, self._rotary, self._experts)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_to_keep: torch.Tensor,
+        step: StepContext,
+        rotary: Rotary,
+        memory: ExpertMemory,
+    ) -> DecoderOutput:
+        """ids, positions: [tokens] int64. See `forward`."""
+        residual = self._embedding.embed(ids)
         if self.facts.embedding_scale != 1:
             residual.mul_(self.facts.embedding_scale)
         tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
-        experts = self._experts.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
+        experts = memory.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
         kept = logits_to_keep if scored < tokens else None
-        x = self._run_layers(residual, positions, self._rotary, step, kept, experts)
+        x = self._run_layers(residual, positions, rotary, step, kept, experts)
         if scored == 0:
             return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
         logits = self._head(x, dtype=torch.float32)

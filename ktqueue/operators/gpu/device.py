@@ -12,3 +12,8 @@ def is_gpu(device: torch.device | str) -> bool:
     Raises RuntimeError for a device that torch does not know.
     """
     return torch.device(device).type == "cuda"
+
+
+def launches_dependents(device: torch.device | str) -> bool:
+    """Whether a kernel on `device` can be launched before the one before it has ended."""
+    return is_gpu(device) and torch.cuda.get_device_capability(device)[0] >= 9

@@ -11,10 +11,12 @@ class Trials:
     tests turn them on.
 
     decode_experts: long steps decode a layer's experts once (experts/decoding.py). decode_from: the tokens of the
-    shortest such step; None: measured on this machine, and none on CPU tensors.
+    shortest such step; None: measured on this machine, and none on CPU tensors. dependent_launches: kernels are
+    launched before the one before them has ended, if all experts are on the GPU (kernels/operation.py).
     """
 
     decode_experts: bool = False
+    dependent_launches: bool = False
     decode_from: int | None = None
 
 

@@ -26,7 +26,7 @@ from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
-from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
+from ktqueue.operators.gpu.kernels.operation import dependent_launches, kernels_on_any_device
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
@@ -52,14 +52,16 @@ class _Driver:
 @contextmanager
 def compiling() -> Iterator[list[str]]:
     """Launches compile only, whatever device their tensors are on. Gives the names of the kernels, as they come, with
-    "+volatile" behind those that have such loads."""
+    "+volatile" behind those that have such loads, and "+waits" behind those that wait for the kernel before."""
     names: list[str] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"]
-        names.append(self.fn.__name__ + "+volatile" * ("ld.volatile" in kernel.asm["ptx"]))
+        ptx = kernel.asm["ptx"]
+        waits = "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+        names.append(self.fn.__name__ + "+volatile" * ("ld.volatile" in ptx) + "+waits" * waits)
         return kernel
 
     driver.set_active(_Driver())
@@ -291,6 +293,11 @@ def compile_topic(topic: str) -> None:
     elif topic == "decoded experts":
         decoded(RECORD, SILU, biased=False)
         decoded(ExpertRecord("MXFP4", "MXFP4", "BF16", 2880, 2880), GateFacts("swiglu_clamped", 1.7, 7.0), biased=True)
+    elif topic == "dependent launches":
+        with dependent_launches(True):
+            between_matrices()
+            experts(1)
+            panel_matrices()
     elif topic == "matrices":
         panel_matrices()
     elif topic == "sampling":

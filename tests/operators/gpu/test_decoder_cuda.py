@@ -10,6 +10,7 @@ from decoder_families import SEQUENCES, Cache, make_model, make_planner_for
 from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
+from ktqueue.operators.gpu.settings import Trials
 
 from .captured_steps import Captured
 
@@ -59,6 +60,28 @@ def test_captured_steps_equal_eager_ones(
     if share < 1:
         statistics = decoder.statistics()
         assert (statistics["expert_prediction_hits"] > 0) == (method == "flags")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "llama4"])
+def test_kernels_that_are_launched_early_compute_the_same(family: str, make_decoder: Callable[..., Any]) -> None:
+    """Captured steps are compared with eager ones whose kernels follow one another."""
+    model, everything = make_model(family).to(torch.bfloat16), 1 << 40
+    usual, early = (
+        make_decoder(model, "Q8_0", expert_memory_bytes=everything, trials=Trials(dependent_launches=on))
+        for on in (False, True)
+    )
+    prompts = {"s0": SEQUENCES["s0"][:1], "s1": SEQUENCES["s1"][:9]}
+    with torch.inference_mode():
+        expected, found = (Cache(decoder, device="cuda", planner=make_planner_for) for decoder in (usual, early))
+        found._free.remove(found.kv.pages - 1)  # the scratch page: see Captured
+        captured = Captured(early, found)
+        for cache in (expected, found):
+            cache.step(prompts)
+        for i in range(20):
+            tokens = {name: (7 * i + len(name)) % 90 for name in prompts}
+            logits = expected.step({name: [token] for name, token in tokens.items()})
+            replayed = captured.step(tokens)
+            torch.testing.assert_close(replayed, logits, atol=0.1 * logits.abs().max().item(), rtol=0)
 
 
 def test_a_model_on_the_gpu_may_have_experts_on_the_cpu(

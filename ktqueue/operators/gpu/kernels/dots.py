@@ -231,7 +231,12 @@ def add_products(
     for m in tl.static_range(M):
         x_slab = x_rows[m] * SLAB_COUNT + slab
         added = sums[m]
-        if not SKIPS or m == 0 or m < count:
+        if SKIPS and m > 0:
+            if m < count:
+                added += _times_row(
+                    tile, scale, minimum, second_scale, second_minimum, x_slab, inside, codes, scales, code_sums, FORMAT
+                )
+        else:
             added += _times_row(
                 tile, scale, minimum, second_scale, second_minimum, x_slab, inside, codes, scales, code_sums, FORMAT
             )

@@ -19,7 +19,7 @@ from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, list_pairs
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, DotTile, DotTiles
-from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB
 from ktqueue.operators.native import GateFacts
 
@@ -82,9 +82,10 @@ def _quantise(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _prepare_kernel(
     x, ids, offsets, codes, scales, sums, sorted_pairs, starts, counts,
     pairs, experts, x_stride,
-    SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr, CHUNK: tl.constexpr,
+    SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr, CHUNK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. experts - 1 list the pairs of an expert (none if CHUNK is 0); the others quantise a row."""
+    wait_for_previous(WAITS)
     program = tl.program_id(0)
     if CHUNK > 0:
         if program < experts:
@@ -141,7 +142,9 @@ def _experts_kernel(
     S: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
+    wait_for_previous(WAITS)
     n = tl.program_id(0) * N + tl.arange(0, N)
     program = tl.program_id(1)
     if OWN:
@@ -241,6 +244,7 @@ def prepare(
         SLAB_COUNT=slabs,
         SLABS=min(triton.next_power_of_2(slabs), 128),
         CHUNK=0 if is_unsorted else triton.next_power_of_2(number),
+        **launch_options(),
     )  # fmt: skip
     return rows, None if is_unsorted else lists
 
@@ -285,6 +289,7 @@ def _launch(
         S=tile.slabs,
         N=tile.rows,
         STAGES=tile.stages or None,
+        **launch_options(),
         num_warps=tile.warps,
         maxnreg=tile.registers,
     )  # fmt: skip

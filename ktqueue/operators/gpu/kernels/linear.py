@@ -3,7 +3,7 @@
 import torch
 
 from ktqueue.operators.gpu.device import is_gpu
-from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.operation import launch_options, runs_kernel, tl, triton, wait_for_previous
 
 FEW_ROWS = 4
 """Up to here our kernel reads a matrix faster; for more rows, tensor cores (torch's kernels) are needed to keep up."""
@@ -17,6 +17,7 @@ _PROGRAMS = 512
 def _few_rows_linear(
     x, weight, bias, out, outputs, x_stride,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_OUT outputs of all tokens. It requests whole rows of weights at once, so that what is in
     flight covers the latency of memory."""
@@ -28,6 +29,8 @@ def _few_rows_linear(
         column = step * BLOCK + tl.arange(0, BLOCK)
         mask = (output < outputs)[:, None] & (column < COLUMNS)[None, :]
         w = tl.load(rows + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if step == 0:
+            wait_for_previous(WAITS)  # while weights arrive, which no kernel of a step writes
         for t in tl.static_range(TOKENS):
             row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
             sums += tl.where(token == t, tl.sum(w * row[None, :], axis=1)[None, :], 0.0)
@@ -47,7 +50,8 @@ def few_rows_linear(
     """x [tokens, columns] times weight [outputs, columns] transposed, plus bias [outputs] -> [tokens, outputs].
 
     The same as torch.nn.functional.linear, which computes it except for 1 to FEW_ROWS tokens of 16 bits on a GPU: with
-    one row torch reaches only a part of the memory bandwidth. Sums are float32. Rows of x may be strided. `dtype` of
+    one row torch reaches only a part of the memory bandwidth. `weight` must not be written in the same step: see
+    `dependent_launches`. Sums are float32. Rows of x may be strided. `dtype` of
     the result is that of x, or float32, which keeps the sums unrounded.
     """
     few = 1 <= x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype != torch.float32
@@ -78,6 +82,7 @@ def _launch(
         BLOCK_OUT=block_out,
         BLOCK=block,
         STEPS=triton.cdiv(columns, block),
+        **launch_options(),
         num_warps=4,
     )  # fmt: skip
     return out

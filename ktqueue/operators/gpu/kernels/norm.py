@@ -7,7 +7,14 @@ captured in a CUDA graph.
 import torch
 
 from ktqueue.operators.gpu.device import is_gpu
-from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.operation import (
+    check_fits,
+    launch_options,
+    runs_kernel,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 
 @triton.jit
@@ -28,6 +35,7 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     LAYER: tl.constexpr,
     SCALED: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """One program per token. LAYER: the norm is a LayerNorm. FROM_HOST: `added` is in host memory and is read past the
     caches. The CPU has just written it, and L2 may still hold the old contents."""
@@ -35,8 +43,9 @@ def _add_rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     element = token * HIDDEN + column
-    x = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
     scales = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(WAITS)
+    x = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
         if FROM_HOST:
             x += tl.load(added + element, mask=inside, other=0.0, volatile=True).to(tl.float32)
@@ -115,6 +124,7 @@ def add_rms_norm(
                 BLOCK=block,
                 LAYER=weight.dim() == 2,
                 SCALED=scale != 1,
+                **launch_options(),
                 num_warps=min(max(block // 256, 1), 16),  # 8 columns per thread: loads of 16 bytes in bf16
             )  # fmt: skip
         return normed

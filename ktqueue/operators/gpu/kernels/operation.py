@@ -13,7 +13,17 @@ import torch
 
 from ktqueue.operators.gpu.device import is_gpu
 
-__all__ = ["INTERPRETED", "check_fits", "kernels_on_any_device", "runs_kernel", "tl", "triton"]
+__all__ = [
+    "INTERPRETED",
+    "check_fits",
+    "dependent_launches",
+    "kernels_on_any_device",
+    "launch_options",
+    "runs_kernel",
+    "tl",
+    "triton",
+    "wait_for_previous",
+]
 
 
 class MissingTriton:
@@ -56,6 +66,37 @@ def kernels_on_any_device() -> Iterator[None]:
         yield
     finally:
         _ANY_DEVICE.reset(token)
+
+
+_DEPENDENT = ContextVar("dependent_launches", default=False)
+
+
+@contextmanager
+def dependent_launches(on: bool) -> Iterator[None]:
+    """If `on`, launch kernels that call `wait_for_previous` before the kernel before them has ended: programmatic
+    dependent launch. Needs a GPU of compute capability 9.0 or later."""
+    token = _DEPENDENT.set(on)
+    try:
+        yield
+    finally:
+        _DEPENDENT.reset(token)
+
+
+def launch_options() -> dict[str, bool]:
+    """Options of a launch whose kernel has the constant WAITS and passes it to `wait_for_previous`."""
+    return {"WAITS": True, "launch_pdl": True} if _DEPENDENT.get() else {"WAITS": False}
+
+
+@triton.jit
+def wait_for_previous(WAITS: tl.constexpr):
+    """Wait until the kernel before this one has ended and its writes can be read. Then let the next kernel begin.
+
+    A kernel with WAITS must call it in every program, before it reads what a step writes and before its first write. So
+    whoever has waited knows that all earlier kernels have ended too, not only the one before.
+    """
+    if WAITS and not INTERPRETED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def check_fits(fits: bool, name: str, **tensors: torch.Tensor | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.copy_stream import host_bytes
 from ktqueue.operators.gpu.kernels import dots, formats, panel_layout
-from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.operation import launch_options, runs_kernel, tl, triton, wait_for_previous
 from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS
 from ktqueue.operators.packed import PackedMatrix
 
@@ -162,8 +162,10 @@ def _few_rows_kernel(
     ROWS: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr, PANEL_BYTES: tl.constexpr,
     SECOND_ROWS: tl.constexpr, SECOND_FORMAT: tl.constexpr, SECOND_SUPERBLOCK_BYTES: tl.constexpr,
     SECOND_PANEL_BYTES: tl.constexpr, SLAB_COUNT: tl.constexpr, TOKENS: tl.constexpr, S: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program per panel. SECOND_ROWS 0: there is no second part."""
+    wait_for_previous(WAITS)
     program = tl.program_id(0)
     panels: tl.constexpr = (ROWS + 15) // 16
     if SECOND_ROWS == 0 or program < panels:
@@ -206,6 +208,7 @@ def _launch_few_rows(
         SLAB_COUNT=slabs,
         TOKENS=tokens,
         S=at_once,
+        **launch_options(),
         num_warps=max(1, at_once * PANEL_ROWS // 128),
     )  # fmt: skip
 

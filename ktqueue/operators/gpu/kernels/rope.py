@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.operators.gpu.kernels.norm import rms_norm
-from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.operation import (
+    check_fits,
+    launch_options,
+    runs_kernel,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 FP8_MAX = 448.0
 """The largest number of float8_e4m3fn. Values written to a cache of that type saturate there."""
@@ -137,11 +144,12 @@ def _qk_norm_rope_append(
     qkv, q_norm, k_norm, v_norm, cosine, sine, positions, slot_mapping, query, keys, values, stride, epsilon, clip,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_BLOCK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    CLIP: tl.constexpr, AFTER: tl.constexpr, VALUES: tl.constexpr, TABLE: tl.constexpr,
+    CLIP: tl.constexpr, AFTER: tl.constexpr, VALUES: tl.constexpr, TABLE: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program for GROUP heads of a token: first those of the query, then of the key, then of the value.
 
     VALUES: there are values; otherwise they are the keys. TABLE: columns of the rotary tables."""
+    wait_for_previous(WAITS)
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     K_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
     token = (tl.program_id(0) // (Q_GROUPS + 2 * K_GROUPS)).to(tl.int64)
@@ -255,6 +263,7 @@ def qk_norm_rope_append(
                 AFTER=norm_after_rotary,
                 VALUES=parts[2] > 0,
                 TABLE=cosine.stride(0),
+                **launch_options(),
                 num_warps=4 if whole else max(group * half_block // 256, 1),
             )  # fmt: skip
         return query

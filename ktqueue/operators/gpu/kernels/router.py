@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.operation import (
+    check_fits,
+    launch_options,
+    runs_kernel,
+    tl,
+    triton,
+    wait_for_previous,
+)
 
 SIGMOID_SUM_FLOOR = 1e-20
 """Added to a sum of sigmoids before dividing by it (transformers' DeepseekV3MoE), because all of them may be 0."""
@@ -90,9 +97,10 @@ def _route(
     scale, stride, jitter,
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
-    JITTER: tl.constexpr,
+    JITTER: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program per token."""
+    wait_for_previous(WAITS)
     token = tl.program_id(0)
     expert = tl.arange(0, EXPERT_BLOCK)
     slot = tl.arange(0, CHOSEN_BLOCK)
@@ -220,6 +228,7 @@ def route(
                 SIGMOID=sigmoid,
                 SUM_FLOOR=SIGMOID_SUM_FLOOR,
                 JITTER=jitter != 0,
+                **launch_options(),
                 num_warps=1 if block <= 256 else 4,
             )  # fmt: skip
         return Routing(ids, weights)

@@ -11,6 +11,7 @@ import torch
 
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.operation import dependent_launches, launch_options
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
 
@@ -45,6 +46,27 @@ def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
     linear = {"_prepare", "_delta_rule", "_gated_norm"}
     assert set(compiled_for_h200("between matrices", tmp_path)) == names | linear | {"_add_rms_norm+volatile"}
+
+
+@pytest.mark.compiled
+def test_kernels_of_short_steps_can_wait_for_the_one_before(tmp_path: Path) -> None:
+    """Others are launched as usual, after the end of the one before."""
+    found = set(compiled_for_h200("dependent launches", tmp_path))
+    waiting = {name.split("+")[0] for name in found if name.endswith("+waits")}
+    matrices = {"_few_rows_linear", "_few_rows_kernel", "_prepare_kernel", "_experts_kernel"}
+    assert waiting == {"_add_rms_norm", "_qk_norm_rope_append", "_route"} | matrices
+    usual = {"_gated", "_prepare", "_delta_rule", "_gated_norm", "_decode_kernel"}
+    assert {name for name in found if not name.endswith("+waits")} == usual
+
+
+def test_only_kernels_that_wait_are_launched_early() -> None:
+    """The constant and the option of the launch go together, and end with the block."""
+    assert launch_options() == {"WAITS": False}
+    with dependent_launches(True):
+        assert launch_options() == {"WAITS": True, "launch_pdl": True}
+        with dependent_launches(False):
+            assert launch_options() == {"WAITS": False}
+    assert launch_options() == {"WAITS": False}
 
 
 def test_operations_import_without_triton() -> None:
