@@ -38,11 +38,11 @@ class DraftCosts:
         self._foreseen = 0.0  # steps that the drafts of the last step lose if all are wrong
         self._in_a_row = 0  # steps with drafts
 
-    def best(self, tokens: int, chances: Many[float], *, decodes: bool) -> int:
+    def best(self, tokens: int, chances: Many[float], *, decodes: bool, making: Many[float] = ()) -> int:
         """How many drafts to add to a step of `tokens` tokens.
 
-        chances: that each draft is right, the likeliest first. `decodes`: whether each row computes one token. Without
-        costs it is 0.
+        chances: that each draft is right, the likeliest first. making: seconds to make the first draft, the first two
+        and so on; without them none. `decodes`: whether each row computes one token. Without costs it is 0.
         """
         costs = self._decode if decodes else self._all
         if not chances or not costs.points or self._in_a_row >= UNDRAFTED_EVERY - 1:
@@ -54,20 +54,29 @@ class DraftCosts:
         for count, chance in enumerate(chances, 1):
             expected += chance
             seconds = max(seconds, costs.seconds(tokens + count))  # old costs may be too low
-            if seconds + drafted - usual > self._balance * usual:
+            whole = seconds + drafted + (making[count - 1] if making else 0.0)
+            if whole - usual > self._balance * usual:
                 break
-            if expected / (seconds + drafted) > best_rate:
-                best, best_rate = count, expected / (seconds + drafted)
-                self._foreseen = max(0.0, (seconds + drafted - usual) / usual)
+            if expected / whole > best_rate:
+                best, best_rate = count, expected / whole
+                self._foreseen = max(0.0, (whole - usual) / usual)
         return best
 
     def learn(
-        self, tokens: int, drafted: int, accepted: int, seconds: float, between: float | None, *, decodes: bool
+        self,
+        tokens: int,
+        drafted: int,
+        accepted: int,
+        seconds: float,
+        between: float | None,
+        *,
+        decodes: bool,
+        making: float = 0.0,
     ) -> None:
         """Learn from a step of `tokens` tokens that took `seconds`.
 
         drafted, accepted: those of its tokens that were drafts, and right ones. between: seconds from the end of the
-        step before to its beginning; None: the engine had no work.
+        step before to its beginning, without those for `making` drafts; None: the engine had no work.
         """
         alone = max(1, tokens - drafted)
         if decodes:
@@ -78,7 +87,7 @@ class DraftCosts:
         saved = 0.0
         if drafted:
             usual = (self._decode if decodes else self._all).seconds(alone) + self._seconds_between()
-            taken = seconds + (self._seconds_between() if between is None else between)
+            taken = seconds + making + (self._seconds_between() if between is None else between)
             saved = usual * (alone + accepted) / alone - taken
             saved = max(-self._foreseen - MOST_SURPRISE, saved / max(usual, 1e-9))
         self._balance = min(MOST_BALANCE, self._balance + ALLOWED_LOSS + saved)

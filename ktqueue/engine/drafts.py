@@ -5,7 +5,10 @@ would have drawn. The step computes the logits after the last token and after ea
 always, one after another, as long as the draft before is right. What wrong drafts wrote to the cache is overwritten.
 """
 
+from collections import Counter
+
 from ktqueue.engine.draft_costs import DraftCosts
+from ktqueue.engine.draft_model import DraftModel
 from ktqueue.engine.lookup import LONGEST, Lookup
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.sequence import Sequence
@@ -19,15 +22,16 @@ MOST_OF_A_STEP = 64  # drafts of all sequences, since each needs logits
 class Drafts:
     """Adds drafts to planned steps, at most `most` for each sequence, and accepts the right ones.
 
-    drafted, accepted: drafts so far. probed: so many drafts are added to each row whatever they cost and are; 0: only
-    those that raise the tokens computed in a second.
+    model: makes the drafts; None: they are looked up in the sequence. drafted, accepted: drafts so far. probed: so many
+    drafts are added to each row whatever they cost and are; 0: only those that raise the tokens computed in a second.
     """
 
-    def __init__(self, rows: Rows, costs: StepCosts, most: int) -> None:
+    def __init__(self, rows: Rows, costs: StepCosts, most: int, model: DraftModel | None = None) -> None:
         self.drafted = self.accepted = self.probed = 0
         self.costs = DraftCosts(costs)
         self._rows = rows
         self._most = most
+        self._model = model
         self._drafted_now = self._accepted_now = 0  # in the step that is planned
         self._last_ended: float | None = None  # when the step before ended; None: the engine had no work since
         self._rates = [RATE_BY_TOKEN * max(0, matched - 1) for matched in range(LONGEST + 1)]
@@ -38,11 +42,15 @@ class Drafts:
         They take no pages that another running sequence may need next.
         """
         self._drafted_now = self._accepted_now = 0
+        counts: dict[Sequence, int] = {}
         for sequence, wanted in self._wanted(plan, room).items():
             count = min(wanted, self._rows.room_beside_others(sequence) - 1)
             if count > 0 and self._rows.allocate(sequence, 1 + count, plan):
-                plan.add_drafts(sequence, self._lookup(sequence).drafts(count))
-                self._drafted_now += count
+                counts[sequence] = count
+        for sequence, drafts in self._make(counts).items():
+            if drafts and sequence in plan.rows:
+                plan.add_drafts(sequence, drafts)
+                self._drafted_now += len(drafts)
         self.drafted += self._drafted_now
 
     def are_wanted(self, plan: StepPlan) -> bool:
@@ -63,7 +71,10 @@ class Drafts:
         right, and all before it, it is computed. The token after it may be known too, if a grammar forced it.
         """
         drafts = plan.drafts[sequence]
-        if drafts[number : number + 1] != [sequence.tokens.item(sequence.num_computed_tokens)]:
+        is_right = drafts[number : number + 1] == [sequence.tokens.item(sequence.num_computed_tokens)]
+        if self._model is not None and drafts:
+            self._model.learn(sequence, is_right=is_right)
+        if not is_right:
             drafts.clear()
             return False
         self.accepted += 1
@@ -78,8 +89,11 @@ class Drafts:
         """
         drafted, accepted = self._drafted_now, self._accepted_now
         decodes = plan.tokens == len(plan.rows) + drafted
-        between = None if self._last_ended is None else began - self._last_ended
-        self.costs.learn(plan.tokens, drafted, accepted, ended - began, between, decodes=decodes)
+        making, reading = self._model.take_seconds() if self._model is not None else (0.0, 0.0)
+        between = None if self._last_ended is None else max(0.0, began - self._last_ended - making - reading)
+        self.costs.learn(plan.tokens, drafted, accepted, ended - began, between, decodes=decodes, making=making)
+        if self._model is not None and not drafted:
+            self._model.recover()
         self._last_ended = ended if has_more else None
         self._drafted_now = self._accepted_now = 0
 
@@ -102,18 +116,33 @@ class Drafts:
                 chances += [(chance, sequence) for chance in found[ahead:]]
         chances.sort(key=lambda chance: -chance[0])
         chances = chances[: min(room, MOST_OF_A_STEP)]
-        best = len(chances) if self.probed else self._best(plan, [chance for chance, _ in chances])
         counts: dict[Sequence, int] = {}
-        for _, sequence in chances[:best]:
+        depths: list[int] = []  # most drafts of a row, with the first of `chances`, the first two and so on
+        for _, sequence in chances:
             counts[sequence] = counts.get(sequence, 0) + 1
-        return counts
+            depths.append(max(counts[sequence], depths[-1] if depths else 0))
+        if self.probed:
+            return counts
+        making = [] if self._model is None else [depth * self._model.pass_seconds for depth in depths]
+        decodes = plan.tokens == len(plan.rows)
+        best = self.costs.best(plan.tokens, [chance for chance, _ in chances], decodes=decodes, making=making)
+        return dict(Counter(sequence for _, sequence in chances[:best]))
 
-    def _best(self, plan: StepPlan, chances: list[float]) -> int:
-        return self.costs.best(plan.tokens, chances, decodes=plan.tokens == len(plan.rows))
+    def _make(self, counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        """So many drafts of each sequence, or fewer if the grammar does not allow them."""
+        if self._model is None:
+            return {sequence: self._lookup(sequence).drafts(count) for sequence, count in counts.items()}
+        found = self._model.drafts(counts)
+        for sequence, drafts in found.items():
+            if sequence.matcher is not None:
+                del drafts[sequence.matcher.count_allowed(drafts) :]
+        return found
 
     def _chances(self, sequence: Sequence, most: int, *, is_known: bool) -> list[float]:
         """The chances of the next `most` drafts, as far as the grammar allows them. is_known: its state is that of the
         last token."""
+        if self._model is not None:
+            return self._model.chances(sequence, most)
         lookup = self._lookup(sequence)
         found = lookup.chances(most)
         if found and is_known and sequence.matcher is not None:

@@ -20,6 +20,7 @@ from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
 from ktqueue.engine.batch import Batch, BatchBuilder
+from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
@@ -58,7 +59,7 @@ class Engine:
     its completion have at most `max_model_len` tokens. `planner` plans attention on a device; without it everything
     runs on the CPU. `progress` is called while decode steps are captured, which then take `graph_bytes` of device
     memory. Instead of these two, the result of `make_parts` can be given as `parts`. `clock` gives the default
-    `arrival` in seconds. `max_prompt_rows`: see `Scheduler`. `auto_rows`: see `Rows`.
+    `arrival` in seconds. `max_prompt_rows`: see `Scheduler`. `auto_rows`: see `Rows`. `draft`: see `make_parts`.
     """
 
     def __init__(
@@ -76,15 +77,17 @@ class Engine:
         clock: Callable[[], float] = time.time,
         max_prompt_rows: int = MAX_PROMPT_ROWS,
         auto_rows: bool = False,
+        draft: DraftSource | None = None,
     ) -> None:
-        parts = parts or make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, progress)
+        sizes = num_pages, max_model_len
+        parts = parts or make_parts(model, vocabulary, layout, config, *sizes, planner, progress, draft)
         self._times = StepTimes()
         self.recorder: StepRecorder | None = None  # of a profile: see `start_profile`
         self._clock = clock
         self.costs = StepCosts(config.step_tokens)
         """What a step costs: the scheduler learns it from each step, and from probes before the first."""
         self._rows = Rows(
-            Pages(num_pages, parts.kv.copy_page),
+            Pages(num_pages, parts.copy_page),
             page_size=layout.page_size,
             max_num_seqs=min(config.rows, config.step_tokens),  # every decode row must fit into a step
             prefix_caching=config.enable_prefix_caching,
@@ -93,7 +96,7 @@ class Engine:
             auto_rows=auto_rows,
             states=States(parts.kv.slots) if layout.linear else None,
         )
-        self.drafts = Drafts(self._rows, self.costs, config.max_draft_tokens)
+        self.drafts = Drafts(self._rows, self.costs, config.max_draft_tokens, parts.draft_model)
         """Adds drafts to steps, if the parts and the settings allow it."""
         drafts = self.drafts if parts.may_draft else None
         self._scheduler = Scheduler(
@@ -226,7 +229,7 @@ class Engine:
                 raise
             if finish is not None:
                 self._early_outputs.append(self._requests.output(sequence, (), "", finish))
-        if unfinished := [choice for choice in request.sequences if _runs(choice)]:
+        if unfinished := [choice for choice in request.sequences if choice.is_unfinished]:
             leader, *leader.forks = unfinished
             self._rows.add(leader)
         elif not request.sequences:
@@ -279,7 +282,7 @@ class Engine:
         outputs += self._score_prompts(batch, logits) if batch.prompts else []
         outputs += self._postprocess(plan, ready, selection)
         self.drafts.learn(plan, began, sampled, has_more=bool(self._requests))
-        outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if _runs(done)]
+        outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if done.is_unfinished]
         written = time.monotonic()
         self._next.launch(launch_next, redrawn=selection.redrawn)
         times = started, planned, built, launched, committed, sampled, written, time.monotonic(), selection.waited
@@ -380,7 +383,7 @@ class Engine:
         """Add the new tokens to their sequences, finish those that end, and make the outputs."""
         outputs = []
         for row, (_, sequence, ahead) in enumerate(ready):
-            if not _runs(sequence) or (ahead and not self.drafts.accept(plan, sequence, ahead - 1)):
+            if not sequence.is_unfinished or (ahead and not self.drafts.accept(plan, sequence, ahead - 1)):
                 continue
             if selection.finite[row]:
                 output = self._requests.advance(sequence, selection.token_ids[row], selection.logprobs.get(row))
@@ -392,8 +395,3 @@ class Engine:
                 output = self._requests.fail(sequence, no_token(sequence))
             outputs.append(output)
         return outputs
-
-
-def _runs(sequence: Sequence) -> bool:
-    """Whether the sequence has not ended, as by an error in this step."""
-    return sequence.status is not SequenceStatus.FINISHED

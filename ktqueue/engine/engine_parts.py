@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
+from ktqueue.engine.draft_model import DraftModel, DraftSource
 from ktqueue.engine.drafts import MOST_OF_A_STEP
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
@@ -34,6 +35,13 @@ class EngineParts:
     check_greedy: bool = True
     may_draft: bool = False
     drafts_apart: bool = False
+    draft_model: DraftModel | None = None
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of all caches."""
+        self.kv.copy_page(source, target)
+        if self.draft_model is not None:
+            self.draft_model.kv.copy_page(source, target)
 
 
 def make_parts(
@@ -45,11 +53,12 @@ def make_parts(
     max_model_len: int,
     planner: AttentionPlanner | None,
     progress: Progress | None,
+    draft: DraftSource | None = None,
 ) -> EngineParts:
     """Make the parts for the CPU if there is no attention `planner`, else those for `config.device`.
 
-    The device may be a CPU too, for tests. Captured steps are then called again instead of replayed. Raises ValueError
-    for a GPU without a planner.
+    The device may be a CPU too, for tests. Captured steps are then called again instead of replayed. `draft`: of the
+    draft model, if the settings want one; on the CPU only. Raises ValueError for a GPU without a planner.
     """
     device = config.device
     on_gpu = is_gpu(device)
@@ -62,7 +71,12 @@ def make_parts(
         selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
         cache = KVCache(layout, num_pages, slots=slots)
         may_draft = _may_draft(layout, config) and config.batch_invariant is not False
-        return EngineParts(cache, runner, selector, may_draft=may_draft)
+        draft_model = None
+        if draft is not None:
+            draft_cache = KVCache(draft.layout, num_pages)
+            draft_runner = HostRunner(draft.model, vocabulary.size)
+            draft_model = DraftModel(draft_runner, draft_cache, selector, draft.longest, config.step_tokens)
+        return EngineParts(cache, runner, selector, may_draft=may_draft, draft_model=draft_model)
     from ktqueue.engine.gpu.device_selector import (
         DeviceSelector,
     )  # which imports Triton: 0.3 s that a CPU need not wait
@@ -104,4 +118,4 @@ def _may_draft(layout: KVLayout, config: EngineConfig) -> bool:
     What a wrong draft wrote must be overwritten: states cannot be. Angles of another length would be needed for drafts
     beyond it.
     """
-    return config.speculation == "lookup" and not layout.linear and not layout.original_length
+    return config.speculation != "off" and not layout.linear and not layout.original_length

@@ -362,6 +362,7 @@ class Rows:
         for page in reversed(sequence.pages[: sequence.page_count].tolist()):
             self.pages.release(page)
         sequence.page_count = sequence.num_computed_tokens = 0
+        sequence.draft_progress = None
         if self.states is not None:
             self.states.release(sequence)
 

@@ -14,6 +14,7 @@ from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.engine.detokenizer import Detokenizer
+from ktqueue.engine.draft_progress import DraftProgress
 from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.lookup import Lookup
 from ktqueue.engine.noise import stream
@@ -104,6 +105,7 @@ class Sequence:
 
     __slots__ = (
         "detokenizer",
+        "draft_progress",
         "edits",
         "expects_likeliest",
         "forks",
@@ -145,6 +147,7 @@ class Sequence:
         self.detokenizer = detokenizer
         self.edits = edits
         self.lookup: Lookup | None = None  # made when the sequence may have drafts
+        self.draft_progress: DraftProgress | None = None  # in the cache of a draft model, while it has pages
         self.matcher = matcher  # follows the answer through its grammar, if it has one
         self.expects_likeliest = _expects_likeliest(request.sampling, edits)
         self.masks_in_advance = 0  # steps whose mask is computed before the likeliest token is known: see TokenMasks
@@ -169,6 +172,11 @@ class Sequence:
     def remaining(self) -> int:
         """Number of tokens to compute before the next one can be sampled; 1 when decoding."""
         return self.length - self.num_computed_tokens
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the sequence has not ended, as by an error in this step."""
+        return self.status is not SequenceStatus.FINISHED
 
     @property
     def samples(self) -> bool:

@@ -13,6 +13,7 @@ from ktqueue.answers.grammar import GrammarCompiler, Matcher
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
+from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.outputs import SequenceOutput
@@ -216,6 +217,8 @@ def make_engine(parts: str) -> Callable[..., Engine]:
         clock: Callable[[], float] = lambda: 0.0,
         change_parts: Callable[[EngineParts], EngineParts] = lambda parts: parts,
         max_prompt_rows: int = MAX_PROMPT_ROWS,
+        draft: Any = None,
+        draft_length: int = 0,
         **settings: Any,
     ) -> Engine:
         layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype=torch.float32)
@@ -224,7 +227,9 @@ def make_engine(parts: str) -> Callable[..., Engine]:
         )  # else the rows of a step would depend on the time that steps take
         config = EngineConfig(page_size=page_size, **settings)
         planner = TorchPlanner(page_size) if parts == "device" else None
-        made = change_parts(make_parts(model, vocabulary, layout, config, num_pages, max_model_len, planner, None))
+        source = DraftSource(draft, layout, draft_length or max_model_len) if draft else None
+        sizes = num_pages, max_model_len
+        made = change_parts(make_parts(model, vocabulary, layout, config, *sizes, planner, None, source))
         return Engine(
             model,
             vocabulary,

@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 TESTS = "tests/engine/test_drafts.py"
+MODEL = "tests/engine/test_draft_model.py"
 SAME = "drafts change no answer"
 ON_DEVICE = f"{TESTS}::test_answers_stay_the_same[device-0-18-free]"
 ANSWERS = f"{TESTS}::test_answers_stay_the_same[host-0-18-free]"
@@ -11,8 +12,8 @@ DRAFTS: dict[str, Mutation] = {
     "a wrong draft is accepted": Mutation(
         SAME,
         "ktqueue/engine/drafts.py",
-        "        if drafts[number : number + 1] != [sequence.tokens.item(sequence.num_computed_tokens)]:\n",
-        "        if not drafts:\n",
+        "        is_right = drafts[number : number + 1] == [sequence.tokens.item(sequence.num_computed_tokens)]\n",
+        "        is_right = bool(drafts)\n",
         (ANSWERS,),
     ),
     "what follows a wrong draft is accepted": Mutation(
@@ -59,24 +60,52 @@ DRAFTS: dict[str, Mutation] = {
         "        return True\n",
         (f"{TESTS}::test_answers_with_a_grammar_stay_the_same[400-1.0-host]",),
     ),
+    "a draft model draws with the noise of the last token": Mutation(
+        "a draft model is right as often as it can",
+        "ktqueue/engine/draft_model.py",
+        "ahead=[ahead] * len(live)",
+        "ahead=[0] * len(live)",
+        (f"{MODEL}::test_a_model_that_is_the_same_is_always_right[1.0]",),
+    ),
+    "wrong drafts stay in the cache of a draft model": Mutation(
+        "a draft model is right as often as it can",
+        "ktqueue/engine/draft_model.py",
+        "                if progress.ahead.pop(0) != sequence.tokens.item(progress.computed):\n",
+        "                if progress.ahead.pop(0) < 0:\n",
+        (f"{MODEL}::test_wrong_drafts_are_overwritten_in_its_cache",),
+    ),
+    "a draft model reads pages of another sequence": Mutation(
+        "a draft model is right as often as it can",
+        "ktqueue/engine/rows.py",
+        "        sequence.draft_progress = None\n",
+        "",
+        (f"{MODEL}::test_answers_stay_the_same[0-18-free]",),
+    ),
+    "another vocabulary drafts": Mutation(
+        "a draft model has the vocabulary of the model",
+        "workers/startup/draft_model.py",
+        "        if ours != theirs:\n",
+        "        if False:\n",
+        ("tests/workers/startup/test_draft_model.py::test_another_vocabulary_is_refused",),
+    ),
     "drafts are made whatever they cost": Mutation(
         "drafts are made where they raise the tokens of a second",
         "ktqueue/engine/draft_costs.py",
-        "            if expected / (seconds + drafted) > best_rate:\n",
+        "            if expected / whole > best_rate:\n",
         "            if True:\n",
         (f"{TESTS}::test_a_step_has_drafts_only_where_they_pay",),
     ),
     "drafts go on though they lose": Mutation(
         "drafts lose no more than a hundredth of the time",
         "ktqueue/engine/draft_costs.py",
-        "            if seconds + drafted - usual > self._balance * usual:\n",
+        "            if whole - usual > self._balance * usual:\n",
         "            if False:\n",
         (f"{TESTS}::test_drafts_stop_where_they_turn_out_to_lose",),
     ),
     "a step has more drafts than the balance pays for": Mutation(
         "drafts lose no more than a hundredth of the time",
         "ktqueue/engine/draft_costs.py",
-        "            if seconds + drafted - usual > self._balance * usual:\n",
+        "            if whole - usual > self._balance * usual:\n",
         "            if self._balance < 0:\n",
         ("tests/engine/test_draft_costs.py::test_drafts_lose_no_more_than_a_step_and_a_hundredth",),
     ),
@@ -97,8 +126,8 @@ DRAFTS: dict[str, Mutation] = {
     "states are computed with drafts": Mutation(
         SAME,
         "ktqueue/engine/engine_parts.py",
-        'config.speculation == "lookup" and not layout.linear and not',
-        'config.speculation == "lookup" and not',
+        'config.speculation != "off" and not layout.linear and not',
+        'config.speculation != "off" and not',
         ("tests/engine/test_drafts_of_models.py::test_models_with_states_or_changing_angles_have_no_drafts",),
     ),
 }

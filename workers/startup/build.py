@@ -19,6 +19,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.settings.engine import LEAST_AUTO_ROWS, Dtype
 from ktqueue.core.units import format_bytes
+from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import auto_rows, host_cache_bytes
 from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
@@ -33,6 +34,7 @@ from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.named_ranges import name_layers, nvtx_range
 from ktqueue.operators.rotary import original_length
 from ktqueue.workers.startup.device import check_device_is_here, check_device_name
+from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_model
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.startup.host_memory import available_memory
 from ktqueue.workers.startup.largest_step import run_on_host
@@ -86,6 +88,7 @@ def build(
     if prepared.refusal is not None:
         raise prepared.refusal
     tokenizer = load_tokenizer(config.tokenizer or config.model)  # before the weights, which take minutes
+    draft = load_draft_model(config, tokenizer)
     with ModelFiles(config.model, config.tokenizer) as files:
         try:
             model = load_prepared(prepared, progress)
@@ -98,7 +101,7 @@ def build(
             ) from error
         if named_ranges and config.on_gpu:
             name_layers(model.module, nvtx_range)
-        built = assemble(config, model, tokenizer, captured)
+        built = assemble(config, model, tokenizer, captured, draft)
         settings = digest_settings(
             model.plan,
             dtype=str(dtype),
@@ -127,7 +130,13 @@ def report_of(config: EngineConfig) -> ModelReport:
     return report
 
 
-def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, captured: Progress | None = None) -> Built:
+def assemble(
+    config: EngineConfig,
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    captured: Progress | None = None,
+    draft: DraftSource | None = None,
+) -> Built:
     """Build the engine of a loaded model. Raises ConfigError.
 
     It may be called again with other settings once the earlier engine is closed.
@@ -156,7 +165,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
     else:
         free = available_memory() - slots_for(layout, config.rows) * layout.state_bytes
         rows = max(LEAST_AUTO_ROWS, config.rows // 4) if auto else config.rows
-        num_pages = resolve_num_pages(config, layout, longest, free, rows)
+        num_pages = resolve_num_pages(config, layout, longest, free, rows, draft.layout.page_bytes if draft else 0)
     max_model_len = resolve_max_model_len(config, longest, num_pages)
     resolved = replace(
         config,
@@ -176,6 +185,7 @@ def assemble(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer, cap
         planner=gpu.planner if gpu else None,
         progress=captured,
         auto_rows=auto,
+        draft=draft,
     )
     if auto:
         probe_steps(engine, model.card_facts.vocab_size, resolved.step_tokens if resolved.on_gpu else 0)
@@ -220,19 +230,22 @@ def served_name(model: str) -> str:
     return SPLIT_PART.sub("", path.stem if path.suffix == ".gguf" else path.resolve().name) or model
 
 
-def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, available: int, rows: int) -> int:
+def resolve_num_pages(
+    config: EngineConfig, layout: KVLayout, longest: int, available: int, rows: int, draft_bytes: int = 0
+) -> int:
     """Number of pages of a cache on the CPU: the setting, else a number that suits the model and the host.
 
     `longest`: the longest context of the model in tokens. `available`: free memory in bytes. `rows`: of long sequences.
+    `draft_bytes`: of a page in the cache of the draft model, which is in the same memory.
     Raises ConfigError if not even one page fits.
     """
     if config.num_pages is not None:
         return config.num_pages
-    size = config.kv_cache_bytes
+    size, page_bytes = config.kv_cache_bytes, layout.page_bytes + draft_bytes
     if size is None:
         size = host_cache_bytes(
             available,
-            token_bytes=-(-layout.page_bytes // layout.page_size),
+            token_bytes=-(-page_bytes // layout.page_size),
             rows=rows,
             context=min(longest, config.max_model_len or longest),
             asked=config.max_model_len,
@@ -241,15 +254,15 @@ def resolve_num_pages(config: EngineConfig, layout: KVLayout, longest: int, avai
         log.info("the cache may use %s of %s free memory", format_bytes(size), format_bytes(available))
     elif size > available:
         log.warning("the cache of %s is larger than the free memory of %s", format_bytes(size), format_bytes(available))
-    if size < layout.page_bytes:
+    if size < page_bytes:
         raise ConfigError(
-            f"engine.kv_cache_bytes must hold at least one page of {format_bytes(layout.page_bytes)} "
+            f"engine.kv_cache_bytes must hold at least one page of {format_bytes(page_bytes)} "
             f"({layout.page_size} tokens), got {format_bytes(size)}",
             param="engine.kv_cache_bytes",
-            limit=layout.page_bytes,
+            limit=page_bytes,
             value=size,
         )
-    return size // layout.page_bytes
+    return size // page_bytes
 
 
 def resolve_max_model_len(config: EngineConfig, longest: int, num_pages: int) -> int:
@@ -310,6 +323,7 @@ def _check(config: EngineConfig) -> None:
         limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
         raise _wrong("max_num_batched_tokens", config.step_tokens, limit, config.max_num_seqs)
     check_choices(config)
+    check_draft_model(config)
     names = config.served_model_name
     if len(names) > MAX_NAMES or len(set(names)) < len(names) or not all(0 < len(name) <= 256 for name in names):
         wanted = f"at most {MAX_NAMES} different names of 1 to 256 characters"

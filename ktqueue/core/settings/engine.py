@@ -9,7 +9,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "fp8"]
 GenerationConfig = Literal["auto", "none"]
 AutoOnOff = Literal["auto", "on", "off"]
-Speculation = Literal["off", "lookup"]
+Speculation = Literal["off", "lookup", "model"]
 BackendName = Literal["auto", "flashinfer", "triton", "torch"]
 """auto: FlashInfer if it is installed and supports the model's types, else our Triton kernels; torch on a CPU."""
 HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
@@ -192,10 +192,19 @@ class EngineConfig:
     )
     speculation: Speculation = setting(
         "off",
-        "Verify several tokens of a sequence in one step: off, or lookup.",
-        details="lookup drafts what followed the last tokens when they occurred in the sequence before. The answers "
+        "Verify several tokens of a sequence in one step: off, lookup, or model.",
+        details="lookup drafts what followed the last tokens when they occurred in the sequence before, and model what "
+        "`draft_model` would answer, on a CPU. The answers "
         "stay the same: see [serving](../guides/serving.md#drafts).",
         flags=("--speculation",),
+        panel="Engine",
+    )
+    draft_model: str | None = setting(
+        None,
+        "A small model with the same vocabulary, for `speculation` model: a file, a folder or a name as of `model`.",
+        shown="none",
+        flags=("--draft-model",),
+        metavar="MODEL",
         panel="Engine",
     )
     max_draft_tokens: int = setting(

@@ -1,0 +1,162 @@
+"""DraftModel: a small model with the same vocabulary, which says what a sequence probably gets next. See docs/adr/0064.
+
+Its cache has the pages of the engine's cache: a token's keys are in the same page and place, so nothing else has to be
+allocated, shared or freed. It reads the tokens of a sequence itself, also those whose pages the engine found in its
+prefix cache. Each draft is drawn with the noise of its position, so it is often the engine's token also where that is
+not the likeliest.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from ktqueue.engine.batch import Batch
+from ktqueue.engine.draft_progress import DraftProgress
+from ktqueue.engine.runner import Model, Runner
+from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.token_selector import Selector
+from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
+
+FIRST_RATE = 0.6  # how often a draft is right after right ones, before any was seen
+LEARNING, COMMON_LEARNING = 1 / 16, 1 / 64  # part that one draft has in the rate of its sequence, and of new ones
+RECOVERY = 1 / 256  # part of FIRST_RATE that a rate gets back with each step, since others are learnt only by drafts
+LEAST_CHANCE = 0.05  # less likely drafts are not made
+KEPT = 9  # last times of a pass
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """What a DraftModel is made of: a model on the CPU, the layout of its cache, and the tokens that it can see."""
+
+    model: Model
+    layout: KVLayout
+    longest: int
+
+
+class DraftModel:
+    """Drafts for sequences of up to `longest` tokens. `most_tokens`: of one pass."""
+
+    def __init__(self, runner: Runner, kv: KVCache, selector: Selector, longest: int, most_tokens: int) -> None:
+        self.kv = kv
+        self._runner = runner
+        self._selector = selector
+        self._longest = longest
+        self._most_tokens = most_tokens
+        self._rate = FIRST_RATE
+        self._passes: deque[float] = deque(maxlen=KEPT)  # seconds of passes with one token a row
+        self._making = self._reading = 0.0  # seconds
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of a pass that adds one draft to each row."""
+        return median(self._passes) if self._passes else 0.0
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds since the last call that were spent on drafts, and on reading known tokens before."""
+        seconds = self._making, self._reading
+        self._making = self._reading = 0.0
+        return seconds
+
+    def chances(self, sequence: Sequence, most: int) -> list[float]:
+        """How likely each of the next `most` drafts is right, together with all before it."""
+        progress = self._progress(sequence)
+        chance, chances = 1.0, []
+        for _ in range(min(most, self._longest - sequence.length)):
+            chance *= progress.rate
+            if chance < LEAST_CHANCE:
+                break
+            chances.append(chance)
+        return chances
+
+    def learn(self, sequence: Sequence, *, is_right: bool) -> None:
+        """Note whether a draft after right ones was right."""
+        progress = self._progress(sequence)
+        progress.rate += LEARNING * (is_right - progress.rate)
+        self._rate += COMMON_LEARNING * (is_right - self._rate)
+
+    def recover(self) -> None:
+        """Note a step without drafts."""
+        self._rate += RECOVERY * max(0.0, FIRST_RATE - self._rate)
+
+    def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """The next `counts[sequence]` tokens of each sequence, at least one, whose places have pages."""
+        began = time.monotonic()
+        self._read_known_tokens(counts)
+        read = time.monotonic()
+        found: dict[Sequence, list[int]] = {sequence: [] for sequence in counts}
+        live = list(counts)
+        for ahead in range(max(counts.values(), default=0)):
+            live = [sequence for sequence in live if counts[sequence] > ahead]
+            started = time.monotonic()
+            rows = [(sequence, sequence.length - 1 + ahead, [_last(sequence, found[sequence])]) for sequence in live]
+            logits = self._runner.execute(self._batch(rows))
+            selection = self._selector.select(logits, range(len(live)), live, ahead=[ahead] * len(live))
+            for sequence, token_id in zip(live, selection.token_ids, strict=True):
+                found[sequence].append(token_id)
+            self._passes.append(time.monotonic() - started)
+        for sequence, token_ids in found.items():
+            progress = self._progress(sequence)
+            progress.computed, progress.ahead = sequence.length, token_ids[:-1]
+        self._reading += read - began
+        self._making += time.monotonic() - read
+        return found
+
+    def _read_known_tokens(self, sequences: Many[Sequence] | Mapping[Sequence, int]) -> None:
+        """Compute all known tokens but the last one, in passes of limited size."""
+        for sequence in sequences:
+            progress = self._progress(sequence)
+            while progress.ahead and progress.computed < sequence.length - 1:
+                if progress.ahead.pop(0) != sequence.tokens.item(progress.computed):
+                    break
+                progress.computed += 1
+            progress.ahead = []
+            progress.computed = min(progress.computed, sequence.length - 1)
+            while (left := sequence.length - 1 - progress.computed) > 0:
+                first = progress.computed
+                progress.computed += min(left, self._most_tokens)
+                known = sequence.tokens[first : progress.computed].tolist()
+                self._runner.execute(self._batch([(sequence, first, known)], is_scored=False))
+
+    def _progress(self, sequence: Sequence) -> DraftProgress:
+        if sequence.draft_progress is None:
+            sequence.draft_progress = DraftProgress(self._rate)
+        return sequence.draft_progress
+
+    def _batch(self, rows: Many[tuple[Sequence, int, list[int]]], *, is_scored: bool = True) -> Batch:
+        """Build a batch of rows: a sequence, the position of its first token here, and the tokens."""
+        size = self.kv.layout.page_size
+        table = np.zeros((len(rows), max(sequence.page_count for sequence, _, _ in rows)), dtype=np.int32)
+        positions, slots, contexts = [], [], []
+        for row, (sequence, first, token_ids) in zip(table, rows, strict=True):
+            row[: sequence.page_count] = sequence.pages[: sequence.page_count]
+            places = np.arange(first, first + len(token_ids))
+            positions.append(places)
+            slots.append(row[places // size].astype(np.int64) * size + places % size)
+            contexts.append(first + len(token_ids))
+        starts = np.cumsum([0, *(len(token_ids) for _, _, token_ids in rows)])
+        return Batch(
+            input_ids=torch.tensor([[token_id for _, _, token_ids in rows for token_id in token_ids]]),
+            position_ids=torch.from_numpy(np.concatenate(positions)[None]),
+            scored=torch.from_numpy(starts[1:] - 1 if is_scored else starts[:0]),
+            step=StepContext(
+                query_starts=torch.from_numpy(starts.astype(np.int32)),
+                context_lengths=torch.tensor(contexts, dtype=torch.int32),
+                page_table=torch.from_numpy(table),
+                slot_mapping=torch.from_numpy(np.concatenate(slots)),
+                kv=self.kv,
+                state_sources=torch.empty(0, dtype=torch.int32),
+                state_targets=torch.empty(0, dtype=torch.int32),
+            ),
+        )
+
+
+def _last(sequence: Sequence, drafts: list[int]) -> int:
+    """The token that the next draft follows."""
+    return drafts[-1] if drafts else sequence.tokens.item(sequence.length - 1)

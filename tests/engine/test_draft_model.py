@@ -1,0 +1,170 @@
+"""Drafts of a small model change no answer, and its cache follows the pages of the engine: docs/adr/0064.
+
+The models of these tests read all tokens back from their caches, and refuse a place that holds another position.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_workload import outputs_of_steps, workload
+
+from ktqueue.core.request import SamplingParams
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.step_costs import StepCosts
+
+PROMPT = [41, 42, 50, 44, 41, 42, 50, 44, 41]
+
+
+@pytest.fixture
+def make_draft(make_model: Any, scores: Any) -> Callable[..., Any]:
+    """Make a model that often has the scores of the engine's model, and sometimes others."""
+
+    def make(differs: Callable[[Any], bool] = lambda found: found[0] > 2) -> Any:
+        def similar(context: Any) -> Any:
+            found = scores(context)
+            return np.roll(found, 1) if differs(found) else found
+
+        model = make_model()
+        model.scores = similar
+        return model
+
+    return make
+
+
+@pytest.fixture
+def free_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps of all sizes cost the same."""
+    monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0)
+
+
+@pytest.mark.parametrize("costs", ["free", "random"])
+@pytest.mark.parametrize("pages", [400, 18])
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_stay_the_same(
+    make_crowded: Any,
+    make_draft: Callable[..., Any],
+    gather_outputs: Any,
+    compile_grammar: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    pages: int,
+    costs: str,
+) -> None:
+    """In any mix of requests: with stop strings, grammars, several choices, aborts, preemption and faults."""
+    noise = random.Random(seed)
+    monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0 if costs == "free" else noise.random())
+    turns = workload(seed)
+    aborted = {name for aborts, _ in turns for name in aborts}
+    answers, stats = [], []
+    for speculation in ("off", "model"):
+        draft = make_draft() if speculation == "model" else None
+        engine = make_crowded(seed, pages, speculation=speculation, draft=draft)
+        results: dict[Any, Any] = {}
+        for outputs in outputs_of_steps(engine, turns, compile_grammar):
+            gather_outputs(results, outputs)
+        answers.append(
+            {
+                key: (result.token_ids, result.text, result.logprobs, result.finish_reason, result.error)
+                for key, result in results.items()
+                if key[0] not in aborted
+            }
+        )
+        stats.append(engine.stats())
+    off, on = stats
+    assert answers[0] == answers[1]
+    assert off.drafted_tokens == 0 < on.accepted_tokens < on.drafted_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_is_the_same_is_always_right(
+    model: Any,
+    make_model: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+    temperature: float,
+) -> None:
+    """Sampled tokens too, since a draft has the noise of its position. The draft model computes each token once."""
+    draft = make_model()
+    engine = make_engine(model, vocabulary, speculation="model", draft=draft, max_num_seqs=2)
+    for name in ("a", "b"):
+        engine.add(name, PROMPT, SamplingParams(temperature=temperature, seed=3, max_tokens=41, ignore_eos=True))
+    run(engine)
+    stats = engine.stats()
+    assert stats.accepted_tokens == stats.drafted_tokens > 60 and stats.steps < 14
+    assert draft.computed_tokens <= 2 * (len(PROMPT) + 40) + stats.steps
+
+
+def test_wrong_drafts_are_overwritten_in_its_cache(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sees the tokens of the answer, and after them no more than the drafts of one step. Some steps have none."""
+    monkeypatch.setattr("ktqueue.engine.draft_costs.UNDRAFTED_EVERY", 3)
+    draft = make_draft(lambda found: found[0] > 4)
+    seen: list[list[int]] = []
+    scores = draft.scores
+
+    def noted(context: Any) -> Any:
+        seen.append(list(context))
+        return scores(context)
+
+    draft.scores = noted
+    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
+    for number in range(8):
+        seen.clear()
+        engine.add("x", PROMPT[number:], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        answer = PROMPT[number:] + run(engine)["x", 0].token_ids
+        for context in seen:
+            right = [token == known for token, known in zip(context, answer, strict=False)]
+            assert len(context) - [*right, False].index(False) <= 8
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+
+
+def test_a_model_that_is_never_right_is_not_asked(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+) -> None:
+    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(lambda _: True))
+    for number in range(6):
+        engine.add(str(number), PROMPT, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        run(engine)
+    assert 0 < engine.stats().drafted_tokens < 400 and engine.stats().accepted_tokens < 10
+
+
+def test_a_sequence_is_drafted_as_far_as_the_draft_model_sees(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+) -> None:
+    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(), draft_length=20)
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    longest = 0
+    draft = engine.drafts._model
+    assert draft is not None
+    inner = draft._batch
+
+    def batch(rows: Any, **more: Any) -> Any:
+        nonlocal longest
+        longest = max(longest, *(first + len(token_ids) for _, first, token_ids in rows))
+        return inner(rows, **more)
+
+    draft._batch = batch  # type: ignore[method-assign]
+    run(engine)
+    assert 10 < longest <= 20 and engine.stats().steps > 80

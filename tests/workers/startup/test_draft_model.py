@@ -1,0 +1,64 @@
+"""A worker's draft model: its settings, its vocabulary, and a real one that drafts."""
+
+from typing import Any
+
+import pytest
+from endless_vocabulary import NoEnd
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.errors import ConfigError
+from ktqueue.core.request import SamplingParams
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.workers.startup.build import build
+from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_model
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculation": "model"}, "engine.speculation must be model only with engine.draft_model"),
+        ({"draft_model": "demo"}, "engine.draft_model must be left out unless engine.speculation is model"),
+        ({"speculation": "model", "draft_model": "demo", "device": "cuda"}, "must be off or lookup on device cuda"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_draft_model(EngineConfig(**settings))
+
+
+def test_another_vocabulary_is_refused() -> None:
+    config = EngineConfig(speculation="model", draft_model="demo")
+    size = load_tokenizer("demo").size
+    with pytest.raises(
+        ConfigError, match=r"engine.draft_model must be a model with the same vocabulary, .* token 0 is"
+    ):
+        load_draft_model(config, NoEnd(size))
+
+
+def test_a_vocabulary_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(speculation="model", draft_model="demo")
+    tokenizer = load_tokenizer("demo")
+    shorter = type("Shorter", (), {"size": tokenizer.size - 1, "special_token_bytes": tokenizer.special_token_bytes})
+    with pytest.raises(ConfigError, match=f"of {tokenizer.size - 1} tokens; it has {tokenizer.size}"):
+        load_draft_model(config, shorter())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_drafts_for_itself(temperature: float) -> None:
+    """Real kernels: the draft model is the same as the model, so its drafts are right."""
+    answers = []
+    ways: list[dict[str, Any]] = [{}, {"speculation": "model", "draft_model": "demo"}]
+    for settings in ways:
+        built = build(EngineConfig(num_pages=30, threads=1, max_num_seqs=4, **settings))
+        engine = built.engine
+        engine.drafts.probed = 4 if settings else 0
+        found: dict[str, list[int]] = {}
+        for number in range(3):
+            prompt = built.tokenizer.encode("Once upon a time"[: 5 + 4 * number])
+            engine.add(str(number), prompt, SamplingParams(temperature=temperature, seed=number, max_tokens=40))
+        while engine.has_work:
+            for output in engine.step():
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+        answers.append(found)
+    assert answers[0] == answers[1]
+    assert engine.stats().accepted_tokens == engine.stats().drafted_tokens > 60
