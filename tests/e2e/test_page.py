@@ -61,11 +61,15 @@ async def page(stack: Any, browser: Any) -> AsyncIterator[Any]:
     assert hosts - {""} == {str(stack.http.base_url).rstrip("/")}
 
 
-async def ask(page: Any, text: str, max_tokens: int = 60) -> None:
+async def set_options(page: Any, max_tokens: int) -> None:
     await page.locator("#options > summary").click()
     await page.fill("#temperature", "0")
     await page.fill("#max-tokens", str(max_tokens))
     await page.locator("#options > summary").click()
+
+
+async def ask(page: Any, text: str, max_tokens: int = 60) -> None:
+    await set_options(page, max_tokens)
     await page.fill("#question", text)
     await page.press("#question", "Enter")
 
@@ -129,12 +133,13 @@ async def test_a_message_can_be_edited_and_an_answer_made_again(stack: Any, page
 async def test_a_text_file_becomes_part_of_the_message(page: Any, tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("the fox is red\n<b>not HTML</b>")
+    await set_options(page, 8)
     await page.set_input_files("#attach", file)
     await page.wait_for_function("document.getElementById('question').value.includes('red')")
     await page.press("#question", "Enter")
     block = page.locator("#messages > li.user pre")
     assert await block.text_content() == "the fox is red\n<b>not HTML</b>\n"
-    await page.locator("#stop").click()
+    await whole(page)
 
 
 async def test_the_queue_shows_the_worker_and_the_job(stack: Any, page: Any) -> None:
