@@ -43,6 +43,8 @@ DEVIATION = 0.02
 BOUND = 0.03
 """Largest relative error of a pair: its weights or its activations are rounded."""
 REPLAYS = 5
+DECODED_ROWS = (16, 32, 64)
+"""Rows that a program decodes at once, where experts are decoded first."""
 PROBE_BYTES = 4 << 30
 
 
@@ -80,6 +82,7 @@ CHOICES: dict[str, Choice] = {
     "dots 4, 8x32x3, 8x32": _dots(4, DotTile(8, 32, 3), DotTile(8, 32), least=16),
     "dots 4 of some, 8x32x3, 8x32": _dots(4, DotTile(8, 32, 3, 168), DotTile(8, 32), skips=True, least=16),
     "dots 4 of some, 32x32, 8x64": _dots(4, DotTile(32, 32), DotTile(8, 64), skips=True, least=16),
+    "dots 4 of some, 8x32, 8x32": _dots(4, DotTile(8, 32), DotTile(8, 32), skips=True, least=16),
     "dots 8 of some, 8x32x3, 8x32": _dots(8, DotTile(8, 32, 3, 168), DotTile(8, 32), skips=True, least=16),
     "dots 8 of some, 8x32, 8x32": _dots(8, DotTile(8, 32, 0, 168), DotTile(8, 32), skips=True, least=16),
     "dots 8 of some, 8x64x3, 8x64x3": _dots(8, DotTile(8, 64, 3, 168), DotTile(8, 64, 3), skips=True, least=16),
@@ -239,6 +242,27 @@ def layer_seconds(layers: Layers, steps: list[Step], choice: Choice) -> float:
     return seconds(graph.replay) / len(steps)
 
 
+def decode_figures(layers: Layers) -> list[dict[str, float]]:
+    """Decoding all experts of a layer, without their products, by the rows that a program decodes. Each layer is read
+    from memory. GB/s count what is read and written."""
+    record, pairs = layers.record, Step.make(layers, 0, ROWS[-1], SLOTS).pairs
+    rows, found = decoded_experts.sort_rows(pairs), []
+    written = 3 * EXPERTS * record.hidden * record.intermediate * layers.memory.itemsize
+    for rows_at_once in DECODED_ROWS:
+
+        def run(rows_at_once: int = rows_at_once) -> None:
+            for offsets in layers.offsets:
+                for quants in ((record.gate, record.up), (record.down,)):
+                    decoded_experts.decode(
+                        pairs._replace(offsets=offsets), rows, layers.memory, quants, rows_at_once=rows_at_once
+                    )
+
+        took = seconds(run) / len(layers.offsets)
+        gigabytes = (EXPERTS * record.bytes + written) / 1e9
+        found.append({"rows_at_once": rows_at_once, "layer_us": 1e6 * took, "gb_s": gigabytes / took})
+    return found
+
+
 def probe(pool: torch.Tensor) -> dict[str, float]:
     """GB/s of a sum over memory, and of a copy, which reads and writes."""
     source = pool[: min(PROBE_BYTES, len(pool) // 16 * 8)].view(torch.float64)
@@ -264,6 +288,8 @@ def main() -> None:
     layers = Layers.make(RECORD, LAYERS, EXPERTS, "cuda")
     result["probe"] = probe(layers.pool)
     sys.stderr.write(f"memory: {result['probe']}\n")
+    result["decode"] = decode_figures(layers)
+    sys.stderr.write(f"decoding: {result['decode']}\n")
     for rows in arguments.rows:
         steps = [Step.make(layers, layer, rows, SLOTS) for layer in range(LAYERS)]
         expected = steps[0].expected()
@@ -277,7 +303,7 @@ def main() -> None:
                 if figure["is_right"]:
                     figure["layer_us"] = 1e6 * (took := layer_seconds(layers, steps, choice))
                     figure["gb_s"] = used * RECORD.bytes / took / 1e9
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:  # also of a capture, and of memory
                 figure["failed"] = str(error)[:200]
             sys.stderr.write(f"{figure}\n")
             result["figures"].append(figure)

@@ -1,8 +1,9 @@
 """Compares ways to compute a step that are still off: `python -m benchmarks.gpu.trials [--model M] [--results DIR]`.
 
 Each trial is turned on alone, between runs with none (ktqueue/operators/gpu/settings.py). The model is loaded once, and
-the engine is built again for each run. Decode is greedy, and its tokens are compared with those of the first run. A
-trace of some steps counts kernels, gaps and what the kernels are for.
+the engine is built again for each run. Decode is greedy, and its tokens are compared with those of the first run. They
+may differ where a trial rounds in another way, as decoded experts do in the steps of prompts. A trace of some steps
+counts kernels, gaps and what the kernels are for.
 """
 
 import sys

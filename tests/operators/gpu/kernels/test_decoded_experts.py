@@ -119,6 +119,17 @@ def test_matrices_may_be_apart(random_weights: Callable[..., Bytes]) -> None:
         assert (found - expected).abs().max() <= BOUND * expected.abs().max()
 
 
+@pytest.mark.parametrize("rows_at_once", [32, 64])
+def test_programs_may_decode_more_rows(rows_at_once: int, random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, ("Q4_K", "Q6_K", "Q4_0"), 2, 512, 96)
+    pairs = pool.pairs(torch.tensor([[0], [1]]))
+    rows = decoded_experts.sort_rows(pairs)
+    for formats in (("Q4_K", "Q6_K"), ("Q4_0",)):
+        expected = decoded_experts.decode(pairs, rows, memory_for(pool), formats)
+        found = by_kernel(decoded_experts.decode, pairs, rows, memory_for(pool), formats, rows_at_once=rows_at_once)
+        assert torch.equal(found, expected)
+
+
 def test_rows_are_sorted_by_expert() -> None:
     record = ExpertRecord("Q8_0", "Q8_0", "Q8_0", 32, 32)
     ids, offsets = torch.tensor([[3, 0], [1, 3], [-1, 2], [0, 3]]), torch.tensor([0, 64, -1, 128, 192])
