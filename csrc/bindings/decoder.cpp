@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -271,6 +272,12 @@ class BoundDecoder {
     }
     const std::vector<std::vector<uint64_t>>& expert_uses() const { return decoder_.expert_uses(); }
 
+    void record_choices(const Writable& choices) {
+        require<uint16_t>(choices, "choices", {static_cast<int64_t>(decoder_.routed_layers()), kAny, kAny});
+        decoder_.record_choices(data<uint16_t>(choices), choices.shape(1), choices.shape(2));
+        choices_ = choices;
+    }
+
   private:
     static StoredMatrix stored(const std::string& quant, size_t rows, size_t columns, const ReadOnly& packed) {
         const Quant kind = parse_quant(quant);
@@ -280,6 +287,7 @@ class BoundDecoder {
 
     ReadOnly embedding_, cosine_, sine_;
     std::vector<Writable> cache_, state_cache_;
+    std::optional<Writable> choices_;
     std::vector<float*> keys_, values_, index_keys_, recent_, states_;
     size_t pages_ = 0, page_size_ = 0, slots_ = 0;
     RotaryTables rotary_;
@@ -339,7 +347,8 @@ void bind_decoder(nb::module_& module) {
              nb::arg("query_starts"), nb::arg("context_lengths"), nb::arg("page_table"), nb::arg("slot_mapping"),
              nb::arg("state_sources"), nb::arg("state_targets"), nb::arg("logits"))
         .def("expert_totals", &BoundDecoder::expert_totals)
-        .def("expert_uses", &BoundDecoder::expert_uses);
+        .def("expert_uses", &BoundDecoder::expert_uses)
+        .def("record_choices", &BoundDecoder::record_choices, nb::arg("choices"));
 }
 
 }  // namespace ktqueue

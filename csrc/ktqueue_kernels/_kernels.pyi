@@ -282,3 +282,8 @@ class Decoder:
     def expert_uses(self) -> list[list[int]]:
         """How often each routed expert of each layer was used since the start; no numbers for layers without. No step
         may run meanwhile."""
+
+    def record_choices(self, choices: Any) -> None:
+        """Write the experts of each step's tokens to choices [layers with routed experts, tokens, chosen] uint16 from
+        now on, highest weight first; in the last layer those of the scored tokens. A longer step is refused. Raises
+        ValueError if a layer chooses another number."""

@@ -117,6 +117,7 @@ void Decoder::forward(const DecoderStep& step) {
     check(step);
     if (layers_.empty()) throw std::invalid_argument("the decoder has no layers");
     if (step.paged.tokens == 0) return;
+    require(!choices_ || step.paged.tokens <= choice_tokens_, "the number of tokens whose experts are recorded");
     std::lock_guard lock(mutex_);
     const bool scored_only = step.scored_count != step.paged.tokens;
     for (auto& [shape, all, scored] : plans_) {
@@ -124,7 +125,7 @@ void Decoder::forward(const DecoderStep& step) {
         if (scored_only) plan_attention(step.paged, shape, step.scored, step.scored_count, scored, chosen_);
     }
     embed(step);
-    size_t attentive = 0, linear = 0;  // layers before this one
+    size_t attentive = 0, linear = 0, routed = 0;  // layers before this one
     for (const DecoderLayer& layer : layers_) {
         // The last layer continues with the scored tokens only. The other tokens need only their keys and values.
         const bool last = scored_only && &layer == &layers_.back();
@@ -139,7 +140,10 @@ void Decoder::forward(const DecoderStep& step) {
         }
         if (count == 0) return;
         const auto index = static_cast<size_t>(&layer - layers_.data());
-        feed_forward_.run(layer.feed_forward, work_.x.data(), count, expert_uses_[index].data());
+        uint16_t* choices = nullptr;
+        if (choices_ && layer.feed_forward.experts)
+            choices = choices_ + routed++ * choice_tokens_ * layer.feed_forward.routing.chosen;
+        feed_forward_.run(layer.feed_forward, work_.x.data(), count, expert_uses_[index].data(), choices);
     }
     normalise(norm_, step.scored_count);
     head_.forward(work_.normed.data(), shape_.hidden, step.scored_count, step.logits, head_.rows());
@@ -148,6 +152,21 @@ void Decoder::forward(const DecoderStep& step) {
         scale(logits, head_.rows(), shape_.logit_scale);
         cap(logits, head_.rows(), shape_.logit_cap);
     });
+}
+
+void Decoder::record_choices(uint16_t* choices, size_t tokens, size_t chosen) {
+    for (const DecoderLayer& layer : layers_) {
+        const FeedForwardLayer& part = layer.feed_forward;
+        require(!part.experts || (part.routing.chosen == chosen && part.experts->experts() <= 65536),
+                "the number of experts of a token");
+    }
+    choices_ = choices;
+    choice_tokens_ = tokens;
+}
+
+size_t Decoder::routed_layers() const {
+    return static_cast<size_t>(
+        std::count_if(layers_.begin(), layers_.end(), [](const auto& layer) { return layer.feed_forward.experts; }));
 }
 
 // Adds the shape to those that are planned in each step, if it is a new one.

@@ -99,6 +99,13 @@ class Decoder {
     // How often each routed expert of each layer was used since the start; empty for layers without. No step may run.
     const std::vector<std::vector<uint64_t>>& expert_uses() const { return expert_uses_; }
 
+    // From now on each step writes the experts of its tokens to choices[routed layers, tokens, chosen], highest weight
+    // first. In the last layer these are the scored tokens. A step may have at most so many tokens. The memory belongs to
+    // the caller. Throws std::invalid_argument if a layer chooses another number of experts. No step may run.
+    void record_choices(uint16_t* choices, size_t tokens, size_t chosen);
+    // How many layers have routed experts.
+    size_t routed_layers() const;
+
   private:
     struct Workspace {
         std::vector<float> x, normed, low_rank, projected, q, k, v, gate, decay, rate, attended, out, index_keys,
@@ -138,6 +145,8 @@ class Decoder {
     Workspace work_;
     FeedForward feed_forward_;
     std::vector<std::vector<uint64_t>> expert_uses_;  // by layer
+    uint16_t* choices_ = nullptr;                     // see record_choices
+    size_t choice_tokens_ = 0;
 };
 
 }  // namespace ktqueue

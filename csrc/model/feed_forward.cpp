@@ -32,12 +32,13 @@ void check(const FeedForwardLayer& layer, size_t hidden) {
     }
 }
 
-void FeedForward::run(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses) {
+void FeedForward::run(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses, uint16_t* choices) {
     for (size_t first = 0; first < count; first += kTokensAtOnce)
-        run_piece(layer, x + first * hidden_, std::min(kTokensAtOnce, count - first), uses);
+        run_piece(layer, x + first * hidden_, std::min(kTokensAtOnce, count - first), uses,
+                  choices ? choices + first * layer.routing.chosen : nullptr);
 }
 
-void FeedForward::run_piece(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses) {
+void FeedForward::run_piece(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses, uint16_t* choices) {
     const size_t hidden = hidden_;
     normalise(layer.router_norm.empty() ? layer.norm : layer.router_norm, x, count);
     LinearCall calls[2];
@@ -55,7 +56,7 @@ void FeedForward::run_piece(const FeedForwardLayer& layer, float* x, size_t coun
     const bool same_input = layer.router_norm.empty() && layer.experts_norm.empty();
     if (layer.experts) {
         if (!same_input) normalise(layer.experts_norm.empty() ? layer.norm : layer.experts_norm, x, count);
-        run_experts(layer, count, out, uses);
+        run_experts(layer, count, out, uses, choices);
     }
     if (layer.mlp) {
         if (!same_input) normalise(layer.norm, x, count);
@@ -80,7 +81,8 @@ void FeedForward::normalise(const std::vector<float>& norm, const float* x, size
                [&](size_t t) { normalise_row(norm, x + t * hidden_, hidden_, epsilon_, normed + t * hidden_); });
 }
 
-void FeedForward::run_experts(const FeedForwardLayer& layer, size_t count, float* out, uint64_t* uses) {
+void FeedForward::run_experts(const FeedForwardLayer& layer, size_t count, float* out, uint64_t* uses,
+                              uint16_t* choices) {
     const size_t chosen = layer.routing.chosen, experts = layer.experts->experts();
     int64_t* ids = grown(ids_, count * chosen);
     float* weights = grown(routing_, count * chosen);
@@ -94,6 +96,7 @@ void FeedForward::run_experts(const FeedForwardLayer& layer, size_t count, float
         used_[static_cast<size_t>(ids[i])] = 1;
         ++uses[ids[i]];
     }
+    if (choices) std::copy(ids, ids + count * chosen, choices);
     const auto used = static_cast<uint64_t>(std::count(used_.begin(), used_.end(), uint8_t{1}));
     const auto began = std::chrono::steady_clock::now();
     layer.experts->forward(normed_.data(), ids, weights, count, chosen, out);

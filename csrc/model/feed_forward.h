@@ -40,15 +40,15 @@ class FeedForward {
   public:
     FeedForward(size_t hidden, float epsilon) : hidden_(hidden), epsilon_(epsilon) {}
 
-    // Computes `layer` for x[count, hidden] in place, and adds each use of a routed expert to uses[experts]. One caller
-    // at a time.
-    void run(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses);
+    // Computes `layer` for x[count, hidden] in place, and adds each use of a routed expert to uses[experts]. The experts
+    // of each token are written to choices[count, chosen], unless that is null. One caller at a time.
+    void run(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses, uint16_t* choices);
 
     const ExpertTotals& totals() const { return totals_; }
 
   private:
-    void run_piece(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses);
-    void run_experts(const FeedForwardLayer& layer, size_t count, float* out, uint64_t* uses);
+    void run_piece(const FeedForwardLayer& layer, float* x, size_t count, uint64_t* uses, uint16_t* choices);
+    void run_experts(const FeedForwardLayer& layer, size_t count, float* out, uint64_t* uses, uint16_t* choices);
     void run_mlp(const FeedForwardLayer& layer, size_t count, float* out);
     void normalise(const std::vector<float>& norm, const float* x, size_t count);
 

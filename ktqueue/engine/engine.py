@@ -30,6 +30,7 @@ from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
 from ktqueue.engine.prompt_logprobs import prompt_logprobs
 from ktqueue.engine.request_table import RequestTable, no_token, usage_of
+from ktqueue.engine.routing_recorder import RoutingRecorder
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, Scheduler
@@ -83,6 +84,7 @@ class Engine:
         parts = parts or make_parts(model, vocabulary, layout, config, *sizes, planner, progress, draft)
         self._times = StepTimes()
         self.recorder: StepRecorder | None = None  # of a profile: see `start_profile`
+        self.routing: RoutingRecorder | None = None
         self._clock = clock
         self.costs = StepCosts(config.step_tokens)
         """What a step costs: the scheduler learns it from each step, and from probes before the first."""
@@ -269,13 +271,14 @@ class Engine:
             fault = EngineFailure("not enough GPU memory to run this sequence, even alone")
             return [*outputs, *(self._requests.fail(sequence, fault) for sequence in plan.rows)]
         launched = time.monotonic()
-        # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token: it commits
-        # pages, collects the sampler's numbers, prepares the next step and may launch it.
+        # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token.
         ready, complete = self._commit_computed_tokens(plan, batch)
         committed = time.monotonic()
-        ahead = None if plan.drafts else never if batch.prompts else launch_next  # their logits are still needed below
+        ahead = None if plan.drafts else never if batch.prompts or self.routing else launch_next  # read below
         selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready, ahead)
         self._model.after_step()
+        if self.routing is not None:
+            self.routing.add(batch, ready)
         sampled = time.monotonic()
         self.costs.observe(plan.tokens, sampled - began)
         self._runner.learn(sampled - began)
@@ -325,9 +328,7 @@ class Engine:
                 return batch, None
             batch = self._builder.build(plan.rows, plan.drafts)
 
-    def _commit_computed_tokens(
-        self, plan: StepPlan, batch: Batch
-    ) -> tuple[list[tuple[int, Sequence, int]], list[Sequence]]:
+    def _commit_computed_tokens(self, plan: StepPlan, batch: Batch) -> tuple[Ready, list[Sequence]]:
         """Record which tokens the step computes, except drafts.
 
         Returns the rows of sequences that get a token, and the sequences that end with their prompt.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from ktqueue_kernels import _kernels
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
+from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape, growth_factors
@@ -54,6 +55,7 @@ class CpuDecoder(Operator):
         self.expert_bytes = 0  # of routed experts
         self._dense_bytes = 0
         self._kv: KVCache | None = None
+        self._choices: npt.NDArray[np.uint16] = np.empty((0, 0, 0), np.uint16)
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
@@ -121,6 +123,19 @@ class CpuDecoder(Operator):
     def expert_uses(self) -> ExpertUses | None:
         """See CountsExperts."""
         return [layer for layer in self._ready().expert_uses() if layer]
+
+    def record_choices(self, tokens: int) -> None:
+        """See RecordsChoices."""
+        chosen = chosen_by_all(self.facts)
+        self._choices = np.zeros((sum(bool(layer) for layer in self._ready().expert_uses()), tokens, chosen), np.uint16)
+        self._ready().record_choices(self._choices)
+
+    def choices(self, scored: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.uint16]:
+        """See RecordsChoices."""
+        found = self._choices[:, scored]
+        if self.facts.layers[-1].router is not None and len(scored) < tokens:
+            found[-1] = self._choices[-1, : len(scored)]
+        return found.swapaxes(0, 1)
 
     def forward(
         self,

@@ -196,3 +196,11 @@ def _factor(config: Any, name: str) -> float:
     if factor <= 0:
         raise ValueError(f"{name} must be above 0, got {factor}")
     return factor
+
+
+def chosen_by_all(facts: DecoderFacts) -> int:
+    """How many experts each layer with routed experts chooses for a token. Raises ValueError if that differs."""
+    counts = {layer.router.chosen for layer in facts.layers if layer.router is not None}
+    if len(counts) != 1:
+        raise ValueError("its layers choose different numbers of experts" if counts else "it has no routed experts")
+    return counts.pop()

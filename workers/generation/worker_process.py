@@ -25,6 +25,7 @@ from ktqueue.workers.generation.heartbeat import watch_event_loop
 from ktqueue.workers.startup.build import Built, Progress, build
 from ktqueue.workers.startup.expert_history import start_expert_history
 from ktqueue.workers.startup.profile import start_profile
+from ktqueue.workers.startup.routing_file import start_routing
 
 SWITCH_SECONDS = 0.001  # longest time that the engine's thread keeps the interpreter while the event loop waits
 WATCHDOG_STALLS = 2  # times worker.stall_seconds; the heartbeat notices a step that hangs after one
@@ -53,7 +54,8 @@ def serve(config: Config, built: Built) -> int:
 async def _serve(config: Config, built: Built) -> int:
     profile = start_profile(config.profile, built, "worker")
     history = start_expert_history(config.engine, built)
-    records = [record for record in (profile, history) if record is not None]
+    routing = start_routing(config.engine, built.model, built.engine)
+    records = [record for record in (profile, history, routing) if record is not None]
     broker = await Broker.open(config.broker, patience=config.broker.connect_timeout)
     worker = GenerationWorker(built.engine, built.tokenizer, broker, built.card, config, profile=profile)
     loop = asyncio.get_running_loop()

@@ -38,6 +38,7 @@ from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_mo
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.startup.host_memory import available_memory
 from ktqueue.workers.startup.largest_step import run_on_host
+from ktqueue.workers.startup.routing_file import prepare_routing
 from ktqueue.workers.startup.step_probes import probe_drafts, probe_steps
 
 Progress = Callable[[int, int, str], None]
@@ -101,6 +102,7 @@ def build(
             ) from error
         if named_ranges and config.on_gpu:
             name_layers(model.module, nvtx_range)
+        prepare_routing(config, model)
         built = assemble(config, model, tokenizer, captured, draft)
         settings = digest_settings(
             model.plan,

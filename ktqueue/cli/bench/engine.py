@@ -64,6 +64,7 @@ def engine(
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
     from ktqueue.workers.startup.profile import start_profile
+    from ktqueue.workers.startup.routing_file import start_routing
 
     row_counts, lengths = _numbers("--rows", rows), [n for n in _numbers("--prefill", prefill, least=0) if n]
     everything = with_model(settings(common, engine=engine, profile=profile))
@@ -73,6 +74,7 @@ def engine(
     with Bar("loading", in_bytes=True) as bar:
         built = build(config, bar.update, named_ranges=everything.profile.folder is not None)
     writer = start_profile(everything.profile, built, "bench")
+    routing = start_routing(config, built.model, built.engine)
     size, decoded, filled = built.tokenizer.size, [], []
     try:
         with Bar("measuring", rounds * len(row_counts) + len(lengths)) as bar:
@@ -88,8 +90,9 @@ def engine(
                 filled.append(measure_prefill(built.engine, prompts(rounds + 1, length, size)))
     finally:  # an interrupted run shows the figures that it has
         built.engine.close()
-        if writer is not None:
-            writer.close()
+        for record in (writer, routing):
+            if record is not None:
+                record.close()
         if json_file != STANDARD_OUTPUT:
             _show(decoded, filled)
         if json_file is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ktqueue.engine.outputs import SequenceOutput
     from ktqueue.loading.tokenizer.tokenizer import Tokenizer
     from ktqueue.profiling.writer import RecordWriter
+    from ktqueue.workers.startup.routing_file import RoutingFile
 
 Message = Mapping[str, Any]
 
@@ -132,9 +133,15 @@ class LocalTalker:
     """Answers with an engine in this process, without Redis."""
 
     def __init__(
-        self, engine: "Engine", tokenizer: "Tokenizer", model: str, profile: "RecordWriter | None" = None
+        self,
+        engine: "Engine",
+        tokenizer: "Tokenizer",
+        model: str,
+        profile: "RecordWriter | None" = None,
+        routing: "RoutingFile | None" = None,
     ) -> None:
-        """`profile` is closed with the talker."""
+        """`profile` and `routing` are closed with the talker."""
+        self._routing = routing
         self._engine = engine
         self._tokenizer = tokenizer
         self._profile = profile
@@ -192,8 +199,9 @@ class LocalTalker:
 
     def close(self) -> None:
         """See Talker."""
-        if self._profile is not None:
-            self._profile.close()
+        for record in (self._profile, self._routing):
+            if record is not None:
+                record.close()
 
 
 def local_talker(config: "Config") -> LocalTalker:
@@ -201,10 +209,13 @@ def local_talker(config: "Config") -> LocalTalker:
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.workers.startup.build import build
     from ktqueue.workers.startup.profile import start_profile
+    from ktqueue.workers.startup.routing_file import start_routing
 
     with Bar("loading", in_bytes=True) as bar:
         built = build(config.engine, bar.update, named_ranges=config.profile.folder is not None)
-    return LocalTalker(built.engine, built.tokenizer, built.card.name, start_profile(config.profile, built, "chat"))
+    routing = start_routing(config.engine, built.model, built.engine)
+    profile = start_profile(config.profile, built, "chat")
+    return LocalTalker(built.engine, built.tokenizer, built.card.name, profile, routing)
 
 
 def stream_document(line: str) -> dict[str, Any]:

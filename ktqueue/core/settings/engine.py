@@ -277,6 +277,16 @@ class EngineConfig:
         "were used most before. Workers may share the folder.",
         shown="`ktqueue/experts` in `$XDG_CACHE_HOME` or `~/.cache`",
     )
+    routing_file: str | None = setting(
+        None,
+        "Write which experts each generated token chose to this .npz file, when the process ends.",
+        details="The file is a routing trace, as `synthetic:SHAPE:QUANT:routing=FILE` reads it: up to 512 parts of "
+        "sequences, of 128 tokens each. A file that exists gets more of them.",
+        shown="off",
+        flags=("--record-routing",),
+        metavar="FILE",
+        panel="Engine",
+    )
     attention_backend: BackendName = setting(
         "auto",
         "auto, flashinfer, triton or torch.",

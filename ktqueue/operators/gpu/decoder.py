@@ -8,6 +8,8 @@ import copy
 import itertools
 from typing import Any, Self, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import DecoderOutput, query_growth
-from ktqueue.operators.decoder_facts import DecoderFacts, facts_of
+from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
@@ -58,6 +60,7 @@ class GpuDecoder(Operator):
         self._experts: ExpertMemory | None = None
         self._rotary: Rotary | None = None
         self._launches_early = False
+        self._choices: torch.Tensor | None = None
         self.trials = Trials()
         """Read by `prepare_device`."""
 
@@ -134,6 +137,7 @@ class GpuDecoder(Operator):
         self._experts = ExpertMemory(
             self._routed, self.facts.hidden, self.facts.dtype, self.device, settings, self.trials
         )
+        self._experts.choices = self._choices
 
     @property
     def expert_layers_run(self) -> int:
@@ -178,6 +182,20 @@ class GpuDecoder(Operator):
         """See PlacesExperts."""
         if self._experts is not None:
             self._experts.place(uses)
+
+    def record_choices(self, tokens: int) -> None:
+        """See RecordsChoices."""
+        shape = len(self._routed), tokens, chosen_by_all(self.facts)
+        self._choices = torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def choices(self, scored: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.uint16]:
+        """See RecordsChoices."""
+        assert self._choices is not None
+        step = self._choices[:, :tokens].cpu().numpy().astype(np.uint16)
+        found = step[:, scored]
+        if self.facts.layers[-1].router is not None and len(scored) < tokens:
+            found[-1] = step[-1, : len(scored)]
+        return found.swapaxes(0, 1)
 
     def statistics(self) -> dict[str, float]:
         """Values for the worker's metrics.

@@ -72,6 +72,7 @@ class ExpertMemory:
                 layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=trials.decode_from
             )
         self.handoff: Handoff | None = None
+        self.choices: torch.Tensor | None = None
         self._streaming: StreamingSteps | None = None
         self._fetched: FetchedExperts | None = None
         if on_cpu:
@@ -191,7 +192,9 @@ class ExpertMemory:
             residency = self._streaming.begin(self._resident, tokens, scored)
         predicts = decodes and self._predicts and residency is short
         decoded = None if self._decoded is None or captured else self._decoded.memory_for
-        return StepExperts(self._layers, residency, self.handoff, predicts=predicts, decoded=decoded)
+        return StepExperts(
+            self._layers, residency, self.handoff, predicts=predicts, decoded=decoded, choices=self.choices
+        )
 
     def streams(self, tokens: int) -> bool:
         """Whether a step of `tokens` tokens that is not captured may stream."""

@@ -129,7 +129,8 @@ class StepExperts:
 
     handoff: the way to the CPU's experts, needed if any expert may be there. predicts: while the CPU computes a layer,
     the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
-    layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied.
+    layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
+    tokens or more, experts_per_token] int32, receives the experts of each token.
     """
 
     def __init__(
@@ -140,8 +141,10 @@ class StepExperts:
         *,
         predicts: bool = False,
         decoded: Callable[[int], torch.Tensor | None] | None = None,
+        choices: torch.Tensor | None = None,
     ) -> None:
         self._layers = layers
+        self._choices = choices
         self._residency = residency
         self._handoff = handoff
         self._predicts = predicts
@@ -177,6 +180,8 @@ class StepExperts:
         for_cpu = None if buffers is None else (buffers.cpu_ids, buffers.weights)
         counts = self._residency.use_counts(index)
         routing = self._route(index, logits, live_tokens, counts=counts, for_cpu=for_cpu)
+        if self._choices is not None:
+            self._choices[index, : len(x)].copy_(routing.ids)
         predicts = self._predicts and next_logits is not None
         if on_cpu is not None:
             on_cpu.request(index, len(x), predicts=predicts)
