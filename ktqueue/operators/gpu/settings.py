@@ -13,10 +13,12 @@ class Trials:
     decode_experts: long steps decode a layer's experts once (experts/decoding.py). decode_from: the tokens of the
     shortest such step; None: measured on this machine, and none on CPU tensors. dependent_launches: kernels are
     launched before the one before them has ended, if all experts are on the GPU (kernels/operation.py).
+    round_beside_router: with few tokens, the router's launch also rounds the experts' input to int8 (experts/step.py).
     """
 
     decode_experts: bool = False
     dependent_launches: bool = False
+    round_beside_router: bool = False
     decode_from: int | None = None
 
 

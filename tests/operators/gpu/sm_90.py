@@ -154,6 +154,9 @@ def between_matrices() -> None:
             route(logits, chosen, renormalise=experts == 128, **extras)
             by: dict[str, Any] = {"choice": logits.float(), "sigmoid": True, "scale": 2.5, "scales": logits[0].float()}
             route(logits, chosen, renormalise=experts == 128, **extras, **by)
+            x = torch.zeros(2, 2880, dtype=dtype)
+            quantised = x, expert_int8.Int8Rows.empty(2, 2880, x.device)
+            route(logits, chosen, renormalise=experts == 128, **extras, **by, quantised=quantised)
 
 
 ATTENTION_CASES = (

@@ -25,6 +25,7 @@ from ktqueue.operators.gpu.experts import step as step_module
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels import decoded_experts, norm, router
 from ktqueue.operators.gpu.kernels.expert_products import experts
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 ALL = 1 << 40  # bytes
@@ -178,6 +179,33 @@ def test_decoded_experts_change_nothing(
     assert sum(decoder.device_bytes().values()) > sum(plain.device_bytes().values())
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_rounding_beside_the_router_changes_no_bit(
+    share: float, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of few tokens round the experts' input in the router's launch; the experts then prepare nothing."""
+    model = make_model("qwen3_moe").to(torch.bfloat16)
+    plain = make_decoder(model, "Q8_0")
+    memory = int(share * record_bytes(plain))
+    usual = make_decoder(model, "Q8_0", activations="int8", expert_memory_bytes=memory)
+    early = make_decoder(
+        model, "Q8_0", activations="int8", expert_memory_bytes=memory, trials=Trials(round_beside_router=True)
+    )
+    expected = fed(usual)
+    given: list[bool] = []
+
+    def noted(pairs: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        few = pairs.ids.numel() <= TILES.own_pairs
+        assert (options["rows"] is not None) == few
+        given.append(few)
+        return experts(pairs, *rest, **options)
+
+    monkeypatch.setattr(step_module, "experts", noted)
+    found = fed(early)
+    assert all(torch.equal(found[name], logits) for name, logits in expected.items())
+    assert True in given and False in given
+
+
 @pytest.mark.parametrize("fetched", [0.5, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize(("family", "quant"), [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32")])
@@ -222,9 +250,9 @@ def test_the_activations_option_decides_whether_the_gpu_may_round(
 ) -> None:
     seen = set()
 
-    def spied(*args: Any, exact: bool) -> torch.Tensor:
+    def spied(*args: Any, exact: bool, rows: None) -> torch.Tensor:
         seen.add(exact)
-        return experts(*args, exact=exact)
+        return experts(*args, exact=exact, rows=rows)
 
     monkeypatch.setattr(step_module, "experts", spied)
     fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", activations=asked, expert_memory_bytes=ALL))

@@ -66,6 +66,7 @@ class ExpertMemory:
         self._pool = ExpertPool(layers, slots, AREAS * area_bytes(layers, slots) if streams else 0, copies)
         self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
+        self._rounds_early = trials.round_beside_router
         self._decoded: DecodedExperts | None = None
         if trials.decode_experts:
             self._decoded = DecodedExperts.prepare(
@@ -193,7 +194,13 @@ class ExpertMemory:
         predicts = decodes and self._predicts and residency is short
         decoded = None if self._decoded is None or captured else self._decoded.memory_for
         return StepExperts(
-            self._layers, residency, self.handoff, predicts=predicts, decoded=decoded, choices=self.choices
+            self._layers,
+            residency,
+            self.handoff,
+            predicts=predicts,
+            decoded=decoded,
+            rounds_early=self._rounds_early,
+            choices=self.choices,
         )
 
     def streams(self, tokens: int) -> bool:

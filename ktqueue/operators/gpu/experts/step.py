@@ -12,8 +12,9 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels import decoded_experts
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
-from ktqueue.operators.gpu.kernels.expert_products import experts
+from ktqueue.operators.gpu.kernels.expert_products import experts, rounds_each_pair
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
@@ -130,7 +131,8 @@ class StepExperts:
     handoff: the way to the CPU's experts, needed if any expert may be there. predicts: while the CPU computes a layer,
     the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
     layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
-    tokens or more, experts_per_token] int32, receives the experts of each token.
+    tokens or more, experts_per_token] int32, receives the experts of each token. rounds_early: with few tokens, the
+    router's launch also quantises the experts' input.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class StepExperts:
         predicts: bool = False,
         decoded: Callable[[int], torch.Tensor | None] | None = None,
         choices: torch.Tensor | None = None,
+        rounds_early: bool = False,
     ) -> None:
         self._layers = layers
         self._choices = choices
@@ -149,6 +152,7 @@ class StepExperts:
         self._handoff = handoff
         self._predicts = predicts
         self._decoded = decoded
+        self._rounds_early = rounds_early
 
     def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
         """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts.
@@ -179,13 +183,15 @@ class StepExperts:
         on_cpu = self._handoff if buffers is not None else None
         for_cpu = None if buffers is None else (buffers.cpu_ids, buffers.weights)
         counts = self._residency.use_counts(index)
-        routing = self._route(index, logits, live_tokens, counts=counts, for_cpu=for_cpu)
+        rows = self._rows_to_quantise(index, x)
+        quantised = None if rows is None else (x, rows)
+        routing = self._route(index, logits, live_tokens, counts=counts, for_cpu=for_cpu, quantised=quantised)
         if self._choices is not None:
             self._choices[index, : len(x)].copy_(routing.ids)
         predicts = self._predicts and next_logits is not None
         if on_cpu is not None:
             on_cpu.request(index, len(x), predicts=predicts)
-        partials = self._compute_on_gpu(index, x, routing)
+        partials = self._compute_on_gpu(index, x, routing, rows)
         shared_output = (None, None) if shared is None else shared(x)
         if on_cpu is not None and buffers is not None:
             if predicts and next_logits is not None:
@@ -205,8 +211,9 @@ class StepExperts:
         *,
         counts: torch.Tensor | None,
         for_cpu: tuple[torch.Tensor, torch.Tensor] | None,
+        quantised: tuple[torch.Tensor, Int8Rows] | None = None,
     ) -> Routing:
-        """Choose the experts of each token. counts, for_cpu: see route."""
+        """Choose the experts of each token. counts, for_cpu, quantised: see route."""
         layer, locations = self._layers[index], self._residency.locations(index)
         routing = route(
             logits,
@@ -221,12 +228,24 @@ class StepExperts:
             scale=layer.scoring.scale,
             jitter=layer.scoring.jitter,
             scales=layer.scoring.scales,
+            quantised=quantised,
         )
         if for_cpu is not None and not locations.fixed:
             self._residency.choose(index, routing.ids, for_cpu[0])
         return routing
 
-    def _compute_on_gpu(self, index: int, x: torch.Tensor, routing: Routing) -> torch.Tensor | None:
+    def _rows_to_quantise(self, index: int, x: torch.Tensor) -> Int8Rows | None:
+        """Memory for x [tokens, hidden] in int8, if the router's launch quantises it."""
+        layer, (tokens, hidden) = self._layers[index], x.shape
+        few = self._rounds_early and self._residency.locations(index).on_gpu
+        few = few and rounds_each_pair(
+            layer.record, tokens * layer.experts_per_token, layer.experts, x.dtype, exact=layer.exact
+        )
+        return Int8Rows.empty(tokens, hidden, x.device) if few else None
+
+    def _compute_on_gpu(
+        self, index: int, x: torch.Tensor, routing: Routing, rows: Int8Rows | None
+    ) -> torch.Tensor | None:
         """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32, or [tokens, 1, hidden] if experts are
         decoded. None: it has none of the experts."""
         layer, residency = self._layers[index], self._residency
@@ -239,6 +258,6 @@ class StepExperts:
         if memory is not None:
             partials = decoded_experts.experts(pairs, locations.down, x, routing.weights, layer.gate, memory)
         else:
-            partials = experts(pairs, locations.down, x, routing.weights, layer.gate, exact=layer.exact)
+            partials = experts(pairs, locations.down, x, routing.weights, layer.gate, exact=layer.exact, rows=rows)
         residency.release(index)
         return partials

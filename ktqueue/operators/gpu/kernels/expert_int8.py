@@ -78,6 +78,20 @@ def _quantise(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return codes, scale, sums
 
 
+@triton.jit
+def quantise_row(line, x, codes, scales, sums, x_stride, SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr):
+    """Quantise row `line` of x, SLABS slabs at a time: see Int8Rows."""
+    for begin in tl.static_range(0, SLAB_COUNT, SLABS):
+        slab = begin + tl.arange(0, SLABS)
+        inside = slab < SLAB_COUNT
+        column = slab[:, None] * 32 + tl.arange(0, 32)[None, :]
+        values = tl.load(x + line.to(tl.int64) * x_stride + column, mask=inside[:, None], other=0.0)
+        code, scale, total = _quantise(values.to(tl.float32), SLABS, 32)
+        tl.store(codes + line * SLAB_COUNT * 32 + column, code.to(tl.int8), mask=inside[:, None])
+        tl.store(scales + line * SLAB_COUNT + slab, scale, mask=inside)
+        tl.store(sums + line * SLAB_COUNT + slab, total, mask=inside)
+
+
 @triton.jit(do_not_specialize=["pairs", "experts"])
 def _prepare_kernel(
     x, ids, offsets, codes, scales, sums, sorted_pairs, starts, counts,
@@ -92,15 +106,7 @@ def _prepare_kernel(
             list_pairs(program, ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK)
     line = program - experts if CHUNK > 0 else program
     if line >= 0:
-        for begin in tl.static_range(0, SLAB_COUNT, SLABS):
-            slab = begin + tl.arange(0, SLABS)
-            inside = slab < SLAB_COUNT
-            column = slab[:, None] * 32 + tl.arange(0, 32)[None, :]
-            values = tl.load(x + line.to(tl.int64) * x_stride + column, mask=inside[:, None], other=0.0)
-            code, scale, total = _quantise(values.to(tl.float32), SLABS, 32)
-            tl.store(codes + line * SLAB_COUNT * 32 + column, code.to(tl.int8), mask=inside[:, None])
-            tl.store(scales + line * SLAB_COUNT + slab, scale, mask=inside)
-            tl.store(sums + line * SLAB_COUNT + slab, total, mask=inside)
+        quantise_row(line, x, codes, scales, sums, x_stride, SLAB_COUNT, SLABS)
 
 
 @triton.jit(do_not_specialize=["slots", "pairs", "zero_pairs"])
@@ -227,6 +233,11 @@ def _experts_kernel(
         done += M
 
 
+def slabs_at_once(slabs: int) -> int:
+    """Slabs of a row that a program quantises at a time."""
+    return min(int(triton.next_power_of_2(slabs)), 128)
+
+
 def prepare(
     pairs: ExpertPairs, x: torch.Tensor, *, own_pairs: int = TILES.own_pairs
 ) -> tuple[Int8Rows, SortedPairs | None]:
@@ -242,7 +253,7 @@ def prepare(
         x, pairs.ids, pairs.offsets, rows.codes, rows.scales, rows.sums, *lists,
         number, experts, x.stride(0),
         SLAB_COUNT=slabs,
-        SLABS=min(triton.next_power_of_2(slabs), 128),
+        SLABS=slabs_at_once(slabs),
         CHUNK=0 if is_unsorted else triton.next_power_of_2(number),
         **launch_options(),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, ExpertTiles
 from ktqueue.operators.gpu.kernels.operation import runs_kernel
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 
 MAX_FEW_PAIRS = 2048
@@ -26,6 +27,7 @@ def experts(
     gate: GateFacts,
     *,
     exact: bool = False,
+    rows: Int8Rows | None = None,
     tiles: ExpertTiles = TILES,
 ) -> torch.Tensor:
     """Return weight * expert(x) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
@@ -33,28 +35,43 @@ def experts(
     If the gate says so, it is expert(weight * x). Arguments as in `gate_up` and `down`. `down` uses `down_offsets` in
     place of the offsets in `pairs`; both are negative for the same experts. x and the rows between the two products are
     quantised (see expert_int8.py) where that is faster: with few tokens per expert, unless x is float32, a matrix has
-    one of FLOAT_PRODUCTS, or `exact`. `tiles`: which kernels compute the step, and how. Raises ValueError as `gate_up`
-    does.
+    one of FLOAT_PRODUCTS, or `exact`. `rows`: x, quantised already; only if `rounds_each_pair`
+    says so. `tiles`: which kernels compute the step, and how. Raises ValueError as `gate_up` does.
     """
     record, down_pairs = pairs.record, pairs._replace(offsets=down_offsets)
     weights = weights.contiguous()
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
-    floats = any(quant in panel_layout.FLOAT_PRODUCTS for quant in (record.gate, record.up, record.down))
     few = pairs.ids.numel() <= min(MAX_FEW_PAIRS, tiles.few_pairs * pairs.offsets.numel())
-    if exact or floats or x.dtype == torch.float32 or not few:
+    if not few or not _may_round(record, x.dtype, exact):
         return down(down_pairs, gate_up(pairs, x, gate, of_input, tiles=tiles), of_output, tiles=tiles)
     _check_input(pairs, x)
     x = x.contiguous()
     if runs_kernel(x) and pairs.ids.numel():
-        rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_pairs)
+        lists = None
+        if rows is None:
+            rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_pairs)
         chosen = tiles.dot_tiles(pairs.ids.numel(), pairs.offsets.numel(), are_sorted=lists is not None)
         rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
         return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen)
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)
-    gate_up_twin(pairs, Int8Rows.quantise(x).floats(), gate, mid, of_input)
+    gate_up_twin(pairs, (rows or Int8Rows.quantise(x)).floats(), gate, mid, of_input)
     partials = torch.empty(*pairs.ids.shape, record.hidden)
     down_twin(down_pairs, Int8Rows.quantise(mid.view(-1, record.intermediate)).floats(), of_output, partials)
     return partials
+
+
+def rounds_each_pair(
+    record: ExpertRecord, pairs: int, experts: int, dtype: torch.dtype, *, exact: bool, tiles: ExpertTiles = TILES
+) -> bool:
+    """Whether `experts` quantises x of type `dtype` in a step of `pairs` pairs, and sorts none of them."""
+    few = min(tiles.own_pairs, tiles.few_pairs * experts)
+    return 0 < pairs <= few and _may_round(record, dtype, exact)
+
+
+def _may_round(record: ExpertRecord, dtype: torch.dtype, exact: bool) -> bool:
+    """Whether activations of type `dtype` may be rounded to int8 for products with such experts."""
+    floats = any(quant in panel_layout.FLOAT_PRODUCTS for quant in (record.gate, record.up, record.down))
+    return not (exact or floats or dtype == torch.float32)
 
 
 def gate_up(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows, quantise_row, slabs_at_once
 from ktqueue.operators.gpu.kernels.operation import (
     check_fits,
     launch_options,
@@ -16,6 +17,7 @@ from ktqueue.operators.gpu.kernels.operation import (
     triton,
     wait_for_previous,
 )
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB
 
 SIGMOID_SUM_FLOOR = 1e-20
 """Added to a sum of sigmoids before dividing by it (transformers' DeepseekV3MoE), because all of them may be 0."""
@@ -169,6 +171,28 @@ def _route(
         tl.store(cpu_weights + element, weights, mask=inside)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _route_and_quantise(
+    logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
+    scale, stride, jitter,
+    x, codes, x_scales, sums, tokens, x_stride,
+    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
+    RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
+    JITTER: tl.constexpr, WAITS: tl.constexpr, SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr,
+):  # fmt: skip
+    """Programs 0 .. tokens - 1 route a token, the others quantise its row of x."""
+    program = tl.program_id(0)
+    if program < tokens:
+        _route(
+            logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
+            scale, stride, jitter,
+            EXPERTS, EXPERT_BLOCK, CHOSEN, CHOSEN_BLOCK, RENORMALISE, SIGMOID, SUM_FLOOR, JITTER, WAITS,
+        )  # fmt: skip
+    else:
+        wait_for_previous(WAITS)
+        quantise_row(program - tokens, x, codes, x_scales, sums, x_stride, SLAB_COUNT, SLABS)
+
+
 def route(
     logits: torch.Tensor,
     experts_per_token: int,
@@ -183,6 +207,7 @@ def route(
     scale: float = 1.0,
     jitter: float = 0.0,
     scales: torch.Tensor | None = None,
+    quantised: tuple[torch.Tensor, Int8Rows] | None = None,
 ) -> Routing:
     """Choose the experts of each token: softmax over all experts, of which the highest stay, highest first.
 
@@ -195,7 +220,8 @@ def route(
     live_tokens [1] int32: tokens from there on are padding and get ids -1 and weights 0. counts [experts] int32: the
     uses by all other tokens are added. for_cpu: where the CPU reads the ids, -1 where the GPU has the expert, and the
     weights; of the shapes and dtypes of a Routing, may be pinned host memory. on_gpu [experts] int64: >= 0 where the
-    GPU has the expert.
+    GPU has the expert. quantised: x [tokens, hidden] of any float type, whose rows may be strided, and where it is
+    written in int8 by the same launch.
     A row with NaN or +infinity, or of -infinity alone, gets ids 0, 1, ... and weights of NaN.
     Raises ValueError for shapes that do not fit.
     """
@@ -217,9 +243,17 @@ def route(
         weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
         block = triton.next_power_of_2(experts)
         if tokens:
-            _route[(tokens,)](
+            kernel, programs = _route, tokens
+            rows: tuple[torch.Tensor | int, ...] = ()
+            options: dict[str, int] = {}
+            if quantised is not None:
+                kernel, programs, (x, target) = _route_and_quantise, 2 * tokens, quantised
+                rows = x, target.codes, target.scales, target.sums, tokens, x.stride(0)
+                slabs = x.shape[1] // SLAB
+                options = {"SLAB_COUNT": slabs, "SLABS": slabs_at_once(slabs)}
+            kernel[(programs,)](
                 logits, on_gpu, live_tokens, counts, ids, weights, *(for_cpu or (None, None)), choice, scales,
-                scale, logits.stride(0), jitter,
+                scale, logits.stride(0), jitter, *rows,
                 EXPERTS=experts,
                 EXPERT_BLOCK=block,
                 CHOSEN=experts_per_token,
@@ -229,6 +263,7 @@ def route(
                 SUM_FLOOR=SIGMOID_SUM_FLOOR,
                 JITTER=jitter != 0,
                 **launch_options(),
+                **options,
                 num_warps=1 if block <= 256 else 4,
             )  # fmt: skip
         return Routing(ids, weights)
@@ -255,6 +290,10 @@ def route(
     if for_cpu is not None:
         for_cpu[0].copy_(ids if on_gpu is None else torch.where(on_gpu[ids] >= 0, -1, ids))
         for_cpu[1].copy_(weights)
+    if quantised is not None:
+        rounded = Int8Rows.quantise(quantised[0])
+        for part in ("codes", "scales", "sums"):
+            getattr(quantised[1], part).copy_(getattr(rounded, part))
     return Routing(ids, weights)
 
 

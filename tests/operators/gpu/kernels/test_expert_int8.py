@@ -15,7 +15,7 @@ from ktqueue.operators.gpu.kernels.expert_tiles import TILES
 from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
-from ..interpreted import by_kernel, compiled_for_h200
+from ..interpreted import by_kernel, by_twin, compiled_for_h200
 from .matrices import columns_of
 from .panel_pools import GATES, Pool, make_pool, route
 
@@ -150,6 +150,22 @@ def test_rows_are_rounded_where_that_is_faster(random_weights: Callable[..., Byt
     assert (rounded - run(x, pool)).norm() < 0.02 * rounded.norm()
     floats = make_pool(random_weights, "F16", 2, 64, 32)
     assert torch.equal(run(x.bfloat16(), floats), run(x.bfloat16(), floats, exact=True))
+
+
+def test_rows_may_be_quantised_before(random_weights: Callable[..., Bytes]) -> None:
+    """A step that takes them computes the same, and says so: few pairs, none of which is sorted."""
+    pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), 4, 64, 32)
+    x, (ids, weights) = activations(3, 64).bfloat16(), route(3, 4, 2)
+    pairs, rows = pool.pairs(ids), Int8Rows.quantise(x)
+    for run in (by_twin, by_kernel):
+        found, expected = (
+            run(products.experts, pairs, pool.offsets, x, weights, native.SILU, rows=given) for given in (rows, None)
+        )
+        assert_close(found, expected)
+    assert products.rounds_each_pair(pool.record, TILES.own_pairs, 128, x.dtype, exact=False)
+    assert not products.rounds_each_pair(pool.record, TILES.own_pairs + 1, 128, x.dtype, exact=False)
+    assert not products.rounds_each_pair(pool.record, 8, 128, torch.float32, exact=False)
+    assert not products.rounds_each_pair(pool.record, 8, 128, x.dtype, exact=True)
 
 
 @pytest.mark.compiled

@@ -43,7 +43,7 @@ def test_shapes_that_do_not_fit_are_refused(qkv: Callable[..., dict[str, Any]]) 
 @pytest.mark.compiled
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """What the CPU has just written is read past the caches. (Triton drops a cache_modifier of ".cv" silently.)"""
-    names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route"}
+    names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route", "_route_and_quantise"}
     linear = {"_prepare", "_delta_rule", "_gated_norm"}
     assert set(compiled_for_h200("between matrices", tmp_path)) == names | linear | {"_add_rms_norm+volatile"}
 
@@ -54,7 +54,7 @@ def test_kernels_of_short_steps_can_wait_for_the_one_before(tmp_path: Path) -> N
     found = set(compiled_for_h200("dependent launches", tmp_path))
     waiting = {name.split("+")[0] for name in found if name.endswith("+waits")}
     matrices = {"_few_rows_linear", "_few_rows_kernel", "_prepare_kernel", "_experts_kernel"}
-    assert waiting == {"_add_rms_norm", "_qk_norm_rope_append", "_route"} | matrices
+    assert waiting == {"_add_rms_norm", "_qk_norm_rope_append", "_route", "_route_and_quantise"} | matrices
     usual = {"_gated", "_prepare", "_delta_rule", "_gated_norm", "_decode_kernel"}
     assert {name for name in found if not name.endswith("+waits")} == usual
 

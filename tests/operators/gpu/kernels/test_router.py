@@ -23,6 +23,7 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.router import Scoring, route
 
 from ..interpreted import by_kernel, by_twin
@@ -217,3 +218,17 @@ def test_the_kernel_equals_its_twin(experts: int, chosen: int, dtype: torch.dtyp
             assert torch.equal(ours["counts"], twin["counts"])
             assert torch.equal(ours["for_cpu"][0], twin["for_cpu"][0])
             assert_same(ours["for_cpu"][1], routing.weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("run", [by_twin, by_kernel])
+def test_the_input_of_experts_is_quantised_beside_it(run: Callable[..., Any], tokens: int) -> None:
+    """The choice is the same as without. Rows of x are strided, and slabs are not a power of two."""
+    logits, x = torch.randn(tokens, 12), torch.randn(tokens, 200).bfloat16()[:, :96]
+    rows = Int8Rows.empty(tokens, 96, x.device)
+    routing = run(route, logits, 3, renormalise=True, quantised=(x, rows))
+    alone = run(route, logits, 3, renormalise=True)
+    assert torch.equal(routing.ids, alone.ids) and torch.equal(routing.weights, alone.weights)
+    expected = Int8Rows.quantise(x)
+    assert torch.equal(rows.codes, expected.codes) and torch.equal(rows.sums, expected.sums)
+    torch.testing.assert_close(rows.scales, expected.scales, rtol=1e-6, atol=0)
