@@ -294,7 +294,8 @@ def _file_paths() -> Json:
     name = [{"name": "file_id", "in": "path", "required": True, "schema": text}]
     read = _text("readFile", "The bytes of a file, or a range of them.", "application/octet-stream")
     read["parameters"] = [{"name": "Range", "in": "header", "schema": text}]
-    read["responses"] |= {"206": read["responses"]["200"], "416": {"description": "The file has no such bytes."}}
+    parts = {"206": read["responses"]["200"], "416": {"description": "The file has no such bytes."}}
+    read["responses"] = _responses("200", None, _READ) | read["responses"] | parts
     return {
         "/v1/files": {"get": listing, "post": upload},
         "/v1/files/{file_id}": {

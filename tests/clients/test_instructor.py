@@ -62,8 +62,12 @@ def test_object_is_typed(server: Any, mode: str) -> None:
 def test_streamed_object_is_that_of_the_answer(server: Any, mode: str) -> None:
     client = extractor(server, mode)
     whole = client.create(response_model=ForecastByInstructor, **ASK)
-    parts = list(client.create_partial(response_model=ForecastByInstructor, **ASK))
-    assert len(parts) > 1 and parts[-1].model_dump() == whole.model_dump()
+    for _ in range(5):  # text that waits for a slow client is joined: on a busy machine this may be the whole answer
+        parts = list(client.create_partial(response_model=ForecastByInstructor, **ASK))
+        assert parts[-1].model_dump() == whole.model_dump()
+        if len(parts) > 1:
+            return
+    pytest.fail("no stream came in parts")
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])

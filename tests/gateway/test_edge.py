@@ -225,6 +225,15 @@ async def test_the_openapi_document_is_valid_and_fits_answers(http: httpx.AsyncC
         check({**BODY, "n": 0}, "ChatBody")
 
 
+async def test_the_openapi_document_has_the_failures_of_every_object(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    for path, operations in paths.items():
+        if path.startswith("/v1/") and "{" in path:
+            unknown = await http.get(path.replace("{", "no-").replace("}", ""))
+            if "get" in operations and unknown.status_code != 405:
+                assert str(unknown.status_code) in operations["get"]["responses"], path
+
+
 async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
     from ktqueue.gateway.app import routes
 

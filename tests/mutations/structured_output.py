@@ -27,7 +27,7 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
         "ktqueue/engine/rows.py",
         'for which a prepared step has no place."""\n        self.version += 1\n',
         'for which a prepared step has no place."""\n',
-        (f"{ENGINE}::test_rows_with_and_without_a_grammar_share_a_step[device]",),
+        ("tests/engine/test_prepared_step.py::test_preparing_steps_changes_no_output[1-400]",),
     ),
     "a complete document continues": Mutation(
         "an answer ends when its grammar is complete",
