@@ -110,10 +110,14 @@ install: $(VENV)/demo.stamp ## Set up .venv with ktqueue in it
 demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from nothing
 	@$(BIN)/ktqueue demo $(ARGS)
 
-.PHONY: test compiled installed mutations soak fleet parity models clients sanitize fuzz
+.PHONY: test long compiled installed mutations soak fleet parity models clients sanitize fuzz
 # Three processes on two cores, each with whole files: many tests wait for others' processes, and fixtures serve a file.
-test: $(VENV)/dev.stamp ## All tests (ARGS="-k journal" for some)
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+PROCESSES := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+test: $(VENV)/dev.stamp ## All tests but the long ones (ARGS="-k journal" for some of all)
+	@$(BIN)/python -m pytest $(PROCESSES) $(or $(ARGS),--without-long)
+
+long: $(VENV)/dev.stamp ## The long tests: installations that start, die and start again
+	@$(BIN)/python -m pytest $(PROCESSES) -m long $(ARGS)
 
 compiled: $(VENV)/dev.stamp ## Triton kernels compile for an H200, without a GPU
 	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m compiled tests/operators/gpu $(ARGS)

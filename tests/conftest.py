@@ -1,6 +1,7 @@
 """Fixtures of all tests: a private Redis for the session, an empty one for each test, the shared test data, random
 weights of every format."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -57,6 +58,21 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach the processes under test, also where the tests run in a background that ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # a third of the time of collecting tests is the garbage collector's walk over a million objects
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests if `--without-long` asks for that."""
+    if config.getoption("--without-long"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again from here on, but not among what the imports and the collection made."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +90,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What the tests run on: `make fleet` runs those of the broker on each."""
+    """What the tests run on: `make fleet` runs those of the broker on each. Which tests run: `make test`."""
     parser.addoption("--redis", choices=("private", "sentinel", "cluster"), default="private", help="kind of server")
+    parser.addoption("--without-long", action="store_true", help="leave out the tests with the marker `long`")
 
 
 @pytest.fixture(scope="session")

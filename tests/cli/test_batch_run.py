@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command_line import Run, Stack, Start
 
 
@@ -96,6 +97,7 @@ def test_failed_lines_go_to_an_error_file_and_can_be_tried_again(ktqueue: Run, s
     assert not (tmp_path / "out.errors.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_batch_that_is_killed_at_random_answers_each_line_once(
     ktqueue: Run, start: Start, stack: Stack, tmp_path: Path
 ) -> None:
@@ -173,6 +175,7 @@ def test_the_input_is_refused_as_output(ktqueue: Run, stack: Stack, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["out.errors.jsonl"]
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_the_batch_at_once(ktqueue: Run, start: Start, stack: Stack, tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", 8, tokens=1500, ignore_eos=True)
     process = start("batch", "run", source, "-o", "out.jsonl", *stack.flags, cwd=tmp_path)

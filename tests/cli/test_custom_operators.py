@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 
 import httpx
+import pytest
 from command_line import Run, UpWith
 from example_package import RULES, install_example
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_worker_serves_with_operators_of_a_package(tmp_path: Path, up_with: UpWith, ktqueue: Run) -> None:
     packages = install_example(tmp_path)
     flag = tmp_path / "broken"

@@ -5,6 +5,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from command_line import Run, Stack, Start
 
 from ktqueue.cli.demo.demo import STORY_TOKENS
@@ -45,6 +46,7 @@ def test_the_story_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, 
     assert _processes_of(tmp_path) == []
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_the_demo_and_all_that_it_started(start: Start, tmp_path: Path) -> None:
     process = start("demo", cwd=tmp_path, env={"DEMO_MARK": str(tmp_path)})
     assert process.stdout is not None

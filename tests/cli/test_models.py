@@ -181,6 +181,7 @@ def test_doctor_counts_the_weights_as_memory(tmp_path: Path) -> None:
     assert levels == {30: "fail", 40: "ok"}
 
 
+@pytest.mark.long
 def test_doctor_refuses_an_unknown_instruction_set(ktqueue: Run) -> None:
     done = ktqueue("doctor", "--json", "--port", 0, env={"KTQUEUE_ISA": "neon"})
     kernels = finding(done.stdout, "kernels")

@@ -70,6 +70,7 @@ def ask(url: str, tokens: int) -> tuple[str, float]:
     return answer.headers["x-job-id"], seconds
 
 
+@pytest.mark.long
 def test_parts_of_a_request_add_up_to_what_its_client_saw(tmp_path: Path, up_with: UpWith) -> None:
     folder, tokens = tmp_path / "profile", 400
     with up_with("--workers", "2", "--profile", str(folder)) as stack:
@@ -92,6 +93,7 @@ def test_parts_of_a_request_add_up_to_what_its_client_saw(tmp_path: Path, up_wit
         assert ["arrived" in line for line in lines] == [True] + [False] * (tokens - 1)
 
 
+@pytest.mark.long
 def test_a_local_chat_has_a_line_for_each_token(ktqueue: Run, tmp_path: Path) -> None:
     done = ktqueue("chat", "--local", "--max-tokens", 5, "--profile", "profile", stdin="Tell me a story.\n")
     assert done.returncode == 0
@@ -101,6 +103,7 @@ def test_a_local_chat_has_a_line_for_each_token(ktqueue: Run, tmp_path: Path) ->
     assert times.seconds == pytest.approx(times.ended - times.began, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_killed_worker_leaves_its_part_of_a_request(tmp_path: Path, up_with: UpWith) -> None:
     folder = tmp_path / "profile"
     with up_with("--workers", "2", "--profile", str(folder)) as stack, ThreadPoolExecutor(1) as client:

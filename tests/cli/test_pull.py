@@ -26,6 +26,7 @@ def environment(hub: LocalHub, tmp_path: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
 
 
+@pytest.mark.long
 def test_a_killed_download_continues_and_the_model_is_served(
     hub: LocalHub, environment: dict[str, str], start: Start, up_with: UpWith, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from command_line import Process, Run, Start
 
 
@@ -29,6 +30,7 @@ def _wait_for(url: str, process: Process) -> None:
     raise AssertionError(f"{url} did not answer")
 
 
+@pytest.mark.long
 def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redis_url: str, tmp_path: Path) -> None:
     port = _free_port()
     base = f"http://127.0.0.1:{port}"

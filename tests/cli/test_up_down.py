@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 from command_line import Run, Start
 
 from ktqueue.broker.redis.state_folder import holder
@@ -47,6 +48,7 @@ def processes_of(group: int) -> list[Path]:
     return [Path(f"/proc/{pid}") for pid in found]
 
 
+@pytest.mark.long
 def test_a_detached_installation_works_from_start_to_end(ktqueue: Run, tmp_path: Path) -> None:
     environment = {"KTQUEUE_LOG_FORMAT": "json", "KTQUEUE_LOG_MAX_BYTES": "16KiB"}
     state = tmp_path / ".ktqueue"

@@ -57,6 +57,7 @@ async def until(predicate: Callable[[], Any], within: float = 40.0) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_an_arq_job_with_a_webhook_survives_kills_of_the_helpers(
     tmp_path: Path, receiver: tuple[str, list[Any]]
 ) -> None:

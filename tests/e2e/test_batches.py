@@ -69,6 +69,7 @@ def numbers(found: list[Any]) -> list[int]:
     return [int(record["custom_id"].removeprefix("c")) for record in found]
 
 
+@pytest.mark.long
 async def test_the_openai_package_runs_batches(start_stack: Any) -> None:
     async with start_stack(control=ControlConfig()) as stack, client_of(stack, max_retries=0) as client:
         metadata = {"night": "one"}
@@ -124,6 +125,7 @@ async def test_the_openai_package_runs_batches(start_stack: Any) -> None:
             assert refused.value.param == next(iter(wrong))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_everything_dies_while_a_batch_runs() -> None:
     result = await measure(

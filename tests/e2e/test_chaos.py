@@ -14,6 +14,7 @@ SHORT = Plan(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_short_kill_loop_breaks_no_promise(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):

@@ -198,6 +198,7 @@ async def test_a_prompt_in_an_answer_survives_the_death_of_its_worker(stack: Any
         assert joined[0] == joined[1] and joined[0]
 
 
+@pytest.mark.long
 async def test_the_backlog_of_one_address_does_not_delay_another(start_stack: Any) -> None:
     async with start_stack(engine={"max_num_seqs": 4}) as stack:
         await stack.until_ready()

@@ -221,6 +221,7 @@ async def eventually(holds: Any, within: float = 10.0) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_hundreds_of_jobs_end_once_each(start_stack: Any, redis_url: str) -> None:
     crowd = await run(start_stack, redis_url, jobs=200, workers=1, kills=False)

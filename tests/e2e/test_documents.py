@@ -7,6 +7,7 @@ import pytest
 from tests.chaos.documents import measure
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_documents_survive_their_workers() -> None:
     result = await measure(argparse.Namespace(kills=4, minutes=2.0, schemas=14, workers=2, seed=5))

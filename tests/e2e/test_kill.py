@@ -116,6 +116,7 @@ async def test_streams_survive_the_death_of_the_only_worker(stack: Any, undistur
     assert streams[0].longest_gap < 30.0
 
 
+@pytest.mark.long
 async def test_answers_stay_the_same_where_workers_draft(start_stack: Any, undisturbed: Any) -> None:
     """They continue what a worker had written that died, and give the text of a worker that drafts nothing."""
     async with start_stack(engine={"speculation": "lookup"}) as drafting:
@@ -235,6 +236,7 @@ async def none_left(pids: list[int]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_a_killed_supervisor_leaves_no_processes(tmp_path: Path) -> None:
     process, _, pids = await start_up(tmp_path)
     assert all(alive(pid) for pid in pids)
@@ -243,6 +245,7 @@ async def test_a_killed_supervisor_leaves_no_processes(tmp_path: Path) -> None:
     await none_left(pids)
 
 
+@pytest.mark.long
 async def test_a_signal_stops_everything_in_order(tmp_path: Path) -> None:
     process, _, pids = await start_up(tmp_path)
     process.send_signal(signal.SIGINT)

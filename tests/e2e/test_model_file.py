@@ -48,6 +48,7 @@ async def reload(stack: Any) -> list[str]:
     return now
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 async def test_a_model_file_may_change_under_its_workers(start_stack: Any, tmp_path: Path) -> None:
     file = ModelFile(tmp_path / "demo.gguf")

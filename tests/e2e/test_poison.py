@@ -30,6 +30,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 async def test_a_job_that_kills_its_workers_fails_alone(start_stack: Any) -> None:
     command = [sys.executable, "-c", FORK_SERVER]

@@ -94,6 +94,7 @@ async def text_of(http: httpx.AsyncClient, job_id: str, until: int | None = None
     return text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 async def test_an_upgrade_works_in_both_orders(broker_config: BrokerConfig) -> None:
     base = Config(

@@ -49,11 +49,13 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.long
 def test_the_checks_of_the_pool_hold(tmp_path: Path) -> None:
     done = run(build("thread_pool_check", tmp_path / "check"))
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_pool_has_no_data_race(tmp_path: Path) -> None:
     done = run(build("thread_pool_check", tmp_path / "check", "-fsanitize=thread"))
     assert done.returncode == 0, done.stderr

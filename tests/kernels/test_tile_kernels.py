@@ -23,6 +23,7 @@ def cpu_flags() -> set[str]:
     return {flag for line in lines if line.startswith("flags") for flag in line.split(":")[1].split()}
 
 
+@pytest.mark.long
 def test_the_checks_of_the_tile_kernels_hold(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     if compiler is None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CASES = 1_500
 ROOT = Path(__file__).parents[3]
 
@@ -22,6 +24,7 @@ def fuzz(*arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_any_bytes_are_a_header_or_a_checkpoint_error(tiny_gguf: Path, tmp_path: Path) -> None:
     seconds = os.environ.get("FUZZ_SECONDS")
     if seconds:

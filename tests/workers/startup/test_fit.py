@@ -70,6 +70,7 @@ def test_dense_weights_stay_quantised_if_all_experts_fit_then(reports: Reports) 
     assert "quantised" in rules.values()
 
 
+@pytest.mark.long
 def test_dense_weights_are_held_twice_if_that_costs_little_of_the_cache(reports: Reports) -> None:
     found, once = ask(reports, machine(64, 80)), ask(reports, machine(64, 80), rules=None)
     assert (found.config.rules, once.config.rules) == ("both", None)
