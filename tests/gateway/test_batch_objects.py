@@ -89,7 +89,7 @@ async def test_an_address_has_its_share_of_batches(config: Config) -> None:
         assert "of this address" in error["message"]
 
 
-WRONG_BODIES = [
+WRONG_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"endpoint": "/v1/embeddings"}, "endpoint", "must be one of /v1/chat/completions, "),
     ({"endpoint": f"http://127.0.0.1:8000/v1/{'x' * 99}"}, "endpoint", "must be one of /v1/chat/completions, "),
     ({"endpoint": ""}, "endpoint", "must be one of /v1/chat/completions, "),
