@@ -197,8 +197,8 @@ def applicable(rows: Iterable[int]) -> list[tuple[str, int]]:
 def compile_choice(name: str, rows: tuple[int, ...]) -> str:
     """Compile the kernels of a choice in this process, so that others find them in Triton's cache. Returns what went
     wrong, or nothing."""
-    layers = Layers.make(RECORD, 1, EXPERTS, "cuda")
     try:
+        layers = Layers.make(RECORD, 1, EXPERTS, "cuda")
         for number in rows:
             Step.make(layers, 0, number, SLOTS).run(CHOICES[name], layers.memory)
         torch.cuda.synchronize()
