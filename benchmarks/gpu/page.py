@@ -135,7 +135,7 @@ def residency(result: dict[str, Any]) -> list[str]:
     return section(
         f"{result['model']}: experts in GPU memory, by routing",
         f"{result['share']:.0%} of the experts are there. Cold: a start with any experts; learned: the last of some "
-        "rounds; known: a start with the experts that were used most in these. Found: share of recent uses; CPU: what "
+        "rounds; known: a start with the experts that were used most in these. Found: share of uses there; CPU: what "
         f"its experts read in the round; bus: what came to the GPU. Rounds of {result['output_tokens']} tokens after "
         f"random prompts of {result['prompt_tokens']}; {graphics(result)}; {taken(result)}. `{result['command']}`",
         {

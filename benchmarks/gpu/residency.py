@@ -36,7 +36,7 @@ def decode(loaded: LoadedGpuModel, rows: int, seed: int, tokens: int = OUTPUT_TO
         "tokens_per_second": figure.tokens_per_second,
         "step_ms": 1e3 * figure.step,
         "fastest_step_ms": 1e3 * figure.fastest_step,
-        "found": known.get("expert_hit_rate"),
+        "found": work.gpu_uses / work.uses if work.uses else None,
         "moves": known["expert_moves"] - moves,
         "cpu_experts_gb": work.cpu_bytes / 1e9,
         "cpu_experts_s": work.cpu_seconds,

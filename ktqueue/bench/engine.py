@@ -17,6 +17,8 @@ from ktqueue.engine.outputs import EngineStats, SequenceOutput
 
 PARTS = ("schedule", "forward", "sample", "commit")
 """Timed parts of a step."""
+EXPERT_COUNTS = ("uses", "uses_on_gpu", "gpu_experts", "fetched_bytes", "streamed_bytes")
+"""Counters of a model with experts in GPU memory, named `expert_...`. Two of them are counted in profiles only."""
 LAUNCHES = {"ahead": (True,), "early": (False, True), "late": (False,)}
 """When the next step is launched: before the tokens of a step are read, after that, or by the next call. The values are
 what `launch_next` of `Engine.step` answers, the last one again and again."""
@@ -26,7 +28,8 @@ what `launch_next` of `Engine.step` answers, the last one again and again."""
 class Decode:
     """`rows` sequences that decode together, each with a prompt of `prompt_tokens`. Times in seconds.
 
-    `parts`: mean time of each of PARTS in a step. `first_token`: from the first prompt until every row has a token.
+    `parts`: mean time of each of PARTS in a step. `experts`: EXPERT_COUNTS of a step on average, if known.
+    `first_token`: from the first prompt until every row has a token.
     """
 
     rows: int
@@ -37,6 +40,7 @@ class Decode:
     fastest_step: float
     first_token: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    experts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,13 +84,14 @@ def measure_decode(
     start(engine, prompts, tokens, sampling)
     first_token = time.perf_counter() - began
     before, generated, full = engine.stats(), 0, True
+    known = dict(engine.model_stats())
     moments = [time.perf_counter()]
     while full:
         outputs = step(engine, launch)
         moments.append(time.perf_counter())
         generated += sum(len(output.token_ids) for output in outputs)
         full = not any(output.finish_reason for output in outputs)
-    after = engine.stats()
+    after, counted = engine.stats(), dict(engine.model_stats())
     finish(engine)
     steps = [later - earlier for earlier, later in pairwise(moments)]
     return Decode(
@@ -98,6 +103,11 @@ def measure_decode(
         fastest_step=min(steps),
         first_token=first_token,
         parts={part: (_seconds(after, part) - _seconds(before, part)) / len(steps) for part in PARTS},
+        experts={
+            name: (counted[key] - known[key]) / len(steps)
+            for name in EXPERT_COUNTS
+            if (key := f"expert_{name}") in known and key in counted
+        },
     )
 
 

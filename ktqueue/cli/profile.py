@@ -121,6 +121,24 @@ def _show_buckets(found: "list[Bucket]") -> None:
             _ms(bucket.floor) if bucket.floor is not None else "",
         )
     results().print(listing)
+    if any(bucket.uses or bucket.bus_bytes for bucket in found):
+        _show_gpu_experts(found)
+
+
+def _show_gpu_experts(found: "list[Bucket]") -> None:
+    heads = ("rows", "experts on CPU", "on GPU", "found there", "MB fetched", "MB streamed")
+    listing = table(heads, right=heads[1:])
+    for bucket in found:
+        listing.add_row(
+            bucket.rows,
+            f"{bucket.experts / bucket.steps:,.0f}",
+            f"{bucket.gpu_experts / bucket.steps:,.0f}",
+            "" if bucket.found is None else f"{bucket.found:.1%}",
+            _digits(bucket.fetched_bytes / bucket.steps / 1e6),
+            _digits(bucket.bus_bytes / bucket.steps / 1e6),
+        )
+    results().print()
+    results().print(listing)
 
 
 def _show_parts(title: str, groups: "list[tuple[str, Sequence[Part]]]") -> None:

@@ -13,8 +13,10 @@ class ExpertWork(NamedTuple):
     """Work of the routed experts since the start, or in one step.
 
     cpu_runs: layers that the CPU computed; cpu_experts: different experts of each run, summed; cpu_bytes: of their
-    packed weights; cpu_seconds: of wall time. bus_bytes: weights that were streamed to the GPU; those that kernels
-    fetch in short steps are not counted.
+    packed weights; cpu_seconds: of wall time. bus_bytes: weights that were streamed to the GPU. uses: choices of
+    experts by tokens; gpu_uses: of experts in GPU memory. gpu_experts: different ones of these of each layer and step,
+    summed; fetched_bytes: weights that kernels fetched in short steps. These two need `count_each_step`, and all four a
+    model that moves experts.
     """
 
     cpu_runs: int = 0
@@ -22,6 +24,10 @@ class ExpertWork(NamedTuple):
     cpu_bytes: int = 0
     cpu_seconds: float = 0.0
     bus_bytes: int = 0
+    uses: int = 0
+    gpu_uses: int = 0
+    gpu_experts: int = 0
+    fetched_bytes: int = 0
 
     def since(self, earlier: "ExpertWork") -> "ExpertWork":
         """The work after `earlier`."""
@@ -46,6 +52,9 @@ class PlacesExperts(CountsExperts, Protocol):
     @property
     def moves_experts(self) -> bool:
         """Whether some experts are in GPU memory and others are not. Then all uses are counted."""
+
+    def count_each_step(self) -> None:
+        """Count each step from now on, which costs a copy. Counts are those of the step, or of the one before."""
 
     def place_experts(self, uses: ExpertUses) -> None:
         """Put the experts with most `uses` into GPU memory, and count uses from now on. Call it between two steps.

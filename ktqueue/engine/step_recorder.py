@@ -1,6 +1,6 @@
 """StepRecorder: makes the records of an engine's steps for a profile, from counters before and after each step."""
 
-from ktqueue.core.expert_work import ExpertUses, ExpertWork
+from ktqueue.core.expert_work import ExpertUses, ExpertWork, PlacesExperts
 from ktqueue.engine.batch import BatchBuilder
 from ktqueue.engine.gpu.device_model import DeviceModel, expert_counts
 from ktqueue.engine.pages import Pages
@@ -35,6 +35,8 @@ class StepRecorder:
         self.writer = writer
         self._routing_seconds = routing_seconds
         self._counts = expert_counts(model)
+        if isinstance(self._counts, PlacesExperts):
+            self._counts.count_each_step()
         self._model = model
         self._pages = pages
         self._runner = runner

@@ -31,7 +31,8 @@ _STEP = b"{" + template(
     | dict.fromkeys(("replayed", "prepared"), "%s")
 )
 _EXPERTS = template(
-    {"cpu_runs": "%d", "cpu_experts": "%d", "cpu_bytes": "%d", "cpu_seconds": SECONDS, "bus_bytes": "%d"}
+    {"cpu_runs": "%d", "cpu_experts": "%d", "cpu_bytes": "%d", "cpu_seconds": SECONDS}
+    | dict.fromkeys(("bus_bytes", "uses", "gpu_uses", "gpu_experts", "fetched_bytes"), "%d")
     | {"cpu_gb_per_second": "%.3f"}
 )
 

@@ -42,6 +42,10 @@ class Bucket:
     expert_bytes: int
     expert_seconds: float
     bus_bytes: int
+    uses: int
+    gpu_uses: int
+    gpu_experts: int
+    fetched_bytes: int
     bandwidth: float | None
 
     @property
@@ -53,6 +57,11 @@ class Bucket:
     def expert_bandwidth(self) -> float:
         """Bytes per second that the CPU's experts read."""
         return self.expert_bytes / self.expert_seconds if self.expert_seconds else 0.0
+
+    @property
+    def found(self) -> float | None:
+        """Share of the uses of experts that were in GPU memory, from 0 to 1; None: not counted."""
+        return self.gpu_uses / self.uses if self.uses else None
 
     @property
     def floor(self) -> float | None:
@@ -100,7 +109,10 @@ def _bucket(name: str, steps: Sequence[Line], bandwidth: float | None) -> Bucket
         experts=sum(step.get("cpu_experts", 0) for step in steps),
         expert_bytes=sum(step.get("cpu_bytes", 0) for step in steps),
         expert_seconds=sum(step.get("cpu_seconds", 0.0) for step in steps),
-        bus_bytes=sum(step.get("bus_bytes", 0) for step in steps),
+        **{
+            name: sum(step.get(name, 0) for step in steps)
+            for name in ("bus_bytes", "uses", "gpu_uses", "gpu_experts", "fetched_bytes")
+        },
         bandwidth=bandwidth,
     )
 

@@ -86,6 +86,37 @@ def test_work_of_experts_is_that_of_each_step(
     assert [(line["steps"], line["uses"]) for line in process.routing] == [(1, [[0, 2]])] * 3  # the first only begins
 
 
+class PlacingModel(CountingModel):
+    """Has some experts in GPU memory, whose counts are of single steps if they are asked for."""
+
+    moves_experts = True
+    counts_each_step = False
+
+    def expert_work(self) -> ExpertWork:
+        counted = self._steps if self.counts_each_step else 0
+        return super().expert_work()._replace(uses=9 * counted, gpu_uses=6 * counted, gpu_experts=5 * counted)
+
+    def count_each_step(self) -> None:
+        self.counts_each_step = True
+
+    def place_experts(self, uses: Any) -> None:
+        raise NotImplementedError
+
+
+def test_experts_in_gpu_memory_are_counted_in_each_step(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
+) -> None:
+    engine = make_engine(PlacingModel(model), vocabulary)
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path)), {})
+    engine.start_profile(writer, ALWAYS)
+    engine.add("x", PROMPT, SamplingParams(max_tokens=4))
+    run(engine)
+    writer.close()
+    (process,) = read_profile(tmp_path)
+    assert [(line["uses"], line["gpu_uses"], line["gpu_experts"]) for line in process.steps] == [(9, 6, 5)] * 4
+    assert {line["fetched_bytes"] for line in process.steps} == {0}
+
+
 def test_parts_of_steps_have_named_ranges_if_asked_for(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, tmp_path: Path
 ) -> None:

@@ -38,6 +38,13 @@ def test_a_bucket_compares_experts_with_the_memory() -> None:
     assert (shares["launch"], shares["sample"], shares["wait"]) == pytest.approx((0.75, 0.25, 0.0))
 
 
+def test_a_bucket_says_where_experts_were_found() -> None:
+    work = {"bus_bytes": 10, "uses": 8, "gpu_uses": 6, "gpu_experts": 4, "fetched_bytes": 100}
+    one, two = buckets(ProcessProfile("x", {}, steps=[step(1, 1.0, **work), step(1, 1.0, **work), step(2, 1.0)]))
+    assert (one.bus_bytes, one.gpu_experts, one.fetched_bytes, one.found) == (20, 8, 200, 0.75)
+    assert two.found is None and two.gpu_experts == 0
+
+
 def test_percentiles_are_values_of_the_list() -> None:
     values = [float(number) for number in range(100)]
     assert (percentile(values, 0.5), percentile(values, 0.95), percentile(values, 1.0)) == (50.0, 95.0, 99.0)

@@ -13,6 +13,8 @@ from ktqueue.cli.model import with_model
 from ktqueue.cli.terminal.console import results, table
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ktqueue.bench.engine import Decode, Prefill
     from ktqueue.core.config import EngineConfig
 
@@ -130,7 +132,9 @@ def _sized(
 
 def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
     console = results()
-    heads = ("rows", "prompt", "tok/s", "ms a step", "fastest", "host", "first token")
+    heads = ["rows", "prompt", "tok/s", "ms a step", "fastest", "host", "first token"]
+    with_experts = any(row.experts.get("uses") for row in decoded)  # some are in GPU memory
+    heads += ["found", "GPU experts", "MB fetched"] if with_experts else []
     listing = table(heads, right=heads)
     for row in decoded:
         listing.add_row(
@@ -141,6 +145,7 @@ def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
             f"{row.fastest_step * 1e3:,.2f}",
             f"{row.host_share:.0%}",
             f"{row.first_token * 1e3:,.0f} ms",
+            *(_experts(row.experts) if with_experts else ()),
         )
     console.print(listing)
     if filled:
@@ -155,6 +160,16 @@ def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
                 f"{read.fastest * 1e3:,.0f}",
             )
         console.print(listing)
+
+
+def _experts(counts: "Mapping[str, float]") -> tuple[str, str, str]:
+    """The share of uses that were in GPU memory, and of one step the experts computed there and the bytes fetched."""
+    uses, experts, fetched = (counts.get(name) for name in ("uses", "gpu_experts", "fetched_bytes"))
+    return (
+        f"{counts['uses_on_gpu'] / uses:.1%}" if uses else "",
+        "" if experts is None else f"{experts:,.0f}",
+        "" if fetched is None else f"{fetched / 1e6:,.1f}",
+    )
 
 
 def _numbers(flag: str, text: str, least: int = 1) -> list[int]:

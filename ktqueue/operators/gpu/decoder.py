@@ -177,6 +177,11 @@ class GpuDecoder(Operator):
         """See PlacesExperts."""
         return self._experts is not None and self._experts.moves
 
+    def count_each_step(self) -> None:
+        """See PlacesExperts."""
+        if self._experts is not None:
+            self._experts.count_each_step()
+
     @torch.inference_mode()
     def place_experts(self, uses: ExpertUses) -> None:
         """See PlacesExperts."""
@@ -202,9 +207,10 @@ class GpuDecoder(Operator):
 
         Gauges: `experts`, `experts_on_gpu`, `expert_bytes`, `expert_hit_rate` (share of recent uses whose expert was on
         the GPU, if known), and `expert_fetched_share_one` (in steps of one token) and `expert_fetched_share_several`.
-        Counters: `expert_moves`, `expert_streamed_steps` (long steps that copied experts), `expert_streamed_bytes`,
-        `expert_predictions`, and `expert_prediction_hits`, the predictions that came true. Empty before
-        `prepare_device`.
+        Counters: `expert_uses` and `expert_uses_on_gpu` (whose expert was in GPU memory), `expert_moves`,
+        `expert_streamed_steps` (long steps that copied experts), `expert_streamed_bytes`, `expert_predictions`, and
+        `expert_prediction_hits`, the predictions that came true. If each step is counted, also `expert_gpu_experts` and
+        `expert_fetched_bytes`: see ExpertWork. Empty before `prepare_device`.
         """
         return self._experts.statistics() if self._experts else {}
 

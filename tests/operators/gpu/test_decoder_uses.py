@@ -91,3 +91,39 @@ def test_experts_of_earlier_runs_are_on_the_gpu_from_the_first_step(make_decoder
     assert decoder.expert_work().cpu_experts == before  # all of this token's are there
     with pytest.raises(ValueError, match="2 layers"):
         decoder.place_experts(uses[:1])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_each_expert_of_a_step_is_counted_where_it_is(
+    share: float, tokens: int, make_decoder: Callable[..., Any], device: str
+) -> None:
+    """Of equal steps, experts in GPU memory, fetched ones and those of the CPU add up to all that they use."""
+    model = make_model("qwen3_moe", num_hidden_layers=2)
+    plain = make_decoder(model)
+    decoder = make_decoder(
+        model,
+        expert_memory_bytes=record_bytes(plain) // 2,
+        expert_streaming="on",
+        streaming_tokens=100,
+        fetched_shares=(share, share),
+    )
+    same = [{"s2": (0, tokens)}]
+    fed(plain, same)
+    every = plain.expert_work().cpu_experts
+    decoder.count_each_step()
+    for _ in range(2):  # counts are read one step later
+        fed(decoder, same)
+    before, steps = decoder.expert_work(), 6
+    for _ in range(steps):
+        fed(decoder, same)
+    work = decoder.expert_work().since(before)
+    record = record_bytes(decoder) // int(decoder.statistics()["experts"])
+    fetched = work.fetched_bytes / record
+    assert work.uses == steps * 2 * tokens * decoder.facts.layers[0].router.chosen
+    assert work.gpu_experts + fetched + work.cpu_experts == steps * every
+    assert 0 < work.gpu_experts < steps * every and 0 < work.gpu_uses < work.uses
+    assert (fetched > 0) == (share * tokens >= 1)  # half of one missing expert is none
+    assert (work.cpu_experts > 0) == (share < 1)
+    assert decoder.statistics()["expert_moves"] == 0
+    assert decoder.statistics()["expert_fetched_bytes"] >= work.fetched_bytes

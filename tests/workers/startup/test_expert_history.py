@@ -32,6 +32,9 @@ class Experts:
     def expert_uses(self) -> ExpertUses:
         return [[*layer] for layer in self.uses]
 
+    def count_each_step(self) -> None:
+        pass
+
     def place_experts(self, uses: ExpertUses) -> None:
         self.placed = uses
 

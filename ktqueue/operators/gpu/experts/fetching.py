@@ -100,12 +100,19 @@ class FetchedExperts(ExpertResidency):
         sources = self._sources_of(layer, self._tokens)
         fetch(sources, host.parts, host.sizes, self.memory, self._pool.staging_start, record)
 
-    def _sources_of(self, layer: int, tokens: int) -> torch.Tensor:
-        """[slots, parts] int64: host addresses of what is fetched. Slots: the largest number that can be fetched."""
+    def fetched(self, layer: int, tokens: int, absent: int) -> int:
+        """How many experts a step fetches that uses so many absent ones: see divide."""
+        return min(int(self.shares.of(tokens) * absent), self._slots(layer, tokens))
+
+    def _slots(self, layer: int, tokens: int) -> int:
+        """The largest number of experts that can be fetched."""
         absent = self._layers[layer].experts - self._pool.slots[layer]
         used = min(tokens * self._layers[layer].experts_per_token, absent)
-        slots = max(1, min(absent, int(self.shares.of(tokens) * used)))
-        key = slots, len(self._host_layers[layer].sizes)
+        return max(1, min(absent, int(self.shares.of(tokens) * used)))
+
+    def _sources_of(self, layer: int, tokens: int) -> torch.Tensor:
+        """[slots, parts] int64: host addresses of what is fetched."""
+        key = self._slots(layer, tokens), len(self._host_layers[layer].sizes)
         if key not in self._sources:
             self._sources[key] = torch.zeros(key, dtype=torch.int64, device=self.memory.device)
         return self._sources[key]

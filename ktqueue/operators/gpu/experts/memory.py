@@ -13,6 +13,7 @@ from ktqueue.operators.gpu.experts.placement import Placement
 from ktqueue.operators.gpu.experts.pool import ExpertPool, slots_that_fit
 from ktqueue.operators.gpu.experts.probes import measure_costs, measure_shares
 from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency, RoutedLayer, StepExperts
+from ktqueue.operators.gpu.experts.step_counts import StepCounts
 from ktqueue.operators.gpu.experts.streaming import AREAS, Streamer, StreamingSteps, area_bytes
 from ktqueue.operators.gpu.experts.streaming_choice import SHARES, SOME_SHARES, StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff
@@ -67,6 +68,7 @@ class ExpertMemory:
         self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
         self._rounds_early = trials.round_beside_router
+        self._counts = StepCounts(layers, self._pool, self._streamed_steps, self._fetched_experts)
         self._decoded: DecodedExperts | None = None
         if trials.decode_experts:
             self._decoded = DecodedExperts.prepare(
@@ -138,6 +140,8 @@ class ExpertMemory:
             "experts": sum(layer.experts for layer in self._layers),
             "experts_on_gpu": sum(self._pool.slots),
             "expert_bytes": sum(layer.experts * layer.record.bytes for layer in self._layers),
+            "expert_uses": placement.uses if placement else 0,
+            "expert_uses_on_gpu": placement.uses_on_gpu if placement else 0,
             "expert_moves": placement.moves if placement else 0,
             "expert_streamed_steps": streaming.steps if streaming else 0,
             "expert_streamed_bytes": streaming.bytes if streaming else 0,
@@ -146,6 +150,11 @@ class ExpertMemory:
         }
         if placement is not None and placement.hit_rate is not None:
             known["expert_hit_rate"] = placement.hit_rate
+        if placement is not None and placement.observe is not None:
+            known |= {
+                "expert_gpu_experts": self._counts.gpu_experts,
+                "expert_fetched_bytes": self._counts.fetched_bytes,
+            }
         if self.handoff is not None:
             cpu = self.handoff.statistics
             known |= {"expert_predictions": cpu.predicted, "expert_prediction_hits": cpu.predicted_used}
@@ -156,8 +165,22 @@ class ExpertMemory:
         streamed = self._streaming.bytes if self._streaming else 0
         if self.handoff is None:
             return ExpertWork(bus_bytes=streamed)
-        cpu = self.handoff.statistics
-        return ExpertWork(cpu.tasks, cpu.experts_used, cpu.bytes, cpu.busy_seconds, streamed)
+        cpu, counts = self.handoff.statistics, self._counts
+        uses = (self._placement.uses, self._placement.uses_on_gpu) if self._placement else (0, 0)
+        cpu_work = cpu.tasks, cpu.experts_used, cpu.bytes, cpu.busy_seconds
+        return ExpertWork(*cpu_work, streamed, *uses, counts.gpu_experts, counts.fetched_bytes)
+
+    def count_each_step(self) -> None:
+        """See PlacesExperts."""
+        if self._placement is not None:
+            self._placement.read_each_step()
+            self._placement.observe = self._counts.observe
+
+    def _streamed_steps(self) -> int:
+        return 0 if self._streaming is None else self._streaming.steps
+
+    def _fetched_experts(self, layer: int, tokens: int, absent: int) -> int:
+        return 0 if self._fetched is None else self._fetched.fetched(layer, tokens, absent)
 
     def uses(self) -> ExpertUses | None:
         """See GpuDecoder.expert_uses."""

@@ -4,10 +4,11 @@ Nothing waits for it. Uses are counted on the device, and a copy of the counts i
 is being copied to the GPU, the CPU still computes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ktqueue.operators.gpu.copy_stream import CopyStream, Mark
@@ -34,6 +35,8 @@ class Placement:
     counts: [layers, experts] int32 on the device; each step adds its uses. known_counts: the same on the host, some
     steps old; both wrap around. moves: number of experts moved in so far. expected: says which experts are worth a
     slot.
+    uses, uses_on_gpu: of all steps that are known, and those whose expert was in GPU memory. observe: called with the
+    uses [layers, experts] of each reading of the counts, and with the number of its steps.
     max_moved_bytes: moved beside a step, since it is slower while the copies read memory. One expert always may.
     """
 
@@ -58,7 +61,11 @@ class Placement:
         self._planned: list[_Move] = []  # the most useful last
         self._moving: list[tuple[_Move, int]] = []  # with the offset that the expert is copied to
         self._moved: Mark | None = None  # after the copies of `_moving`
-        self._steps = self._steps_learned = 0
+        self._steps = self._steps_read = self._steps_learned = 0
+        self._read_every = READ_EVERY_STEPS
+        self._unlearned = np.zeros(pool.host.shape, np.int32)
+        self.uses = self.uses_on_gpu = 0
+        self.observe: Callable[[npt.NDArray[np.int32], int], None] | None = None
         self._hits = self._uses = 0.0
         self.moves = 0
 
@@ -66,6 +73,10 @@ class Placement:
     def hit_rate(self) -> float | None:
         """Share of recent uses whose expert was in GPU memory, from 0 to 1; None: not known yet."""
         return self._hits / self._uses if self._uses > 0 else None
+
+    def read_each_step(self) -> None:
+        """Read the counts after each step from now on. They are those of the step, or of the one before."""
+        self._read_every = 1
 
     def place(self, uses: Uses) -> None:
         """Fill the slots with the experts that were used most in earlier runs, and count uses from now on.
@@ -90,7 +101,8 @@ class Placement:
         self._copies.finish()
         self.counts.zero_()
         self.known_counts = np.zeros_like(self.known_counts)
-        self._steps_learned = self._steps
+        self._steps_read = self._steps_learned = self._steps
+        self._unlearned[:] = 0
         self._hits = self._uses = 0.0
         self.expected.start(uses)
 
@@ -104,9 +116,8 @@ class Placement:
             self._pool.host[move.layer, move.expert] = offset
         if self._reading is not None and self._reading.passed():
             self._reading = None
-            self._learn()
-            self._planned = self._plan()
-        elif self._reading is None and self._steps % READ_EVERY_STEPS == 0:
+            self._count()
+        if self._reading is None and self._steps % self._read_every == 0:
             self._read_counts.copy_(self.counts, non_blocking=True)
             self._reading = self._copies.mark_step()
         started = [] if self._moving else self._make_room()
@@ -120,16 +131,26 @@ class Placement:
             self._moving, self._moved = started, self._copies.mark()
             self.moves += len(started)
 
-    def _learn(self) -> None:
-        """Update expected uses and hit rate from the counts that have been read."""
+    def _count(self) -> None:
+        """Count the uses that have been read, and learn from those of READ_EVERY_STEPS steps or more."""
         counts = self._read_counts.numpy()
         uses = counts - self.known_counts  # int32 wraps around, and so do the counts
         self.known_counts = counts.copy()
-        steps, self._steps_learned = self._steps - self._steps_learned, self._steps
-        self.expected.learn(uses, steps)
+        steps, self._steps_read = self._steps - self._steps_read, self._steps
+        found = int(uses[self._pool.host != ABSENT].sum())
+        self.uses += int(uses.sum())
+        self.uses_on_gpu += found
         decay = 0.5 ** (steps / RATE_HALF_LIFE)
-        self._hits = self._hits * decay + float(uses[self._pool.host != ABSENT].sum())
+        self._hits = self._hits * decay + found
         self._uses = self._uses * decay + float(uses.sum())
+        if self.observe is not None:
+            self.observe(uses, steps)
+        self._unlearned += uses
+        if self._steps - self._steps_learned >= READ_EVERY_STEPS:
+            self.expected.learn(self._unlearned, self._steps - self._steps_learned)
+            self._unlearned[:] = 0
+            self._steps_learned = self._steps
+            self._planned = self._plan()
 
     def _plan(self) -> list[_Move]:
         """The moves that are worth it, the most useful last."""
