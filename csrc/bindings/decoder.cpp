@@ -1,5 +1,6 @@
 #include "model/decoder.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -191,6 +192,14 @@ class BoundDecoder {
         page_size_ = static_cast<size_t>(page_size);
     }
 
+    void set_hidden(const Writable& hidden) {
+        require<float>(hidden, "hidden",
+                       {static_cast<int64_t>(pages_), static_cast<int64_t>(page_size_),
+                        static_cast<int64_t>(decoder_.shape().hidden)});
+        hidden_ = hidden;
+        hidden_data_ = data<float>(hidden);
+    }
+
     void set_states(const std::vector<Writable>& recent, const std::vector<Writable>& states) {
         const auto& shapes = decoder_.linear_layers();
         if (recent.size() != shapes.size() || states.size() != shapes.size())
@@ -217,7 +226,8 @@ class BoundDecoder {
     void forward(const ReadOnly& input_ids, const ReadOnly& position_ids, const ReadOnly& scored,
                  const ReadOnly& query_starts, const ReadOnly& context_lengths, const ReadOnly& page_table,
                  const ReadOnly& slot_mapping, const ReadOnly& state_sources, const ReadOnly& state_targets,
-                 const Writable& logits) {
+                 const Writable& logits, const std::optional<ReadOnly>& inputs,
+                 const std::optional<Writable>& outputs) {
         if (keys_.size() != decoder_.attention_layers().size() || states_.size() != decoder_.linear_layers().size() ||
             keys_.size() + states_.size() == 0)
             throw std::invalid_argument("the decoder has no layers or no cache yet");
@@ -235,6 +245,11 @@ class BoundDecoder {
         require<int32_t>(state_targets, "state_targets", {states});
         require<float>(logits, "logits",
                        {static_cast<int64_t>(scored.shape(0)), static_cast<int64_t>(decoder_.vocabulary())});
+        const auto hidden = static_cast<int64_t>(decoder_.shape().hidden);
+        if (inputs) require<float>(*inputs, "inputs", {tokens, hidden});
+        if (outputs) require<float>(*outputs, "outputs", {static_cast<int64_t>(scored.shape(0)), hidden});
+        if (outputs && hidden_data_)
+            throw std::invalid_argument("outputs are not given where the hidden rows are kept");
         const DecoderStep step = {
             .ids = data<int64_t>(input_ids),
             .positions = data<int64_t>(position_ids),
@@ -260,6 +275,9 @@ class BoundDecoder {
             .states = states_.data(),
             .rotary = rotary_,
             .logits = data<float>(logits),
+            .inputs = inputs ? data<float>(*inputs) : nullptr,
+            .hidden = hidden_data_,
+            .outputs = outputs ? data<float>(*outputs) : nullptr,
         };
         nb::gil_scoped_release release;
         decoder_.forward(step);
@@ -288,6 +306,8 @@ class BoundDecoder {
     ReadOnly embedding_, cosine_, sine_;
     std::vector<Writable> cache_, state_cache_;
     std::optional<Writable> choices_;
+    std::optional<Writable> hidden_;
+    float* hidden_data_ = nullptr;
     std::vector<float*> keys_, values_, index_keys_, recent_, states_;
     size_t pages_ = 0, page_size_ = 0, slots_ = 0;
     RotaryTables rotary_;
@@ -345,7 +365,9 @@ void bind_decoder(nb::module_& module) {
         .def("set_states", &BoundDecoder::set_states, nb::arg("recent"), nb::arg("states"))
         .def("forward", &BoundDecoder::forward, nb::arg("input_ids"), nb::arg("position_ids"), nb::arg("scored"),
              nb::arg("query_starts"), nb::arg("context_lengths"), nb::arg("page_table"), nb::arg("slot_mapping"),
-             nb::arg("state_sources"), nb::arg("state_targets"), nb::arg("logits"))
+             nb::arg("state_sources"), nb::arg("state_targets"), nb::arg("logits"), nb::arg("inputs") = nb::none(),
+             nb::arg("outputs") = nb::none())
+        .def("set_hidden", &BoundDecoder::set_hidden, nb::arg("hidden"))
         .def("expert_totals", &BoundDecoder::expert_totals)
         .def("expert_uses", &BoundDecoder::expert_uses)
         .def("record_choices", &BoundDecoder::record_choices, nb::arg("choices"));

@@ -270,10 +270,16 @@ class Decoder:
         state_sources: Any,
         state_targets: Any,
         logits: Any,
+        inputs: Any = None,
+        outputs: Any = None,
     ) -> None:
         """Run one step. input_ids, position_ids: [1, tokens]; scored: [scored], rising, indices of the tokens whose
-        logits [scored, vocabulary] are wanted; the index arrays are those of StepContext. A token with non-finite
-        numbers spoils only its own sequence. Raises ValueError before anything is written."""
+        logits [scored, vocabulary] are wanted; the index arrays are those of StepContext. inputs: [tokens, hidden], in
+        place of embeddings. outputs: [scored, hidden], written before the last norm. A token with non-finite numbers
+        spoils only its own sequence. Raises ValueError before anything is written."""
+
+    def set_hidden(self, hidden: Any) -> None:
+        """Write the input of the head of each token to [pages, page_size, hidden] float32 from now on, at its slot."""
 
     def expert_totals(self) -> tuple[int, int, int, float]:
         """Since the start: layers with routed experts run; different experts of each run, summed; bytes of their packed

@@ -119,7 +119,8 @@ void Decoder::forward(const DecoderStep& step) {
     if (step.paged.tokens == 0) return;
     require(!choices_ || step.paged.tokens <= choice_tokens_, "the number of tokens whose experts are recorded");
     std::lock_guard lock(mutex_);
-    const bool scored_only = step.scored_count != step.paged.tokens;
+    // If the input of the head is kept, it is computed for all tokens.
+    const bool scored_only = step.scored_count != step.paged.tokens && !step.hidden;
     for (auto& [shape, all, scored] : plans_) {
         plan_attention(step.paged, shape, nullptr, 0, all, chosen_);
         if (scored_only) plan_attention(step.paged, shape, step.scored, step.scored_count, scored, chosen_);
@@ -145,7 +146,10 @@ void Decoder::forward(const DecoderStep& step) {
             choices = choices_ + routed++ * choice_tokens_ * layer.feed_forward.routing.chosen;
         feed_forward_.run(layer.feed_forward, work_.x.data(), count, expert_uses_[index].data(), choices);
     }
-    normalise(norm_, step.scored_count);
+    if (step.outputs) std::copy_n(work_.x.data(), step.scored_count * shape_.hidden, step.outputs);
+    normalise(norm_, step.hidden ? step.paged.tokens : step.scored_count);
+    if (step.hidden) keep_hidden(step);
+    if (step.scored_count == 0) return;
     head_.forward(work_.normed.data(), shape_.hidden, step.scored_count, step.logits, head_.rows());
     for_tokens(step.scored_count, head_.rows(), [&](size_t i) {
         float* logits = step.logits + i * head_.rows();
@@ -181,11 +185,27 @@ void Decoder::embed(const DecoderStep& step) {
     const DequantizeKernel decode = dequantize_kernel(embedding_.quant);
     const size_t bytes = row_bytes(embedding_.quant, shape_.hidden);
     float* x = grown(work_.x, step.paged.tokens * shape_.hidden);
+    if (step.inputs) {
+        std::copy_n(step.inputs, step.paged.tokens * shape_.hidden, x);
+        return;
+    }
     for_tokens(step.paged.tokens, shape_.hidden, [&](size_t t) {
         float* row = x + t * shape_.hidden;
         decode(embedding_.data + static_cast<size_t>(step.ids[t]) * bytes, shape_.hidden, row);
         scale(row, shape_.hidden, shape_.embedding_scale);
     });
+}
+
+// Writes the input of the head of all tokens to their slots. Then the rows of the scored ones come first.
+void Decoder::keep_hidden(const DecoderStep& step) {
+    const size_t hidden = shape_.hidden;
+    float* normed = work_.normed.data();
+    for (size_t t = 0; t < step.paged.tokens; ++t)
+        std::copy_n(normed + t * hidden, hidden,
+                    step.hidden + static_cast<size_t>(step.paged.slot_mapping[t]) * hidden);
+    for (size_t i = 0; i < step.scored_count; ++i)
+        if (static_cast<size_t>(step.scored[i]) != i)
+            std::copy_n(normed + static_cast<size_t>(step.scored[i]) * hidden, hidden, normed + i * hidden);
 }
 
 void Decoder::normalise(const std::vector<float>& norm, size_t count) {

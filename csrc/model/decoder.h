@@ -67,7 +67,10 @@ struct DecoderStep {
     float* const* recent;        // per layer with linear attention: see LinearAttentionCall
     float* const* states;
     RotaryTables rotary;
-    float* logits;  // [scored_count, vocabulary]
+    float* logits;                  // [scored_count, vocabulary]
+    const float* inputs = nullptr;  // [paged.tokens, hidden] in place of embeddings; null: `ids` are embedded
+    float* hidden = nullptr;   // [pages, page_size, hidden]: each token's input of the head, at its slot; null: none
+    float* outputs = nullptr;  // [scored_count, hidden]: the scored tokens before the last norm; null: none
 };
 
 class Decoder {
@@ -129,6 +132,7 @@ class Decoder {
     void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void add_attended(const DecoderLayer& layer, const float* attended, size_t width, size_t count);
+    void keep_hidden(const DecoderStep& step);
     void normalise(const std::vector<float>& norm, size_t count);
 
     const DecoderShape shape_;

@@ -18,7 +18,7 @@ import torch
 
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.draft_progress import DraftProgress
-from ktqueue.engine.runner import Model, Runner
+from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_selector import Selector
 from ktqueue.operators.kv_cache import KVCache, KVLayout
@@ -39,11 +39,25 @@ class DraftSource:
     layout: KVLayout
     longest: int
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.layout.page_bytes
+
+    def make(self, vocab: int, pages: int, selector: Selector, most_tokens: int) -> "DraftModel":
+        """Make one for a vocabulary of `vocab` tokens and a cache of `pages` pages: see DraftModel."""
+        return DraftModel(
+            HostRunner(self.model, vocab), KVCache(self.layout, pages), selector, self.longest, most_tokens
+        )
+
 
 class DraftModel:
-    """Drafts for sequences of up to `longest` tokens. `most_tokens`: of one pass."""
+    """Drafts for sequences of up to `longest` tokens. `most_tokens`: of one pass. runner: None in a subclass."""
 
-    def __init__(self, runner: Runner, kv: KVCache, selector: Selector, longest: int, most_tokens: int) -> None:
+    unread = 1
+    """Known tokens at the end of a sequence that the first pass computes."""
+
+    def __init__(self, runner: Runner | None, kv: KVCache, selector: Selector, longest: int, most_tokens: int) -> None:
         self.kv = kv
         self._runner = runner
         self._selector = selector
@@ -95,15 +109,15 @@ class DraftModel:
         for ahead in range(max(counts.values(), default=0)):
             live = [sequence for sequence in live if counts[sequence] > ahead]
             started = time.monotonic()
-            rows = [(sequence, sequence.length - 1 + ahead, [_last(sequence, found[sequence])]) for sequence in live]
-            logits = self._runner.execute(self._batch(rows))
+            logits = self._pass(live, ahead, [_last(sequence, found[sequence]) for sequence in live])
             selection = self._selector.select(logits, range(len(live)), live, ahead=[ahead] * len(live))
             for sequence, token_id in zip(live, selection.token_ids, strict=True):
                 found[sequence].append(token_id)
             self._passes.append(time.monotonic() - started)
         for sequence, token_ids in found.items():
             progress = self._progress(sequence)
-            progress.computed, progress.ahead = sequence.length, token_ids[:-1]
+            progress.computed = sequence.length + 1 - self.unread
+            progress.ahead = self._kept(token_ids)
         self._reading += read - began
         self._making += time.monotonic() - read
         return found
@@ -112,17 +126,36 @@ class DraftModel:
         """Compute all known tokens but the last one, in passes of limited size."""
         for sequence in sequences:
             progress = self._progress(sequence)
-            while progress.ahead and progress.computed < sequence.length - 1:
+            end = max(0, sequence.length - self.unread)
+            while progress.ahead and progress.computed < end:
                 if progress.ahead.pop(0) != sequence.tokens.item(progress.computed):
                     break
                 progress.computed += 1
             progress.ahead = []
-            progress.computed = min(progress.computed, sequence.length - 1)
-            while (left := sequence.length - 1 - progress.computed) > 0:
+            progress.computed = min(progress.computed, end)
+            while (left := end - progress.computed) > 0:
                 first = progress.computed
                 progress.computed += min(left, self._most_tokens)
-                known = sequence.tokens[first : progress.computed].tolist()
-                self._runner.execute(self._batch([(sequence, first, known)], is_scored=False))
+                self._read(sequence, first, progress.computed)
+
+    def _read(self, sequence: Sequence, first: int, end: int) -> None:
+        """Compute the known tokens from `first` to `end`."""
+        assert self._runner is not None
+        self._runner.execute(self._batch([(sequence, first, sequence.tokens[first:end].tolist())], is_scored=False))
+
+    def _pass(self, sequences: Many[Sequence], ahead: int, token_ids: Many[int]) -> torch.Tensor:
+        """Compute the last token of each sequence, after `ahead` drafts. Returns the logits [sequences, vocab]."""
+        assert self._runner is not None
+        rows = [(one, one.length - 1 + ahead, [token_id]) for one, token_id in zip(sequences, token_ids, strict=True)]
+        return self._runner.execute(self._batch(rows))
+
+    def _kept(self, drafts: list[int]) -> list[int]:
+        """Those of the last drafts that were computed as if they were known."""
+        return drafts[:-1]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy what is kept of a page."""
+        self.kv.copy_page(source, target)
 
     def _progress(self, sequence: Sequence) -> DraftProgress:
         if sequence.draft_progress is None:

@@ -8,6 +8,7 @@ from ktqueue.engine.draft_model import DraftModel, DraftSource
 from ktqueue.engine.drafts import MOST_OF_A_STEP
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
+from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.states import slots_for
 from ktqueue.engine.token_selector import HostSelector, Selector
@@ -41,7 +42,7 @@ class EngineParts:
         """Copy a page of all caches."""
         self.kv.copy_page(source, target)
         if self.draft_model is not None:
-            self.draft_model.kv.copy_page(source, target)
+            self.draft_model.copy_page(source, target)
 
 
 def make_parts(
@@ -53,7 +54,7 @@ def make_parts(
     max_model_len: int,
     planner: AttentionPlanner | None,
     progress: Progress | None,
-    draft: DraftSource | None = None,
+    draft: DraftSource | NextTokenSource | None = None,
 ) -> EngineParts:
     """Make the parts for the CPU if there is no attention `planner`, else those for `config.device`.
 
@@ -71,11 +72,7 @@ def make_parts(
         selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
         cache = KVCache(layout, num_pages, slots=slots)
         may_draft = _may_draft(layout, config) and config.batch_invariant is not False
-        draft_model = None
-        if draft is not None:
-            draft_cache = KVCache(draft.layout, num_pages)
-            draft_runner = HostRunner(draft.model, vocabulary.size)
-            draft_model = DraftModel(draft_runner, draft_cache, selector, draft.longest, config.step_tokens)
+        draft_model = draft.make(vocabulary.size, num_pages, selector, config.step_tokens) if draft else None
         return EngineParts(cache, runner, selector, may_draft=may_draft, draft_model=draft_model)
     from ktqueue.engine.gpu.device_selector import (
         DeviceSelector,

@@ -17,6 +17,7 @@ from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
+from ktqueue.operators.decoder_weights import norm_weights, one_expert, router_norm
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape, growth_factors
@@ -24,7 +25,8 @@ from ktqueue.operators.latent_weights import read_indexer, read_latent_attention
 from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear import load_linear, pack_linear
 from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear_attention, split_query_and_gate
-from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts, PackedMatrix
+from ktqueue.operators.next_token_layer import NextTokenLayer
+from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedMatrix
 from ktqueue.operators.rotary import rotary_tables
 from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import StepContext
@@ -56,6 +58,7 @@ class CpuDecoder(Operator):
         self._dense_bytes = 0
         self._kv: KVCache | None = None
         self._choices: npt.NDArray[np.uint16] = np.empty((0, 0, 0), np.uint16)
+        self._hidden: torch.Tensor | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, **options: Any) -> Self:
@@ -73,18 +76,58 @@ class CpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Pack all matrices. The embedding keeps its stored format. Raises ValueError if a weight does not fit."""
         facts = self.facts
-        first = facts.layers[0]
-        if facts.fused:
-            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
-        weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
+        weights = self._in_own_order(weights)
         stored = weights.matrix("model.embed_tokens.weight")
         # A copy, because the file may be truncated or overwritten: reading its map would then raise SIGBUS or give
         # other weights.
-        embedding = replace(stored, data=stored.data.copy())
-        head = load_linear(weights, "lm_head", **self._options)
-        self.embedding_bytes = embedding.data.nbytes
-        self._dense_bytes = head.bytes
-        self._decoder = _kernels.Decoder(
+        self._embedding = replace(stored, data=stored.data.copy())
+        self._head = load_linear(weights, "lm_head", **self._options)
+        self.embedding_bytes = self._embedding.data.nbytes
+        self._dense_bytes = self._head.bytes
+        self._decoder = self._make_decoder(norm_weights(weights, facts, "model.norm"))
+        for layer in facts.layers:
+            self._add_layer(self._decoder, layer, weights)
+
+    def load_next_token_layer(self, weights: ModuleWeights) -> NextTokenLayer:
+        """Load the layer behind the model's own, which predicts the token after the next. Call it after `load`.
+
+        Its attention and experts are like those of the last layer. Raises ValueError if a weight does not fit.
+        """
+        facts = self.facts
+        weights = self._in_own_order(weights)
+        layer = replace(facts.layers[-1], name=f"model.layers.{len(facts.layers)}")
+        decoder = self._make_decoder(norm_weights(weights, facts, f"{layer.name}.shared_head.norm"))
+        self._add_layer(decoder, layer, weights)
+        joining = load_linear(weights, f"{layer.name}.eh_proj", **self._options)
+        self._dense_bytes += joining.bytes
+        norms = [norm_weights(weights, facts, f"{layer.name}.{name}") for name in ("enorm", "hnorm")]
+        return NextTokenLayer(self, decoder, self._embedding, joining, norms[0], norms[1])
+
+    def keep_hidden(self, hidden: torch.Tensor) -> None:
+        """See NextTokenBase."""
+        self._hidden, self._kv = hidden, None
+
+    def bind(self, decoder: _kernels.Decoder, kv: KVCache) -> None:
+        """See NextTokenBase."""
+        positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
+        tables = rotary_tables(self.rotary, positions, self.facts.rotary_kinds)
+        decoder.set_rotary(*(table.numpy() for table in tables))
+        keys = [keys.numpy() for keys in kv.keys]
+        values = keys if self.facts.latent else [values.numpy() for values in kv.values]
+        decoder.set_cache(keys, values, [keys.numpy() for keys in kv.index_keys])
+        decoder.set_states([recent.numpy() for recent in kv.recent], [states.numpy() for states in kv.states])
+
+    def _in_own_order(self, weights: ModuleWeights) -> ModuleWeights:
+        """The weights with separate matrices, whose rows have the order of the kernels."""
+        facts, first = self.facts, self.facts.layers[0]
+        if facts.fused:
+            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
+        return in_rotary_order(weights, first.head_dim, facts.interleaved)
+
+    def _make_decoder(self, norm: native.Floats) -> _kernels.Decoder:
+        """A decoder with the model's embedding and head, whose last norm is `norm`, without layers."""
+        facts, embedding = self.facts, self._embedding
+        return _kernels.Decoder(
             hidden=embedding.columns,
             scaling=facts.scaling,
             epsilon=facts.epsilon,
@@ -94,13 +137,11 @@ class CpuDecoder(Operator):
             logit_cap=facts.logit_cap,
             quant=embedding.quant,
             embedding=embedding.data,
-            norm=norm_weights(weights, facts, "model.norm"),
-            head=head.bound,
+            norm=norm,
+            head=self._head.bound,
             logit_scale=facts.logit_scale,
             isa=self._options["isa"],
         )
-        for layer in facts.layers:
-            self._add_layer(self._decoder, layer, weights)
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of packed weights and of the embedding."""
@@ -174,14 +215,10 @@ class CpuDecoder(Operator):
         return self._decoder
 
     def _bind(self, decoder: _kernels.Decoder, kv: KVCache) -> None:
-        """Use `kv` from now on, with rotary tables for all positions that it can hold."""
-        positions = min(kv.pages * kv.layout.page_size, self.facts.positions)
-        tables = rotary_tables(self.rotary, positions, self.facts.rotary_kinds)
-        decoder.set_rotary(*(table.numpy() for table in tables))
-        keys = [keys.numpy() for keys in kv.keys]
-        values = keys if self.facts.latent else [values.numpy() for values in kv.values]
-        decoder.set_cache(keys, values, [keys.numpy() for keys in kv.index_keys])
-        decoder.set_states([recent.numpy() for recent in kv.recent], [states.numpy() for states in kv.states])
+        """Use `kv` from now on."""
+        self.bind(decoder, kv)
+        if self._hidden is not None:
+            decoder.set_hidden(self._hidden.numpy())
         self._kv = kv
 
     def _add_layer(self, decoder: _kernels.Decoder, layer: LayerFacts, weights: ModuleWeights) -> None:
@@ -203,7 +240,7 @@ class CpuDecoder(Operator):
             return native.ExpertLayer(experts, gate, **options)
 
         def dense_mlp(name: str) -> _kernels.ExpertLayer:
-            packed = expert_layer(_one_expert(weights, f"{layer.name}.{name}"), layer.gate)
+            packed = expert_layer(one_expert(weights, f"{layer.name}.{name}"), layer.gate)
             self._dense_bytes += packed.bytes
             return packed.bound
 
@@ -358,30 +395,3 @@ def query_growth(facts: DecoderFacts, positions: int) -> torch.Tensor:
         raise ValueError(f"queries of its layers grow differently: {sorted(kinds)}")
     ((growth, period),) = kinds
     return growth_factors(torch.arange(1, positions + 1), growth, period)
-
-
-def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> native.Floats:
-    """Return the factors of the norm with that name, [columns] float32; of a LayerNorm, whose biases follow, twice as
-    many."""
-    stored = weights.vector(f"{name}.weight")
-    if weights.has(f"{name}.bias"):
-        return np.concatenate([stored, weights.vector(f"{name}.bias")])
-    return stored + np.float32(1) if facts.centred else stored
-
-
-def router_norm(weights: ModuleWeights, layer: LayerFacts) -> native.Floats:
-    """Return the factors of the norm of the router's input, [hidden] float32: see RouterFacts.norm."""
-    assert layer.router is not None
-    stored = weights.vector(f"{layer.name}.{layer.router.norm}")
-    return stored * np.float32(len(stored) ** -0.5)
-
-
-def _one_expert(weights: ModuleWeights, name: str) -> ExpertWeights:
-    """Describe a dense gated MLP as a layer of one expert."""
-
-    def stack(part: str) -> PackedExperts:
-        matrix = weights.matrix(f"{name}.{part}.weight")
-        bias = weights.vector(f"{name}.{part}.bias")[None] if weights.has(f"{name}.{part}.bias") else None
-        return PackedExperts(matrix.quant, matrix.rows, matrix.columns, [matrix.data], bias)
-
-    return ExpertWeights(stack("gate_proj"), stack("up_proj"), stack("down_proj"))

@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 TESTS = "tests/engine/test_drafts.py"
+MTP = "tests/engine/test_next_token_drafts.py"
 MODEL = "tests/engine/test_draft_model.py"
 SAME = "drafts change no answer"
 ON_DEVICE = f"{TESTS}::test_answers_stay_the_same[device-0-18-free]"
@@ -80,6 +81,20 @@ DRAFTS: dict[str, Mutation] = {
         "        sequence.draft_progress = None\n",
         "",
         (f"{MODEL}::test_answers_stay_the_same[0-18-free]",),
+    ),
+    "further drafts forget what the layer computed": Mutation(
+        "a layer that predicts further tokens computes its formula",
+        "ktqueue/engine/next_token_drafts.py",
+        "        if ahead:\n",
+        "        if False:\n",
+        (f"{MTP}::test_drafts_are_those_of_the_twin[glm4_moe]",),
+    ),
+    "the norms of token and hidden row are exchanged": Mutation(
+        "a layer that predicts further tokens computes its formula",
+        "ktqueue/operators/next_token_layer.py",
+        "zip((tokens, hidden.numpy()), self._norms, strict=True)",
+        "zip((tokens, hidden.numpy()), self._norms[::-1], strict=True)",
+        (f"{MTP}::test_drafts_are_those_of_the_twin[glm4_moe]",),
     ),
     "another vocabulary drafts": Mutation(
         "a draft model has the vocabulary of the model",

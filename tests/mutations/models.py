@@ -70,7 +70,7 @@ MODELS: dict[str, Mutation] = {
     ),
     "biases of norms are left out": Mutation(
         "a model with LayerNorms computes what transformers does",
-        "ktqueue/operators/decoder.py",
+        "ktqueue/operators/decoder_weights.py",
         '    if weights.has(f"{name}.bias"):',
         "    if False:",
         (f"{DECODER}[phimoe]",),

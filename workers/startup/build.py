@@ -22,6 +22,7 @@ from ktqueue.core.units import format_bytes
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import auto_rows, host_cache_bytes
+from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
 from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
@@ -34,7 +35,7 @@ from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.named_ranges import name_layers, nvtx_range
 from ktqueue.operators.rotary import original_length
 from ktqueue.workers.startup.device import check_device_is_here, check_device_name
-from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_model
+from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_model, next_token_source
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.startup.host_memory import available_memory
 from ktqueue.workers.startup.largest_step import run_on_host
@@ -89,7 +90,7 @@ def build(
     if prepared.refusal is not None:
         raise prepared.refusal
     tokenizer = load_tokenizer(config.tokenizer or config.model)  # before the weights, which take minutes
-    draft = load_draft_model(config, tokenizer)
+    draft: DraftSource | NextTokenSource | None = load_draft_model(config, tokenizer)
     with ModelFiles(config.model, config.tokenizer) as files:
         try:
             model = load_prepared(prepared, progress)
@@ -103,6 +104,8 @@ def build(
         if named_ranges and config.on_gpu:
             name_layers(model.module, nvtx_range)
         prepare_routing(config, model)
+        if config.speculation == "mtp":
+            draft = next_token_source(config, model)
         built = assemble(config, model, tokenizer, captured, draft)
         settings = digest_settings(
             model.plan,
@@ -137,7 +140,7 @@ def assemble(
     model: LoadedModel,
     tokenizer: Tokenizer,
     captured: Progress | None = None,
-    draft: DraftSource | None = None,
+    draft: DraftSource | NextTokenSource | None = None,
 ) -> Built:
     """Build the engine of a loaded model. Raises ConfigError.
 
@@ -167,7 +170,7 @@ def assemble(
     else:
         free = available_memory() - slots_for(layout, config.rows) * layout.state_bytes
         rows = max(LEAST_AUTO_ROWS, config.rows // 4) if auto else config.rows
-        num_pages = resolve_num_pages(config, layout, longest, free, rows, draft.layout.page_bytes if draft else 0)
+        num_pages = resolve_num_pages(config, layout, longest, free, rows, draft.page_bytes if draft else 0)
     max_model_len = resolve_max_model_len(config, longest, num_pages)
     resolved = replace(
         config,

@@ -1,10 +1,15 @@
-"""Loads the draft model of a worker, and checks that it has the vocabulary of the model."""
+"""Loads what a worker drafts with: a small model with the same vocabulary, or the model's own layer for it."""
+
+from dataclasses import replace
 
 from ktqueue.core.config import EngineConfig
-from ktqueue.core.errors import ConfigError
+from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.draft_model import DraftSource
-from ktqueue.loading.load import load_model
+from ktqueue.engine.next_token_drafts import NextTokenSource
+from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.model_path import resolve_model
+from ktqueue.loading.next_token_layer import load_next_token_layer
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 
@@ -15,8 +20,8 @@ def check_draft_model(config: EngineConfig) -> None:
         raise _wrong("speculation", "model", "model only with engine.draft_model (--draft-model)")
     if not wants and config.draft_model is not None:
         raise _wrong("draft_model", config.draft_model, "left out unless engine.speculation is model")
-    if wants and config.on_gpu:
-        raise _wrong("speculation", "model", f"off or lookup on device {config.device}")
+    if config.speculation in ("model", "mtp") and config.on_gpu:
+        raise _wrong("speculation", config.speculation, f"off or lookup on device {config.device}")
 
 
 def load_draft_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftSource | None:
@@ -35,6 +40,18 @@ def load_draft_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftSourc
     if model.card_facts.vocab_size < vocabulary.size:
         raise _wrong("draft_model", path, f"a model with logits of {vocabulary.size} tokens")
     return DraftSource(model.module, layout, model.card_facts.max_position_embeddings)
+
+
+def next_token_source(config: EngineConfig, model: LoadedModel) -> NextTokenSource:
+    """Load the layer of a model that predicts the token after the next. Raises ConfigError if it has none."""
+    layout = model.kv_layout(config.page_size)
+    if layout.linear or layout.original_length or layout.index or layout.by_layer:
+        raise _wrong("speculation", "mtp", "off or lookup for this model, whose layers differ or have states")
+    try:
+        layer = load_next_token_layer(model, resolve_model(config.model))
+    except CheckpointError as error:
+        raise _wrong("speculation", "mtp", f"off, lookup or model for this model: {error}") from error
+    return NextTokenSource(layer, replace(layout, layers=1), model.card_facts.max_position_embeddings)
 
 
 def _check_same(draft: Vocabulary, vocabulary: Vocabulary, path: str) -> None:

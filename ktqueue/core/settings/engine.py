@@ -9,7 +9,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheDtype = Literal["auto", "fp8"]
 GenerationConfig = Literal["auto", "none"]
 AutoOnOff = Literal["auto", "on", "off"]
-Speculation = Literal["off", "lookup", "model"]
+Speculation = Literal["off", "lookup", "model", "mtp"]
 BackendName = Literal["auto", "flashinfer", "triton", "torch"]
 """auto: FlashInfer if it is installed and supports the model's types, else our Triton kernels; torch on a CPU."""
 HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
@@ -192,9 +192,10 @@ class EngineConfig:
     )
     speculation: Speculation = setting(
         "off",
-        "Verify several tokens of a sequence in one step: off, lookup, or model.",
+        "Verify several tokens of a sequence in one step: off, lookup, model, or mtp.",
         details="lookup drafts what followed the last tokens when they occurred in the sequence before, and model what "
-        "`draft_model` would answer, on a CPU. The answers "
+        "`draft_model` would answer. mtp drafts with the layer of a folder that predicts further tokens, as of GLM-4.5 "
+        "and DeepSeek-V3. The last two need a CPU. The answers "
         "stay the same: see [serving](../guides/serving.md#drafts).",
         flags=("--speculation",),
         panel="Engine",

@@ -1,7 +1,8 @@
 """Names and shapes of the layers of a folder that predict further tokens (multi-token prediction). Knows no values.
 
-transformers has no modules for them, so they are not served. Some folders number them after the model's own layers
-(DeepSeek-V3, GLM-4.5), others begin their names with `mtp.` (Qwen3-Next, K-EXAONE). Here all have the former names.
+transformers has no modules for them. The first of them may draft: see loading/next_token_layer.py. Some folders number
+them after the model's own layers (DeepSeek-V3, GLM-4.5), others begin their names with `mtp.` (Qwen3-Next, K-EXAONE).
+Here all have the former names.
 """
 
 import re

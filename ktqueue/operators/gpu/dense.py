@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.decoder import router_norm
+from ktqueue.operators.decoder_weights import router_norm
 from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear

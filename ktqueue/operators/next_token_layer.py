@@ -1,0 +1,104 @@
+"""NextTokenLayer: predicts the token after the next one from what a model computed. Knows no file."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from ktqueue_kernels import _kernels
+
+from ktqueue.operators import native
+from ktqueue.operators.decoder_facts import DecoderFacts
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.packed import PackedMatrix
+from ktqueue.operators.step import StepContext
+
+
+class NextTokenBase(Protocol):
+    """The model that the layer belongs to."""
+
+    facts: DecoderFacts
+
+    def keep_hidden(self, hidden: torch.Tensor) -> None:
+        """Write the input of the head of each token to [pages, page_size, hidden] float32, from the next step on.
+
+        `hidden` has as many pages as the cache of all later steps.
+        """
+
+    def bind(self, decoder: _kernels.Decoder, kv: KVCache) -> None:
+        """Let a decoder use `kv`, and the rotary tables of this model for all positions that it can hold."""
+
+
+class NextTokenLayer:
+    """The layer behind a CpuDecoder's own that predicts the token after the next one (multi-token prediction).
+
+    Of position p it takes h, the input of the model's head, and the embedding e of the token at p + 1. Its own layer
+    computes y of x = M [RMSNorm(e); RMSNorm(h)], and the model's head of RMSNorm(y) gives the logits of the token at
+    p + 2. For the token after that, y takes the place of h (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23).
+    """
+
+    def __init__(
+        self,
+        model: NextTokenBase,
+        decoder: _kernels.Decoder,
+        embedding: PackedMatrix,
+        joining: native.Linear,
+        token_norm: native.Floats,
+        hidden_norm: native.Floats,
+    ) -> None:
+        self.hidden_size = embedding.columns
+        self._model = model
+        self._decoder = decoder
+        self._embedding = embedding.data.reshape(embedding.rows, -1)
+        self._quant = embedding.quant
+        self._joining = joining
+        self._norms = token_norm, hidden_norm
+        self._kv: KVCache | None = None
+
+    def keep_hidden(self, hidden: torch.Tensor) -> None:
+        """See NextTokenBase."""
+        self._model.keep_hidden(hidden)
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        scored: torch.Tensor,
+        step: StepContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step on a cache of one layer. input_ids, position_ids: [1, tokens]; hidden: [tokens, hidden] float32.
+
+        Returns the logits [scored, vocabulary] of the scored tokens, and y [scored, hidden].
+        """
+        if step.kv is not self._kv:
+            self._model.bind(self._decoder, step.kv)
+            self._kv = step.kv
+        ids = input_ids[0].numpy()
+        rows = np.ascontiguousarray(self._embedding[ids]).reshape(-1)
+        tokens = native.dequantize(self._quant, rows, len(ids) * self.hidden_size).reshape(len(ids), -1)
+        tokens = tokens * np.float32(self._model.facts.embedding_scale)
+        parts = [self._normed(x, norm) for x, norm in zip((tokens, hidden.numpy()), self._norms, strict=True)]
+        inputs = np.empty((len(ids), self.hidden_size), np.float32)
+        self._joining.forward(np.ascontiguousarray(np.concatenate(parts, axis=1)), inputs)
+        logits = torch.empty(len(scored), self._model.facts.vocabulary)
+        outputs = torch.empty(len(scored), self.hidden_size)
+        self._decoder.forward(
+            input_ids.numpy(),
+            position_ids.numpy(),
+            scored.numpy(),
+            step.query_starts.numpy(),
+            step.context_lengths.numpy(),
+            step.page_table.numpy(),
+            step.slot_mapping.numpy(),
+            step.state_sources.numpy(),
+            step.state_targets.numpy(),
+            logits.numpy(),
+            inputs,
+            outputs.numpy(),
+        )
+        return logits, outputs
+
+    def _normed(self, x: native.Floats, norm: native.Floats) -> native.Floats:
+        scale = np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(self._model.facts.epsilon))
+        found: native.Floats = (x / scale * norm).astype(np.float32)
+        return found
