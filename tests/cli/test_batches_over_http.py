@@ -92,6 +92,7 @@ def test_a_refused_batch_leaves_no_file(ktqueue: Run, stack: Stack, tmp_path: Pa
     assert httpx.get(f"{stack.url}/v1/files").json()["data"] == before
 
 
+@pytest.mark.long
 def test_an_interrupted_follow_leaves_the_batch_running_until_it_is_cancelled(
     ktqueue: Run, stack: Stack, terminal: OpenTerminal, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_conversation_through_a_pipe_has_commands_and_quotes(ktqueue: Run, sta
     assert "not a conversation" in ktqueue("chat", *stack.flags, stdin="/load bad.json\n").stderr
 
 
+@pytest.mark.long
 def test_a_local_conversation(terminal: OpenTerminal, tmp_path: Path) -> None:
     chat = terminal("chat", "--local", "--temperature", "0", "--max-tokens", "400")
     _say(chat, "Tell me a story about a fox.")
@@ -102,6 +103,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: OpenTerminal, sta
     assert "Traceback" not in chat.screen
 
 
+@pytest.mark.long
 def test_local_redis_and_http_chats_give_the_same_greedy_answers(ktqueue: Run, stack: Stack) -> None:
     words = ("chat", "--temperature", 0, "--max-tokens", 16, "--system", "You tell tales.")
     turns = "Tell me a story.\nGo on.\n"

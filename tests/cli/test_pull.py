@@ -50,6 +50,7 @@ def test_a_killed_download_continues_and_the_model_is_served(
     assert not part.exists()
 
 
+@pytest.mark.long
 def test_fit_downloads_no_model_that_is_too_large(hub: LocalHub, environment: dict[str, str], ktqueue: Run) -> None:
     words = ("fit", "hf:Fox/Tale-GGUF:q4_0", "--host-memory", "10MiB", "--gpu-memory", "0B")
     done = ktqueue(*words, env=environment)

@@ -221,6 +221,7 @@ async def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         await put(FolderStore(tmp_path / "file"), "files/a", b"x")
 
 
+@pytest.mark.long
 async def test_many_small_reads_share_the_connections(s3: str, caplog: pytest.LogCaptureFixture) -> None:
     """As lines of a batch do. A pool of connections that is full logs that, and opens new ones."""
     store = open_store(StorageConfig(location="s3://files/small"), ".")

@@ -246,6 +246,7 @@ print(taken() - before)
 """
 
 
+@pytest.mark.long
 def test_the_largest_step_allocates_no_more_memory() -> None:
     """It runs in another process, because the kernels' buffers belong to the process."""
     found = subprocess.run([sys.executable, "-c", MEMORY_OF_STEPS], capture_output=True, text=True, check=True)

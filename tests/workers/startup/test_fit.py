@@ -48,6 +48,7 @@ def ask(reports: Reports, where: MachineResources, device: str | None = None, mo
     return choose_settings(EngineConfig(model=model, **given), where, reports, device=device, fixed=list(given))
 
 
+@pytest.mark.long
 def test_chosen_settings_fit_in_the_memory(reports: Reports) -> None:
     """The plan that a worker makes from the chosen settings must have room for the context."""
     experts = -1
