@@ -199,12 +199,7 @@ class CpuDecoder(Operator):
             input_ids.numpy(),
             position_ids.numpy(),
             logits_to_keep.numpy(),
-            step.query_starts.numpy(),
-            step.context_lengths.numpy(),
-            step.page_table.numpy(),
-            step.slot_mapping.numpy(),
-            step.state_sources.numpy(),
-            step.state_targets.numpy(),
+            *step.arrays(),
             logits[0].numpy(),
         )
         return DecoderOutput(logits)

@@ -1,11 +1,14 @@
 """StepContext: everything that an operator may read in one step. It is passed as the keyword `step`."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy.typing as npt
 import torch
 
 from ktqueue.operators.kv_cache import KVCache
+
+_Array = npt.NDArray[Any]
 
 
 class ScoreOptions(NamedTuple):
@@ -63,3 +66,14 @@ class StepContext:
     live_tokens: torch.Tensor | None = None
     state_sources: torch.Tensor = field(default_factory=_no_slots)
     state_targets: torch.Tensor = field(default_factory=_no_slots)
+
+    def arrays(self) -> tuple[_Array, _Array, _Array, _Array, _Array, _Array]:
+        """The arrays of the step, on the host, in the order in which the compiled decoder takes them."""
+        return (
+            self.query_starts.numpy(),
+            self.context_lengths.numpy(),
+            self.page_table.numpy(),
+            self.slot_mapping.numpy(),
+            self.state_sources.numpy(),
+            self.state_targets.numpy(),
+        )

@@ -14,7 +14,7 @@ import redis
 from mortal import Death, Mortal
 from stored_batches import INPUT, content, create, outputs, put, until, until_clean
 
-from ktqueue.batches.stored import batch, execution
+from ktqueue.batches.stored import batch
 from ktqueue.batches.stored.batch import Owner, StoredBatch
 from ktqueue.batches.stored.window import Window
 from ktqueue.broker.batches import BatchLease, BatchRecord, BatchRequest, BatchStatus
@@ -27,14 +27,10 @@ from ktqueue.storage.store import Store
 from ktqueue.workers.arq.batch_owner import BatchOwner
 from ktqueue.workers.arq.control import worker_for
 
+pytestmark = pytest.mark.usefixtures("short_times")
+
 DEATHS = 24
 LAST_CALLS = ("cards", "add", "release", "delete", "forget")  # some owners die at these
-
-
-@pytest.fixture(autouse=True)
-def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "SEGMENT_SECONDS", 0.05)
-    monkeypatch.setattr(batch, "SETTLE_SECONDS", 0.01)
 
 
 @pytest.fixture

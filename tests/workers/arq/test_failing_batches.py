@@ -12,7 +12,6 @@ import pytest
 from stored_batches import create, outputs, put, until, until_released
 
 from ktqueue.batches.run import LEAST_WINDOW
-from ktqueue.batches.stored import batch, execution
 from ktqueue.batches.stored.batch import Owner, StoredBatch
 from ktqueue.batches.stored.window import Window
 from ktqueue.broker.batches import BatchLease, BatchStatus
@@ -20,6 +19,8 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.storage.folder import FileWriting, FolderStore
 from ktqueue.workers.arq.batch_owner import BatchOwner
+
+pytestmark = pytest.mark.usefixtures("short_times")
 
 
 class BrokenStore(FolderStore):
@@ -40,12 +41,6 @@ class BrokenStore(FolderStore):
                 raise ZeroDivisionError(name)
         async with super().create(name) as writing:
             yield writing
-
-
-@pytest.fixture(autouse=True)
-def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "SEGMENT_SECONDS", 0.05)
-    monkeypatch.setattr(batch, "SETTLE_SECONDS", 0.01)
 
 
 @pytest.fixture
