@@ -1,9 +1,9 @@
 """Compares ways to compute a step that are still off: `python -m benchmarks.gpu.trials [--model M] [--results DIR]`.
 
-Each trial is turned on alone, between runs with none (ktqueue/operators/gpu/settings.py). The model is loaded once, and
-the engine is built again for each run. Decode is greedy, and its tokens are compared with those of the first run. They
-may differ where a trial rounds in another way, as decoded experts do in the steps of prompts. A trace of some steps
-counts kernels, gaps and what the kernels are for.
+Each trial is turned on alone, or with others as in `one+other`, between runs with none
+(ktqueue/operators/gpu/settings.py). The model is loaded once, and the engine is built again for each run. Decode is
+greedy, and its tokens are compared with those of the first run. They may differ where a trial rounds in another way, as
+decoded experts do in the steps of prompts. A trace of some steps counts kernels, gaps and what the kernels are for.
 """
 
 import sys
@@ -50,14 +50,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of each point; the best counts")
     parser.add_argument("--traced", type=integers, default="1,64", help="rows of steps that are traced")
     parser.add_argument("--expert-gib", type=int, default=20, help="GPU memory for experts")
+    parser.add_argument("--rules", help="as of a worker")
+    parser.add_argument("--name", default="trials", help="of the file of results")
     arguments = parser.parse_args()
     experts = {"gpu_expert_memory_bytes": arguments.expert_gib * GIB}
-    loaded = LoadedGpuModel(arguments.model, max(arguments.rows), 4 * GIB, **experts)
-    result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment()}
+    loaded = LoadedGpuModel(arguments.model, max(arguments.rows), 4 * GIB, rules=arguments.rules, **experts)
+    result: dict[str, Any] = {"format": 1, "model": arguments.model, "rules": arguments.rules or "default"}
+    result["environment"] = environment()
     result |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "runs": []}
     known: dict[int, dict[str, list[int]]] = {}
     for name in ("", *(name for name in arguments.trials.split(",") if name), ""):
-        loaded.rebuild(Trials(**{name: True} if name else {}), **experts)
+        loaded.rebuild(Trials(**{part: True for part in name.split("+") if part}), **experts)
         run: dict[str, Any] = {"trial": name or "none", "decode": [], "prefill": [], "traced": []}
         result["runs"].append(run)
         for rows in arguments.rows:
@@ -73,7 +76,7 @@ def main() -> None:
             figure = trace(loaded, rows)
             run["traced"].append(figure)
             sys.stderr.write(f"{run['trial']}: {figure}\n")
-        write(arguments.results / "trials.json", result)  # an interrupted run leaves what it has
+        write(arguments.results / f"{arguments.name}.json", result)  # an interrupted run leaves what it has
     loaded.engine.close()
 
 
