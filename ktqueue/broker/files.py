@@ -12,7 +12,7 @@ from typing import Literal, Self
 from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import microseconds
 from ktqueue.core.config import StorageConfig
-from ktqueue.core.errors import FileLimitReached, FileNotFound, InvalidRequest
+from ktqueue.core.errors import FileInUse, FileLimitReached, FileNotFound, InvalidRequest
 from ktqueue.core.tenants import TenantLimits
 from ktqueue.core.units import format_bytes
 
@@ -127,8 +127,18 @@ class Files:
         return found[:limit], len(found) > limit
 
     async def delete(self, tenant: str, file_id: str) -> None:
-        """Delete a file's record. Its bytes are to be deleted afterwards. Raises FileNotFound."""
-        if not await self._scripts.call("delete_file", file_id, tenant):
+        """Delete a file's record. Its bytes are to be deleted afterwards. Raises FileNotFound, FileInUse."""
+        try:
+            is_deleted = await self._scripts.call("delete_file", file_id, tenant)
+        except ScriptRefused as refused:
+            raise FileInUse(
+                f"the file {file_id} is the input of the batch {refused.detail}, which has not ended; "
+                "cancel that batch or wait for its end, then delete the file",
+                param="file_id",
+                limit="a file that no batch reads",
+                value=refused.detail,
+            ) from refused
+        if not is_deleted:
             raise _file_not_found(file_id)
 
     async def expired(self, limit: int) -> Sequence[tuple[str, str]]:

@@ -104,6 +104,13 @@ class FileNotFound(KtqueueError):
     status = 404
 
 
+class FileInUse(KtqueueError):
+    """The file is the input of a batch that has not ended."""
+
+    code = "file_in_use"
+    status = 409
+
+
 class FileLimitReached(InvalidRequest):
     """The tenant has as many files, or bytes in them, as it may have. Waiting does not help, so it is no 429."""
 

@@ -97,7 +97,7 @@ class FileEndpoint(HTTPEndpoint):
         return json_response(file_json(await _find(request)))
 
     async def delete(self, request: Request) -> Response:
-        """Delete a file. Raises FileNotFound."""
+        """Delete a file. Raises FileNotFound, and FileInUse while a batch that has not ended reads it."""
         gateway: Gateway = request.app.state.gateway
         file_id = request.path_params["file_id"]
         await gateway.broker.files.delete(tenant_of(request).name, file_id)

@@ -85,7 +85,7 @@ _ERRORS = {
     "400": "A field is wrong.",
     "401": "No API key, or an unknown one.",
     "404": "No such model or job.",
-    "409": "The job is in a state that does not allow this.",
+    "409": "The job, batch or file is in a state that does not allow this.",
     "413": "The body is too large.",
     "415": "The body is not JSON, or its compression is not supported.",
     "422": "The idempotency key was used with another request.",
@@ -300,7 +300,7 @@ def _file_paths() -> Json:
         "/v1/files": {"get": listing, "post": upload},
         "/v1/files/{file_id}": {
             "get": _get("getFile", "Get the facts of a file.", file_shapes.File),
-            "delete": _get("deleteFile", "Delete a file.", file_shapes.DeletedFile),
+            "delete": _get("deleteFile", "Delete a file.", file_shapes.DeletedFile, ("409", *_READ)),
             "parameters": name,
         },
         "/v1/files/{file_id}/content": {

@@ -9,7 +9,7 @@ from ktqueue.broker.batches import BatchRequest, BatchStatus
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.files import LOOKED_AT, FileFacts, FileLimits, new_file_id
 from ktqueue.core.config import StorageConfig
-from ktqueue.core.errors import FileLimitReached, FileNotFound, InvalidRequest
+from ktqueue.core.errors import FileInUse, FileLimitReached, FileNotFound, InvalidRequest
 from ktqueue.core.tenants import TenantLimits
 
 LIMITS = FileLimits(files=3, bytes=100)
@@ -92,8 +92,11 @@ async def test_the_input_of_a_batch_is_kept_until_the_batch_has_ended(broker: Br
         await broker.files.get("acme", mine.id)
     found = await broker.batches.take("owner")
     assert found is not None
+    with pytest.raises(FileInUse, match=f"{mine.id} is the input of the batch {found[1].id}, which has not ended"):
+        await broker.files.delete("acme", mine.id)
     await broker.batches.update(found[0], change=(BatchStatus.VALIDATING, BatchStatus.FAILED))
     assert {file_id for file_id, _ in await broker.files.expired(10)} == {mine.id, others.id}
+    await broker.files.delete("acme", mine.id)
 
 
 async def test_expired_files_are_not_found_and_can_be_deleted(broker: Broker, raw: Any) -> None:

@@ -63,13 +63,23 @@ async def test_a_batch_has_openais_type_in_each_status(
     assert again.status_code in (200, 409)
 
 
-async def test_a_key_answers_its_batch_after_the_input_was_deleted(http: httpx.AsyncClient) -> None:
+async def test_a_key_answers_its_batch_after_the_input_was_deleted(
+    http: httpx.AsyncClient, broker: Broker, conforms: Conforms
+) -> None:
     file_id = (await upload(http))["id"]
     body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file_id}
     key = {"idempotency-key": "night"}
     made = (await http.post("/v1/batches", json=body, headers=key)).raise_for_status().json()
+    refused = await http.delete(f"/v1/files/{file_id}")  # the batch reads it
+    conforms(refused.json(), "ErrorResponse")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "file_in_use")
+    assert (await http.get(f"/v1/files/{file_id}/content")).status_code == 200
+    found = await broker.batches.take("owner")
+    assert found is not None
+    await broker.batches.update(found[0], change=(BatchStatus.VALIDATING, BatchStatus.FAILED))
     (await http.delete(f"/v1/files/{file_id}")).raise_for_status()
-    assert (await http.post("/v1/batches", json=body, headers=key)).json() == made
+    again = (await http.post("/v1/batches", json=body, headers=key)).json()
+    assert (again["id"], again["status"]) == (made["id"], "failed")
     assert (await http.post("/v1/batches", json=body | {"metadata": {}}, headers=key)).status_code == 422
     for headers in ({}, {"idempotency-key": "new"}):
         assert (await http.post("/v1/batches", json=body, headers=headers)).status_code == 404

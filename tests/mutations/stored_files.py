@@ -82,8 +82,15 @@ STORED_FILES: dict[str, Mutation] = {
     "the input of a batch is deleted while it runs": Mutation(
         "a file is kept while a batch reads it",
         "ktqueue/broker/lua/expired_files.lua",
-        "if not is_input(id, tenant) then",
+        "if not inputs[tenant][id] then",
         "if true then",
+        (f"{RECORDS}::test_the_input_of_a_batch_is_kept_until_the_batch_has_ended",),
+    ),
+    "the input of a batch can be deleted while it runs": Mutation(
+        "a file cannot be deleted while a batch reads it",
+        "ktqueue/broker/lua/delete_file.lua",
+        "if reader then",
+        "if false then",
         (f"{RECORDS}::test_the_input_of_a_batch_is_kept_until_the_batch_has_ended",),
     ),
     "a store that is not mounted has no objects": Mutation(

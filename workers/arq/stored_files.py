@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.files import content_name
-from ktqueue.core.errors import FileNotFound, Unavailable
+from ktqueue.core.errors import FileInUse, FileNotFound, Unavailable
 from ktqueue.storage.store import NotStored, Store
 
 ORPHAN_SECONDS = 86_400.0
@@ -62,8 +62,12 @@ async def _delete_expired(broker: Broker, store: Store) -> int:
     deleted = 0
     while expired := await broker.files.expired(EXPIRED_AT_ONCE):
         for file_id, tenant in expired:
-            with contextlib.suppress(FileNotFound):  # another control worker was faster
+            try:
                 await broker.files.delete(tenant, file_id)
+            except FileNotFound:  # another control worker was faster
+                pass
+            except FileInUse:  # a batch was created meanwhile
+                continue
             await store.delete(content_name(file_id))
         deleted += len(expired)
     return deleted

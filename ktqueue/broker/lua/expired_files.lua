@@ -2,22 +2,11 @@
 -- Replies a list of {id, tenant}; the tenant of a file without a record is ''. Writes nothing.
 local MAX_LOOKED_AT = 5000 -- of which at most twice `broker.max_open_batches` of each tenant are inputs
 local now, inputs, found = now_us(), {}, {}
-
-local function is_input(id, tenant)
-  if not inputs[tenant] then
-    inputs[tenant] = {}
-    for _, batch in ipairs(redis.call('SMEMBERS', TAG .. 'batches:open:' .. tenant)) do
-      local request = redis.call('HGET', TAG .. 'batch:' .. batch, 'request')
-      if request then inputs[tenant][cjson.decode(request).input_file_id] = true end
-    end
-  end
-  return inputs[tenant][id]
-end
-
 local looked = redis.call('ZRANGEBYSCORE', TAG .. 'files:expiry', '-inf', now, 'LIMIT', 0, MAX_LOOKED_AT)
 for _, id in ipairs(looked) do
   if #found == tonumber(ARGV[1]) then break end
   local tenant = redis.call('HGET', TAG .. 'file:' .. id, 'tenant') or ''
-  if not is_input(id, tenant) then found[#found + 1] = { id, tenant } end
+  inputs[tenant] = inputs[tenant] or batch_inputs(tenant)
+  if not inputs[tenant][id] then found[#found + 1] = { id, tenant } end
 end
 return found
