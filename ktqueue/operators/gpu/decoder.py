@@ -138,6 +138,7 @@ class GpuDecoder(Operator):
             self._routed, self.facts.hidden, self.facts.dtype, self.device, settings, self.trials
         )
         self._experts.choices = self._choices
+        self._launches_early = self.trials.dependent_launches and self._experts.handoff is None
 
     @property
     def expert_layers_run(self) -> int:

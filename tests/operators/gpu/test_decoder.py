@@ -21,11 +21,14 @@ from decoder_families import (
 
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.experts import memory as memory_module
 from ktqueue.operators.gpu.experts import step as step_module
+from ktqueue.operators.gpu.experts.step import StepExperts
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels import decoded_experts, norm, router
 from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES
+from ktqueue.operators.gpu.kernels.operation import launch_options
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 ALL = 1 << 40  # bytes
@@ -204,6 +207,25 @@ def test_rounding_beside_the_router_changes_no_bit(
     found = fed(early)
     assert all(torch.equal(found[name], logits) for name, logits in expected.items())
     assert True in given and False in given
+
+
+@pytest.mark.parametrize("trials", [Trials(), Trials(dependent_launches=True)])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_kernels_are_launched_early_if_all_experts_are_on_the_gpu(
+    share: float, trials: Trials, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("qwen3_moe")
+    memory = int(share * record_bytes(make_decoder(model, "Q8_0")))
+    asked: list[dict[str, bool]] = []
+
+    def noted(*arguments: Any, **options: Any) -> StepExperts:
+        asked.append(launch_options())
+        return StepExperts(*arguments, **options)
+
+    monkeypatch.setattr(memory_module, "StepExperts", noted)
+    fed(make_decoder(model, "Q8_0", expert_memory_bytes=memory, trials=trials))
+    early = {"WAITS": True, "launch_pdl": True}
+    assert asked[-1] == (early if trials.dependent_launches and share == 1 else {"WAITS": False})
 
 
 @pytest.mark.parametrize("fetched", [0.5, 1.0])
