@@ -112,7 +112,7 @@ class Files:
     ) -> tuple[Sequence[FileRecord], bool]:
         """A tenant's files by their arrival, those after the file `after`, and whether there are more.
 
-        Raises InvalidRequest if there is no file `after`.
+        `after` may be deleted meanwhile, up to a day ago. Raises InvalidRequest if there was no such file.
         """
         found: list[FileRecord] = []
         begin, place = after or "", ""

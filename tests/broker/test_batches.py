@@ -120,8 +120,11 @@ async def test_tenants_see_their_own_batches_page_by_page(batches: Batches, raw:
         with pytest.raises(InvalidRequest):
             await batches.list("a", limit=2, after=missing)
     raw.delete(f"{broker.keys.tag}:batch:{ids[0]}")  # it has expired
-    records, more = await batches.list("a", limit=2)
-    assert ([record.id for record in records], more) == (ids[1:], False)
+    for options in ({}, {"after": ids[0]}):
+        records, more = await batches.list("a", limit=2, **options)
+        assert ([record.id for record in records], more) == (ids[1:], False)
+    raw.zrem(f"{broker.keys.tag}:batches:of:a", ids[2])  # newer ones took its place in the list
+    assert await batches.list("a", limit=2, after=ids[2]) == ([], False)
 
 
 async def test_a_batch_has_one_owner_at_a_time(batches: Batches) -> None:

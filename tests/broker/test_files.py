@@ -7,7 +7,7 @@ import pytest
 
 from ktqueue.broker.batches import BatchRequest, BatchStatus
 from ktqueue.broker.broker import Broker
-from ktqueue.broker.files import LOOKED_AT, FileFacts, FileLimits, new_file_id
+from ktqueue.broker.files import LOOKED_AT, FileFacts, FileLimits, Order, new_file_id
 from ktqueue.core.config import StorageConfig
 from ktqueue.core.errors import FileInUse, FileLimitReached, FileNotFound, InvalidRequest
 from ktqueue.core.tenants import TenantLimits
@@ -53,7 +53,7 @@ async def test_a_file_counts_once_until_it_is_deleted(broker: Broker, raw: Any) 
     for tenant in ("other", "bytes", "expiry"):
         files, _ = await broker.files.list(tenant, limit=10)
         await broker.files.delete(tenant, files[0].id)
-    assert not raw.keys("*file*")
+    assert [key for key in raw.keys("*file*") if raw.ttl(key) < 0] == []
 
 
 async def test_no_race_exceeds_a_quota(broker: Broker) -> None:
@@ -73,11 +73,41 @@ async def test_files_are_listed_page_by_page(broker: Broker) -> None:
     page, has_more = await broker.files.list("acme", limit=4, order="asc", after=ids[1], purpose="b")
     assert len(page) == 4
     assert not has_more
-    with pytest.raises(InvalidRequest, match="after must be"):
-        await broker.files.list("acme", limit=1, after=ids[3])
+    for tenant, unknown in (("acme", new_file_id()), ("other", ids[1]), ("other", ids[3])):
+        with pytest.raises(InvalidRequest, match="after must be"):
+            await broker.files.list(tenant, limit=1, after=unknown)
     await asyncio.gather(*(broker.files.add(facts(), None) for _ in range(LOOKED_AT)))
     found, _ = await broker.files.list("acme", limit=1, purpose="a")
     assert [file.id for file in found] == [ids[10]]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_a_list_goes_on_after_a_deleted_file(broker: Broker, order: Order) -> None:
+    ids = [(await broker.files.add(facts(), None)).id for _ in range(7)]
+    seen: list[str] = []
+    page, has_more = await broker.files.list("acme", limit=3, order=order)
+    while page:
+        seen += [file.id for file in page]
+        for file in page:
+            await broker.files.delete("acme", file.id)
+        if has_more:
+            page, has_more = await broker.files.list("acme", limit=3, order=order, after=seen[-1])
+        else:
+            page = []
+    assert seen == (ids if order == "asc" else ids[::-1])
+    late = (await broker.files.add(facts(), None)).id
+    page, _ = await broker.files.list("acme", limit=3, order="asc", after=ids[-1])
+    assert [file.id for file in page] == [late]
+
+
+async def test_deleted_files_do_not_add_up(broker: Broker, raw: Any) -> None:
+    deleted = f"{broker.keys.tag}:files:deleted:acme"
+    raw.zadd(deleted, {f"file-{place}": place for place in range(2, 20_002)})
+    file = await broker.files.add(facts(), None)
+    await broker.files.delete("acme", file.id)
+    assert raw.zcard(deleted) == 20_000
+    assert raw.zrange(deleted, 0, 0) == [b"file-3"]
+    assert raw.zrange(deleted, -1, -1) == [file.id.encode()]
 
 
 async def test_the_input_of_a_batch_is_kept_until_the_batch_has_ended(broker: Broker) -> None:

@@ -93,6 +93,20 @@ STORED_FILES: dict[str, Mutation] = {
         "if false then",
         (f"{RECORDS}::test_the_input_of_a_batch_is_kept_until_the_batch_has_ended",),
     ),
+    "a list ends at a deleted file": Mutation(
+        "reading a list page by page goes on while its files are deleted",
+        "ktqueue/broker/lua/list_files.lua",
+        " or redis.call('ZSCORE', TAG .. 'files:deleted:' .. ARGV[1], ARGV[4])",
+        "",
+        (f"{RECORDS}::test_a_list_goes_on_after_a_deleted_file",),
+    ),
+    "the place of a deleted file is given again": Mutation(
+        "a new file is behind all that were deleted",
+        "ktqueue/broker/lua/add_file.lua",
+        "{ list, TAG .. 'files:deleted:' .. tenant }",
+        "{ list }",
+        (f"{RECORDS}::test_a_list_goes_on_after_a_deleted_file",),
+    ),
     "a store that is not mounted has no objects": Mutation(
         "a store that is missing is waited for",
         "ktqueue/storage/folder.py",

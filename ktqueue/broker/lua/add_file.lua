@@ -16,8 +16,11 @@ if id == '' then return {} end
 local created = redis.call('HGET', file, 'created') or digits(now)
 redis.call('HSET', file, 'tenant', tenant, 'filename', ARGV[3], 'purpose', ARGV[4], 'size', ARGV[5],
   'created', created, 'expires', digits(created + ARGV[6]))
-local newest = redis.call('ZREVRANGE', list, 0, 0, 'WITHSCORES') -- in order of arrival, even if the clock goes back
-redis.call('ZADD', list, 'NX', #newest > 0 and newest[2] + 1 or 1, id)
+local last = 0 -- place in order of arrival, even if the clock goes back; no place of a deleted file is given again
+for _, files in ipairs({ list, TAG .. 'files:deleted:' .. tenant }) do
+  last = math.max(last, redis.call('ZREVRANGE', files, 0, 0, 'WITHSCORES')[2] or 0)
+end
+redis.call('ZADD', list, 'NX', last + 1, id)
 redis.call('ZADD', TAG .. 'files:expiry', created + ARGV[6], id)
 redis.call('HINCRBY', bytes, tenant, size - (old_size or 0))
 return redis.call('HGETALL', file)

@@ -6,7 +6,8 @@ local list, most = TAG .. 'batches:of:' .. ARGV[1], tonumber(ARGV[2])
 local first = 0
 if ARGV[3] ~= '' then
   local rank = redis.call('ZREVRANK', list, ARGV[3])
-  if not rank then return false end
+  -- A batch that newer ones have displaced was the last one of the list.
+  if not rank then return redis.call('HGET', TAG .. 'batch:' .. ARGV[3], 'tenant') == ARGV[1] and { {}, 0 } end
   first = rank + 1
 end
 local found = {}

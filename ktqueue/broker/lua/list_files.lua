@@ -2,10 +2,10 @@
 -- ARGV: tenant, purpose ('' any), asc or desc, id of the file after which it begins ('' none), or the place after which
 --        it begins ('' none), most files to look at.
 -- Replies {list of {id, fields and values}, place of the last file that was looked at, or '' at the end of the list},
--- or false if there is no such file to begin after. Files that have expired are left out. Writes nothing.
+-- or false if there was no such file to begin after, in the last day. Files that have expired are left out. Writes nothing.
 local list, purpose, place = TAG .. 'files:of:' .. ARGV[1], ARGV[2], ARGV[5]
 if ARGV[4] ~= '' then
-  place = redis.call('ZSCORE', list, ARGV[4])
+  place = redis.call('ZSCORE', list, ARGV[4]) or redis.call('ZSCORE', TAG .. 'files:deleted:' .. ARGV[1], ARGV[4])
   if not place then return false end
 end
 local from, looked = place == '' and '' or '(' .. place, nil
