@@ -19,6 +19,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import BatchConflict, BatchNotFound, IdempotencyConflict, InvalidRequest, TooManyBatches
 
 LEASES = 5  # a batch's lease is so many times `broker.lease_seconds`, because its owner does other work too
+TRIAL_SECONDS = 60.0  # in which the death of an owner counts for the batch on trial alone
 MAX_LISTED = 1_000  # newest batches of a tenant that its list shows
 RETRY_AFTER = 30.0  # seconds, if the tenant has too many batches
 MICROSECONDS = 1_000_000
@@ -74,7 +75,6 @@ class BatchFacts:
     `total`, `answered` and `failed` count lines, once their records are stored. `errors` has a few objects {code,
     message, param, line}. `segments` are (name, count) of the stored records. `outcome`: the status in which the batch
     ends, once that is known. `tokens_per_second` and `seconds_left` are None while they are not known.
-    `failures_without_progress`: owners in a row that failed by an unexpected error before they had stored anything new.
     """
 
     model: str | None = None
@@ -89,7 +89,6 @@ class BatchFacts:
     error_file_id: str | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
-    failures_without_progress: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,8 @@ class BatchRecord:
     """A batch. Times in Unix seconds by the server's clock; `times` has the time of each status that was reached.
 
     `caller`: the client's address if there are no API keys, else ''. `now`: the server's time of this reply, None in
-    replies to clients.
+    replies to clients. `failures_without_progress`: owners in a row that failed by an unexpected error, or died with
+    the batch on trial, before they had stored anything new.
     """
 
     id: str
@@ -109,6 +109,7 @@ class BatchRecord:
     expires_at: float
     times: Mapping[BatchStatus, float] = field(default_factory=dict)
     facts: BatchFacts = field(default_factory=BatchFacts)
+    failures_without_progress: int = 0
     now: float | None = None
 
     @property
@@ -254,8 +255,14 @@ class Batches:
 
         `of_newcomers`: only of a caller none of whose batches has an owner. With API keys a tenant is one caller.
         """
-        lease_us = microseconds(self.lease_seconds)
-        reply = await self._scripts.call("take_batch", owner, lease_us, 1 if of_newcomers else "")
+        reply = await self._scripts.call(
+            "take_batch",
+            owner,
+            microseconds(self.lease_seconds),
+            1 if of_newcomers else "",
+            self._config.max_attempts,
+            microseconds(TRIAL_SECONDS),
+        )
         if reply is None:
             return None
         batch_id, fence, now, described = reply
@@ -268,10 +275,12 @@ class Batches:
         facts: BatchFacts | None = None,
         *,
         change: tuple[BatchStatus, BatchStatus] | None = None,
+        failures: int = 0,
     ) -> BatchRecord:
         """Renew the lease, and store facts and a change of the status, from one to another.
 
-        If the status is not the first of `change`, nothing is stored. The record that is returned shows that.
+        Facts are progress, after which the batch has so many `failures` without progress. If the status is not the
+        first of `change`, nothing is stored. The record that is returned shows that.
         """
         before, after = change or ("", "")
         reply = await self._scripts.call(
@@ -282,13 +291,19 @@ class Batches:
             before,
             after,
             "" if facts is None else dumps({"v": 1, **asdict(facts)}),
+            failures,
         )
         return _decoded(lease.id, reply[1], reply[0])
 
     async def release(self, lease: BatchLease, *, is_clean: bool = True) -> None:
         """Give the batch back. Another owner can take it now, unless it has ended and its objects were deleted."""
         ttl = milliseconds(self._config.batch_ttl) if is_clean else ""
-        await self._scripts.call("release_batch", lease.id, lease.fence, ttl)
+        await self._scripts.call("release_batch", lease.id, lease.fence, ttl, "")
+
+    async def note_failure(self, lease: BatchLease) -> None:
+        """Store that a run failed by an unexpected error. The next owner can take the batch after one more lease."""
+        again = microseconds(self.lease_seconds)
+        await self._scripts.call("release_batch", lease.id, lease.fence, "", again)
 
 
 def _create_error(refused: ScriptRefused) -> Exception:
@@ -333,6 +348,7 @@ def _decoded(batch_id: str, described: Sequence[bytes], now: bytes | None = None
             if name.startswith("at:")
         },
         facts=_facts(values.get("facts", b"{}")),
+        failures_without_progress=int(values.get("failures", 0)),
         now=None if now is None else int(now) / MICROSECONDS,
     )
 

@@ -170,6 +170,73 @@ async def test_the_tenant_with_the_fewest_batches_is_next(batches: Batches) -> N
     assert [(await taken(batches)).id for _ in range(3)] == [first, other, second]
 
 
+@pytest.fixture
+def die(raw: Any, broker: Broker) -> Callable[..., None]:
+    """Let the owners of batches die now, so that these are free, in this order."""
+
+    def end_leases(*leases: BatchLease) -> None:
+        seconds, us = raw.time()
+        for place, lease in enumerate(leases):
+            raw.zadd(f"{broker.keys.tag}:batches", {lease.id: seconds * 1_000_000 + us - 9 + place}, xx=True)
+
+    return end_leases
+
+
+@pytest.fixture
+def long_lease(broker: Broker) -> Batches:
+    return Batches(broker.scripts, replace(broker.config, lease_seconds=60.0))
+
+
+async def begin(batches: Batches, owner: str) -> tuple[str, int, BatchLease]:
+    """Let an owner take a batch. Returns its id, the failures that count against it, and the lease."""
+    found = await batches.take(owner)
+    assert found is not None
+    return found[0].id, found[1].failures_without_progress, found[0]
+
+
+async def test_a_death_counts_for_the_batch_on_trial_alone(long_lease: Batches, die: Callable[..., None]) -> None:
+    batches = long_lease
+    poison, slow = await create(batches), await create(batches)
+    for owner in ("first", "second"):  # nobody knows which of both was to blame
+        both = [await begin(batches, owner) for _ in range(2)]
+        assert [entry[:2] for entry in both] == [(poison, 0), (slow, 0)]
+        die(*(entry[2] for entry in both))
+    fresh = await create(batches)
+    for failures in range(3):
+        tried, beside = [await begin(batches, f"owner {failures}") for _ in range(2)]
+        assert [tried[:2], beside[:2]] == [(poison, failures), (fresh, 0)]
+        assert await batches.take(f"owner {failures}") is None  # one is on trial already
+        other = await begin(batches, f"other {failures}")
+        assert other[:2] == (slow, 0)
+        die(tried[2], beside[2])
+        await batches.release(other[2], is_clean=False)
+    assert [(await begin(batches, "last"))[:2] for _ in range(2)] == [(poison, 3), (fresh, 0)]
+
+
+async def test_progress_or_time_ends_a_trial(
+    long_lease: Batches, die: Callable[..., None], monkeypatch: pytest.MonkeyPatch, broker: Broker
+) -> None:
+    batches = long_lease
+    first, second = await create(batches), await create(batches)
+    for owner in ("one", "two"):
+        die(*[(await begin(batches, owner))[2] for _ in range(2)])
+    name, _, lease = await begin(batches, "three")
+    assert name == first
+    assert await batches.take("three") is None
+    await batches.update(lease, BatchFacts(total=1))
+    name, _, other = await begin(batches, "three")
+    assert name == second
+    die(lease, other)  # the first has made progress, the second is on trial
+    monkeypatch.setattr("ktqueue.broker.batches.TRIAL_SECONDS", 0.0)
+    again = [await begin(batches, "four") for _ in range(2)]
+    assert [entry[:2] for entry in again] == [(first, 0), (second, 1)]
+    await asyncio.sleep(1.1)
+    die(*(entry[2] for entry in again))  # they last renewed a lease of a second after the trial
+    second_long = Batches(broker.scripts, replace(broker.config, lease_seconds=0.2))
+    again = [await begin(second_long, "five") for _ in range(2)]
+    assert [entry[:2] for entry in again] == [(first, 0), (second, 1)]
+
+
 async def test_no_lease_is_longer_because_the_clock_went_back(batches: Batches, raw: Any, broker: Broker) -> None:
     batch_id = await create(batches)
     await taken(batches)

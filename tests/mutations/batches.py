@@ -116,16 +116,30 @@ BATCHES: dict[str, Mutation] = {
     "a batch that always fails is tried for ever": Mutation(
         "a batch whose owners fail without progress ends",
         f"{STORED}/batch.py",
-        "                if self._facts.failures_without_progress < self._max_failures:\n",
+        "                if self._record.failures_without_progress < self._max_failures:\n",
         "                if True:\n",
         (f"{FAILING}::test_a_batch_that_fails_again_and_again_without_progress_ends",),
     ),
     "failures with progress between them end a batch": Mutation(
         "progress ends a row of failures",
-        f"{STORED}/batch.py",
-        "        facts = replace(facts, failures_without_progress=failures)\n",
+        f"{SCRIPTS}/update_batch.lua",
+        "'failures', ARGV[7], 'deaths', 0, ",
         "",
         (f"{FAILING}::test_progress_ends_a_row_of_failures",),
+    ),
+    "a batch that kills its owners is tried for ever": Mutation(
+        "a batch whose owners die without progress ends",
+        f"{SCRIPTS}/take_batch.lua",
+        "failures + ((tried or deaths >= MOST) and 1 or 0), deaths + 1",
+        "failures, deaths",
+        (f"{FAILING}::test_a_batch_that_kills_its_owners_ends",),
+    ),
+    "batches beside the one that kills its owners fail": Mutation(
+        "a death counts for the batch on trial alone",
+        f"{SCRIPTS}/take_batch.lua",
+        "  if tried and tried ~= id then return failures, deaths end\n",
+        "",
+        (f"{BROKER}::test_a_death_counts_for_the_batch_on_trial_alone",),
     ),
     "a key is unknown once the input is deleted": Mutation(
         "a key answers the batch that it created",

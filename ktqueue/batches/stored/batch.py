@@ -103,8 +103,7 @@ class StoredBatch:
 
     async def note_failure(self) -> None:
         """Store that `run` raised an unexpected error. The last owner that may do so leaves a batch that has to end."""
-        failures = self._facts.failures_without_progress + 1
-        await self._owner.broker.batches.update(self._lease, replace(self._facts, failures_without_progress=failures))
+        await self._owner.broker.batches.note_failure(self._lease)
 
     async def _advance(self) -> None:
         """Run the batch to its end, and delete its objects once Redis cannot forget that end."""
@@ -119,7 +118,7 @@ class StoredBatch:
     async def _advance_to_end(self) -> None:
         while not self._record.status.ended:
             try:
-                if self._facts.failures_without_progress < self._max_failures:
+                if self._record.failures_without_progress < self._max_failures:
                     await self._leave_status()
                 else:
                     await self._give_up()
@@ -268,7 +267,7 @@ class StoredBatch:
 
     async def _give_up(self) -> None:
         """End the batch: its owners failed again and again. What is done goes into the files, unless that fails too."""
-        failures, end, unfinished = self._facts.failures_without_progress, BatchStatus.FAILED, "batch_failed"
+        failures, end, unfinished = self._record.failures_without_progress, BatchStatus.FAILED, "batch_failed"
         if self._is_cancelled():
             end, unfinished = BatchStatus.CANCELLED, "batch_cancelled"
         facts = replace(self._facts, answered=0, failed=0)
@@ -277,7 +276,7 @@ class StoredBatch:
             facts, failures = await self._add_files(unfinished), 0
         message = (
             f"the batch failed {self._max_failures} times without progress; it is not tried again; "
-            "the log of its control worker has the details"
+            "the logs of its control workers have the details"
         )
         error = {"code": KtqueueError.code, "message": message, "param": None, "line": None}
         facts = replace(facts, errors=(error,), tokens_per_second=None, seconds_left=None)
@@ -326,7 +325,7 @@ class StoredBatch:
 
         If that fails again and again, or the files could not be written, it is kept as long as the batch's record.
         """
-        if self._facts.failures_without_progress < self._max_failures:
+        if self._record.failures_without_progress < self._max_failures:
             await self._patiently(self._delete_objects)
         await self._patiently(lambda: self._owner.broker.batches.release(self._lease))
 
@@ -357,8 +356,9 @@ class StoredBatch:
         self, facts: BatchFacts, change: tuple[BatchStatus, BatchStatus] | None = None, failures: int = 0
     ) -> None:
         """Store facts, and a change of the status. If the client has cancelled the batch meanwhile, it stays."""
-        facts = replace(facts, failures_without_progress=failures)
-        record = await self._patiently(lambda: self._owner.broker.batches.update(self._lease, facts, change=change))
+        record = await self._patiently(
+            lambda: self._owner.broker.batches.update(self._lease, facts, change=change, failures=failures)
+        )
         self._facts = record.facts
         self._notice(record)
 

@@ -49,7 +49,7 @@ class BrokerConfig:
         3,
         "A job fails after so many workers in a row died while running it, without a new token.",
         details="It also fails after ten times as many deaths in all. A batch fails after so many runs in a row that "
-        "ended by an unexpected error, without progress.",
+        "ended by an unexpected error or killed the control worker, without progress.",
         at_least=1,
     )
     priority_seconds: float = setting(

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import re
+import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +94,54 @@ async def test_a_batch_that_fails_again_and_again_without_progress_ends(
         assert 1 <= len(answered) < 24
 
 
+DEADLY = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from ktqueue.broker.broker import Broker
+from ktqueue.core.config import BrokerConfig, Config
+from ktqueue.storage.folder import FolderStore
+from ktqueue.workers.arq.batch_owner import BatchOwner
+
+class DeadlyStore(FolderStore):
+    def create(self, name):
+        if name.endswith("index"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().create(name)
+
+async def main(url, prefix, folder):
+    config = BrokerConfig(url=url, prefix=prefix, lease_seconds=0.1)
+    async with await Broker.open(config) as broker:
+        await BatchOwner(broker, DeadlyStore(Path(folder)), Config(broker=config)).run()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_batch_that_kills_its_owners_ends(
+    broker: Broker, store: BrokenStore, start_worker: Any, tmp_path: Path
+) -> None:
+    await put(store, 3)
+    batch_id = await create(broker)
+    arguments = (broker.config.url or "", broker.config.prefix, str(tmp_path))
+    deaths = 0
+    async with start_worker(), asyncio.timeout(60):
+        while True:
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", DEADLY, *arguments)
+            died = asyncio.create_task(process.wait())
+            ended = asyncio.create_task(until(broker, batch_id, lambda record: record.status.ended))
+            await asyncio.wait({died, ended}, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if not died.done():
+                await until_released(broker)
+                process.terminate()
+                await died
+                break
+            deaths += died.result() == -signal.SIGKILL
+    record = await broker.batches.get("default", batch_id)
+    assert (deaths, record.status) == (2 + 3, BatchStatus.FAILED)
+    assert record.facts.errors[0]["message"].startswith("the batch failed 3 times without progress")
+
+
 async def test_progress_ends_a_row_of_failures(broker: Broker, store: BrokenStore, start_worker: Any) -> None:
     await put(store, 12)
     batch_id = await create(broker)
@@ -107,7 +157,7 @@ async def test_progress_ends_a_row_of_failures(broker: Broker, store: BrokenStor
             await run.run()
         await run.note_failure()
         await broker.batches.release(lease, is_clean=False)
-        return (await broker.batches.get("default", batch_id)).facts.failures_without_progress
+        return (await broker.batches.get("default", batch_id)).failures_without_progress
 
     store.broken = "index"
     assert [await failures() for _ in range(2)] == [1, 2]
