@@ -171,7 +171,9 @@ def make_key(
 
 def expand_values(attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
     """Turn attended [tokens, heads, latent] into values [tokens, heads * value]."""
-    return torch.bmm(attended.transpose(0, 1), value_up).transpose(0, 1).flatten(1)
+    out = attended.new_empty(*attended.shape[:2], value_up.shape[2])
+    torch.bmm(attended.transpose(0, 1), value_up, out=out.transpose(0, 1))  # in the order of `out`, without a copy
+    return out.flatten(1)
 
 
 def _query_parts(query: torch.Tensor, shape: LatentShape) -> tuple[torch.Tensor, ...]:

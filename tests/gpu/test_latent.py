@@ -16,9 +16,18 @@ from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
 from ktqueue.operators import native, reference
 from ktqueue.operators.gpu.attention.backends import make_planner
-from ktqueue.operators.gpu.attention.latent import expansion_of
+from ktqueue.operators.gpu.attention.latent import LatentPlan, expansion_of
+from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
+from ktqueue.operators.gpu.kernels.rope import append
 from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.latent_shape import absorb_rotated
+from ktqueue.operators.latent_shape import (
+    LatentShape,
+    absorb_query,
+    absorb_rotated,
+    expand_values,
+    make_key,
+    rotate_query,
+)
 from ktqueue.operators.step import ScoreOptions, StepContext
 
 from .test_attention import BOUNDS, STEPS, make_step, no_waiting
@@ -122,6 +131,74 @@ class TestGraph:
                 decode.update(step)
                 graph.replay()
             same(got, step, query)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "cache"),
+    [
+        (16, torch.bfloat16, torch.bfloat16),
+        (128, torch.bfloat16, torch.float8_e4m3fn),
+        (16, torch.float32, torch.float32),
+    ],
+)
+class TestFewerLaunches:
+    pytestmark = GPU
+
+    @pytest.mark.parametrize("absorbs", [True, False])
+    def test_queries_and_keys(
+        self, heads: int, dtype: torch.dtype, cache: torch.dtype, tokens: int, absorbs: bool
+    ) -> None:
+        """Two thirds of the tokens are at other positions than their places."""
+        torch.manual_seed(0)
+        shape = LatentShape(heads, 128, ROTARY, 128, LATENT, SCALING, interleaved=True, low_rank=0, epsilon=1e-6)
+        down = torch.randn(tokens, heads * 192 + shape.key, device="cuda").to(dtype)
+        up = (torch.randn(heads, 256, LATENT, device="cuda") / 128**0.5).to(dtype)[:, :128]
+        norm, angles = torch.randn(LATENT, device="cuda").to(dtype), torch.rand(400, ROTARY // 2, device="cuda") * 6
+        positions = torch.arange(tokens, device="cuda") * 3 % 400
+        cosine, sine, kv = angles.cos(), angles.sin(), random_cache(cache, 40)
+        slots = torch.randperm(640, device="cuda")[:tokens]
+        expected = kv.keys[0].clone()
+        angles_of = cosine[positions], sine[positions]
+        append(expected, slots, make_key(down[:, -shape.key :], norm, *angles_of, shape)[:, None])
+        with no_waiting():
+            got = latent_query_append(
+                down[:, : -shape.key],
+                down[:, -shape.key :],
+                shape,
+                norm=norm,
+                key_up=up if absorbs else None,
+                cosine=cosine,
+                sine=sine,
+                positions=positions,
+                slot_mapping=slots,
+                cache=kv.keys[0],
+            )
+        query = down[:, : -shape.key].float()
+        twin = absorb_query(query, up.float(), *angles_of, shape) if absorbs else rotate_query(query, *angles_of, shape)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), twin, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+        step, least = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2**-7, 1e-5)}.get(cache, (2**-3, 2**-9))
+        torch.testing.assert_close(kv.keys[0].float(), expected.float(), rtol=step, atol=least)
+
+    def test_values(self, heads: int, dtype: torch.dtype, cache: torch.dtype, tokens: int) -> None:
+        """As attention and the product after it, captured and replayed for longer contexts."""
+        kv = random_cache(cache, 64 * 40 + 900)
+        plans = make_planner(kv.layout, heads=heads, scaling=SCALING, windows={0}, device="cuda", dtype=dtype)
+        query = torch.randn(tokens, heads, LATENT + ROTARY, device="cuda").to(dtype)
+        up = (torch.randn(heads, 256, LATENT, device="cuda") / LATENT**0.5).to(dtype)[:, 128:].transpose(1, 2)
+        decode = plans.decode_plan(tokens, 600)
+        assert isinstance(decode, LatentPlan)
+        decode.values(0, query, up, kv, ScoreOptions(SCALING))  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = decode.values(0, query, up, kv, ScoreOptions(SCALING))
+        for longest in (1, 300, 9000):
+            contexts = [1 + (37 * row) % min(longest, 100) for row in range(tokens - 1)] + [longest]
+            decode.update(make_step(kv, [1] * tokens, contexts))
+            graph.replay()
+            expected = expand_values(decode.attend(0, query, kv, ScoreOptions(SCALING)).float(), up.float())
+            torch.testing.assert_close(got.float(), expected, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
 
 @pytest.fixture(scope="module")

@@ -6,30 +6,20 @@ The output of a sublayer is not added to the residual at once: the kernel of the
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts
-from ktqueue.operators.gpu.attention.latent import expansion_of
-from ktqueue.operators.gpu.dense import DenseLinear, DenseWeights
-from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
+from ktqueue.operators.gpu.dense import DecodedLinear, DenseLinear, DenseWeights
+from ktqueue.operators.gpu.experts.step import PendingResidual, SharedExpert, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
-from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
-from ktqueue.operators.indexer import Indexer, KeyChoice, attend_to_choice
-from ktqueue.operators.latent_shape import (
-    LatentShape,
-    absorb_query,
-    absorb_rotated,
-    expand_values,
-    grown,
-    make_key,
-    rms_norm,
-    rotate_query,
-    split_up_matrix,
-)
+from ktqueue.operators.gpu.latent_layer import LatentSelfAttention, attention_plan
+from ktqueue.operators.gpu.settings import Trials
+from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import ActivationName
-from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
+from ktqueue.operators.step import ScoreOptions, StepContext
 
 
 class SelfAttention:
@@ -105,7 +95,7 @@ class SelfAttention:
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
-        attended = _attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
+        attended = attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
         if not (self._facts.gated or self._facts.gate):
             return attended
         gate, self._gate = self._gate, torch.empty(0)  # it would take memory until the next step
@@ -165,90 +155,6 @@ class LinearSelfAttention:
         return self._o(attended)
 
 
-class LatentSelfAttention:
-    """Norm, one product for queries and latents, absorbed attention over cached latents, o. See latent_shape.py."""
-
-    def __init__(
-        self,
-        index: int,
-        layer: LayerFacts,
-        facts: DecoderFacts,
-        shape: LatentShape,
-        weights: DenseWeights,
-        choice: KeyChoice,
-    ) -> None:
-        self._index = index
-        self._shape = shape
-        self._choice = choice
-        self._scores = ScoreOptions(shape.scaling)
-        self._epsilon = facts.epsilon
-        self._norm = weights.vector(f"{layer.name}.input_layernorm.weight")
-        module = f"{layer.name}.self_attn"
-        first = "q_a_proj" if shape.low_rank else "q_proj"
-        self._down = weights.linear(f"{module}.{first}", f"{module}.kv_a_proj_with_mqa")
-        self._query_up = weights.linear(f"{module}.q_b_proj") if shape.low_rank else None
-        self._query_norm = weights.vector(f"{module}.q_a_layernorm.weight") if shape.low_rank else None
-        self._latent_norm = weights.vector(f"{module}.kv_a_layernorm.weight")
-        up = weights.matrix(f"{module}.kv_b_proj.weight")
-        self._key_up, self._value_up = split_up_matrix(up, shape)
-        self._up = up.view(shape.heads, shape.plain + shape.value, shape.latent)
-        self._o = weights.linear(f"{module}.o_proj")
-        self._indexer: Indexer | None = None
-        if shape.indexer and layer.chooses:
-            self._indexer = Indexer.load(shape.indexer, weights, f"{module}.indexer", weights.linear)
-
-    def query(
-        self,
-        residual: torch.Tensor,
-        pending: PendingResidual,
-        positions: torch.Tensor,
-        rotary: Rotary,
-        step: StepContext,
-    ) -> torch.Tensor:
-        """Add `pending` to the residual [tokens, hidden] and write the step's latents to the cache.
-
-        Returns the query [tokens, heads, latent + rotary], or [tokens, heads, plain + rotary] if latents of some rows
-        of the step are expanded.
-        """
-        shape = self._shape
-        cosine, sine = rotary.cosine[0, positions], rotary.sine[0, positions]
-        x = pending.add_to(residual, self._norm, self._epsilon)
-        down = self._down(x)
-        query, key = torch.split(down, [down.shape[-1] - shape.key, shape.key], -1)
-        step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
-        if self._query_up is not None and self._query_norm is not None:
-            low_rank = rms_norm(query, self._query_norm, shape.epsilon)
-            query = self._query_up(low_rank)
-            if self._indexer is not None:
-                self._choice.positions = self._indexer.choose(self._index, x, low_rank, cosine, sine, step)
-        query = grown(query, positions, shape)
-        if self._choice.positions is None and expansion_of(_attention_plan(step)) is not None:
-            return rotate_query(query, cosine, sine, shape)
-        return absorb_query(query, self._key_up, cosine, sine, shape)
-
-    def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The attention output of each token, [tokens, heads * value]."""
-        plan = _attention_plan(step)
-        if self._choice.positions is not None:
-            chosen = query.new_empty(*query.shape[:2], self._shape.latent)
-            attend_to_choice(self._index, query, self._choice.positions, chosen, step, self._shape.scaling)
-            return expand_values(chosen, self._value_up)
-        expansion = expansion_of(plan)
-        if expansion is None:
-            return expand_values(plan.attend(self._index, query, step.kv, self._scores), self._value_up)
-        out = query.new_empty(*query.shape[:2], self._shape.value)
-        expansion.attend(self._index, query, self._up, out, step.kv, self._shape.scaling)
-        if expansion.other_plan is not None:
-            absorbed = absorb_rotated(query[expansion.others], self._key_up)
-            attended = expansion.other_plan.attend(self._index, absorbed, step.kv, self._scores)
-            out[expansion.others] = expand_values(attended, self._value_up).view(-1, *out.shape[1:])
-        return out.flatten(1)
-
-    def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """The output [tokens, hidden], which belongs to the residual."""
-        return self._o(attended)
-
-
 class DenseMlp:
     """A gated MLP, with one product for gate and up."""
 
@@ -256,10 +162,14 @@ class DenseMlp:
         self._activation: ActivationName = activation
         self._gate_up = weights.linear(f"{module}.gate_proj", f"{module}.up_proj")
         self._down = weights.linear(f"{module}.down_proj")
+        self.trials = Trials()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        return self._down(gated(self._activation, self._gate_up(x)))
+        gate_up = self._gate_up
+        if self.trials.gated_products and isinstance(gate_up, DecodedLinear) and gate_up.bias is None:
+            return self._down(few_rows_gated(self._activation, x, gate_up.weight))
+        return self._down(gated(self._activation, gate_up(x)))
 
 
 class DecoderLayer:
@@ -313,6 +223,14 @@ class DecoderLayer:
             gate = weights.linear(f"{shared}_gate") if layer.shared_gate else None
             self._shared = DenseMlp(shared, layer.gate.activation, weights), gate
 
+    def follow(self, trials: Trials) -> None:
+        """Compute steps in the ways that are turned on."""
+        if isinstance(self.attention, LatentSelfAttention):
+            self.attention.trials = trials
+        mlp = self._shared[0] if self._shared else self._mlp
+        if mlp is not None:
+            mlp.trials = trials
+
     @property
     def routes(self) -> bool:
         """Whether the layer has routed experts."""
@@ -332,6 +250,11 @@ class DecoderLayer:
         assert self._routed is not None
         buffers = experts.cpu_buffers(self._routed, len(residual))
         x = projected.add_to(residual, self._norm, self._epsilon, copy=None if buffers is None else buffers.x)
+        shared: SharedExpert | None = None
+        if self._shared:
+            shared = lambda x: self._shared_expert(x, residual)  # noqa: E731
+            if self._shared_norm is None:  # else it writes to the residual, too
+                shared = experts.begin_shared(shared, x, buffers)
         router_x = x if self._router_norm is None else self._normed(residual, self._router_norm)
         pending = experts.run(
             self._routed,
@@ -339,7 +262,7 @@ class DecoderLayer:
             few_rows_linear(router_x, self._router, self._router_bias, dtype=torch.float32),
             live,
             buffers=buffers,
-            shared=(lambda x: self._shared_expert(x, residual)) if self._shared else None,
+            shared=shared,
             next_logits=self._next_logits if self._next else None,
         )
         return pending._replace(norm=self._out_norm, experts_norm=self._experts_out_norm, scale=self._out_scale)
@@ -377,9 +300,3 @@ class DecoderLayer:
 
     def _normed(self, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         return add_rms_norm(x, norm, self._epsilon)
-
-
-def _attention_plan(step: StepContext) -> AttentionPlan:
-    if step.attention is None:
-        raise ValueError("a step of GpuDecoder needs `attention`")
-    return step.attention

@@ -18,12 +18,13 @@ from benchmarks.gpu import expert_tiles as benchmark
 from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefill
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded
 from ktqueue.operators.gpu.attention.index_scores import index_scores
+from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
-from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import dependent_launches, kernels_on_any_device
@@ -31,6 +32,7 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
+from ktqueue.operators.latent_shape import LatentShape
 from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import SILU, GateFacts
 from ktqueue.operators.step import ScoreOptions
@@ -141,6 +143,7 @@ def between_matrices() -> None:
     for tokens, outputs, columns in ((1, 5120, 2048), (4, 2880, 2880)):
         weight = torch.zeros(outputs, columns, dtype=bf16)
         few_rows_linear(weight[:tokens], weight, weight[:, 0].contiguous())
+        few_rows_gated("silu", weight[:tokens], weight)
 
     for experts, chosen, dtype in ((128, 8, bf16), (60, 4, torch.float32)):
         extra: dict[str, Any] = {
@@ -195,12 +198,40 @@ def latent_attention() -> None:
         keys = torch.zeros(4, 16, 1, 576).to(cache)
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
         latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
+        if splits > 1:
+            up = torch.zeros(heads, 256, 512, dtype=dtype)[:, 128:].transpose(1, 2)
+            rows_of = DecodeRows(3, row_of, splits, workspace)
+            latent.attend(query, keys, query.new_zeros(3, heads, 128), decode, rows_of, scaling=0.1, value_up=up)
     query, weights = torch.zeros(3, 64, 128, dtype=torch.bfloat16), torch.zeros(3, 64)
     index_scores(query, weights, torch.zeros(4, 16, 128, dtype=torch.bfloat16), indices[:6].view(3, 2), indices)
     rows, dtype = ExpandedRows(indices.view(-1, 2), indices, indices, indices), torch.bfloat16
     query, out = torch.zeros(3, 16, 192, dtype=dtype), torch.zeros(3, 16, 128, dtype=dtype)
     latents, states = torch.zeros(3, 576, dtype=dtype), torch.zeros(3, 16, 256, dtype=dtype)
     attend_expanded(query, states, latents, out, rows, scaling=0.1)
+
+
+def latent_inputs() -> None:
+    """Queries and keys of DeepSeek's layers, absorbed and not."""
+    for heads, tokens, dtype, cache, absorbs in (
+        (16, 1, torch.bfloat16, torch.bfloat16, True),
+        (128, 64, torch.bfloat16, torch.float8_e4m3fn, True),
+        (16, 20, torch.float32, torch.float32, True),
+        (16, 2048, torch.bfloat16, torch.bfloat16, False),
+    ):
+        shape = LatentShape(heads, 128, 64, 128, 512, 0.1, interleaved=heads == 16, low_rank=0, epsilon=1e-6)
+        down = torch.zeros(tokens, heads * 192 + 576, dtype=dtype)
+        latent_query_append(
+            down[:, :-576],
+            down[:, -576:],
+            shape,
+            norm=down[0, :512],
+            key_up=torch.zeros(heads, 256, 512, dtype=dtype)[:, :128] if absorbs else None,
+            cosine=torch.zeros(4, 32),
+            sine=torch.zeros(4, 32),
+            positions=torch.zeros(tokens, dtype=torch.int64),
+            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+            cache=torch.zeros(1, 16, 1, 576).to(cache),
+        )
 
 
 EXPERTS, SLOTS, RECORD = 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)
@@ -286,6 +317,7 @@ def compile_topic(topic: str) -> None:
     elif topic == "attention":
         attention()
         latent_attention()
+        latent_inputs()
     elif topic == "experts":
         for tokens in (1, 64):
             experts(tokens)
@@ -301,6 +333,8 @@ def compile_topic(topic: str) -> None:
             between_matrices()
             experts(1)
             panel_matrices()
+            latent_attention()
+            latent_inputs()
     elif topic == "matrices":
         panel_matrices()
     elif topic == "sampling":

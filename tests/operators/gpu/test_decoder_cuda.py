@@ -62,13 +62,32 @@ def test_captured_steps_equal_eager_ones(
         assert (statistics["expert_prediction_hits"] > 0) == (method == "flags")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "llama4"])
-def test_kernels_that_are_launched_early_compute_the_same(family: str, make_decoder: Callable[..., Any]) -> None:
-    """Captured steps are compared with eager ones whose kernels follow one another."""
+@pytest.mark.parametrize(
+    "trials",
+    [
+        Trials(dependent_launches=True),
+        Trials(fused_latents=True, joined_values=True),
+        Trials(gated_products=True),
+        Trials(shared_beside_experts=True),
+        Trials(
+            dependent_launches=True,
+            round_beside_router=True,
+            fused_latents=True,
+            joined_values=True,
+            gated_products=True,
+            shared_beside_experts=True,
+        ),
+    ],
+    ids=["early", "latents", "gated", "beside", "all"],
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v2", "deepseek_v3"])
+def test_steps_of_other_launches_compute_the_same(
+    family: str, trials: Trials, make_decoder: Callable[..., Any]
+) -> None:
+    """Captured steps are compared with eager ones, as they are usually launched."""
     model, everything = make_model(family).to(torch.bfloat16), 1 << 40
     usual, early = (
-        make_decoder(model, "Q8_0", expert_memory_bytes=everything, trials=Trials(dependent_launches=on))
-        for on in (False, True)
+        make_decoder(model, "Q8_0", expert_memory_bytes=everything, trials=other) for other in (Trials(), trials)
     )
     prompts = {"s0": SEQUENCES["s0"][:1], "s1": SEQUENCES["s1"][:9]}
     with torch.inference_mode():

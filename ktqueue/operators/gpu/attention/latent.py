@@ -14,9 +14,17 @@ from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expand
 from ktqueue.operators.gpu.attention.page_lists import Indices, PageLists, page_lists, sent
 from ktqueue.operators.gpu.attention.triton import TritonDecodePlan, TritonPlan, TritonPlanner
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, DecodeRows, Tables, looked_up, padded, precision
-from ktqueue.operators.gpu.attention.triton_decode import MAX_SPLITS, join, key_share, partial_bytes, partial_results
-from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.gpu.attention.triton_decode import (
+    MAX_SPLITS,
+    join,
+    joined,
+    key_share,
+    partial_bytes,
+    partial_results,
+)
+from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.latent_shape import expand_values
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 HEADS_AT_ONCE = 16
@@ -24,6 +32,11 @@ HEADS_AT_ONCE = 16
 EXPANDED_TOKENS = 64
 """Rows with at least so many tokens in a step attend over expanded latents. On an H200, 64 tokens of 8,192 keys then
 take 0.24 instead of 0.29 ms with 16 heads and 0.78 instead of 1.46 ms with 128."""
+_FEW_TOKENS = 4
+"""Up to here, joining the splits of a token's keys and expanding the result is one launch: each of its programs joins
+again. For more tokens, torch's product reads the expanding matrix less often."""
+_VALUE_COLUMNS = 16
+"""Columns of a value that a program expands to: 16 heads of 128 columns then fill a GPU."""
 _EXPANDED_BYTES = 256 << 20
 """Memory for the expanded keys and values of a layer, or twice that of the queries if they are larger. Heads take turns
 if all of them need more."""
@@ -37,13 +50,14 @@ def _latent_split(
     scale, splits, page_stride, slot_stride,
     HEADS: tl.constexpr, M: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_WIDTH: tl.constexpr,
     ROTARY_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of the keys of one token for M of its heads. Empty splits return immediately.
 
     WHOLE: there is only one split. A latent is read once, for scores and sums alike; the rotary part of a key is read
     for the scores only.
     """
+    wait_for_previous(WAITS)
     token = tl.program_id(0)
     split = tl.program_id(2)
     row = looked_up(row_of, token)
@@ -95,6 +109,30 @@ def _latent_split(
             tl.store(levels + part, best + tl.log2(total), mask=real)
 
 
+@triton.jit(do_not_specialize=["splits"])
+def _latent_join(
+    contexts, parts, levels, up, out, splits, head_stride, value_stride,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one head of one token, and expand the result to COLUMNS columns of its value."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    latent = tl.arange(0, WIDTH)
+    cells = up + head * head_stride + column[:, None] * value_stride + latent[None, :]
+    weights = tl.load(cells, mask=(column < VALUE)[:, None] & (latent < LATENT)[None, :], other=0.0).to(tl.float32)
+    wait_for_previous(WAITS)  # while weights arrive, which no kernel of a step writes
+    context = tl.load(contexts + token)
+    _, share = key_share(context, splits, 0, 0, BLOCK)
+    first = (token.to(tl.int64) * HEADS + head) * splits
+    attended = joined(parts, levels, first, tl.cdiv(context, share), None, head, WIDTH, MOST, STEP, LOG2)
+    attended = attended.to(out.dtype.element_ty).to(tl.float32)  # as it is without expansion
+    value = tl.sum(weights * attended[None, :], 1)
+    cells = (token.to(tl.int64) * HEADS + head) * VALUE + column
+    tl.store(out + cells, value.to(out.dtype.element_ty), mask=column < VALUE)
+
+
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -103,15 +141,17 @@ def attend(
     decode_rows: DecodeRows,
     *,
     scaling: float,
+    value_up: torch.Tensor | None = None,
 ) -> None:
     """Attend for every token of `query` [tokens, heads, latent + rotary], dense, into `out` [tokens, heads, latent].
 
     keys: [pages, page_size, 1, latent + rotary], dense. tables: `contexts` are those of each token, no query_starts.
     decode_rows: one item per token; splits: at most MAX_SPLITS; workspace: at least partial_bytes(...), unless there is
-    only one split.
+    only one split. value_up: [heads, latent, value], whose first two dimensions may be strided; needs several splits.
+    With it, the launch that joins them expands the result too, and `out` is [tokens, heads, value].
     """
     tokens, heads, width = query.shape
-    latent = out.shape[-1]
+    latent = out.shape[-1] if value_up is None else value_up.shape[1]
     splits = decode_rows.splits
     parts, levels = (out, out) if splits == 1 else partial_results(decode_rows, heads, latent)
     block = 16 if query.dtype == torch.float32 else 32
@@ -128,10 +168,28 @@ def attend(
         BLOCK=block,
         WHOLE=splits == 1,
         PRECISION=precision(query.dtype),
+        **launch_options(),
         num_warps=4,
         num_stages=2,
     )  # fmt: skip
-    if splits > 1:
+    if value_up is not None:
+        value = value_up.shape[2]
+        columns = min(padded(value), _VALUE_COLUMNS)
+        _latent_join[(tokens, heads, triton.cdiv(value, columns))](
+            tables.contexts, parts, levels, value_up, out, splits, value_up.stride(0), value_up.stride(2),
+            HEADS=heads,
+            LATENT=latent,
+            VALUE=value,
+            WIDTH=padded(latent),
+            COLUMNS=columns,
+            BLOCK=block,
+            MOST=MAX_SPLITS,
+            STEP=16,
+            LOG2=LOG2_E,
+            **launch_options(),
+            num_warps=4,
+        )  # fmt: skip
+    elif splits > 1:
         join(parts, levels, tables, replace(decode_rows, rows=None), out, ScoreOptions(scaling), block=block)
 
 
@@ -162,6 +220,21 @@ class LatentPlan(TritonPlan):
         out = query.new_empty(*query.shape[:2], kv.layout.value_dim)
         attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=options.scaling)
         return out
+
+    def values(
+        self, layer: int, query: torch.Tensor, value_up: torch.Tensor, kv: KVCache, options: ScoreOptions
+    ) -> torch.Tensor:
+        """Attend, and expand the results: query [tokens, heads, latent + rotary] -> [tokens, heads * value].
+
+        value_up: [heads, latent, value], see latent_shape. Few tokens are joined and expanded in one launch.
+        """
+        if self.decode_rows is None or self.decode_rows.splits == 1 or len(query) > _FEW_TOKENS:
+            return expand_values(self.attend(layer, query, kv, options), value_up)
+        query = query.contiguous()
+        out = query.new_empty(*query.shape[:2], value_up.shape[2])
+        rows, scaling = self.decode_rows, options.scaling
+        attend(query, kv.keys[layer], out, self.tables, rows, scaling=scaling, value_up=value_up)
+        return out.flatten(1)
 
 
 class LatentDecodePlan(LatentPlan, TritonDecodePlan):

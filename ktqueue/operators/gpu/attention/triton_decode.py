@@ -75,21 +75,15 @@ def _decode_split(
         tl.store(levels + part, best + tl.log2(total), mask=place < GROUP)
 
 
-@triton.jit(do_not_specialize=["splits"])
-def _decode_join(
-    query_starts, contexts, rows, parts, levels, sinks, out, splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr,
+@triton.jit
+def joined(
+    parts, levels, first, used, sinks, head, WIDTH: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
+    LOG2: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one head of one decode row: their sum, weighted by their shares of the exponentials."""
-    item = tl.program_id(0)
-    head = tl.program_id(1)
-    row = looked_up(rows, item)
-    token = looked_up(query_starts, row)
-    context = tl.load(contexts + row)
-    seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
-    used = tl.cdiv(context - seen_from, share)
-    first = (item.to(tl.int64) * HEADS + head) * splits
+    """Return the sum [WIDTH] of `used` splits from `first` on, weighted by their shares of the exponentials.
+
+    sinks: the further scores of all heads, or None. MOST: of splits. STEP: of those that are read at once.
+    """
     every = tl.arange(0, MOST)
     level = tl.load(levels + first + every, mask=every < used, other=float("-inf"))
     best = tl.max(level, 0)
@@ -107,8 +101,29 @@ def _decode_join(
         cells = (first + some)[:, None] * WIDTH + column[None, :]
         part = tl.load(parts + cells, mask=(some < used)[:, None], other=0.0)
         sums += tl.sum(weight[:, None] * part, 0)
+    return sums / total
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _decode_join(
+    query_starts, contexts, rows, parts, levels, sinks, out, splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one head of one decode row."""
+    item = tl.program_id(0)
+    head = tl.program_id(1)
+    row = looked_up(rows, item)
+    token = looked_up(query_starts, row)
+    context = tl.load(contexts + row)
+    seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
+    first = (item.to(tl.int64) * HEADS + head) * splits
+    result = joined(
+        parts, levels, first, tl.cdiv(context - seen_from, share), sinks, head, WIDTH, MOST, STEP, LOG2
+    )  # fmt: skip
+    column = tl.arange(0, WIDTH)
     cells = (token.to(tl.int64) * HEADS + head) * HEAD_DIM + column
-    tl.store(out + cells, (sums / total).to(out.dtype.element_ty), mask=column < HEAD_DIM)
+    tl.store(out + cells, result.to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 def decode(

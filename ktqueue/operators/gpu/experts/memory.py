@@ -18,6 +18,7 @@ from ktqueue.operators.gpu.experts.streaming import AREAS, Streamer, StreamingSt
 from ktqueue.operators.gpu.experts.streaming_choice import SHARES, SOME_SHARES, StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
+from ktqueue.operators.gpu.side_stream import SideStream
 
 
 class ResidentExperts(ExpertResidency):
@@ -68,6 +69,7 @@ class ExpertMemory:
         self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
         self._rounds_early = trials.round_beside_router
+        self._beside = SideStream(device) if trials.shared_beside_experts else None
         self._counts = StepCounts(layers, self._pool, self._streamed_steps, self._fetched_experts)
         self._decoded: DecodedExperts | None = None
         if trials.decode_experts:
@@ -224,6 +226,7 @@ class ExpertMemory:
             decoded=decoded,
             rounds_early=self._rounds_early,
             choices=self.choices,
+            beside=self._beside if decodes else None,
         )
 
     def streams(self, tokens: int) -> bool:

@@ -18,6 +18,7 @@ from ktqueue.operators.gpu.kernels.expert_products import experts, rounds_each_p
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
+from ktqueue.operators.gpu.side_stream import SideStream
 
 
 class PendingResidual(NamedTuple):
@@ -132,7 +133,8 @@ class StepExperts:
     the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
     layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
     tokens or more, experts_per_token] int32, receives the experts of each token. rounds_early: with few tokens, the
-    router's launch also quantises the experts' input.
+    router's launch also quantises the experts' input. beside: where a shared expert is computed while the GPU chooses
+    and computes the others; None: behind them.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class StepExperts:
         decoded: Callable[[int], torch.Tensor | None] | None = None,
         choices: torch.Tensor | None = None,
         rounds_early: bool = False,
+        beside: SideStream | None = None,
     ) -> None:
         self._layers = layers
         self._choices = choices
@@ -153,6 +156,7 @@ class StepExperts:
         self._predicts = predicts
         self._decoded = decoded
         self._rounds_early = rounds_early
+        self._beside = beside
 
     def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
         """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts.
@@ -162,6 +166,11 @@ class StepExperts:
         if self._handoff is None or not self._residency.locations(index).on_cpu:
             return None
         return self._handoff.buffers(tokens)
+
+    def begin_shared(self, shared: SharedExpert, x: torch.Tensor, buffers: HandoffBuffers | None) -> SharedExpert:
+        """Begin the shared expert of x [tokens, hidden] now, if it does not wait for the CPU to begin: see
+        `cpu_buffers`. Returns what `run` is given as `shared`; until then the shared expert must not be needed."""
+        return shared if self._beside is None or buffers is not None else self._beside.start(shared, x)
 
     def run(
         self,

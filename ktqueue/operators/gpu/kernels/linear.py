@@ -3,7 +3,9 @@
 import torch
 
 from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.kernels.activation import activated, gated
 from ktqueue.operators.gpu.kernels.operation import launch_options, runs_kernel, tl, triton, wait_for_previous
+from ktqueue.operators.native import ActivationName
 
 FEW_ROWS = 4
 """Up to here our kernel reads a matrix faster; for more rows, tensor cores (torch's kernels) are needed to keep up."""
@@ -40,6 +42,39 @@ def _few_rows_linear(
     tl.store(out + token * outputs + output[None, :], sums.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _few_rows_gate_up(
+    x, weight, out, x_stride,
+    INTERMEDIATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    WAITS: tl.constexpr,
+):  # fmt: skip
+    """Like _few_rows_linear, for BLOCK_OUT columns of the activation's result: of gate and of up."""
+    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows = weight + output.to(tl.int64)[:, None] * COLUMNS
+    token = tl.arange(0, 4)[:, None]
+    gate = tl.zeros([4, BLOCK_OUT], tl.float32)
+    up = tl.zeros([4, BLOCK_OUT], tl.float32)
+    for step in tl.static_range(STEPS):
+        column = step * BLOCK + tl.arange(0, BLOCK)
+        mask = (output < INTERMEDIATE)[:, None] & (column < COLUMNS)[None, :]
+        of_gate = rows + column[None, :]
+        g = tl.load(of_gate, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        u = tl.load(of_gate + INTERMEDIATE * COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first")
+        u = u.to(tl.float32)
+        if step == 0:
+            wait_for_previous(WAITS)  # while weights arrive, which no kernel of a step writes
+        for t in tl.static_range(TOKENS):
+            row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+            gate += tl.where(token == t, tl.sum(g * row[None, :], axis=1)[None, :], 0.0)
+            up += tl.where(token == t, tl.sum(u * row[None, :], axis=1)[None, :], 0.0)
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = activated(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    result *= up.to(dtype).to(tl.float32)
+    inside = (token < TOKENS) & (output < INTERMEDIATE)[None, :]
+    tl.store(out + token * INTERMEDIATE + output[None, :], result.to(dtype), mask=inside)
+
+
 def few_rows_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -54,8 +89,7 @@ def few_rows_linear(
     `dependent_launches`. Sums are float32. Rows of x may be strided. `dtype` of
     the result is that of x, or float32, which keeps the sums unrounded.
     """
-    few = 1 <= x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype != torch.float32
-    if few and runs_kernel(x) and x.stride(1) == 1 and weight.is_contiguous():
+    if _few(x, weight) and runs_kernel(x):
         return _launch(x, weight, bias, dtype)
     if dtype in (None, x.dtype):
         return torch.nn.functional.linear(x, weight, bias)
@@ -71,9 +105,7 @@ def _launch(
     tokens, columns = x.shape
     outputs = weight.shape[0]
     out = x.new_empty(tokens, outputs, dtype=dtype)
-    block_out = 8 if tokens == 1 else 4  # what registers hold of loads in flight
-    while block_out > 1 and outputs < _PROGRAMS * block_out:
-        block_out //= 2
+    block_out = _outputs_of_a_program(8 if tokens == 1 else 4, outputs)
     block = min(triton.next_power_of_2(columns), _COLUMNS)
     _few_rows_linear[(triton.cdiv(outputs, block_out),)](
         x, weight, bias, out, outputs, x.stride(0),
@@ -86,3 +118,43 @@ def _launch(
         num_warps=4,
     )  # fmt: skip
     return out
+
+
+def few_rows_gated(activation: ActivationName, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`gated` of few_rows_linear, in one launch for 1 to FEW_ROWS tokens of 16 bits, with the same roundings.
+
+    x [tokens, columns]; weight [2 * intermediate, columns], gate above up. Returns [tokens, intermediate].
+    """
+    if not (_few(x, weight) and runs_kernel(x)):
+        return gated(activation, few_rows_linear(x, weight))
+    tokens, columns = x.shape
+    intermediate = len(weight) // 2
+    out = x.new_empty(tokens, intermediate)
+    block_out = _outputs_of_a_program(4 if tokens == 1 else 2, intermediate)
+    block = min(triton.next_power_of_2(columns), _COLUMNS)
+    _few_rows_gate_up[(triton.cdiv(intermediate, block_out),)](
+        x, weight, out, x.stride(0),
+        INTERMEDIATE=intermediate,
+        ACTIVATION=activation,
+        TOKENS=tokens,
+        COLUMNS=columns,
+        BLOCK_OUT=block_out,
+        BLOCK=block,
+        STEPS=triton.cdiv(columns, block),
+        **launch_options(),
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a kernel of this module can multiply x [tokens, columns] by the weight."""
+    few = 1 <= x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype != torch.float32
+    return few and x.stride(1) == 1 and weight.is_contiguous()
+
+
+def _outputs_of_a_program(most: int, outputs: int) -> int:
+    """How many of `outputs` a program computes: at most what registers hold of loads in flight."""
+    while most > 1 and outputs < _PROGRAMS * most:
+        most //= 2
+    return most

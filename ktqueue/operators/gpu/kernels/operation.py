@@ -18,6 +18,7 @@ __all__ = [
     "check_fits",
     "dependent_launches",
     "kernels_on_any_device",
+    "launch_after_all",
     "launch_options",
     "runs_kernel",
     "tl",
@@ -82,9 +83,20 @@ def dependent_launches(on: bool) -> Iterator[None]:
         _DEPENDENT.reset(token)
 
 
+_BRANCHES = ContextVar("branches", default=False)
+
+
+def launch_after_all() -> None:
+    """Let the next kernel begin after the end of all kernels that its stream waits for. Call it where a stream waits
+    for another one, since only the kernel before in the same stream can let the next one begin early."""
+    _BRANCHES.set(True)
+
+
 def launch_options() -> dict[str, bool]:
     """Options of a launch whose kernel has the constant WAITS and passes it to `wait_for_previous`."""
-    return {"WAITS": True, "launch_pdl": True} if _DEPENDENT.get() else {"WAITS": False}
+    early = _DEPENDENT.get() and not _BRANCHES.get()
+    _BRANCHES.set(False)
+    return {"WAITS": True, "launch_pdl": True} if early else {"WAITS": False}
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def _clipped(x, CLIP: tl.constexpr, limit):
 
 
 @triton.jit
-def _store(pointers, x, mask, rounded: tl.constexpr):
+def store_rounded(pointers, x, mask, rounded: tl.constexpr):
     """Round x (float32) to the model's dtype `rounded`, then cast it to the dtype of the pointers; fp8 saturates."""
     x = x.to(rounded)
     if pointers.dtype.element_ty == tl.float8e4nv:
@@ -123,8 +123,8 @@ def _rotate(
             high_weight = tl.load(weight + column + HALF, mask=mask, other=0.0).to(tl.float32)
             first = (first * scale).to(dtype).to(tl.float32) * low_weight
             second = (second * scale).to(dtype).to(tl.float32) * high_weight
-        _store(target + element, first, mask, dtype)
-        _store(target + element + HALF, second, mask, dtype)
+        store_rounded(target + element, first, mask, dtype)
+        store_rounded(target + element + HALF, second, mask, dtype)
     else:  # pairs are not HALF columns apart, so each element loads its partner
         for half in tl.static_range(2):
             place = column + half * HALF
@@ -136,7 +136,7 @@ def _rotate(
             s = tl.load(sine + pair, mask=rotated, other=0.0)
             x = _normed(source, weight, head * HEAD_DIM + place, place, mask, scale, clip, WHOLE, CLIP)
             y = _normed(source, weight, head * HEAD_DIM + partner, partner, rotated, scale, clip, WHOLE, CLIP)
-            _store(target + head * HEAD_DIM + place, x * c + tl.where(first, -y, y) * s, mask, dtype)
+            store_rounded(target + head * HEAD_DIM + place, x * c + tl.where(first, -y, y) * s, mask, dtype)
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def _qk_norm_rope_append(
             place = half * (HEAD_DIM // 2) + column
             element = head * HEAD_DIM + place
             x = _normed(v_source, v_norm, element, place, mask, scale, clip, False, CLIP)
-            _store(values + slot + element, x, mask, qkv.dtype.element_ty)
+            store_rounded(values + slot + element, x, mask, qkv.dtype.element_ty)
 
 
 def qk_norm_rope_append(
@@ -280,8 +280,8 @@ def qk_norm_rope_append(
         low, high, rest = torch.split(x.float(), [rotary // 2, rotary // 2, head_dim - rotary], dim=-1)
         x = torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1).to(qkv.dtype)
         rotated.append(rms_norm(x, norm, epsilon) if norm is not None and norm_after_rotary else x)
-    _append(keys, slot_mapping, rotated[1])
-    _append(values, slot_mapping, _clamped(value, clip))
+    append(keys, slot_mapping, rotated[1])
+    append(values, slot_mapping, _clamped(value, clip))
     return rotated[0]
 
 
@@ -289,7 +289,7 @@ def _clamped(x: torch.Tensor, clip: float) -> torch.Tensor:
     return x.clamp(-clip, clip) if clip else x
 
 
-def _append(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
+def append(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
     """Write states [tokens, kv_heads, head_dim] to cache [pages, page_size, kv_heads, head_dim]."""
     if cache.dtype == torch.float8_e4m3fn:  # older torch turns too large numbers into NaN, and index_copy_ has no fp8
         states = states.float().clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)

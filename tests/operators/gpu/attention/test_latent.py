@@ -7,16 +7,18 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/gpu/test_attention.py", allow_module_level=True)
 
+from ktqueue.operators.gpu.attention import latent
 from ktqueue.operators.gpu.attention.latent import LatentPlanner, split_count
 from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.latent_shape import expand_values
 from ktqueue.operators.step import ScoreOptions
 
 from ..attention_steps import MIXED, check_plan, make_cache, make_shape, make_step, random_query
 
 
-def cache(latent: int, rotary: int, page_size: int, dtype: torch.dtype = torch.float32, pages: int = 40) -> KVCache:
+def cache(latents: int, rotary: int, page_size: int, dtype: torch.dtype = torch.float32, pages: int = 40) -> KVCache:
     return make_cache(
-        kv_heads=1, head_dim=latent + rotary, page_size=page_size, dtype=dtype, pages=pages, latent=latent
+        kv_heads=1, head_dim=latents + rotary, page_size=page_size, dtype=dtype, pages=pages, latent=latents
     )
 
 
@@ -25,7 +27,7 @@ def planner(kv: KVCache, heads: int, dtype: torch.dtype = torch.float32) -> Late
 
 
 @pytest.mark.parametrize(
-    ("heads", "latent", "rotary", "page_size", "dtype"),
+    ("heads", "latents", "rotary", "page_size", "dtype"),
     [
         (4, 32, 16, 16, torch.float32),
         (16, 48, 8, 8, torch.float32),
@@ -35,10 +37,10 @@ def planner(kv: KVCache, heads: int, dtype: torch.dtype = torch.float32) -> Late
     ],
 )
 def test_mixed_steps_equal_the_reference(
-    heads: int, latent: int, rotary: int, page_size: int, dtype: torch.dtype
+    heads: int, latents: int, rotary: int, page_size: int, dtype: torch.dtype
 ) -> None:
     """Heads fill a program partly, or three programs. Widths are not powers of two."""
-    kv = cache(latent, rotary, page_size, dtype)
+    kv = cache(latents, rotary, page_size, dtype)
     step = make_step(kv, *MIXED)
     states = torch.float32 if dtype == torch.float32 else torch.bfloat16
     plan = planner(kv, heads, states).plan(step)
@@ -83,3 +85,27 @@ def test_splits_keep_the_processors_busy() -> None:
     assert split_count(512, 16, 512, 132) == 2
     assert split_count(2048, 16, 2048, 132) == 1
     assert split_count(3, 16, 2, 132) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "value", "contexts"), [(4, 24, [300, 1, 33]), (20, 40, [130, 70, 5, 64, 9])])
+def test_few_tokens_are_joined_and_expanded_at_once(
+    heads: int, value: int, contexts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are what the product makes of the attended latents. Five tokens are too many."""
+    kv = cache(48, 16, 16, dtype, pages=64)
+    step = make_step(kv, [1] * len(contexts), contexts)
+    ours = planner(kv, heads, dtype)
+    ours.processors = 64
+    plan, query = ours.decode_plan(len(contexts), 32), random_query(step, heads, dtype)
+    plan.update(step)
+    assert isinstance(plan, latent.LatentPlan)
+    value_up = torch.randn(heads, 8 + value, 48, generator=torch.Generator().manual_seed(5)).to(dtype)
+    value_up = value_up[:, 8:].transpose(1, 2)
+    options = ScoreOptions(0.2)
+    expected = expand_values(plan.attend(1, query, kv, options), value_up)
+    if len(contexts) <= 4:  # not by that product
+        monkeypatch.setattr(latent, "expand_values", None)
+    got = plan.values(1, query, value_up, kv, options)
+    bound = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got, expected, rtol=bound, atol=4 * bound)

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from ktqueue.operators.gpu.kernels import linear
-from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
+from ktqueue.operators.native import ActivationName
 
 from ..interpreted import by_kernel
 from .comparing import STEP
@@ -43,3 +45,27 @@ def test_the_kernel_equals_torch(
             torch.testing.assert_close(ours.float(), twin, rtol=STEP[dtype], atol=1e-4)
         sums = by_kernel(few_rows_linear, x, weight, dtype=torch.float32)
         torch.testing.assert_close(sums, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("intermediate", "columns", "programs"), [(9, 100, 512), (3, 2100, 512), (9, 20, 2)])
+def test_gate_and_up_are_joined_in_their_product(
+    intermediate: int,
+    columns: int,
+    programs: int,
+    dtype: torch.dtype,
+    activation: ActivationName,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The twin is the activation behind the product, also for more rows and for float32."""
+    monkeypatch.setattr(linear, "_PROGRAMS", programs)
+    weight = (torch.randn(2 * intermediate, columns) / columns**0.5).to(dtype)
+    for tokens in (1, 3, 4):
+        x = torch.randn(tokens, columns + 4).to(dtype)[:, :columns]
+        ours = by_kernel(few_rows_gated, activation, x, weight)
+        product = (x.float() @ weight.float().T).to(dtype)
+        torch.testing.assert_close(ours.float(), gated(activation, product).float(), rtol=2 * STEP[dtype], atol=2e-2)
+        assert (ours == gated(activation, product)).float().mean() > 0.9
+    x = torch.randn(5, columns)
+    assert torch.equal(few_rows_gated(activation, x, weight.float()), gated(activation, x @ weight.float().T))

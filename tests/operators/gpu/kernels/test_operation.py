@@ -11,7 +11,7 @@ import torch
 
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
-from ktqueue.operators.gpu.kernels.operation import dependent_launches, launch_options
+from ktqueue.operators.gpu.kernels.operation import dependent_launches, launch_after_all, launch_options
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import route
 
@@ -43,7 +43,15 @@ def test_shapes_that_do_not_fit_are_refused(qkv: Callable[..., dict[str, Any]]) 
 @pytest.mark.compiled
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """What the CPU has just written is read past the caches. (Triton drops a cache_modifier of ".cv" silently.)"""
-    names = {"_add_rms_norm", "_few_rows_linear", "_gated", "_qk_norm_rope_append", "_route", "_route_and_quantise"}
+    names = {
+        "_add_rms_norm",
+        "_few_rows_linear",
+        "_few_rows_gate_up",
+        "_gated",
+        "_qk_norm_rope_append",
+        "_route",
+        "_route_and_quantise",
+    }
     linear = {"_prepare", "_delta_rule", "_gated_norm"}
     assert set(compiled_for_h200("between matrices", tmp_path)) == names | linear | {"_add_rms_norm+volatile"}
 
@@ -53,9 +61,11 @@ def test_kernels_of_short_steps_can_wait_for_the_one_before(tmp_path: Path) -> N
     """Others are launched as usual, after the end of the one before."""
     found = set(compiled_for_h200("dependent launches", tmp_path))
     waiting = {name.split("+")[0] for name in found if name.endswith("+waits")}
-    matrices = {"_few_rows_linear", "_few_rows_kernel", "_prepare_kernel", "_experts_kernel"}
-    assert waiting == {"_add_rms_norm", "_qk_norm_rope_append", "_route", "_route_and_quantise"} | matrices
+    matrices = {"_few_rows_linear", "_few_rows_gate_up", "_few_rows_kernel", "_prepare_kernel", "_experts_kernel"}
+    latents = {"_latent_inputs", "_latent_split", "_latent_join"}
+    assert waiting == {"_add_rms_norm", "_qk_norm_rope_append", "_route", "_route_and_quantise"} | matrices | latents
     usual = {"_gated", "_prepare", "_delta_rule", "_gated_norm", "_decode_kernel"}
+    usual |= {"_decode_join", "_expanded_tile", "_index_scores"}
     assert {name for name in found if not name.endswith("+waits")} == usual
 
 
@@ -66,6 +76,9 @@ def test_only_kernels_that_wait_are_launched_early() -> None:
         assert launch_options() == {"WAITS": True, "launch_pdl": True}
         with dependent_launches(False):
             assert launch_options() == {"WAITS": False}
+        launch_after_all()  # for one kernel
+        assert launch_options() == {"WAITS": False}
+        assert launch_options() == {"WAITS": True, "launch_pdl": True}
     assert launch_options() == {"WAITS": False}
 
 
