@@ -27,6 +27,15 @@ def ask(config: Config, question: Callable[["Broker"], Awaitable[Result]]) -> Re
     return asyncio.run(conversation())
 
 
+def check_redis(config: Config) -> None:
+    """Check that Redis answers, before anything slow begins. Raises Unavailable, ConfigError."""
+
+    async def question(broker: "Broker") -> None:
+        await broker.models.cards()
+
+    ask(config, question)
+
+
 def ask_again(
     config: Config, question: Callable[["Broker"], Awaitable[Result]], show: Callable[[Result], None], seconds: float
 ) -> None:

@@ -36,6 +36,7 @@ def up(
     """Start Redis (a private one, unless a URL is given), the gateway and the workers; Ctrl-C drains and stops them."""
     import asyncio
 
+    from ktqueue.cli.connection import check_redis
     from ktqueue.workers.startup.device import check_device_is_here
 
     config = settings(common, engine=engine, gateway=gateway, profile=profile)
@@ -46,6 +47,8 @@ def up(
     require("gateway", "worker", *(["arq"] if config.bridge.enabled or config.control.enabled else []))
     if config.storage.bucket is not None:
         require("s3")
+    if config.broker.url is not None:
+        check_redis(config)
     config = with_model(config)
     check_device_is_here(config.engine.device)
     if detach:

@@ -2,25 +2,22 @@
 
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings
 from ktqueue.cli.model import with_model
-
-if TYPE_CHECKING:
-    from ktqueue.broker.broker import Broker
 
 
 @expand
 def worker(common: CommonFlags, engine: EngineFlags, profile: ProfileFlags) -> None:
     """Load a model and run jobs until Ctrl-C, which drains; a second Ctrl-C exits at once."""
-    from ktqueue.cli.connection import ask
+    from ktqueue.cli.connection import check_redis
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.core.logs import set_up_logging
-    from ktqueue.workers.generation.worker_process import leave, run
 
     config = settings(common, engine=engine, profile=profile)
-    ask(config, _answers)  # fails at once if Redis cannot be reached, before a large model is loaded
+    check_redis(config)
+    from ktqueue.workers.generation.worker_process import leave, run  # seconds: it imports torch
+
     config = with_model(config)
     set_up_logging(config.log)
     with ExitStack() as bars:
@@ -35,7 +32,3 @@ def worker(common: CommonFlags, engine: EngineFlags, profile: ProfileFlags) -> N
 
         code = run(config, partial(show, "loading"), partial(show, "capturing"))
     leave(code)
-
-
-async def _answers(broker: "Broker") -> None:
-    await broker.models.cards()

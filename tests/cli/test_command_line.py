@@ -34,8 +34,8 @@ VERBS = [
 ]
 
 
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
 
 
@@ -53,6 +53,15 @@ def test_batches_need_neither_starlette_nor_torch() -> None:
         "print(sys.modules.keys() & {'torch', 'starlette', 'transformers', 'numpy'})"
     )
     assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("verb", ["worker", "up"])
+def test_a_redis_that_is_away_is_found_before_anything_else(verb: str, tmp_path: Path) -> None:
+    code = f"import sys; from ktqueue.cli.main import run; print(run(['{verb}'])); print('torch' in sys.modules)"
+    done = _python(code, KTQUEUE_BROKER_URL="redis://127.0.0.1:1/0", KTQUEUE_BROKER_STATE_DIR=str(tmp_path))
+    assert done.stdout == "3\nFalse\n", done.stdout + done.stderr
+    assert done.stderr.startswith("ktqueue: Redis is away: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_verb_has_help_that_fits_80_columns() -> None:
