@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu import expert_tiles as benchmark
+from benchmarks.gpu.latents import TILES
 from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefill
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded
 from ktqueue.operators.gpu.attention.index_scores import index_scores
@@ -199,6 +200,8 @@ def latent_attention() -> None:
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
         latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
         if splits > 1:
+            for tile in TILES:
+                latent.attend(query, keys, out, decode, DecodeRows(3, row_of, 1, workspace), scaling=0.1, tile=tile)
             up = torch.zeros(heads, 256, 512, dtype=dtype)[:, 128:].transpose(1, 2)
             rows_of = DecodeRows(3, row_of, splits, workspace)
             latent.attend(query, keys, query.new_zeros(3, heads, 128), decode, rows_of, scaling=0.1, value_up=up)

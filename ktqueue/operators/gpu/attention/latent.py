@@ -42,6 +42,18 @@ _EXPANDED_BYTES = 256 << 20
 if all of them need more."""
 
 
+@dataclass(frozen=True, slots=True)
+class LatentTile:
+    """How a split of keys is launched: keys of a block, warps of a program, and blocks that it has in flight."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+TILE, EXACT_TILE = LatentTile(32, 4, 2), LatentTile(16, 4, 2)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _latent_split(
     query, keys, row_of, page_starts, pages, contexts,
@@ -142,19 +154,22 @@ def attend(
     *,
     scaling: float,
     value_up: torch.Tensor | None = None,
+    tile: LatentTile | None = None,
 ) -> None:
     """Attend for every token of `query` [tokens, heads, latent + rotary], dense, into `out` [tokens, heads, latent].
 
     keys: [pages, page_size, 1, latent + rotary], dense. tables: `contexts` are those of each token, no query_starts.
     decode_rows: one item per token; splits: at most MAX_SPLITS; workspace: at least partial_bytes(...), unless there is
     only one split. value_up: [heads, latent, value], whose first two dimensions may be strided; needs several splits.
-    With it, the launch that joins them expands the result too, and `out` is [tokens, heads, value].
+    With it, the launch that joins them expands the result too, and `out` is [tokens, heads, value]. tile: None: that of
+    the queries' type.
     """
     tokens, heads, width = query.shape
     latent = out.shape[-1] if value_up is None else value_up.shape[1]
     splits = decode_rows.splits
     parts, levels = (out, out) if splits == 1 else partial_results(decode_rows, heads, latent)
-    block = 16 if query.dtype == torch.float32 else 32
+    tile = tile or (EXACT_TILE if query.dtype == torch.float32 else TILE)
+    block = tile.keys
     _latent_split[(tokens, -(-heads // HEADS_AT_ONCE), splits)](
         query, keys, decode_rows.rows, tables.page_starts, tables.pages, tables.contexts, parts, levels,
         scaling * LOG2_E, splits, keys.stride(0), keys.stride(1),
@@ -169,8 +184,8 @@ def attend(
         WHOLE=splits == 1,
         PRECISION=precision(query.dtype),
         **launch_options(),
-        num_warps=4,
-        num_stages=2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     if value_up is not None:
         value = value_up.shape[2]
