@@ -1,30 +1,80 @@
 """Loads the layer of a folder that predicts the token after the next, for a model that is loaded already."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.checkpoint import Checkpoint
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.huggingface.next_tokens import layer_count
 from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.materialize import CheckpointWeights
+from ktqueue.loading.model_report import ABSORBED
+from ktqueue.loading.weight_formats import loaded_format
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.native import packed_bytes
 from ktqueue.operators.next_token_layer import NextTokenLayer
+
+_SHARED = ("embed_tokens.", "shared_head.head.")
+"""Copies of the model's own weights, which are not loaded again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """Formats and bytes of such a layer: in the file, and in memory once it is loaded."""
+
+    quants: tuple[str, ...]
+    file_bytes: int
+    loaded_bytes: int
 
 
 def load_next_token_layer(model: LoadedModel, path: Path) -> NextTokenLayer:
     """Load the first such layer of the folder `path`. Raises CheckpointError if there is none, or a part is missing."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: layers that predict further tokens are read from a Hugging Face folder only")
     decoder = model.module
     if not isinstance(decoder, CpuDecoder):
         raise CheckpointError(f"{path}: only CpuDecoder has layers that predict further tokens")
-    checkpoint = open_folder(path, next_tokens=True)
-    try:
-        if not layer_count({"num_hidden_layers": model.config.num_hidden_layers}, checkpoint.names()):
-            raise CheckpointError(f"{path} has no layer that predicts further tokens")
+    with _opened(path, model.config.num_hidden_layers) as checkpoint:
         try:
             return decoder.load_next_token_layer(CheckpointWeights(checkpoint, "", {}, lambda *_: None))
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{path}: the layer that predicts further tokens: {error}") from error
+
+
+def next_token_layer_size(path: Path, layers: int, absorbed_bytes: int) -> LayerSize:
+    """The size of what `load_next_token_layer` loads behind `layers` layers. Raises CheckpointError likewise.
+
+    `absorbed_bytes`: those of the matrix of a layer's latent attention that is held in another form, else 0.
+    """
+    prefix = f"model.layers.{layers}."
+    with _opened(path, layers) as checkpoint:
+        names = [name for name in checkpoint.names() if name.startswith(prefix)]
+        names = [name for name in names if not name.removeprefix(prefix).startswith(_SHARED)]
+        return LayerSize(
+            tuple(sorted({checkpoint.quant(name) for name in names})),
+            sum(checkpoint.nbytes(name) for name in names),
+            sum(absorbed_bytes if ABSORBED in name else _loaded_bytes(checkpoint, name) for name in names),
+        )
+
+
+def _loaded_bytes(checkpoint: Checkpoint, name: str) -> int:
+    shape = checkpoint.shape(name)
+    if len(shape) < 2:
+        return 4 * math.prod(shape)
+    return math.prod(shape[:-2]) * packed_bytes(loaded_format(checkpoint.quant(name)), *shape[-2:])
+
+
+@contextmanager
+def _opened(path: Path, layers: int) -> Iterator[Checkpoint]:
+    """The layers of a folder behind the first `layers`. Raises CheckpointError if there are none."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: layers that predict further tokens are read from a Hugging Face folder only")
+    checkpoint = open_folder(path, next_tokens=True)
+    try:
+        if not layer_count({"num_hidden_layers": layers}, checkpoint.names()):
+            raise CheckpointError(f"{path} has no layer that predicts further tokens")
+        yield checkpoint
     finally:
         checkpoint.close()

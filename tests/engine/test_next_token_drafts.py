@@ -21,7 +21,9 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
-from ktqueue.workers.startup.draft_model import next_token_source
+from ktqueue.loading.model_report import report_model
+from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.workers.startup.draft_model import next_token_source, report_with_drafts
 
 RULES = str(Path(__file__).parents[2] / "rules" / "exact.yaml")
 LAYERS = 3
@@ -103,6 +105,24 @@ def test_it_computes_what_the_formula_says(folder: tuple[str, Twin]) -> None:
     slots = [cache.pages["a"][place // size] * size + place % size for place in range(23)]
     expected = twin.model.model(torch.tensor([tokens])).last_hidden_state[0]
     torch.testing.assert_close(kept.flatten(0, 1)[slots], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_report_counts_the_layer(folder: tuple[str, Twin]) -> None:
+    path, _ = folder
+    model = load_model(path, rules=RULES)
+    assert isinstance(model.module, CpuDecoder)
+    loaded = model.module.device_bytes()["cpu"]
+    config = EngineConfig(model=path, page_size=16, speculation="mtp")
+    source = next_token_source(config, model)
+    plain = report_model(path, rules=RULES)
+    report = report_with_drafts(plain, config)
+    assert (report.cache_token_bytes - plain.cache_token_bytes) * 16 == source.page_bytes
+    counted = report.device_bytes["cpu"] - plain.device_bytes["cpu"]
+    tensors = load_file(Path(path) / "model.safetensors").items()
+    vectors = [tensor for name, tensor in tensors if name.startswith(f"model.layers.{LAYERS}.") and tensor.ndim == 1]
+    not_counted = 4 * sum(tensor.numel() for tensor in vectors)  # by the model
+    assert counted == model.module.device_bytes()["cpu"] - loaded + not_counted
+    assert report.rows[-1].device_bytes == counted > 4 * 2 * report.hidden**2
 
 
 @torch.no_grad()

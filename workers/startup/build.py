@@ -35,7 +35,12 @@ from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.named_ranges import name_layers, nvtx_range
 from ktqueue.operators.rotary import original_length
 from ktqueue.workers.startup.device import check_device_is_here, check_device_name
-from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_model, next_token_source
+from ktqueue.workers.startup.draft_model import (
+    check_draft_model,
+    load_draft_model,
+    next_token_source,
+    report_with_drafts,
+)
 from ktqueue.workers.startup.gpu_memory import CudaMemory, log_memory, prepare_gpu
 from ktqueue.workers.startup.host_memory import available_memory
 from ktqueue.workers.startup.largest_step import run_on_host
@@ -118,9 +123,10 @@ def build(
 
 
 def report_of(config: EngineConfig) -> ModelReport:
-    """Report what `build` would load with these settings, without reading weights.
+    """Report what `build` would load with these settings, without reading weights. What drafts is part of it.
 
-    Raises the errors of `loading.model_report`, and ConfigError for a context that is too long for the model.
+    Raises the errors of `loading.model_report`, and ConfigError for drafts that are impossible, or for a context that
+    is too long for the model.
     """
     dtype = compute_dtype(config)
     report = report_model(
@@ -132,7 +138,7 @@ def report_of(config: EngineConfig) -> ModelReport:
         cache_dtype=cache_dtype(config, dtype),
     )
     check_context(config, report.facts.max_position_embeddings)
-    return report
+    return report_with_drafts(report, config)
 
 
 def assemble(

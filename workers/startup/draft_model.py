@@ -9,8 +9,10 @@ from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.model_path import resolve_model
-from ktqueue.loading.next_token_layer import load_next_token_layer
+from ktqueue.loading.model_report import ABSORBED, ModelReport, ReportRow, report_model
+from ktqueue.loading.next_token_layer import load_next_token_layer, next_token_layer_size
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.operators.next_token_layer import NextTokenLayer
 
 
 def check_draft_model(config: EngineConfig) -> None:
@@ -50,8 +52,50 @@ def next_token_source(config: EngineConfig, model: LoadedModel) -> NextTokenSour
     try:
         layer = load_next_token_layer(model, resolve_model(config.model))
     except CheckpointError as error:
-        raise _wrong("speculation", "mtp", f"off, lookup or model for this model: {error}") from error
+        raise _no_layer(error) from error
     return NextTokenSource(layer, replace(layout, layers=1), model.card_facts.max_position_embeddings)
+
+
+def report_with_drafts(report: ModelReport, config: EngineConfig) -> ModelReport:
+    """Return the report of a model with the weights and the cache of what drafts for it. Raises ConfigError."""
+    check_draft_model(config)
+    if config.draft_model is not None:
+        draft = report_model(config.draft_model)
+        rows = [replace(row, name=f"draft model: {row.name}") for row in draft.rows]
+        token_bytes = draft.cache_token_bytes
+    elif config.speculation == "mtp":
+        try:
+            absorbed = max((row.largest_bytes for row in report.rows if row.name.endswith(ABSORBED)), default=0)
+            size = next_token_layer_size(resolve_model(config.model), report.layers, absorbed)
+        except CheckpointError as error:
+            raise _no_layer(error) from error
+        rows = [
+            ReportRow(
+                name=f"model.layers.{report.layers}",
+                count=1,
+                class_name=NextTokenLayer.__name__,
+                operator=report.rows[-1].operator,
+                device="cpu",
+                quants=size.quants,
+                file_bytes=size.file_bytes,
+                device_bytes=size.loaded_bytes,
+                largest_bytes=size.loaded_bytes,
+            )
+        ]
+        token_bytes = report.cache_token_bytes // report.layers + 4 * report.hidden  # its cache, and the model's output
+    else:
+        return report
+    held = report.device_bytes.get("cpu", 0) + sum(row.device_bytes for row in rows)
+    return replace(
+        report,
+        rows=[*report.rows, *rows],
+        device_bytes=report.device_bytes | {"cpu": held},
+        cache_token_bytes=report.cache_token_bytes + token_bytes,
+    )
+
+
+def _no_layer(error: CheckpointError) -> ConfigError:
+    return _wrong("speculation", "mtp", f"off, lookup or model for this model: {error}")
 
 
 def _check_same(draft: Vocabulary, vocabulary: Vocabulary, path: str) -> None:

@@ -9,7 +9,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
-from ktqueue.workers.startup.build import build
+from ktqueue.workers.startup.build import build, report_of
 from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_model
 
 
@@ -41,6 +41,17 @@ def test_a_vocabulary_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch
     shorter = type("Shorter", (), {"size": tokenizer.size - 1, "special_token_bytes": tokenizer.special_token_bytes})
     with pytest.raises(ConfigError, match=f"of {tokenizer.size - 1} tokens; it has {tokenizer.size}"):
         load_draft_model(config, shorter())
+
+
+def test_a_report_counts_the_draft_model() -> None:
+    config = EngineConfig(speculation="model", draft_model="demo")
+    plain, report = report_of(EngineConfig()), report_of(config)
+    draft = load_draft_model(config, load_tokenizer("demo"))
+    assert draft is not None
+    assert (report.cache_token_bytes - plain.cache_token_bytes) * config.page_size == draft.page_bytes
+    assert report.device_bytes["cpu"] == 2 * plain.device_bytes["cpu"]
+    with pytest.raises(ConfigError, match="must be model only with"):
+        report_of(EngineConfig(speculation="model"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
