@@ -51,6 +51,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "perplexity": quality.perplexity,
             "quantisers": quality.quantisers,
             "deferral": own_section,
+            "cache-*": own_section,
         },
     ),
     "floods": ("Hostile sockets", {"floods": queue.floods}),
