@@ -131,6 +131,18 @@ class KVCache:
                 raise ValueError(f"[kv_heads, head_dim] must be {[*cache.shape[1:]]}, got {[*states.shape[1:]]}")
             _store(cache, slot_mapping, states)
 
+    def saturated_share(self) -> float:
+        """The share of keys and values, those of the worst layer and tensor, that are as large as float8 allows.
+
+        They were about that or larger before they were written. 0 for other types. Waits for the device.
+        """
+        if self.layout.dtype.itemsize > 1:
+            return 0.0
+        limit = torch.tensor(torch.finfo(self.layout.dtype).max).to(self.layout.dtype).view(torch.uint8).item()
+        tensors = [*self.keys, *(self.values if self.layout.latent is None else ()), *self.index_keys]
+        counts = [(states.view(torch.uint8) & 0x7F == limit).count_nonzero() / states.numel() for states in tensors]
+        return float(torch.stack(counts).max())
+
     def write_index_keys(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor) -> None:
         """Store the indexer's keys [tokens, index] at `slot_mapping`, like `write`."""
         _store(self.index_keys[layer].flatten(0, 1), slot_mapping, keys)

@@ -46,6 +46,20 @@ def test_copy_page_copies_every_layer_and_leaves_the_rest() -> None:
         assert torch.equal(tensor[1:], old[1:])
 
 
+@pytest.mark.parametrize("latent", [None, 2])
+def test_float8_tells_how_much_of_it_saturates(latent: int | None) -> None:
+    layout = KVLayout(layers=2, kv_heads=1, head_dim=4, page_size=2, dtype=torch.float8_e4m3fn, latent=latent, index=2)
+    kv = KVCache(layout, 2)
+    value = None if latent else torch.zeros(1, 1, 4)
+    kv.write(0, torch.tensor([3]), torch.tensor([[[400.0, -1, 0, 2]]]), value)
+    assert kv.saturated_share() == 0
+    kv.write(1, torch.tensor([3]), torch.tensor([[[9000.0, -460, 0, 2]]]), value)
+    assert kv.saturated_share() == 2 / 16
+    kv.write_index_keys(0, torch.tensor([0, 1]), torch.full((2, 2), 500.0))
+    assert kv.saturated_share() == 4 / 8
+    assert KVCache(LAYOUT, 1).saturated_share() == 0
+
+
 def test_float8_stores_the_nearest_number() -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=2, page_size=2, dtype=torch.float8_e4m3fn)
     kv = KVCache(layout, 2)

@@ -170,6 +170,12 @@ def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig,
     )
     runner.execute(batch)
     runner.wait()
+    if share := kv.saturated_share():
+        log.warning(
+            "keys or values are beyond the range of a float8 cache: in one layer %.2g %% of them saturate. "
+            "Answers may suffer; --kv-cache-dtype auto avoids it",
+            100 * share,
+        )
     device_model(model.module).after_step()
     return kv.pages * layout.page_bytes + kv.slots * layout.state_bytes
 

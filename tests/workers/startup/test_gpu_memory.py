@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,20 @@ def test_memory_is_measured_and_divided(demo: LoadedModel, caplog: pytest.LogCap
     with caplog.at_level(logging.INFO):
         log_memory(gpu.plan, 11 * MIB, 16, memory)
     assert "graphs 11.0 MiB" in caplog.text and f"{gpu.plan.pages} pages" in caplog.text
+
+
+@pytest.mark.parametrize("loudest", [400.0, 500.0])
+def test_keys_beyond_float8_are_noticed(demo: LoadedModel, loudest: float, caplog: pytest.LogCaptureFixture) -> None:
+    class Loud(Prepared):
+        def forward(self, **arguments: Any) -> Any:
+            step = arguments["step"]
+            step.kv.write(3, step.slot_mapping[:1], torch.full((1, 2, 64), loudest), torch.zeros(1, 2, 64))
+            return SimpleNamespace(logits=torch.zeros(1, len(arguments["logits_to_keep"]), demo.card_facts.vocab_size))
+
+    layout = replace(demo.kv_layout(16), dtype=torch.float8_e4m3fn)
+    model = replace(demo, module=Loud(demo.module, lambda settings: None))
+    prepare_gpu(model, layout, CONFIG, MadeUpMemory())
+    assert ("beyond the range of a float8 cache" in caplog.text) == (loudest > 448)
 
 
 @pytest.mark.parametrize(
