@@ -11,7 +11,7 @@ from ktqueue.openai.validation import parse
 
 Json = dict[str, Any]
 SHORTEST_LIFE, LONGEST_LIFE = 3_600, 2_592_000  # seconds
-_NAMES = {"anchor": "expires_after[anchor]", "seconds": "expires_after[seconds]"}  # as clients write them in a form
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # as clients write them in a form
 
 
 class UploadFields(BaseModel):
@@ -20,16 +20,18 @@ class UploadFields(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     purpose: Literal["batch"]
-    anchor: Literal["created_at"] | None = None
-    seconds: int | None = Field(None, ge=SHORTEST_LIFE, le=LONGEST_LIFE)
+    anchor: Literal["created_at"] | None = Field(None, alias=ANCHOR)
+    seconds: int | None = Field(None, ge=SHORTEST_LIFE, le=LONGEST_LIFE, alias=SECONDS)
 
 
 def parse_upload(fields: Mapping[str, str]) -> UploadFields:
     """The fields of a form. Raises InvalidRequest."""
-    ours = {written: name for name, written in _NAMES.items()}
-    body = parse(UploadFields, {ours.get(name, name): value for name, value in fields.items()}, _NAMES)
+    if "expires_after" in fields:
+        limit = f"sent as {ANCHOR} and {SECONDS}"
+        raise InvalidRequest(f"expires_after must be {limit}", param="expires_after", limit=limit)
+    body = parse(UploadFields, fields)
     if (body.anchor is None) != (body.seconds is None):
-        missing = _NAMES["anchor" if body.anchor is None else "seconds"]
+        missing = ANCHOR if body.anchor is None else SECONDS
         raise InvalidRequest(f"{missing} must be present if the other is", param=missing)
     return body
 

@@ -21,6 +21,10 @@ def _number(limit: float) -> str:
     )  # the default of six digits would show another limit
 
 
+def _choice(expected: str) -> str:
+    return f"one of {expected}" if " or " in expected else expected
+
+
 _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "missing": lambda _: "present",
     "string_type": lambda _: "a string",
@@ -45,8 +49,8 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "too_long": lambda ctx: f"at most {ctx['max_length']} entries",
     "string_too_short": lambda ctx: f"at least {ctx['min_length']} characters",
     "string_too_long": lambda ctx: f"at most {ctx['max_length']} characters",
-    "literal_error": lambda ctx: f"one of {ctx['expected']}",
-    "enum": lambda ctx: f"one of {ctx['expected']}",
+    "literal_error": lambda ctx: _choice(ctx["expected"]),
+    "enum": lambda ctx: _choice(ctx["expected"]),
     "extra_forbidden": lambda _: "left out: no such field is known",
 }
 

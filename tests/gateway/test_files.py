@@ -153,6 +153,10 @@ WRONG_FORMS = [
     (FILE + PURPOSE + part("expires_after[seconds]", b"9") + b"--b--", FORM, 400, "expires_after[seconds]"),
     (FILE + PURPOSE + part("expires_after[seconds]", b"1e4") + b"--b--", FORM, 400, "expires_after[seconds]"),
     (FILE + PURPOSE + part("expires_after[seconds]", b"9" * 999) + b"--b--", FORM, 400, "expires_after[seconds]"),
+    (FILE + PURPOSE + part("seconds", b"3600") + part("anchor", b"created_at") + b"--b--", FORM, 400, "seconds"),
+    (FILE + PURPOSE + part("expires_after", b'{"seconds": 3600}') + b"--b--", FORM, 400, "expires_after"),
+    (part("file", b"e30K", "\r\nContent-Transfer-Encoding: base64") + PURPOSE + b"--b--", FORM, 400, "body"),
+    (part("file", b"", f"; filename={'a' * 5_000}") + PURPOSE + b"--b--", FORM, 400, "body"),
     (part("file", b"", "; filename*=iso-8859-1''%E9") + PURPOSE + b"--b--", FORM, 400, "file"),
     (part("file", b"", "; filename*=UTF-8''%E9; filename=a") + PURPOSE + b"--b--", FORM, 400, "file"),
     (part("file", b"", "; filename*=a.jsonl") + PURPOSE + b"--b--", FORM, 400, "file"),
@@ -163,6 +167,14 @@ WRONG_FORMS = [
     (b"--b\r\n" + b"x" * 100_000, FORM, 400, "body"),
     (b"".join(part(f"n{number}", b"") for number in range(1_000)), FORM, 400, "body"),
     (part("file", b"x" * (LIMIT + 1)), FORM, 413, "file"),
+]  # fmt: skip
+
+
+CLEAR = [
+    (FILE + part("purpose", b"vision") + b"--b--", "purpose must be 'batch', got 'vision'"),
+    (FILE + PURPOSE + part("expires_after", b"{}") + b"--b--", "sent as expires_after[anchor] and "),
+    (part("file", b"", f"; filename={'a' * 5_000}") + PURPOSE + b"--b--", "give the file a shorter name"),
+    (part("file", b"", "\r\nContent-Transfer-Encoding: base64") + PURPOSE + b"--b--", "send its bytes as they are"),
 ]  # fmt: skip
 
 
@@ -177,6 +189,9 @@ async def test_wrong_forms_are_refused_by_name_and_leave_nothing(
             conforms(response.json(), "ErrorResponse")
             assert len(response.content) < 1_000
             assert "Input should" not in response.text  # what pydantic says
+        for body, words in CLEAR:
+            response = await http.post("/v1/files", content=body, headers={"content-type": FORM})
+            assert words in response.json()["error"]["message"]
         foreign = {"content-type": FORM, "origin": "https://evil.example"}
         assert (await http.post("/v1/files", content=FILE, headers=foreign)).status_code == 403
         assert stored(tmp_path) == []
@@ -195,7 +210,7 @@ async def test_wrong_forms_are_refused_by_name_and_leave_nothing(
             assert response.status_code == 200, response.text
             assert response.json()["filename"] == name
             assert (await http.get(f"/v1/files/{response.json()['id']}/content")).content == b"{}\n"
-        for query in ("limit=0", "limit=10001", "limit=x", "order=up", "after=x"):
+        for query in ("limit=0", "limit=10001", "limit=x", "limit=٣", "order=up", "after=x"):
             response = await http.get(f"/v1/files?{query}")
             assert (response.status_code, response.json()["error"]["param"]) == (400, query.partition("=")[0])
         # Far more than other bodies may have, in small chunks; and other paths still have their own limit.

@@ -22,6 +22,7 @@ MAX_HEADERS = 8  # of a part
 MAX_HEADER_BYTES = 4 << 10
 FORM_BYTES = MAX_PARTS * (MAX_HEADERS * MAX_HEADER_BYTES + MAX_FIELD_BYTES)  # most of a form without its file
 _PARAMETER = re.compile(rb';\s*([^=;\s]+)\s*=\s*("(?:\\.|[^"\\])*"|[^;]*)', re.DOTALL)
+_PLAIN = (b"binary", b"8bit", b"7bit")  # content-transfer-encodings that change nothing
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs a line for each wrong byte of a client
@@ -86,6 +87,12 @@ class UploadForm:
         try:
             self._parser.write(data)
         except FormParserError as error:
+            if "header size" in str(error):
+                raise MalformedForm(
+                    f"a part has a header of more than {MAX_HEADER_BYTES} bytes; give the file a shorter name",
+                    param="body",
+                    limit=MAX_HEADER_BYTES,
+                ) from error
             raise MalformedForm(f"the body is not multipart/form-data: {error}", param="body") from error
         found, self._found = bytes(self._found), bytearray()
         return found
@@ -112,8 +119,16 @@ class UploadForm:
         self._value += data[start:end]
 
     def _on_header_end(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            self._disposition = bytes(self._value)
+        name, value = self._header.lower(), bytes(self._value)
+        if name == b"content-disposition":
+            self._disposition = value
+        elif name == b"content-transfer-encoding" and value.strip().lower() not in _PLAIN:
+            shown = value.decode(errors="replace")[:80]
+            raise MalformedForm(
+                f"a part must not have a content-transfer-encoding, got {shown!r}: send its bytes as they are",
+                param="body",
+                value=shown,
+            )
         self._header, self._value = bytearray(), bytearray()
 
     def _on_headers_finished(self) -> None:
