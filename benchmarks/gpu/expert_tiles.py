@@ -1,9 +1,10 @@
 """Compares tiles of products with packed experts: `python -m benchmarks.gpu.expert_tiles [--results DIR]`.
 
-A step of some rows runs through the experts of 48 layers in a CUDA graph, each layer with weights and routing of its
-own, so that no weights stay in the GPU's cache. Every choice of tiles is compiled in other processes, checked against
-plain torch, and then timed. Figures are microseconds of a layer, and the bytes of its used experts a second beside what
-probes of the memory reach. A choice that does not compile or computes something else is reported and not timed.
+A step of some rows runs through all layers of experts of a model's shape in a CUDA graph, each layer with weights and
+routing of its own, so that no weights stay in the GPU's cache. Every choice of tiles is compiled in other processes,
+checked against plain torch, and then timed. Figures are microseconds of a layer, and the bytes of its used experts a
+second beside what probes of the memory reach. A choice that does not compile or computes something else is reported and
+not timed.
 """
 
 import ctypes
@@ -34,8 +35,22 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import SILU
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
-LAYERS, EXPERTS, SLOTS = 48, 128, 8
-RECORD = ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The routed experts of a model. slots: experts that a token chooses."""
+
+    layers: int
+    experts: int
+    slots: int
+    record: ExpertRecord
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(48, 128, 8, ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768)),
+    "deepseek-v2-lite": Shape(26, 64, 6, ExpertRecord("Q4_K", "Q4_K", "Q8_0", 2048, 1408)),
+}
+"""As in a Q4_K_M file."""
 ROWS = (1, 4, 16, 64, 256, 2048)
 DISTINCT = 8
 """Experts of different weights. All others are copies of them, each in its own memory."""
@@ -194,26 +209,26 @@ def applicable(rows: Iterable[int]) -> list[tuple[str, int]]:
     ]
 
 
-def compile_choice(name: str, rows: tuple[int, ...]) -> str:
+def compile_choice(shape: Shape, name: str, rows: tuple[int, ...]) -> str:
     """Compile the kernels of a choice in this process, so that others find them in Triton's cache. Returns what went
     wrong, or nothing."""
     try:
-        layers = Layers.make(RECORD, 1, EXPERTS, "cuda")
+        layers = Layers.make(shape.record, 1, shape.experts, "cuda")
         for number in rows:
-            Step.make(layers, 0, number, SLOTS).run(CHOICES[name], layers.memory)
+            Step.make(layers, 0, number, shape.slots).run(CHOICES[name], layers.memory)
         torch.cuda.synchronize()
     except Exception as error:  # whatever a compiler or a driver refuses
         return f"{type(error).__name__}: {str(error)[:300]}"
     return ""
 
 
-def compile_all(points: Iterable[tuple[str, int]], processes: int) -> dict[str, str]:
+def compile_all(shape: Shape, points: Iterable[tuple[str, int]], processes: int) -> dict[str, str]:
     """Compile in so many processes. What went wrong, by choice."""
     by_name: dict[str, tuple[int, ...]] = {}
     for name, rows in points:
         by_name[name] = (*by_name.get(name, ()), rows)
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = dict(zip(by_name, pool.map(compile_choice, by_name, by_name.values()), strict=True))
+        found = dict(zip(by_name, pool.map(partial(compile_choice, shape), by_name, by_name.values()), strict=True))
     return {name: error for name, error in found.items() if error}
 
 
@@ -242,12 +257,12 @@ def layer_seconds(layers: Layers, steps: list[Step], choice: Choice) -> float:
     return seconds(graph.replay) / len(steps)
 
 
-def decode_figures(layers: Layers) -> list[dict[str, float]]:
+def decode_figures(layers: Layers, slots: int) -> list[dict[str, float]]:
     """Decoding all experts of a layer, without their products, by the rows that a program decodes. Each layer is read
     from memory. GB/s count what is read and written."""
-    record, pairs = layers.record, Step.make(layers, 0, ROWS[-1], SLOTS).pairs
+    record, pairs, experts = layers.record, Step.make(layers, 0, ROWS[-1], slots).pairs, layers.offsets.shape[1]
     rows, found = decoded_experts.sort_rows(pairs), []
-    written = 3 * EXPERTS * record.hidden * record.intermediate * layers.memory.itemsize
+    written = 3 * experts * record.hidden * record.intermediate * layers.memory.itemsize
     for rows_at_once in DECODED_ROWS:
 
         def run(rows_at_once: int = rows_at_once) -> None:
@@ -258,7 +273,7 @@ def decode_figures(layers: Layers) -> list[dict[str, float]]:
                     )
 
         took = seconds(run) / len(layers.offsets)
-        gigabytes = (EXPERTS * record.bytes + written) / 1e9
+        gigabytes = (experts * record.bytes + written) / 1e9
         found.append({"rows_at_once": rows_at_once, "layer_us": 1e6 * took, "gb_s": gigabytes / took})
     return found
 
@@ -276,24 +291,26 @@ def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--rows", type=integers, default=",".join(map(str, ROWS)))
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--only", default="", help="choices whose names contain this")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     arguments = parser.parse_args()
-    begun = time.perf_counter()
+    shape, begun = SHAPES[arguments.shape], time.perf_counter()
     points = [(name, rows) for name, rows in applicable(arguments.rows) if arguments.only in name]
-    failed = compile_all(points, arguments.processes)
-    result: dict[str, Any] = {"format": 1, "environment": environment(), "layers": LAYERS, "experts": EXPERTS}
+    failed = compile_all(shape, points, arguments.processes)
+    result: dict[str, Any] = {"format": 1, "environment": environment(), "shape": arguments.shape}
+    result |= {"layers": shape.layers, "experts": shape.experts}
     result |= {"compile_seconds": time.perf_counter() - begun, "failed": failed, "figures": []}
     sys.stderr.write(f"compiled in {result['compile_seconds']:.0f} s; failed: {failed}\n")
-    layers = Layers.make(RECORD, LAYERS, EXPERTS, "cuda")
+    layers = Layers.make(shape.record, shape.layers, shape.experts, "cuda")
     result["probe"] = probe(layers.pool)
     sys.stderr.write(f"memory: {result['probe']}\n")
-    result["decode"] = decode_figures(layers)
+    result["decode"] = decode_figures(layers, shape.slots)
     sys.stderr.write(f"decoding: {result['decode']}\n")
     for rows in arguments.rows:
-        steps = [Step.make(layers, layer, rows, SLOTS) for layer in range(LAYERS)]
+        steps = [Step.make(layers, layer, rows, shape.slots) for layer in range(shape.layers)]
         expected = steps[0].expected()
-        used = sum(len(torch.bincount(step.pairs.ids.flatten()).nonzero()) for step in steps) / LAYERS
+        used = sum(len(torch.bincount(step.pairs.ids.flatten()).nonzero()) for step in steps) / shape.layers
         for name in (name for name, number in points if number == rows and name not in failed):
             choice = CHOICES[name]
             figure: dict[str, Any] = {"rows": rows, "choice": name, "experts": used}
@@ -302,13 +319,15 @@ def main() -> None:
                 figure["is_right"] = figure["error"] <= BOUND
                 if figure["is_right"]:
                     figure["layer_us"] = 1e6 * (took := layer_seconds(layers, steps, choice))
-                    figure["gb_s"] = used * RECORD.bytes / took / 1e9
+                    figure["gb_s"] = used * shape.record.bytes / took / 1e9
             except RuntimeError as error:  # also of a capture, and of memory
                 figure["failed"] = str(error)[:200]
             sys.stderr.write(f"{figure}\n")
             result["figures"].append(figure)
             result["seconds"] = time.perf_counter() - begun
-            write(arguments.results / "expert-tiles.json", result)  # an interrupted run leaves what it has
+            write(
+                arguments.results / f"expert-tiles-{arguments.shape}.json", result
+            )  # an interrupted run leaves what it has
     sys.stderr.write("".join(f"{rows} rows: {best(result['figures'], rows)}\n" for rows in arguments.rows))
 
 
