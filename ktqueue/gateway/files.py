@@ -7,6 +7,7 @@ from contextlib import aclosing
 from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from ktqueue.broker.files import FileFacts, FileLimits, FileRecord, content_name, new_file_id
 from ktqueue.core.errors import FileLimitReached, FileNotFound, InvalidRequest, KtqueueError, Unavailable
@@ -135,7 +136,17 @@ async def read_content(request: Request) -> Response:
     if part is not None:
         status = 206
         headers |= {"content-length": str(len(part)), "content-range": f"bytes {part[0]}-{part[-1]}/{size}"}
-    return StreamingResponse(_parts(gateway, name, part or range(size)), status, headers, CONTENT_TYPE)
+    return _ContentResponse(_parts(gateway, name, part or range(size)), status, headers, CONTENT_TYPE)
+
+
+class _ContentResponse(StreamingResponse):
+    """Bytes of a file. If they are lost meanwhile, the connection ends, so the client sees that some are missing."""
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except (NotStored, Unavailable) as error:
+            logger.warning("a file was not sent to its end: %s", error)
 
 
 async def _parts(gateway: Gateway, name: str, span: range) -> AsyncGenerator[bytes, None]:

@@ -30,6 +30,7 @@ UNSERVED: Mapping[str, str] = {
     "responses/input_tokens": "use /tokenize, or /v1/messages/count_tokens",
     "vector_stores": "ktqueue stores no documents",
     "containers": "ktqueue runs no programs",
+    "messages/batches": "use /v1/batches with the endpoint /v1/messages",
     "uploads": "use /v1/files, whose uploads may be large",
     "infill": "use the field suffix of /v1/completions",
     "slots": "use /v1/jobs, or `ktqueue top`",

@@ -20,8 +20,8 @@ class UploadFields(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     purpose: Literal["batch"]
-    anchor: Literal["created_at"] | None = Field(None, alias=ANCHOR)
-    seconds: int | None = Field(None, ge=SHORTEST_LIFE, le=LONGEST_LIFE, alias=SECONDS)
+    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
+    seconds: int | None = Field(None, ge=SHORTEST_LIFE, le=LONGEST_LIFE, alias="expires_after[seconds]")
 
 
 def parse_upload(fields: Mapping[str, str]) -> UploadFields:

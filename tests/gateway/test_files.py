@@ -133,6 +133,20 @@ async def test_a_range_of_a_file_is_sent_alone_and_a_head_has_no_body(serve_file
         assert 'ktqueue:file_upload_refusals_total{code="invalid_form"} 1.0\n' in (await http.get("/metrics")).text
 
 
+async def test_a_file_that_is_deleted_while_it_is_sent_is_cut_off(
+    serve_files: ServeFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve_files(max_file_bytes=1 << 26) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        form = PURPOSE + part("file", bytes(20_000_000), '; filename="a"') + b"--b--"
+        path = f"/v1/files/{(await http.post('/v1/files', content=form, headers={'content-type': FORM})).json()['id']}"
+        with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
+            async with http.stream("GET", f"{path}/content") as response:
+                async for _ in response.aiter_bytes():
+                    await http.delete(path)
+    assert "a file was not sent to its end" in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 WRONG_FORMS = [
     (FILE, "application/json", 415, "content-type"),
     (FILE, "multipart/form-data", 400, "content-type"),
