@@ -10,7 +10,6 @@ from ktqueue.core.codec import dumps
 from ktqueue.gateway.endpoints import endpoint_of
 from ktqueue.gateway.feed import Batch
 from ktqueue.gateway.follow import JobFollower
-from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.headers import StreamPlace, rate_headers
 from ktqueue.gateway.http.sse import EventStream
 from ktqueue.openai.choices import Choices
@@ -80,7 +79,6 @@ async def whole_answer(follower: JobFollower, writer: AnswerWriter) -> Response:
 
 
 async def stream_answer(
-    gateway: Gateway,
     follower: JobFollower,
     writer: AnswerWriter,
     *,
@@ -93,21 +91,9 @@ async def stream_answer(
     An error among the first events is raised, so that it gets its own HTTP status. A resumed stream has it as its last
     frame, since the text before the error must come first.
     """
-    try:
-        first = await follower.take(min(gateway.config.gateway.first_event_wait, follower.heartbeat_seconds))
-        if not resumed:
-            follower.raise_failure(first)
-    except BaseException:
-        follower.close()
-        raise
-    gateway.metrics.streams.inc()
-
-    def end() -> None:
-        gateway.metrics.streams.dec()
-        follower.close()
-
+    first = await follower.first(raises=not resumed)
     frames = _frames(follower, writer, first, include_usage, after)
-    return EventStream(frames, finished=end, headers=writer.headers, stream_format=writer.format)
+    return EventStream(frames, finished=follower.begin_stream(), headers=writer.headers, stream_format=writer.format)
 
 
 async def _frames(

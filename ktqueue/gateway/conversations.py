@@ -46,9 +46,7 @@ class StreamEndpoint(HTTPEndpoint):
             await gateway.events_after(record.id, after[0])
         writer = AnswerWriter([record])
         follower = JobFollower(gateway, request, [record], keep=True, counted=False)
-        return await stream_answer(
-            gateway, follower, writer, include_usage=turn.include_usage, after=after, resumed=True
-        )
+        return await stream_answer(follower, writer, include_usage=turn.include_usage, after=after, resumed=True)
 
     async def delete(self, request: Request) -> Response:
         """Cancel the answer: 204, also if none is running. Raises InvalidRequest."""

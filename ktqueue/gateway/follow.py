@@ -1,7 +1,7 @@
 """Follows the jobs of one HTTP response: takes their events, times them, and cancels what nobody waits for."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from starlette.requests import Request
@@ -70,6 +70,32 @@ class JobFollower:
                 if event.state is JobState.DONE:
                     self._stopwatch.done(event)
         return batch
+
+    async def first(self, *, raises: bool = True) -> Batch:
+        """The first events, or nothing if none arrived within `gateway.first_event_wait`.
+
+        Closes the follower if it raises: what `take` does, and, unless `raises` is false, the error of a job.
+        """
+        try:
+            wait = self._gateway.config.gateway.first_event_wait
+            batch = await self.take(min(wait, self.heartbeat_seconds))
+            if raises:
+                self.raise_failure(batch)
+        except BaseException:
+            self.close()
+            raise
+        return batch
+
+    def begin_stream(self) -> Callable[[], None]:
+        """Count an open stream. Call what it returns at the end of the stream: that closes the follower too."""
+        streams = self._gateway.metrics.streams
+        streams.inc()
+
+        def end() -> None:
+            streams.dec()
+            self.close()
+
+        return end
 
     def raise_failure(self, batch: Batch) -> None:
         """Raise the error of the first job in the batch that ended in another state than done."""

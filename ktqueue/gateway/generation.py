@@ -46,4 +46,4 @@ async def generate(request: Request, endpoint: Endpoint) -> Response:
     if not call.stream:
         return await whole_answer(follower, writer)
     after = STREAM_START if submission.in_conversation else None
-    return await stream_answer(gateway, follower, writer, include_usage=call.include_usage, after=after)
+    return await stream_answer(follower, writer, include_usage=call.include_usage, after=after)

@@ -267,19 +267,7 @@ async def _stream(
     after: int,
 ) -> Response:
     """The events after the number `after`. With `call` it is a new response, whose answer is stored at the end."""
-    first: Batch = []
-    if call is not None:
-        try:
-            first = await follower.take(min(gateway.config.gateway.first_event_wait, follower.heartbeat_seconds))
-            follower.raise_failure(first)
-        except BaseException:
-            follower.close()
-            raise
-    gateway.metrics.streams.inc()
-
-    def end() -> None:
-        gateway.metrics.streams.dec()
-        follower.close()
+    first: Batch = [] if call is None else await follower.first()
 
     async def frames(batch: Batch) -> AsyncGenerator[bytes, None]:
         while True:
@@ -300,4 +288,4 @@ async def _stream(
             yield named_event(last)
         yield EVENTS.end
 
-    return EventStream(frames(first), finished=end, headers=headers)
+    return EventStream(frames(first), finished=follower.begin_stream(), headers=headers)

@@ -24,7 +24,7 @@ from ktqueue.core.request import (
 )
 from ktqueue.openai.constraints import ConstraintFields
 from ktqueue.openai.errors import UnsupportedParameter
-from ktqueue.openai.validation import must_be
+from ktqueue.openai.validation import is_deeper, must_be
 
 MAX_ID = 2**31 - 1
 MAX_DIGITS = 20  # of a token id; Python refuses to parse thousands of digits
@@ -71,17 +71,9 @@ def _metadata(value: Any) -> Any:
 
 def shallow(value: Any) -> Any:
     """The free-form value itself, if it is nested at most MAX_DEPTH levels deep. Else raises a validation error."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not level:
-            return value
-    raise must_be(f"nested at most {MAX_DEPTH} levels deep", type(value).__name__)
+    if is_deeper(value, MAX_DEPTH):
+        raise must_be(f"nested at most {MAX_DEPTH} levels deep", type(value).__name__)
+    return value
 
 
 Stop = Annotated[list[str] | str | None, BeforeValidator(_stop)]

@@ -13,6 +13,7 @@ from typing import Any
 from ktqueue.answers import grammar
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
+from ktqueue.openai.validation import is_deeper
 
 MAX_SCHEMA_DEPTH = 100  # levels of lists and objects
 MAX_SCHEMA = 1 << 19  # characters of its JSON
@@ -68,7 +69,8 @@ def lark_of_schema(schema: Any, param: str, *, whitespace: str | None = WHITESPA
     """
     if not isinstance(schema, dict):
         raise _wrong(param, "", f"must be a JSON schema, which is an object, got {short_repr(schema)}")
-    _check_depth(schema, param)
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
+        raise _wrong(param, "", f"must be nested at most {MAX_SCHEMA_DEPTH} levels deep")
     style: dict[str, Any] = {"whitespace_flexible": False}
     if whitespace is not None:
         style = {"whitespace_pattern": whitespace}
@@ -184,20 +186,6 @@ def _check_min_properties(schema: Mapping[str, Any], param: str, place: str) -> 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _check_depth(schema: Any, param: str) -> None:
-    level = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not level:
-            return
-    raise _wrong(param, "", f"must be nested at most {MAX_SCHEMA_DEPTH} levels deep")
 
 
 def _hint(key: str) -> str:

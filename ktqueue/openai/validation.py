@@ -62,6 +62,21 @@ def must_be(expected: str, value: Any) -> PydanticCustomError:
     )
 
 
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested more than `levels` deep."""
+    level = [value]
+    for _ in range(levels):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def parse(kind: type[Body], body: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Body:
     """A validated body of `kind`. `names`: the client's names of fields that have other names in `kind`.
 
