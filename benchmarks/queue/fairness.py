@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import machine
@@ -48,9 +49,18 @@ async def interactive(broker: Broker, model: str, *, rate: float, count: int, se
     """Seconds that each of `count` interactive jobs waited for its first token; `rate` of them come in a second."""
     noise = random.Random(seed)
 
-    async def wait(number: int) -> float:
+    requests = [request(model, seed * count + number, JobClass.INTERACTIVE) for number in range(count)]
+    return await first_token_waits(broker, requests, lambda: noise.expovariate(rate))
+
+
+async def first_token_waits(
+    broker: Broker, requests: Sequence[GenerationRequest], pause: Callable[[], float], **options: Any
+) -> list[float]:
+    """Submit the requests, with a `pause` in seconds after each. Returns the seconds to each first token."""
+
+    async def wait(request: GenerationRequest) -> float:
         began = time.perf_counter()
-        job = await broker.jobs.submit(request(model, number, JobClass.INTERACTIVE))
+        job = await broker.jobs.submit(request, **options)
         waited = None
         async for event in broker.journal.follow(job.id):
             if waited is None and event.token_ids:
@@ -60,10 +70,28 @@ async def interactive(broker: Broker, model: str, *, rate: float, count: int, se
 
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for number in range(count):
-            tasks.append(group.create_task(wait(seed * count + number)))
-            await asyncio.sleep(noise.expovariate(rate))
+        for each in requests:
+            tasks.append(group.create_task(wait(each)))
+            await asyncio.sleep(pause())
     return [task.result() for task in tasks]
+
+
+async def cancel_all(broker: Broker, jobs: Sequence[str]) -> None:
+    """Cancel the jobs, and wait until none waits or runs."""
+    for start in range(0, len(jobs), SUBMITTERS):
+        await asyncio.gather(*(broker.jobs.cancel(job) for job in jobs[start : start + SUBMITTERS]))
+    while True:
+        await asyncio.sleep(SETTLE_SECONDS)
+        (depth,) = await broker.jobs.depth()
+        if depth.running + depth.interactive + depth.batch == 0:
+            return
+
+
+def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--rounds`, and `--rows` and `--threads` of the worker."""
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=8, help="rows of the worker's engine")
+    parser.add_argument("--threads", type=int, default=1, help="of the worker; leave a core to the rest")
 
 
 async def fill(broker: Broker, model: str, count: int) -> list[str]:
@@ -155,13 +183,8 @@ async def round_of(broker: Broker, model: str, arguments: argparse.Namespace, se
         "batch_submitted_per_second": submitted,
         "load_average": machine.load_average(),
     }
-    for start in range(0, len(jobs), SUBMITTERS):
-        await asyncio.gather(*(broker.jobs.cancel(job) for job in jobs[start : start + SUBMITTERS]))
-    while True:
-        await asyncio.sleep(SETTLE_SECONDS)
-        (depth,) = await broker.jobs.depth()
-        if depth.running + depth.batch == 0:
-            return figure
+    await cancel_all(broker, jobs)
+    return figure
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -189,9 +212,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=200, help="interactive jobs of a round")
     parser.add_argument("--rate", type=float, default=5.0, help="interactive jobs a second")
     parser.add_argument("--seconds", type=float, default=5.0, help="that batch is measured alone")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8, help="rows of the worker's engine")
-    parser.add_argument("--threads", type=int, default=1, help="of the worker; leave a core to the rest")
+    add_worker_arguments(parser)
     arguments = parser.parse_args()
     result = asyncio.run(measure(arguments))
     sys.stdout.write("\n".join(table(FAIRNESS, numbered(result["figures"]))) + "\n")

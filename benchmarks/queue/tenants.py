@@ -11,13 +11,20 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from typing import Any
 
 from benchmarks import machine
 from benchmarks.command import command_line
 from benchmarks.engine.compare import PROMPTS
-from benchmarks.queue.fairness import SETTLE_SECONDS, SUBMITTERS, batch_alone, next_figure, waits
+from benchmarks.queue.fairness import (
+    SETTLE_SECONDS,
+    add_worker_arguments,
+    batch_alone,
+    cancel_all,
+    first_token_waits,
+    next_figure,
+    waits,
+)
 from benchmarks.queue.page import TENANTS
 from benchmarks.queue.servers import whole_system
 from benchmarks.results import write
@@ -35,23 +42,8 @@ def request(model: str, number: int, tokens: int) -> GenerationRequest:
 
 async def newcomers(broker: Broker, model: str, arguments: argparse.Namespace) -> list[float]:
     """Seconds that each short job of the other tenant waited for its first token."""
-
-    async def wait(number: int) -> float:
-        began = time.perf_counter()
-        job = await broker.jobs.submit(request(model, number, arguments.short_tokens), tenant="short")
-        waited = None
-        async for event in broker.journal.follow(job.id):
-            if waited is None and event.token_ids:
-                waited = time.perf_counter() - began
-        assert waited is not None, f"{job.id} ended without a token"
-        return waited
-
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        for number in range(arguments.jobs):
-            tasks.append(group.create_task(wait(number)))
-            await asyncio.sleep(1 / arguments.rate)
-    return [task.result() for task in tasks]
+    requests = [request(model, number, arguments.short_tokens) for number in range(arguments.jobs)]
+    return await first_token_waits(broker, requests, lambda: 1 / arguments.rate, tenant="short")
 
 
 async def round_of(broker: Broker, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -77,13 +69,8 @@ async def round_of(broker: Broker, model: str, arguments: argparse.Namespace) ->
         "preemptions": worker.stats["preemptions"],
         "load_average": machine.load_average(),
     }
-    for start in range(0, len(backlog), SUBMITTERS):
-        await asyncio.gather(*(broker.jobs.cancel(job.id) for job in backlog[start : start + SUBMITTERS]))
-    while True:
-        await asyncio.sleep(SETTLE_SECONDS)
-        (depth,) = await broker.jobs.depth()
-        if depth.running + depth.interactive == 0:
-            return figure
+    await cancel_all(broker, [job.id for job in backlog])
+    return figure
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -116,9 +103,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=20, help="short requests of a round")
     parser.add_argument("--rate", type=float, default=4.0, help="short requests a second")
     parser.add_argument("--seconds", type=float, default=3.0, help="that the backlog is measured alone")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8, help="rows of the worker's engine")
-    parser.add_argument("--threads", type=int, default=1, help="of the worker; leave a core to the rest")
+    add_worker_arguments(parser)
     arguments = parser.parse_args()
     result = asyncio.run(measure(arguments))
     sys.stdout.write("\n".join(table(TENANTS, numbered(result["figures"]))) + "\n")
