@@ -237,6 +237,18 @@ async def test_progress_or_time_ends_a_trial(
     assert [entry[:2] for entry in again] == [(first, 0), (second, 1)]
 
 
+async def test_many_deaths_after_a_trial_are_failures_too(broker: Broker, die: Callable[..., None], raw: Any) -> None:
+    batches = Batches(broker.scripts, replace(broker.config, lease_seconds=0.2))
+    raw.hset(f"{broker.keys.tag}:batch:{await create(batches)}", "deaths", 29)
+    found = []
+    for number in range(3):
+        _, failures, lease = await begin(batches, f"owner {number}")
+        found.append(failures)
+        raw.delete(f"{broker.keys.tag}:batches:trial:owner {number}")  # the trial is over
+        die(lease)
+    assert found == [0, 0, 1]
+
+
 async def test_no_lease_is_longer_because_the_clock_went_back(batches: Batches, raw: Any, broker: Broker) -> None:
     batch_id = await create(batches)
     await taken(batches)
