@@ -20,6 +20,7 @@ from ktqueue.operators.decoder import DecoderOutput, query_growth
 from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
+from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.kernels.operation import dependent_launches
@@ -38,6 +39,8 @@ from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import StepContext
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EARLY_TOKENS = 16
+"""Of the largest captured step whose kernels are launched early. With 64, such a step was slower."""
 
 
 class GpuDecoder(Operator):
@@ -140,7 +143,7 @@ class GpuDecoder(Operator):
         self._experts.choices = self._choices
         for layer in self._layers:
             layer.follow(self.trials)
-        self._launches_early = self.trials.dependent_launches and self._experts.handoff is None
+        self._launches_early = self._experts.handoff is None and launches_dependents(self.device)
 
     @property
     def expert_layers_run(self) -> int:
@@ -238,7 +241,8 @@ class GpuDecoder(Operator):
         on the device. Raises RuntimeError before `prepare_device`."""
         if self._experts is None or self._rotary is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
-        with dependent_launches(self._launches_early):
+        is_short = step.live_tokens is not None and input_ids.shape[1] <= EARLY_TOKENS
+        with dependent_launches(self._launches_early and is_short):
             return self._run(input_ids[0], position_ids[0], logits_to_keep, step, self._rotary, self._experts)
 
     def _run(

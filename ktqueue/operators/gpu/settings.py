@@ -11,9 +11,7 @@ class Trials:
     tests turn them on.
 
     decode_experts: long steps decode a layer's experts once (experts/decoding.py). decode_from: the tokens of the
-    shortest such step; None: measured on this machine, and none on CPU tensors. dependent_launches: kernels are
-    launched before the one before them has ended, if all experts are on the GPU (kernels/operation.py).
-    round_beside_router: with few tokens, the router's launch also rounds the experts' input to int8 (experts/step.py).
+    shortest such step; None: measured on this machine, and none on CPU tensors.
     fused_latents: latent attention makes its query and its key in one launch (attention/latent_inputs.py).
     joined_values: with few tokens, the launch that joins their splits also expands latents (attention/latent.py).
     gated_products: with few tokens, gate and up of a decoded dense MLP are joined in their product (kernels/linear.py).
@@ -21,8 +19,6 @@ class Trials:
     """
 
     decode_experts: bool = False
-    dependent_launches: bool = False
-    round_beside_router: bool = False
     fused_latents: bool = False
     joined_values: bool = False
     gated_products: bool = False

@@ -68,7 +68,6 @@ class ExpertMemory:
         self._pool = ExpertPool(layers, slots, AREAS * area_bytes(layers, slots) if streams else 0, copies)
         self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
-        self._rounds_early = trials.round_beside_router
         self._beside = SideStream(device) if trials.shared_beside_experts else None
         self._counts = StepCounts(layers, self._pool, self._streamed_steps, self._fetched_experts)
         self._decoded: DecodedExperts | None = None
@@ -224,7 +223,6 @@ class ExpertMemory:
             self.handoff,
             predicts=predicts,
             decoded=decoded,
-            rounds_early=self._rounds_early,
             choices=self.choices,
             beside=self._beside if decodes else None,
         )

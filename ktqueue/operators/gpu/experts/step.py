@@ -132,9 +132,8 @@ class StepExperts:
     handoff: the way to the CPU's experts, needed if any expert may be there. predicts: while the CPU computes a layer,
     the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
     layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
-    tokens or more, experts_per_token] int32, receives the experts of each token. rounds_early: with few tokens, the
-    router's launch also quantises the experts' input. beside: where a shared expert is computed while the GPU chooses
-    and computes the others; None: behind them.
+    tokens or more, experts_per_token] int32, receives the experts of each token. beside: where a shared expert is
+    computed while the GPU chooses and computes the others; None: behind them.
     """
 
     def __init__(
@@ -146,7 +145,6 @@ class StepExperts:
         predicts: bool = False,
         decoded: Callable[[int], torch.Tensor | None] | None = None,
         choices: torch.Tensor | None = None,
-        rounds_early: bool = False,
         beside: SideStream | None = None,
     ) -> None:
         self._layers = layers
@@ -155,7 +153,6 @@ class StepExperts:
         self._handoff = handoff
         self._predicts = predicts
         self._decoded = decoded
-        self._rounds_early = rounds_early
         self._beside = beside
 
     def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
@@ -244,10 +241,10 @@ class StepExperts:
         return routing
 
     def _rows_to_quantise(self, index: int, x: torch.Tensor) -> Int8Rows | None:
-        """Memory for x [tokens, hidden] in int8, if the router's launch quantises it."""
+        """Memory for x [tokens, hidden] in int8, if the router's launch quantises it: with few tokens, and without a
+        CPU that waits for the router."""
         layer, (tokens, hidden) = self._layers[index], x.shape
-        few = self._rounds_early and self._residency.locations(index).on_gpu
-        few = few and rounds_each_pair(
+        few = self._handoff is None and rounds_each_pair(
             layer.record, tokens * layer.experts_per_token, layer.experts, x.dtype, exact=layer.exact
         )
         return Int8Rows.empty(tokens, hidden, x.device) if few else None
