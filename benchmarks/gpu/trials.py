@@ -2,8 +2,8 @@
 
 Each trial is turned on alone, or with others as in `one+other`, between runs with none
 (ktqueue/operators/gpu/settings.py). The model is loaded once, and the engine is built again for each run. Decode is
-greedy, and its tokens are compared with those of the first run. They may differ where a trial rounds in another way, as
-decoded experts do in the steps of prompts. A trace of some steps counts kernels, gaps and what the kernels are for.
+greedy, and its tokens are compared with those of the first run. They may differ where a trial rounds in another way. A
+trace of some steps counts kernels, gaps and what the kernels are for.
 """
 
 import sys

@@ -63,7 +63,7 @@ class ModelReport:
     those of a sequence's states in layers with linear attention.
     `position_bytes` are the bytes of rotary tables on a GPU for each position. For `original_length` see KVLayout.
     `movable_bytes` are those of experts on the CPU that a GPU may hold too, `movable_layer_bytes` those of the largest
-    layer.
+    layer, `decoded_layer_bytes` what a GPU needs to decode these: 0 if it does not.
     """
 
     source: str
@@ -81,6 +81,7 @@ class ModelReport:
     original_length: int
     movable_bytes: int
     movable_layer_bytes: int
+    decoded_layer_bytes: int
 
 
 def report_model(
@@ -127,7 +128,15 @@ def report_model(
         original_length=layout.original_length,
         movable_bytes=sum(row.device_bytes for row in movable),
         movable_layer_bytes=max((row.largest_bytes for row in movable), default=0),
+        decoded_layer_bytes=_decoded_bytes(prepared) if movable and prepared.dtype == torch.bfloat16 else 0,
     )
+
+
+def _decoded_bytes(prepared: PreparedModel) -> int:
+    """Bytes of gate and up of the layer with the most weights of experts: down is decoded to the same memory later."""
+    modules = (module for name, module in prepared.skeleton.named_modules() if name.endswith(".experts"))
+    weights = (sum(one.numel() for one in module.parameters() if one.dim() == 3) for module in modules)
+    return max(weights, default=0) * 2 // 3 * prepared.dtype.itemsize
 
 
 def _position_bytes(prepared: PreparedModel) -> int:

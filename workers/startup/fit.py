@@ -14,7 +14,7 @@ from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.engine.states import SLOTS_PER_ROW
 from ktqueue.loading.model_report import ModelReport
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
-from ktqueue.workers.startup.machine import MachineResources
+from ktqueue.workers.startup.machine import Gpu, MachineResources
 
 MIB = 1 << 20
 PROCESS_BYTES = 1 << 30  # a worker's interpreter and libraries
@@ -162,7 +162,7 @@ def _placed(config: EngineConfig, machine: MachineResources, examine: Examine, f
         return Fit(config=config, host={}, host_limit=limit, why_not=machine.no_gpu or "there is no GPU")
     if isinstance(report, str):
         return Fit(config=config, host={}, host_limit=limit, gpu_limit=gpu.total, why_not=report)
-    best, fault = _best_plan(report, config, gpu.total, gpu.total - gpu.free, fixed)
+    best, fault = _best_plan(report, config, gpu, fixed)
     plan, config = best if best is not None else (None, config)
     host = _weights(report, "cpu") | {
         "hand-off": host_memory_before_loading(report, config)["hand-off"],
@@ -199,12 +199,9 @@ def _placed(config: EngineConfig, machine: MachineResources, examine: Examine, f
 
 
 def _best_plan(
-    report: ModelReport, config: EngineConfig, total: int, others: int, fixed: Sequence[str]
+    report: ModelReport, config: EngineConfig, gpu: Gpu, fixed: Sequence[str]
 ) -> tuple[tuple[MemoryPlan, EngineConfig] | None, str]:
-    """The plan with the most experts among those that leave room for the cache, or None and the reason.
-
-    `others`: bytes of the GPU that other processes use.
-    """
+    """The plan with the most experts among those that leave room for the cache, or None and the reason."""
     longest = report.facts.max_position_embeddings
     fault = ""
     for rows, tokens in COMPROMISES:
@@ -219,9 +216,9 @@ def _best_plan(
             wanted = config.max_model_len or min(context, LEAST_CONTEXT)
 
         def planned(experts: int, chosen: EngineConfig = chosen, wanted: int = wanted) -> MemoryPlan:
-            part = chosen.gpu_memory_utilization - others / total
+            part = chosen.gpu_memory_utilization - (gpu.total - gpu.free) / gpu.total
             tried = replace(chosen, gpu_expert_memory_bytes=experts, gpu_memory_utilization=part)
-            plan = plan_before_loading(report, tried, total)
+            plan = plan_before_loading(report, tried, gpu.total, decodes=gpu.decodes)
             if plan.pages * plan.page_bytes < wanted * report.cache_token_bytes + CACHE_RESERVE:
                 raise ConfigError(
                     f"weights and workspaces leave room for only {plan.pages * chosen.page_size} tokens of cache"

@@ -32,6 +32,7 @@ from ktqueue.loading.model_report import ModelReport
 from ktqueue.operators.base import Operator
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
+from ktqueue.operators.gpu.experts.decoding import MEMORY_SHARE
 from ktqueue.operators.gpu.experts.streaming import AREAS
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings
@@ -180,10 +181,13 @@ def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig,
     return kv.pages * layout.page_bytes + kv.slots * layout.state_bytes
 
 
-def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes: int) -> MemoryPlan:
+def plan_before_loading(
+    report: ModelReport, config: EngineConfig, device_bytes: int, *, decodes: bool = False
+) -> MemoryPlan:
     """Plan the memory of a GPU with `device_bytes` for a model that is not loaded.
 
-    The size of the weights is known, all else is estimated. Raises ConfigError as plan_memory does.
+    The size of the weights is known, all else is estimated. decodes: the GPU may decode a layer's experts.
+    Raises ConfigError as plan_memory does.
     """
     rows, tokens = min(config.rows, config.step_tokens), config.step_tokens
     vocabulary = report.facts.vocab_size
@@ -200,7 +204,10 @@ def plan_before_loading(report: ModelReport, config: EngineConfig, device_bytes:
         DeviceUse(
             weights=sum(held for device, held in report.device_bytes.items() if device != "cpu"),
             experts=_expert_bytes(report, config) + report.position_bytes * _positions(report, config),
-            workspaces=CONTEXT_BYTES + step + estimate_selection(captured, vocabulary),
+            workspaces=CONTEXT_BYTES
+            + step
+            + estimate_selection(captured, vocabulary)
+            + (_decoded_bytes(report, config, device_bytes) if decodes else 0),
             graphs=estimate_graphs(len(buckets_up_to(captured)) if config.cuda_graphs else 0, step, tokens, captured),
             states=SLOTS_PER_ROW * rows * report.state_bytes,
         ),
@@ -240,6 +247,12 @@ def _expert_bytes(report: ModelReport, config: EngineConfig) -> int:
     if config.expert_streaming == "off" or placed == report.movable_bytes:
         return placed
     return placed + AREAS * max(0, report.movable_layer_bytes - placed // report.layers)
+
+
+def _decoded_bytes(report: ModelReport, config: EngineConfig, device_bytes: int) -> int:
+    """Bytes in which long steps decode a layer's experts."""
+    uses = _expert_bytes(report, config) > 0 and report.decoded_layer_bytes <= MEMORY_SHARE * device_bytes
+    return report.decoded_layer_bytes if uses else 0
 
 
 def log_memory(plan: MemoryPlan, graph_bytes: int, page_size: int, memory: DeviceMemory) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ktqueue.operators.gpu.device import multiplies_groups
 from ktqueue.workers.startup.device import find_cuda, missing_cuda
 from ktqueue.workers.startup.host_memory import available_memory
 
@@ -17,12 +18,14 @@ _COPIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU. `total` and `free`: memory in bytes. `bus`: bytes per second from pinned host memory, 0 if unknown."""
+    """A GPU. `total` and `free`: memory in bytes. `bus`: bytes per second from pinned host memory, 0 if unknown.
+    `decodes`: long steps may decode a layer's experts."""
 
     name: str
     total: int
     free: int
     bus: float = 0.0
+    decodes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,8 @@ def detect_resources(device: str | None = None) -> MachineResources:
 
 def _gpu(device: torch.device) -> Gpu:
     free, total = torch.cuda.mem_get_info(device)
-    return Gpu(name=torch.cuda.get_device_name(device), total=total, free=free, bus=bus_bandwidth(device))
+    name, bus = torch.cuda.get_device_name(device), bus_bandwidth(device)
+    return Gpu(name=name, total=total, free=free, bus=bus, decodes=multiplies_groups(device))
 
 
 def bus_bandwidth(device: torch.device) -> float:

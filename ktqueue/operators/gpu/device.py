@@ -1,4 +1,4 @@
-"""The one question that distinguishes devices.
+"""The questions that distinguish devices.
 
 Everything of a GPU engine also runs on CPU tensors, without streams, graphs and pinned memory.
 """
@@ -17,3 +17,12 @@ def is_gpu(device: torch.device | str) -> bool:
 def launches_dependents(device: torch.device | str) -> bool:
     """Whether a kernel on `device` can be launched before the one before it has ended."""
     return is_gpu(device) and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def multiplies_groups(device: torch.device | str) -> bool:
+    """Whether `device` is a GPU on which torch multiplies groups of rows in bfloat16 without a wait of the host.
+
+    Those are Hopper and Blackwell, of capability 9 and 10. Others multiply group by group and read their ends on the
+    host.
+    """
+    return is_gpu(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -10,20 +10,16 @@ class Trials:
     """Ways to compute a step that are not measured on a GPU yet, and therefore off. No user sees them; benchmarks and
     tests turn them on.
 
-    decode_experts: long steps decode a layer's experts once (experts/decoding.py). decode_from: the tokens of the
-    shortest such step; None: measured on this machine, and none on CPU tensors.
     fused_latents: latent attention makes its query and its key in one launch (attention/latent_inputs.py).
     joined_values: with few tokens, the launch that joins their splits also expands latents (attention/latent.py).
     gated_products: with few tokens, gate and up of a decoded dense MLP are joined in their product (kernels/linear.py).
     shared_beside_experts: in decode steps a second stream computes shared experts (side_stream.py).
     """
 
-    decode_experts: bool = False
     fused_latents: bool = False
     joined_values: bool = False
     gated_products: bool = False
     shared_beside_experts: bool = False
-    decode_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +31,10 @@ class GpuSettings:
     expert_streaming: whether long steps copy absent experts to the GPU; "auto": if that is faster. streaming_tokens:
     the smallest long step. streamed_share: the share of the absent experts that a long step copies; None: learned.
     fetched_shares: the share of its missing experts, from 0 to 1, that a short step copies to
-    the GPU: for steps of one token, and for others. None: measured on this machine. expert_prefetch: while the GPU
-    works on a decode step, the CPU loads the experts that the next layer will probably use into its caches.
+    the GPU: for steps of one token, and for others. None: measured on this machine. decode_experts_from: the tokens of
+    the shortest step that decodes a layer's experts once (experts/decoding.py); None: measured on this machine, and no
+    step on CPU tensors. expert_prefetch: while the GPU works on a decode step, the CPU loads the experts that the next
+    layer will probably use into its caches.
     """
 
     max_tokens: int
@@ -47,4 +45,5 @@ class GpuSettings:
     streaming_tokens: int = 64
     streamed_share: float | None = None
     fetched_shares: tuple[float, float] | None = None
+    decode_experts_from: int | None = None
     expert_prefetch: bool = True

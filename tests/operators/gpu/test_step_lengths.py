@@ -16,7 +16,6 @@ from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES
 from ktqueue.operators.gpu.kernels.operation import launch_options
-from ktqueue.operators.gpu.settings import Trials
 
 from .test_decoder import assert_close, fed, record_bytes
 
@@ -34,7 +33,7 @@ def test_decoded_experts_change_nothing(
     decoder = make_decoder(
         model,
         "Q8_0",
-        trials=Trials(decode_experts=True, decode_from=8),
+        decode_experts_from=8,
         expert_memory_bytes=int(share * record_bytes(plain)),
         expert_streaming="on",
         streamed_share=streamed,

@@ -178,6 +178,27 @@ def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streamin
     assert (plan.use.experts == tables) == (placed == 0 and streaming == "off")
 
 
+@pytest.mark.parametrize("placed", [0, 5 * MIB])
+def test_a_plan_counts_decoded_experts_if_the_gpu_decodes(placed: int, tmp_path: Path) -> None:
+    """They take what the decoder of a GPU allocates for them; nothing, if no expert is ever there."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
+    taken = []
+    for first in (None, 64):
+        decoder = load_model("demo", rules=str(rules), dtype=torch.bfloat16).module
+        assert isinstance(decoder, GpuDecoder)
+        decoder.prepare_device(
+            GpuSettings(max_tokens=100, expert_memory_bytes=placed, expert_streaming="off", decode_experts_from=first)
+        )
+        taken.append(sum(decoder.device_bytes().values()))
+        decoder.close()
+    report = report_model("demo", device="cuda", dtype=torch.bfloat16)
+    config = replace(CONFIG, device="cuda", gpu_expert_memory_bytes=placed, expert_streaming="off")
+    plans = [plan_before_loading(report, config, 80 << 30, decodes=decodes) for decodes in (False, True)]
+    assert plans[1].use.total - plans[0].use.total == taken[1] - taken[0]
+    assert (taken[1] > taken[0]) == (placed > 0)
+
+
 @pytest.mark.parametrize(("placed", "handed_over"), [(0, True), (5 * MIB, True), (1 << 40, False)])
 def test_host_memory_counts_weights_and_the_hand_off(placed: int, handed_over: bool) -> None:
     """There is a hand-off if the CPU computes any expert."""

@@ -47,9 +47,12 @@ class DecodedExperts:
         """Allocate the memory, and measure from how many tokens on decoding is faster, unless that is given.
 
         pool: [bytes] uint8, in which probes read experts. None if it is empty, if the device has no grouped product for
-        the experts of all `layers`, if their weights take too much memory, or if decoding is never faster.
+        the experts of all `layers`, if their weights take too much memory, or if decoding is never faster. On CPU
+        tensors nothing is measured.
         """
         device = pool.device
+        if least_tokens is None and not is_gpu(device):
+            return None
         if not len(pool) or not all(decoded_experts.can_be_grouped(layer.record, dtype, device) for layer in layers):
             return None
         weights = max((decoded_experts.decoded_weights(layer.record, layer.experts) for layer in layers), default=0)
@@ -58,7 +61,7 @@ class DecodedExperts:
             return None
         memory = torch.empty(weights, dtype=dtype, device=device)
         if least_tokens is None:
-            least_tokens = _measure(layers[0], pool, memory, max_tokens) if is_gpu(device) and layers else None
+            least_tokens = _measure(layers[0], pool, memory, max_tokens) if layers else None
         return None if least_tokens is None else cls(memory, least_tokens)
 
     def memory_for(self, tokens: int) -> torch.Tensor | None:

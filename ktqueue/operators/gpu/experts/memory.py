@@ -70,11 +70,9 @@ class ExpertMemory:
         self._resident = ResidentExperts(self._pool, layers, self._placement)
         self._beside = SideStream(device) if trials.shared_beside_experts else None
         self._counts = StepCounts(layers, self._pool, self._streamed_steps, self._fetched_experts)
-        self._decoded: DecodedExperts | None = None
-        if trials.decode_experts:
-            self._decoded = DecodedExperts.prepare(
-                layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=trials.decode_from
-            )
+        self._decoded = DecodedExperts.prepare(
+            layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
+        )
         self.handoff: Handoff | None = None
         self.choices: torch.Tensor | None = None
         self._streaming: StreamingSteps | None = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.device import is_gpu, multiplies_groups
 from ktqueue.operators.gpu.kernels import formats, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
@@ -55,8 +55,7 @@ def can_be_grouped(record: ExpertRecord, dtype: torch.dtype, device: torch.devic
         return False
     if not is_gpu(device):
         return True
-    # Before Hopper, and for other types, torch multiplies group by group and reads their ends on the host.
-    return _GROUPED is not None and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return _GROUPED is not None and dtype == torch.bfloat16 and multiplies_groups(device)
 
 
 def sort_rows(pairs: ExpertPairs) -> SortedRows:
