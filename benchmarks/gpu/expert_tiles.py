@@ -77,7 +77,7 @@ def _dots(
 ) -> Choice:
     tiles = DotTiles(pairs, gate_up, down, skips)
     own = tiles._replace(pairs=1, skips=False)
-    return Choice(replace(TILES, few_pairs=INFINITE, own=own, dots=((INFINITE, tiles),)), least, most)
+    return Choice(replace(TILES, few_pairs=INFINITE, own=((INFINITE, own),), dots=tiles), least, most)
 
 
 def _cores(tile: CoreTile, *, scans: bool = False, least: int = 4, most: int = 1 << 30) -> Choice:

@@ -322,7 +322,7 @@ def compile_topic(topic: str) -> None:
         latent_attention()
         latent_inputs()
     elif topic == "experts":
-        for tokens in (1, 64):
+        for tokens in (1, 4, 64):
             experts(tokens)
         for tokens, slots in ((1, 2), (64, 38)):
             fetched(tokens, slots)

@@ -307,7 +307,7 @@ def _launch(
 
 
 def _tiles_of(pairs: ExpertPairs, lists: SortedPairs | None) -> DotTiles:
-    return TILES.dot_tiles(pairs.ids.numel(), pairs.offsets.numel(), are_sorted=lists is not None)
+    return TILES.dot_tiles(pairs.ids.numel(), are_sorted=lists is not None)
 
 
 def gate_up(

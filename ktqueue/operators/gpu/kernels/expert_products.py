@@ -50,7 +50,7 @@ def experts(
         lists = None
         if rows is None:
             rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_pairs)
-        chosen = tiles.dot_tiles(pairs.ids.numel(), pairs.offsets.numel(), are_sorted=lists is not None)
+        chosen = tiles.dot_tiles(pairs.ids.numel(), are_sorted=lists is not None)
         rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
         return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen)
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)

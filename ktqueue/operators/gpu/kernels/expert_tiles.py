@@ -54,24 +54,24 @@ class CoreTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTiles:
-    """All choices for products with packed experts. `dots` and `cores` are lists of a limit and the choice below it.
+    """All choices for products with packed experts. `own` and `cores` are lists of a limit and the choice below it.
 
     few_pairs: average pairs of an expert up to which the integer kernel is used. own_pairs: pairs of a step up to which
-    each has programs of its own, with the tiles `own`. dots: by average pairs of a used expert. cores: by average pairs
-    of an expert. scanned_pairs: pairs of a step up to which programs on tensor cores find their pairs by themselves, at
-    most 512; for more, pairs are sorted first.
+    each has programs of its own. own: their tiles, by pairs of the step. dots: the tiles of more pairs. cores: by
+    average pairs of an expert. scanned_pairs: pairs of a step up to which programs on tensor cores find their pairs by
+    themselves, at most 512; for more, pairs are sorted first.
     """
 
     few_pairs: float
     own_pairs: int
-    own: DotTiles
-    dots: Sequence[tuple[float, DotTiles]]
+    own: Sequence[tuple[float, DotTiles]]
+    dots: DotTiles
     cores: Sequence[tuple[float, CoreTile]]
     scanned_pairs: int
 
-    def dot_tiles(self, pairs: int, experts: int, *, are_sorted: bool) -> DotTiles:
+    def dot_tiles(self, pairs: int, *, are_sorted: bool) -> DotTiles:
         """The tiles of the integer kernel for a step of `pairs` pairs."""
-        return _below(self.dots, pairs / min(experts, pairs)) if are_sorted else self.own
+        return self.dots if are_sorted else _below(self.own, pairs)
 
     def core_tile(self, pairs: int, experts: int, *, is_float32: bool, has_float32: bool) -> CoreTile:
         """The tile on tensor cores for a step of `pairs` pairs.
@@ -81,9 +81,9 @@ class ExpertTiles:
         """
         tile = _below(self.cores, 0 if pairs <= self.scanned_pairs else pairs / experts)
         if is_float32:
-            return tile._replace(pairs=min(tile.pairs, 32), rows=min(tile.rows, 64), warps=4)
+            return tile._replace(pairs=min(tile.pairs, 32), rows=min(tile.rows, 64), stages=2, warps=4)
         if has_float32:
-            return tile._replace(pairs=min(tile.pairs, 64), warps=4)
+            return tile._replace(pairs=min(tile.pairs, 64), stages=2, warps=4)
         return tile
 
 
@@ -91,18 +91,19 @@ def _below(choices: Sequence[tuple[float, Choice]], value: float) -> Choice:
     return next(choice for limit, choice in choices if value < limit)
 
 
-_FEW = DotTile(slabs=32, rows=32), DotTile(slabs=8, rows=64)
-_MANY = DotTile(slabs=8, rows=32, stages=3), DotTile(slabs=8, rows=32)
+_LARGE = DotTile(slabs=32, rows=32), DotTile(slabs=8, rows=64)
+_SMALL = DotTile(slabs=16, rows=32), DotTile(slabs=8, rows=32)
 
 TILES = ExpertTiles(
     few_pairs=12,
     own_pairs=32,  # a weight that two of them read comes from the cache
-    own=DotTiles(1, *_FEW),
-    dots=((2.001, DotTiles(2, *_FEW)), (INFINITE, DotTiles(4, *_MANY))),
+    # Between one row of 8 pairs and four rows, nothing was measured.
+    own=((12, DotTiles(1, *_LARGE)), (INFINITE, DotTiles(1, *_SMALL))),
+    dots=DotTiles(2, *_SMALL),
     cores=(
         # 1.5 times the pairs of an average expert: few experts need a second block, which decodes the weights again.
         (11.3, CoreTile(16, 64, stages=3, warps=4, permuted=False)),
-        (22, CoreTile(32, 128, stages=2, warps=4, permuted=True)),
+        (22, CoreTile(32, 64, stages=3, warps=4, permuted=True)),
         (43.3, CoreTile(64, 128, stages=2, warps=4, permuted=True)),
         (INFINITE, CoreTile(128, 128, stages=2, warps=8, permuted=True)),
     ),

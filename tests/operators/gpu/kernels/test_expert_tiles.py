@@ -69,12 +69,11 @@ def test_choices_are_for_some_rows() -> None:
     assert {name for name, _ in points} == set(benchmark.CHOICES)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "experts", "tokens_together"), [(33, 128, 2), (128, 128, 2), (256, 128, 2), (257, 128, 4), (512, 128, 4)]
-)
-def test_pairs_share_decoded_weights_if_experts_have_several(pairs: int, experts: int, tokens_together: int) -> None:
-    assert TILES.dot_tiles(pairs, experts, are_sorted=True).pairs == tokens_together
-    assert TILES.dot_tiles(pairs, experts, are_sorted=False).pairs == 1
+@pytest.mark.parametrize(("pairs", "slabs"), [(8, 32), (11, 32), (12, 16), (32, 16)])
+def test_pairs_of_few_rows_have_programs_of_their_own(pairs: int, slabs: int) -> None:
+    own, together = (TILES.dot_tiles(pairs, are_sorted=are_sorted) for are_sorted in (False, True))
+    assert (own.pairs, own.gate_up.slabs) == (1, slabs)
+    assert (together.pairs, together.gate_up.slabs) == (2, 16)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +82,7 @@ def test_pairs_share_decoded_weights_if_experts_have_several(pairs: int, experts
         (512, False, False, 16),  # programs find their pairs by themselves
         (1440, False, False, 16),
         (1536, False, False, 32),
+        (1536, False, True, 32),
         (4096, False, False, 64),
         (1 << 16, False, False, 128),
         (1 << 16, False, True, 64),
@@ -95,6 +95,8 @@ def test_blocks_on_tensor_cores_grow_with_the_pairs(
     tile = TILES.core_tile(pairs, 128, is_float32=is_float32, has_float32=has_float32)
     assert tile.pairs == block
     assert tile.permuted == (block > 16)
+    if is_float32 or has_float32:
+        assert tile.stages == 2, "three need more shared memory than many GPUs have"
 
 
 @pytest.mark.compiled
