@@ -43,7 +43,16 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
         },
     ),
     "placement": ("Experts in GPU memory", {"placement": gpu.placement, "residency*": gpu.residency}),
-    "steps": ("A decode step of a GPU", {"profile*": gpu.profile, "launches*": gpu.launches}),
+    "steps": (
+        "A step of a GPU",
+        {
+            "profile*": gpu.profile,
+            "launches*": gpu.launches,
+            "trials*": gpu.trials,
+            "drafts-*": gpu.drafts,
+            "expert-tiles-*": gpu.expert_tiles,
+        },
+    ),
     "quality": (
         "How near to the model",
         {

@@ -6,6 +6,8 @@ from typing import Any
 from benchmarks.tables import Columns, Row, section, table
 from ktqueue.bench.engine import LAUNCHES
 
+SHOWN = 3
+"""Of each number of rows, the fastest tiles of a page."""
 _STEP: Columns = {"rows": "{rows}", "tok/s": "{tokens_per_second:.1f}", "step": "{step_ms:.2f} ms"}
 _FASTEST: Columns = {"fastest": "{fastest_step_ms:.2f} ms"}
 _FETCHED: Columns = {"fetched": "{expert_fetched_share:.0%}"}
@@ -179,6 +181,73 @@ def launches(result: dict[str, Any]) -> list[str]:
         "kernels": "{kernels:.0f}", **{part: f"{{ms[{part}]:.2f}}" for part in parts},
     }  # fmt: skip
     return [*lines, "", "Milliseconds of a greedy step by CUDA's profiler:", *table(traced, result["traced"], words=1)]
+
+
+def trials(result: dict[str, Any]) -> list[str]:
+    """Ways to compute a step beside each other."""
+    lines = section(
+        f"{result['model']}: trials, with {result['rules']} rules",
+        f"Ways to compute a step, each between runs with none; all experts on the GPU. The best of turns, greedy, "
+        f"{result['output_tokens']} tokens after prompts of {result['prompt_tokens']}; same: the tokens of the first "
+        f"run. Prompts alone: the fastest, and the median, to which a first one that compiles belongs. "
+        f"{graphics(result)}; {taken(result)}. {result.get('note', '')} `{result['command']}`",
+        {"trial": "{trial}", **_STEP, **_FASTEST, "same": lambda row: "yes" if row["same_tokens"] else "no"},
+        _of_runs(result, "decode"),
+        words=1,
+    )
+    prefill: Columns = {
+        "trial": "{trial}", "prompt": "{tokens}", "tok/s": "{tokens_per_second:.0f}", "median": "{median_ms:.0f} ms",
+    }  # fmt: skip
+    lines += ["", *table(prefill, _of_runs(result, "prefill"), words=1)]
+    if traced := _of_runs(result, "traced"):
+        parts: Columns = {part: f"{{ms[{part}]:.2f}}" for part in traced[0]["ms"]}
+        columns: Columns = {"trial": "{trial}", "rows": "{rows}", "step": "{step_ms:.2f}", "kernels": "{kernels:.0f}"}
+        lines += ["", "Milliseconds of a step by CUDA's profiler:", "", *table({**columns, **parts}, traced, words=1)]
+    return lines
+
+
+def _of_runs(result: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    return [{"trial": run["trial"], **row} for run in result["runs"] for row in run[part]]
+
+
+def drafts(result: dict[str, Any]) -> list[str]:
+    """Drafts by lookup, by the part of a text that repeats."""
+    points: dict[tuple[float, int], dict[str, Any]] = {}
+    for row in result["decode"]:
+        point = points.setdefault((row["repeated"], row["rows"]), {"repeated": row["repeated"], "rows": row["rows"]})
+        point[row["speculation"]] = row
+    return section(
+        f"{result['model']}: drafts from the sequence itself",
+        f"Rows repeat a known part of their text. All experts on the GPU; the best of turns, {result['output_tokens']} "
+        f"tokens a row. {graphics(result)}; {taken(result)}. {result.get('note', '')} `{result['command']}`",
+        {
+            "repeated": "{repeated:.0%}", "rows": "{rows}", "tok/s off": "{off[tokens_per_second]:.0f}",
+            "lookup": "{lookup[tokens_per_second]:.0f}", "steps off": "{off[steps]}", "with lookup": "{lookup[steps]}",
+            "right of drafts": "{lookup[accepted]} of {lookup[drafted]}", "launched ahead": "{lookup[steps_ahead]}",
+        },
+        points.values(),
+    )  # fmt: skip
+
+
+def expert_tiles(result: dict[str, Any]) -> list[str]:
+    """The fastest tiles of packed experts, by rows."""
+    best: list[dict[str, Any]] = []
+    for rows in dict.fromkeys(figure["rows"] for figure in result["figures"]):
+        timed = [figure for figure in result["figures"] if figure["rows"] == rows and "layer_us" in figure]
+        ordered = sorted(timed, key=lambda figure: float(figure["layer_us"]))
+        best += [figure for place, figure in enumerate(ordered) if place < SHOWN or figure["choice"] == "as used"]
+    return section(
+        f"Tiles of packed experts, {result['shape']}",
+        f"Microseconds of a layer's experts in a graph of {result['layers']} layers, and the bytes that they read in a "
+        f"second, each used expert once. As used: the tiles of that commit. The {SHOWN} fastest of all choices; error: "
+        f"the largest of a pair, relative. A sum over memory read {result['probe']['read_gb_s']:.0f} GB/s. "
+        f"{graphics(result)}; {taken(result)}. {result.get('note', '')} `{result['command']}`",
+        {
+            "rows": "{rows}", "tiles": "{choice}", "experts": "{experts:.1f}", "us": "{layer_us:.1f}",
+            "GB/s": "{gb_s:.0f}", "error": "{error:.4f}",
+        },
+        best,
+    )  # fmt: skip
 
 
 def served(result: dict[str, Any]) -> list[str]:

@@ -43,6 +43,24 @@ def test_a_trace_is_divided_without_remainder() -> None:
     assert sum(divided["ms"].values()) == pytest.approx((244.0 - 100.0) / 2 / 1e3)
 
 
+def test_the_fastest_tiles_are_shown_beside_those_in_use() -> None:
+    result = json.loads((RESULTS / "expert-tiles-h200.json").read_text())
+    of_sixteen = [line.split("|")[2].strip() for line in page.expert_tiles(result) if line.startswith("| 16 |")]
+    assert len(of_sixteen) == page.SHOWN + 1 and of_sixteen[-1] == "as used"
+    times = {figure["choice"]: figure["layer_us"] for figure in result["figures"] if figure["rows"] == 16}
+    assert sorted(times.values())[: page.SHOWN] == [times[name] for name in of_sixteen[:-1]]
+
+
+def test_trials_and_drafts_have_a_line_for_each_point() -> None:
+    trials, drafts = (json.loads((RESULTS / f"{name}-h200.json").read_text()) for name in ("trials", "drafts"))
+    lines = page.trials(trials)
+    assert sum(line.startswith("| decode_experts |") for line in lines) == 4 + 3 + 2
+    trials["runs"] = [{**run, "traced": []} for run in trials["runs"]]  # as an interrupted run leaves it
+    assert sum(line.startswith("| decode_experts |") for line in page.trials(trials)) == 4 + 3
+    points = {(row["repeated"], row["rows"]) for row in drafts["decode"]}
+    assert sum("%" in line and line.startswith("|") for line in page.drafts(drafts)) == len(points)
+
+
 def test_an_interrupted_run_has_tables_of_what_it_measured() -> None:
     """The command writes its result, and with it the page, after each part."""
     result = json.loads((RESULTS / "gpu-h200.json").read_text())
