@@ -30,7 +30,16 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
-from ktqueue.operators.gpu.kernels.expert_tiles import INFINITE, TILES, CoreTile, DotTile, DotTiles, ExpertTiles
+from ktqueue.operators.gpu.kernels.expert_tiles import (
+    INFINITE,
+    TILES,
+    CoreTile,
+    DotTile,
+    DotTiles,
+    ExpertTiles,
+    MatrixTile,
+    MatrixTiles,
+)
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import SILU
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
@@ -61,6 +70,7 @@ REPLAYS = 5
 DECODED_ROWS = (16, 32, 64)
 """Rows that a program decodes at once, where experts are decoded first."""
 PROBE_BYTES = 4 << 30
+NO_MATRICES = ((INFINITE, None),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +87,21 @@ def _dots(
 ) -> Choice:
     tiles = DotTiles(pairs, gate_up, down, skips)
     own = tiles._replace(pairs=1, skips=False)
-    return Choice(replace(TILES, few_pairs=INFINITE, own=((INFINITE, own),), dots=tiles), least, most)
+    return Choice(
+        replace(TILES, few_pairs=INFINITE, matrices=NO_MATRICES, own=((INFINITE, own),), dots=tiles), least, most
+    )
+
+
+def _matrices(pairs: int, warps: int, panels: int = 2, *, stages: int = 2, least: int = 4, most: int = 256) -> Choice:
+    tiles = MatrixTiles(MatrixTile(pairs, warps, 1, stages), MatrixTile(pairs, warps, panels, stages))
+    return Choice(replace(TILES, own_pairs=0, matrices=((INFINITE, tiles),)), least, most)
 
 
 def _cores(tile: CoreTile, *, scans: bool = False, least: int = 4, most: int = 1 << 30) -> Choice:
     scanned = TILES.scanned_pairs if scans else 0
-    return Choice(replace(TILES, few_pairs=0, cores=((INFINITE, tile),), scanned_pairs=scanned), least, most)
+    return Choice(
+        replace(TILES, few_pairs=0, matrices=NO_MATRICES, cores=((INFINITE, tile),), scanned_pairs=scanned), least, most
+    )
 
 
 CHOICES: dict[str, Choice] = {
@@ -102,6 +121,13 @@ CHOICES: dict[str, Choice] = {
     "dots 8 of some, 8x32, 8x32": _dots(8, DotTile(8, 32, 0, 168), DotTile(8, 32), skips=True, least=16),
     "dots 8 of some, 8x64x3, 8x64x3": _dots(8, DotTile(8, 64, 3, 168), DotTile(8, 64, 3), skips=True, least=16),
     "dots 8 of some, 16x32x2, 8x32x2": _dots(8, DotTile(16, 32, 2, 168), DotTile(8, 32, 2), skips=True, least=16),
+    # Matrices of int8 on tensor cores.
+    "matrices 8, 4 warps": _matrices(8, 4, most=64),
+    "matrices 8, 4 warps, 3 stages": _matrices(8, 4, stages=3, most=64),
+    "matrices 8, 8 warps": _matrices(8, 8, most=64),
+    "matrices 16, 8 warps": _matrices(16, 8, least=64),
+    "matrices 16, 4 warps": _matrices(16, 4, least=64),
+    "matrices 16, 8 warps, 3 stages": _matrices(16, 8, stages=3, least=64),
     # Tensor cores.
     "cores 16x64, scanned": _cores(CoreTile(16, 64, 3, 4, permuted=False), scans=True, least=4, most=64),
     "cores 16x64": _cores(CoreTile(16, 64, 3, 4, permuted=False), most=256),

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, panel_layout
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, expert_matrices, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
-from ktqueue.operators.gpu.kernels.expert_tiles import TILES
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_tiles import INFINITE, TILES, MatrixTile, MatrixTiles
 from ktqueue.operators.packed import Bytes
 
-from ..operators.gpu.kernels.panel_pools import WEIGHTED, make_pool, route, small
+from ..operators.gpu.kernels.panel_pools import GATES, WEIGHTED, make_pool, route, small
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -30,7 +30,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
 
 def on_gpu(pairs: ExpertPairs) -> ExpertPairs:
     """The same pairs in GPU memory."""
-    return ExpertPairs(pairs.pool.cuda(), pairs.offsets.cuda(), pairs.ids.cuda(), pairs.record)
+    biases = pairs.biases and ExpertBiases(*(bias.cuda() for bias in pairs.biases))
+    return ExpertPairs(pairs.pool.cuda(), pairs.offsets.cuda(), pairs.ids.cuda(), pairs.record, biases)
 
 
 def on_either_side(weights: torch.Tensor, gate: native.GateFacts) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -113,17 +114,26 @@ def test_records_far_away(random_weights: Callable[..., Bytes]) -> None:
 
 
 def assert_rounded(
-    pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor, gate: native.GateFacts = native.SILU
+    pairs: ExpertPairs,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    gate: native.GateFacts = native.SILU,
+    matrices: MatrixTiles | None = None,
 ) -> None:
-    """Each launch of the integer kernel, against plain torch of the same inputs; and all of them in one call."""
+    """Each launch of the integer kernel, or of that for matrices, against plain torch of the same inputs."""
     there, ids, record = on_gpu(pairs), pairs.ids, pairs.record
-    rows, lists = expert_int8.prepare(there, x.cuda())
+    rows, lists = expert_int8.prepare(there, x.cuda(), own_pairs=0 if matrices else TILES.own_pairs)
     expected = Int8Rows.quantise(x)
     assert (rows.codes.cpu().int() - expected.codes.int()).abs().max() <= 1
     x = Int8Rows(*(part.cpu() for part in (rows.codes, rows.scales, rows.sums))).floats()
     of_input, of_output = on_either_side(weights.cuda(), gate)
-    mid = expert_int8.gate_up(there, lists, rows, gate, of_input)
-    got = expert_int8.down(there, lists, mid, of_output)
+    if matrices:
+        assert lists
+        mid = expert_matrices.gate_up(there, lists, rows, gate, of_input, matrices.gate_up)
+        got = expert_matrices.down(there, lists, mid, of_output, matrices.down)
+    else:
+        mid = expert_int8.gate_up(there, lists, rows, gate, of_input)
+        got = expert_int8.down(there, lists, mid, of_output)
     of_input, of_output = on_either_side(weights, gate)
     computed = ((ids >= 0) & (pairs.offsets[ids.clamp(min=0)] >= 0)).flatten()
     exact = torch.zeros(*ids.shape, record.intermediate)
@@ -154,6 +164,51 @@ def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[
             assert_rounded(pool.pairs(ids, offsets), x, weights)
 
 
+MATRICES = [
+    MatrixTiles(MatrixTile(8, warps=4, panels=1), MatrixTile(8, warps=4, panels=2)),
+    MatrixTiles(MatrixTile(16, warps=8, panels=2, stages=3), MatrixTile(16, warps=8, panels=1, stages=3)),
+]
+
+
+@pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS])
+@pytest.mark.parametrize("matrices", MATRICES, ids=["8 pairs", "16 pairs"])
+def test_matrices_of_int8_equal_rounded_products(
+    matrices: MatrixTiles, quant: str, random_weights: Callable[..., Bytes]
+) -> None:
+    """Also where a row's last superblock is short, an expert is absent, and an expert has more pairs than a tile."""
+    for quants, hidden, intermediate in (small(quant), ((quant,) * 3, 2048, 768)):
+        pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
+        assert expert_matrices.can_multiply(pool.record, matrices, torch.device("cuda"))
+        offsets = pool.offsets.clone()
+        offsets[1] = -1
+        for tokens in (1, 13, 90):
+            x, (ids, weights) = torch.randn(tokens, hidden).bfloat16(), route(tokens, EXPERTS, SLOTS, tokens)
+            ids[-1, 0] = -1
+            assert_rounded(pool.pairs(ids, offsets), x, weights, matrices=matrices)
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"{gate.activation}{gate.weighted_input}")
+def test_matrices_of_int8_have_biases_and_gates(gate: native.GateFacts, random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256, biased=True, gate=gate)
+    x, (ids, weights) = torch.randn(40, 512).bfloat16(), route(40, EXPERTS, SLOTS)
+    for matrices in MATRICES:
+        assert_rounded(pool.pairs(ids), x, weights, gate, matrices)
+
+
+def test_matrices_of_int8_keep_what_is_no_number_to_its_row(random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
+    x, (ids, weights) = torch.randn(40, 512).bfloat16().cuda(), (one.cuda() for one in route(40, EXPERTS, SLOTS))
+    there = on_gpu(pool.pairs(ids))
+    assert (tiles := TILES.matrix_tiles(ids.numel(), EXPERTS))
+    assert expert_matrices.can_multiply(pool.record, tiles, x.device)
+    whole = products.experts(there, there.offsets, x, weights, native.SILU)
+    x[3, 7] = torch.nan
+    broken = products.experts(there, there.offsets, x, weights, native.SILU)
+    assert broken[3].isnan().all()
+    others = torch.arange(40, device="cuda") != 3
+    assert torch.equal(broken[others], whole[others])
+
+
 @pytest.mark.parametrize("tokens", [2, 40, 600])
 def test_weights_may_multiply_the_input(tokens: int, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
@@ -165,8 +220,8 @@ def test_weights_may_multiply_the_input(tokens: int, random_weights: Callable[..
 
 
 def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes]) -> None:
-    """The tiles of one row are left out, since they add in another order."""
-    tiles = replace(TILES, own=TILES.own[1:])
+    """The tiles of one row and those of matrices are left out, since they add in another order."""
+    tiles = replace(TILES, own=TILES.own[1:], matrices=((INFINITE, None),))
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
     there = on_gpu(pool.pairs(ids))
@@ -178,7 +233,7 @@ def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes]) ->
     assert torch.equal(results[1], results[2][:5])
 
 
-@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize("tokens", [2, 20, 40])
 def test_few_tokens_in_a_graph(tokens: int, random_weights: Callable[..., Bytes]) -> None:
     """Replays see new activations, ids and offsets."""
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)

@@ -7,7 +7,7 @@ router and no placement.
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.kernels import expert_int8, expert_tensor_cores, panel_layout
+from ktqueue.operators.gpu.kernels import expert_int8, expert_matrices, expert_tensor_cores, panel_layout
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, ExpertTiles
@@ -16,7 +16,7 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 
 MAX_FEW_PAIRS = 2048
-"""Largest number of pairs that the integer kernel can sort by expert."""
+"""Largest number of pairs that the launch which rounds activations can sort by expert."""
 
 
 def experts(
@@ -41,16 +41,23 @@ def experts(
     record, down_pairs = pairs.record, pairs._replace(offsets=down_offsets)
     weights = weights.contiguous()
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
-    few = pairs.ids.numel() <= min(MAX_FEW_PAIRS, tiles.few_pairs * pairs.offsets.numel())
+    number, experts = pairs.ids.numel(), pairs.offsets.numel()
+    matrices = tiles.matrix_tiles(number, experts)
+    if matrices and not expert_matrices.can_multiply(record, matrices, x.device):
+        matrices = None
+    few = number <= min(MAX_FEW_PAIRS, tiles.few_pairs * experts if matrices is None else MAX_FEW_PAIRS)
     if not few or not _may_round(record, x.dtype, exact):
         return down(down_pairs, gate_up(pairs, x, gate, of_input, tiles=tiles), of_output, tiles=tiles)
     _check_input(pairs, x)
     x = x.contiguous()
-    if runs_kernel(x) and pairs.ids.numel():
+    if runs_kernel(x) and number:
         lists = None
         if rows is None:
             rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_pairs)
-        chosen = tiles.dot_tiles(pairs.ids.numel(), are_sorted=lists is not None)
+        if matrices and lists:
+            rows = expert_matrices.gate_up(pairs, lists, rows, gate, of_input, matrices.gate_up)
+            return expert_matrices.down(down_pairs, lists, rows, of_output, matrices.down)
+        chosen = tiles.dot_tiles(number, are_sorted=lists is not None)
         rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
         return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen)
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)

@@ -52,22 +52,46 @@ class CoreTile(NamedTuple):
     """Whether a launch before brings the columns of x into the order of packed weights."""
 
 
+class MatrixTile(NamedTuple):
+    """A product of expert_matrices.py. A program's `warps` have 16 rows of weights each at a time, `panels` times."""
+
+    pairs: int
+    """Of an expert that are multiplied at once, a multiple of 8. Further pairs read the weights again."""
+    warps: int
+    panels: int
+    stages: int = 2
+    """Superblocks of a warp in shared memory, of which all but one are on their way."""
+
+
+class MatrixTiles(NamedTuple):
+    """Both products of expert_matrices.py."""
+
+    gate_up: MatrixTile
+    down: MatrixTile
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTiles:
-    """All choices for products with packed experts. `own` and `cores` are lists of a limit and the choice below it.
+    """All choices for products with packed experts. `own`, `matrices` and `cores` are lists of a limit and the choice
+    below it.
 
-    few_pairs: average pairs of an expert up to which the integer kernel is used. own_pairs: pairs of a step up to which
-    each has programs of its own. own: their tiles, by pairs of the step. dots: the tiles of more pairs. cores: by
-    average pairs of an expert. scanned_pairs: pairs of a step up to which programs on tensor cores find their pairs by
-    themselves, at most 512; for more, pairs are sorted first.
+    few_pairs: average pairs of an expert up to which the integer kernel is used, where that for matrices is not.
+    own_pairs: pairs of a step up to which each has programs of its own. own: their tiles, by pairs of the step. dots:
+    the tiles of more pairs. matrices, cores: by average pairs of an expert. scanned_pairs: pairs of a step up to which
+    programs on tensor cores find their pairs by themselves, at most 512; for more, pairs are sorted first.
     """
 
     few_pairs: float
     own_pairs: int
     own: Sequence[tuple[float, DotTiles]]
     dots: DotTiles
+    matrices: Sequence[tuple[float, MatrixTiles | None]]
     cores: Sequence[tuple[float, CoreTile]]
     scanned_pairs: int
+
+    def matrix_tiles(self, pairs: int, experts: int) -> MatrixTiles | None:
+        """The tiles of the int8 kernel on tensor cores for a step of `pairs` pairs. None: another kernel is faster."""
+        return _below(self.matrices, pairs / experts)
 
     def dot_tiles(self, pairs: int, *, are_sorted: bool) -> DotTiles:
         """The tiles of the integer kernel for a step of `pairs` pairs."""
@@ -100,6 +124,12 @@ TILES = ExpertTiles(
     # Between one row of 8 pairs and four rows, nothing was measured.
     own=((12, DotTiles(1, *_LARGE)), (INFINITE, DotTiles(1, *_SMALL))),
     dots=DotTiles(2, *_SMALL),
+    matrices=(
+        (2.5, None),  # one pair an expert: 95 us of a layer on an H200, where dots take 92
+        (6, MatrixTiles(MatrixTile(8, warps=4, panels=1), MatrixTile(8, warps=4, panels=2))),
+        (22, MatrixTiles(MatrixTile(16, warps=8, panels=1), MatrixTile(16, warps=8, panels=2))),
+        (INFINITE, None),
+    ),
     cores=(
         # 1.5 times the pairs of an average expert: few experts need a second block, which decodes the weights again.
         (11.3, CoreTile(16, 64, stages=3, warps=4, permuted=False)),

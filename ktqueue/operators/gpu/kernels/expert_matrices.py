@@ -1,0 +1,153 @@
+"""Products of some tokens with packed experts, by int8 matrices on tensor cores: how expert_matrices.cu is launched.
+
+The rows are those of expert_int8.py: `prepare` quantises x and sorts the pairs (of a token and an expert), and these
+`gate_up` and `down` stand for the ones there. A program multiplies weights that it has decoded by eight pairs of an
+expert at the cost of one. The result of a pair does not depend on other pairs.
+
+The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp has. It is compiled at first use, by the
+NVRTC that torch brings.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.kernels import panel_layout
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
+from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
+from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, ExpertRecord
+from ktqueue.operators.native import GateFacts
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_HALVES = ("Q6_K", "Q3_K", "Q2_K", "IQ2_S", "IQ1_M", "NVFP4")
+_MULTIPROCESSOR_BYTES = 228 << 10
+"""Shared memory of a multiprocessor. Where it is less, fewer programs run at once."""
+_OWN_BYTES = 5 << 10
+"""Shared memory that a program takes beside that of rows and superblocks, at most."""
+_WARPS = 20
+"""That a multiprocessor can hold of the kernel, by registers."""
+_SMALLEST_CAPABILITY = (8, 0)
+"""Copies to shared memory that do not wait, and these products of int8, are in every GPU from here on."""
+
+
+def can_multiply(record: ExpertRecord, tiles: MatrixTiles, device: torch.device) -> bool:
+    """Whether the kernel can multiply such experts on such a device."""
+    if not is_gpu(device) or record.gate != record.up or {record.gate, record.down} & {*panel_layout.FLOAT_PRODUCTS}:
+        return False
+    if torch.cuda.get_device_capability(device) < _SMALLEST_CAPABILITY:
+        return False
+    # torch's type stubs do not have this property.
+    largest = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
+    needed = (
+        _shared_bytes(record.gate, record.hidden, tiles.gate_up),
+        _shared_bytes(record.down, record.intermediate, tiles.down),
+    )
+    return max(needed) + _OWN_BYTES <= largest
+
+
+def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
+    """Shared memory for rows of x with what scales them, and for superblocks."""
+    factors = 4 if panel_layout.panel_format(quant) in _HALVES else 2
+    rows = columns // SLAB * tile.pairs * (SLAB + 4 * factors)
+    return rows + tile.warps * tile.stages * panel_layout.superblock_bytes(quant)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A compiled kernel, and how it is launched."""
+
+    launch: Any
+    rows_of_program: int
+    threads: int
+    shared_bytes: int
+
+
+@cache
+def _kernel(
+    quant: str, columns: int, rows: int, gate: GateFacts | None, tile: MatrixTile, *, has_bias: bool, is_weighted: bool
+) -> _Kernel:
+    """Compile the kernel for matrices [rows, columns] of `quant`. gate None: one matrix, otherwise gate and up."""
+    facts, shared = panel_layout.constants(quant, columns), _shared_bytes(quant, columns, tile)
+    constants = {
+        "QUANT": facts["FORMAT"],
+        "SUPERBLOCK_BYTES": facts["SUPERBLOCK_BYTES"],
+        "PANEL_BYTES": facts["PANEL_BYTES"],
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "ACTIVATION": gate.activation if gate else "NONE",
+        "ALPHA": f"float({gate.alpha if gate else 0.0!r})",
+        "LIMIT": f"float({gate.limit if gate else 0.0!r})",
+        "WEIGHTED": int(is_weighted),
+        "BIASED": int(has_bias),
+        "TILES": tile.pairs // 8,
+        "WARPS": tile.warps,
+        "PANELS": tile.panels,
+        "STAGES": tile.stages,
+        "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _OWN_BYTES), _WARPS // tile.warps)),
+    }
+    launch = torch.cuda._compile_kernel(
+        _SOURCE.read_text(), "multiply_experts", nvcc_options=[f"-D{name}={value}" for name, value in constants.items()]
+    )
+    launch.set_shared_memory_config(max(shared, 48 << 10))  # less would not let the kernel's own memory pass 48 KiB
+    return _Kernel(launch, tile.warps * tile.panels * PANEL_ROWS, 32 * tile.warps, shared)
+
+
+def gate_up(
+    pairs: ExpertPairs,
+    lists: SortedPairs,
+    x: Int8Rows,
+    gate: GateFacts,
+    weights: torch.Tensor | None,
+    tile: MatrixTile,
+) -> Int8Rows:
+    """As expert_int8.gate_up, for experts of which `can_multiply` is true."""
+    record = pairs.record
+    mid = Int8Rows.empty(pairs.ids.numel(), record.intermediate, pairs.ids.device)
+    biases = None if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
+    _launch(pairs, lists, x, record.gate, (mid.codes, mid.scales, mid.sums), 0, gate, weights, biases, tile)
+    return mid
+
+
+def down(
+    pairs: ExpertPairs, lists: SortedPairs, mid: Int8Rows, weights: torch.Tensor | None, tile: MatrixTile
+) -> torch.Tensor:
+    """As expert_int8.down, for experts of which `can_multiply` is true."""
+    record = pairs.record
+    out = torch.empty(pairs.ids.numel(), record.hidden, dtype=torch.float32, device=pairs.ids.device)
+    biases = None if pairs.biases is None else (pairs.biases.down, pairs.biases.down)
+    outs = (out, mid.scales, mid.sums)
+    _launch(pairs, lists, mid, record.down, outs, record.down_start, None, weights, biases, tile)
+    return out.view(*pairs.ids.shape, record.hidden)
+
+
+def _launch(
+    pairs: ExpertPairs,
+    lists: SortedPairs,
+    x: Int8Rows,
+    quant: str,
+    outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    start: int,
+    gate: GateFacts | None,
+    weights: torch.Tensor | None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    tile: MatrixTile,
+) -> None:
+    number, rows = outs[0].shape
+    tokens, columns = x.codes.shape
+    experts = pairs.offsets.numel()
+    kernel = _kernel(quant, columns, rows, gate, tile, has_bias=biases is not None, is_weighted=weights is not None)
+    kernel.launch(
+        (-(-rows // kernel.rows_of_program), experts, 1),
+        (kernel.threads, 1, 1),
+        [
+            pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
+            x.scales if weights is None else weights, *(biases or (x.scales, x.scales)), *outs, *lists,
+            number, number // tokens, start, -(-number // experts),
+        ],
+        kernel.shared_bytes,
+    )  # fmt: skip
