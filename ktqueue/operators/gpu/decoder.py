@@ -141,8 +141,6 @@ class GpuDecoder(Operator):
             self._routed, self.facts.hidden, self.facts.dtype, self.device, settings, self.trials
         )
         self._experts.choices = self._choices
-        for layer in self._layers:
-            layer.follow(self.trials)
         self._launches_early = self._experts.handoff is None and launches_dependents(self.device)
 
     @property

@@ -4,11 +4,10 @@ import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.latent import LatentPlan, expansion_of
-from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
+from ktqueue.operators.gpu.attention.latent_inputs import FEW_TOKENS, latent_query_append
 from ktqueue.operators.gpu.dense import DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual
 from ktqueue.operators.gpu.kernels.rope import Rotary
-from ktqueue.operators.gpu.settings import Trials
 from ktqueue.operators.indexer import Indexer, KeyChoice, attend_to_choice
 from ktqueue.operators.latent_shape import (
     LatentShape,
@@ -53,7 +52,6 @@ class LatentSelfAttention:
         self._key_up, self._value_up = split_up_matrix(up, shape)
         self._up = up.view(shape.heads, shape.plain + shape.value, shape.latent)
         self._o = weights.linear(f"{module}.o_proj")
-        self.trials = Trials()
         self._indexer: Indexer | None = None
         if shape.indexer and layer.chooses:
             self._indexer = Indexer.load(shape.indexer, weights, f"{module}.indexer", weights.linear)
@@ -83,14 +81,13 @@ class LatentSelfAttention:
                 self._choice.positions = self._indexer.choose(self._index, x, low_rank, cosine, sine, step)
         query = grown(query, positions, shape)
         expands = self._choice.positions is None and expansion_of(attention_plan(step)) is not None
-        key_up = None if expands else self._key_up
-        if self.trials.fused_latents:
+        if not expands and len(query) <= FEW_TOKENS:
             return latent_query_append(
                 query,
                 key,
                 shape,
                 norm=self._latent_norm,
-                key_up=key_up,
+                key_up=self._key_up,
                 cosine=rotary.cosine[0],
                 sine=rotary.sine[0],
                 positions=positions,
@@ -99,9 +96,9 @@ class LatentSelfAttention:
             )
         cosine, sine = rotary.cosine[0, positions], rotary.sine[0, positions]
         step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
-        if key_up is None:
+        if expands:
             return rotate_query(query, cosine, sine, shape)
-        return absorb_query(query, key_up, cosine, sine, shape)
+        return absorb_query(query, self._key_up, cosine, sine, shape)
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * value]."""
@@ -111,7 +108,7 @@ class LatentSelfAttention:
             attend_to_choice(self._index, query, self._choice.positions, chosen, step, self._shape.scaling)
             return expand_values(chosen, self._value_up)
         expansion = expansion_of(plan)
-        if self.trials.joined_values and expansion is None and isinstance(plan, LatentPlan):
+        if expansion is None and isinstance(plan, LatentPlan):
             return plan.values(self._index, query, self._value_up, step.kv, self._scores)
         if expansion is None:
             return expand_values(plan.attend(self._index, query, step.kv, self._scores), self._value_up)

@@ -14,7 +14,6 @@ from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_att
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.gpu.latent_layer import LatentSelfAttention, attention_plan
-from ktqueue.operators.gpu.settings import Trials
 from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear_attention import LinearAttentionShape
@@ -162,12 +161,11 @@ class DenseMlp:
         self._activation: ActivationName = activation
         self._gate_up = weights.linear(f"{module}.gate_proj", f"{module}.up_proj")
         self._down = weights.linear(f"{module}.down_proj")
-        self.trials = Trials()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         gate_up = self._gate_up
-        if self.trials.gated_products and isinstance(gate_up, DecodedLinear) and gate_up.bias is None:
+        if isinstance(gate_up, DecodedLinear) and gate_up.bias is None:
             return self._down(few_rows_gated(self._activation, x, gate_up.weight))
         return self._down(gated(self._activation, gate_up(x)))
 
@@ -222,14 +220,6 @@ class DecoderLayer:
             shared = f"{layer.name}.{layer.shared}"
             gate = weights.linear(f"{shared}_gate") if layer.shared_gate else None
             self._shared = DenseMlp(shared, layer.gate.activation, weights), gate
-
-    def follow(self, trials: Trials) -> None:
-        """Compute steps in the ways that are turned on."""
-        if isinstance(self.attention, LatentSelfAttention):
-            self.attention.trials = trials
-        mlp = self._shared[0] if self._shared else self._mlp
-        if mlp is not None:
-            mlp.trials = trials
 
     @property
     def routes(self) -> bool:

@@ -10,15 +10,9 @@ class Trials:
     """Ways to compute a step that are not measured on a GPU yet, and therefore off. No user sees them; benchmarks and
     tests turn them on.
 
-    fused_latents: latent attention makes its query and its key in one launch (attention/latent_inputs.py).
-    joined_values: with few tokens, the launch that joins their splits also expands latents (attention/latent.py).
-    gated_products: with few tokens, gate and up of a decoded dense MLP are joined in their product (kernels/linear.py).
     shared_beside_experts: in decode steps a second stream computes shared experts (side_stream.py).
     """
 
-    fused_latents: bool = False
-    joined_values: bool = False
-    gated_products: bool = False
     shared_beside_experts: bool = False
 
 

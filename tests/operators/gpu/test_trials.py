@@ -1,4 +1,4 @@
-"""Ways to compute a step that are off: they compute what GpuDecoder usually does, on CPU tensors and on a GPU."""
+"""Launches that are joined, or beside others, compute what separate ones do, on CPU tensors and on a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,8 @@ from decoder_families import (
 from ktqueue.operators.gpu import latent_layer
 from ktqueue.operators.gpu import layer as layer_module
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
-from ktqueue.operators.gpu.kernels.linear import few_rows_gated
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.settings import Trials
 from ktqueue.operators.gpu.side_stream import SideStream
 
@@ -28,7 +29,9 @@ def test_latent_attention_of_fewer_launches_says_the_same(
 ) -> None:
     """On CPU tensors, twins compute the same bits."""
     model = make_model(family).to(dtype)
+    monkeypatch.setattr(latent_layer, "FEW_TOKENS", 0)
     expected = fed(make_decoder(model))
+    monkeypatch.undo()
     fused: list[torch.Tensor] = []
 
     def noted(*arguments: Any, **named: Any) -> torch.Tensor:
@@ -36,7 +39,7 @@ def test_latent_attention_of_fewer_launches_says_the_same(
         return fused[-1]
 
     monkeypatch.setattr(latent_layer, "latent_query_append", noted)
-    decoder = make_decoder(model, trials=Trials(fused_latents=True, joined_values=True))
+    decoder = make_decoder(model)
     found = fed(decoder)
     assert fused and fused[-1].dtype == dtype
     assert token_error(found, expected) < (1e-5 if dtype == torch.float32 else 2e-2)
@@ -72,6 +75,7 @@ def test_gate_and_up_may_be_joined_in_their_product(
 ) -> None:
     """Those of dense layers and of shared experts."""
     model = make_model("qwen2_moe with dense layers").to(torch.bfloat16)
+    monkeypatch.setattr(layer_module, "few_rows_gated", lambda kind, x, weight: gated(kind, few_rows_linear(x, weight)))
     expected = fed(make_decoder(model))
     matrices: set[int] = set()
 
@@ -80,6 +84,6 @@ def test_gate_and_up_may_be_joined_in_their_product(
         return few_rows_gated(activation, x, weight)
 
     monkeypatch.setattr(layer_module, "few_rows_gated", noted)
-    decoder = make_decoder(model, trials=Trials(gated_products=True))
+    decoder = make_decoder(model)
     assert token_error(fed(decoder), expected) < 1e-2
     assert len(matrices) == len(decoder.facts.layers)

@@ -32,9 +32,9 @@ HEADS_AT_ONCE = 16
 EXPANDED_TOKENS = 64
 """Rows with at least so many tokens in a step attend over expanded latents. On an H200, 64 tokens of 8,192 keys then
 take 0.24 instead of 0.29 ms with 16 heads and 0.78 instead of 1.46 ms with 128."""
-_FEW_TOKENS = 4
-"""Up to here, joining the splits of a token's keys and expanding the result is one launch: each of its programs joins
-again. For more tokens, torch's product reads the expanding matrix less often."""
+_JOINED_HEADS = 16
+"""Up to so many heads of all tokens, joining the splits of their keys and expanding the result is one launch: each of
+its programs joins again. With more, two launches are as fast or faster (adr/0067)."""
 _VALUE_COLUMNS = 16
 """Columns of a value that a program expands to: 16 heads of 128 columns then fill a GPU."""
 _EXPANDED_BYTES = 256 << 20
@@ -241,9 +241,9 @@ class LatentPlan(TritonPlan):
     ) -> torch.Tensor:
         """Attend, and expand the results: query [tokens, heads, latent + rotary] -> [tokens, heads * value].
 
-        value_up: [heads, latent, value], see latent_shape. Few tokens are joined and expanded in one launch.
+        value_up: [heads, latent, value], see latent_shape. Few heads are joined and expanded in one launch.
         """
-        if self.decode_rows is None or self.decode_rows.splits == 1 or len(query) > _FEW_TOKENS:
+        if self.decode_rows is None or self.decode_rows.splits == 1 or query.shape[:2].numel() > _JOINED_HEADS:
             return expand_values(self.attend(layer, query, kv, options), value_up)
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], value_up.shape[2])
