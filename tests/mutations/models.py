@@ -339,7 +339,7 @@ MODELS: dict[str, Mutation] = {
     "memory of other processes counts as free": Mutation(
         "ktqueue fit says yes only if the model fits in the free memory",
         "workers/startup/fit.py",
-        "chosen.gpu_memory_utilization - others / total",
+        "chosen.gpu_memory_utilization - (gpu.total - gpu.free) / gpu.total",
         "chosen.gpu_memory_utilization",
         (f"{FIT}::test_memory_of_other_processes_is_not_used",),
     ),
