@@ -97,6 +97,11 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	@$(PIP) install --requirement "$(VENV)/dev.txt"
 	@touch $@
 
+# A folder of its own: on a machine with a GPU torch brings another release, which stays.
+$(VENV)/nvrtc.stamp: $(VENV)/dev.stamp
+	@$(PIP) install --no-deps --target "$(VENV)/nvrtc" nvidia-cuda-nvrtc==13.5.37
+	@touch $@
+
 $(VENV)/fuzz.stamp: $(VENV)/dev.stamp
 	@$(PIP) install atheris
 	@touch $@
@@ -119,7 +124,7 @@ test: $(VENV)/dev.stamp ## All tests but the long ones (ARGS="-k journal" for so
 long: $(VENV)/dev.stamp ## The long tests: installations that start, die and start again
 	@$(BIN)/python -m pytest $(PROCESSES) -m long $(ARGS)
 
-compiled: $(VENV)/dev.stamp ## Triton kernels compile for an H200, without a GPU
+compiled: $(VENV)/nvrtc.stamp ## GPU kernels compile for an H200, without a GPU
 	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m compiled tests/operators/gpu $(ARGS)
 
 installed: $(VENV)/dev.stamp ## Wheels, and every block of README and docs as printed, with ktqueue installed from its wheels

@@ -4,20 +4,17 @@ import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.latent import LatentPlan, expansion_of
-from ktqueue.operators.gpu.attention.latent_inputs import FEW_TOKENS, latent_query_append
+from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.dense import DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual
 from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.indexer import Indexer, KeyChoice, attend_to_choice
 from ktqueue.operators.latent_shape import (
     LatentShape,
-    absorb_query,
     absorb_rotated,
     expand_values,
     grown,
-    make_key,
     rms_norm,
-    rotate_query,
     split_up_matrix,
 )
 from ktqueue.operators.layer_facts import LayerFacts
@@ -81,24 +78,18 @@ class LatentSelfAttention:
                 self._choice.positions = self._indexer.choose(self._index, x, low_rank, cosine, sine, step)
         query = grown(query, positions, shape)
         expands = self._choice.positions is None and expansion_of(attention_plan(step)) is not None
-        if not expands and len(query) <= FEW_TOKENS:
-            return latent_query_append(
-                query,
-                key,
-                shape,
-                norm=self._latent_norm,
-                key_up=self._key_up,
-                cosine=rotary.cosine[0],
-                sine=rotary.sine[0],
-                positions=positions,
-                slot_mapping=step.slot_mapping,
-                cache=step.kv.keys[self._index],
-            )
-        cosine, sine = rotary.cosine[0, positions], rotary.sine[0, positions]
-        step.kv.write(self._index, step.slot_mapping, make_key(key, self._latent_norm, cosine, sine, shape)[:, None])
-        if expands:
-            return rotate_query(query, cosine, sine, shape)
-        return absorb_query(query, self._key_up, cosine, sine, shape)
+        return latent_query_append(
+            query,
+            key,
+            shape,
+            norm=self._latent_norm,
+            key_up=None if expands else self._key_up,
+            cosine=rotary.cosine[0],
+            sine=rotary.sine[0],
+            positions=positions,
+            slot_mapping=step.slot_mapping,
+            cache=step.kv.keys[self._index],
+        )
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * value]."""

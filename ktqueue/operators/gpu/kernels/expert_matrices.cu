@@ -22,25 +22,14 @@ using int64 = long long;
 
 constexpr Quant quant = QUANT;
 constexpr Activation activation = ACTIVATION;  // NONE: one matrix, otherwise gate and up
-constexpr bool halves = quant == Q6_K || quant == Q3_K || quant == Q2_K || quant == IQ2_S || quant == IQ1_M ||
-                        quant == NVFP4;  // each half of a slab has its own scale
-constexpr bool minimums = quant == Q4_K || quant == Q5_K || quant == Q2_K || quant == Q4_1 || quant == Q5_1 ||
-                          quant == UINT4;
-constexpr bool are_signed = quant == IQ4_NL || quant == IQ4_XS || quant == MXFP4 || quant == NVFP4 ||
-                            quant == IQ3_XXS || quant == IQ2_S;
-constexpr int offset_of_codes = quant == Q8_0   ? 128
-                                : quant == Q4_0 ? 8
-                                : quant == Q6_K ? 32
-                                : quant == Q3_K ? 4
-                                : quant == IQ3_S ? 15
-                                : quant == IQ1_M ? 9
-                                                 : 0;
+// By HALVES, each half of a slab has its own scale; by MINIMUMS, minimums are subtracted; by SIGNED, codes are signed
+// bytes; OFFSET is to be subtracted from codes. All as dots.py says.
 constexpr int SLABS = COLUMNS / 32;
 constexpr int BLOCKS = (SLABS + 7) / 8;
 constexpr int LAST_SLABS = SLABS - 8 * (BLOCKS - 1);
 constexpr int MATRICES = activation == NONE ? 1 : 2;
 constexpr int PAIRS = 8 * TILES;
-constexpr int FACTORS = halves ? 4 : 2;  // words of a slab and a pair: see stage_rows
+constexpr int FACTORS = HALVES ? 4 : 2;  // words of a slab and a pair: see stage_rows
 constexpr int PANEL_COUNT = (ROWS + 15) / 16;
 constexpr int FIRST_SUM = 0x4B400000;
 constexpr float FIRST_SUM_AS_FLOAT = 12582912.0f;
@@ -152,7 +141,7 @@ struct Scales {
 __device__ inline Scales scales_of(const uint8_t *block, int slab, int slabs, int g) {
   Scales result;
 #pragma unroll
-  for (int half = 0; half < (halves ? 2 : 1); half++) {
+  for (int half = 0; half < (HALVES ? 2 : 1); half++) {
     uint32_t scale = 0, minimum = 0;
     const uint8_t *start = nullptr, *shared = nullptr;
     if constexpr (quant == Q4_K || quant == Q5_K) {
@@ -217,7 +206,7 @@ __device__ inline Scales scales_of(const uint8_t *block, int slab, int slabs, in
 }
 
 __device__ inline void multiply_codes(int sums[4], const uint32_t codes[4], uint2 x) {
-  if constexpr (are_signed) {
+  if constexpr (SIGNED) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(x.x), "r"(x.y));
@@ -243,18 +232,18 @@ __device__ inline void add_block(float values[TILES][4], const uint8_t *block, c
       const uint2 x = *reinterpret_cast<const uint2 *>(x_codes + (slab * PAIRS + 8 * tile + g) * 32 + 8 * t);
       const uint32_t *of_pairs = x_factors + (slab * PAIRS + 8 * tile + 2 * t) * FACTORS;
       uint32_t factors[2][FACTORS];
-      if constexpr (halves) {
+      if constexpr (HALVES) {
         *reinterpret_cast<uint4 *>(factors[0]) = *reinterpret_cast<const uint4 *>(of_pairs);
         *reinterpret_cast<uint4 *>(factors[1]) = *reinterpret_cast<const uint4 *>(of_pairs + 4);
       } else {
         *reinterpret_cast<uint4 *>(factors[0]) = *reinterpret_cast<const uint4 *>(of_pairs);
       }
-      int sums[halves ? 2 : 1][4];
+      int sums[HALVES ? 2 : 1][4];
 #pragma unroll
-      for (int half = 0; half < (halves ? 2 : 1); half++) {
+      for (int half = 0; half < (HALVES ? 2 : 1); half++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) sums[half][i] = minimums ? FIRST_SUM : int(factors[i % 2][1 + half]);
-        const bool is_here = !halves || (t < 2) == (half == 0);
+        for (int i = 0; i < 4; i++) sums[half][i] = MINIMUMS ? FIRST_SUM : int(factors[i % 2][1 + half]);
+        const bool is_here = !HALVES || (t < 2) == (half == 0);
         multiply_codes(sums[half], codes, make_uint2(is_here ? x.x : 0, is_here ? x.y : 0));
       }
 #pragma unroll
@@ -262,16 +251,16 @@ __device__ inline void add_block(float values[TILES][4], const uint8_t *block, c
         const int r = i / 2, c = i % 2;
         const float x_scale = __uint_as_float(factors[c][0]);
         float value = __int_as_float(sums[0][i]) - FIRST_SUM_AS_FLOAT;
-        if constexpr (halves) {
+        if constexpr (HALVES) {
           value *= scales.scale[0][r];
           value = __fmaf_rn(scales.scale[1][r], __int_as_float(sums[1][i]) - FIRST_SUM_AS_FLOAT, value);
           values[tile][i] = __fmaf_rn(value, x_scale, values[tile][i]);
         } else {
           values[tile][i] = __fmaf_rn(scales.scale[0][r], value * x_scale, values[tile][i]);
         }
-        if constexpr (minimums) {
+        if constexpr (MINIMUMS) {
           values[tile][i] = __fmaf_rn(-scales.minimum[0][r], __uint_as_float(factors[c][1]), values[tile][i]);
-          if constexpr (halves)
+          if constexpr (HALVES)
             values[tile][i] = __fmaf_rn(-scales.minimum[1][r], __uint_as_float(factors[c][2]), values[tile][i]);
         }
       }
@@ -296,7 +285,7 @@ __device__ inline float join(float gate, float up) {
   }
 }
 
-// Begin to copy BYTES, a multiple of 16, to shared memory. Each lane has its own begin.
+// Begin to copy BYTES, a multiple of 16, to shared memory. `to` and `from` are where the lane's first 16 bytes are.
 template <int BYTES>
 __device__ inline void copy_block(uint32_t to, const uint8_t *from, int lane) {
 #pragma unroll
@@ -323,9 +312,9 @@ __device__ inline void stage_rows(uint8_t *x_codes, uint32_t *x_factors, const i
     const int both = sums[at], first = int(short(both)), second = (both - first) >> 16;
     uint32_t *to = x_factors + (slab * PAIRS + pair) * FACTORS;
     to[0] = __float_as_uint(scale);
-    const int parts[2] = {halves ? first : first + second, second};
-    for (int half = 0; half < (halves ? 2 : 1); half++)
-      to[1 + half] = minimums ? __float_as_uint(scale * float(parts[half])) : FIRST_SUM - offset_of_codes * parts[half];
+    const int parts[2] = {HALVES ? first : first + second, second};
+    for (int half = 0; half < (HALVES ? 2 : 1); half++)
+      to[1 + half] = MINIMUMS ? __float_as_uint(scale * float(parts[half])) : FIRST_SUM - OFFSET * parts[half];
   }
 }
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from ktqueue.operators.gpu.device import is_gpu
-from ktqueue.operators.gpu.kernels import panel_layout
+from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
 from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, ExpertRecord
 from ktqueue.operators.native import GateFacts
 
-_SOURCE = Path(__file__).with_suffix(".cu")
-_HALVES = ("Q6_K", "Q3_K", "Q2_K", "IQ2_S", "IQ1_M", "NVFP4")
+SOURCE = Path(__file__).with_suffix(".cu")
+NAME = "multiply_experts"
 _MULTIPROCESSOR_BYTES = 228 << 10
 """Shared memory of a multiprocessor. Where it is less, fewer programs run at once."""
 _OWN_BYTES = 5 << 10
@@ -52,7 +52,7 @@ def can_multiply(record: ExpertRecord, tiles: MatrixTiles, device: torch.device)
 
 def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
     """Shared memory for rows of x with what scales them, and for superblocks."""
-    factors = 4 if panel_layout.panel_format(quant) in _HALVES else 2
+    factors = 4 if dots.halves(panel_layout.panel_format(quant)) else 2
     rows = columns // SLAB * tile.pairs * (SLAB + 4 * factors)
     return rows + tile.warps * tile.stages * panel_layout.superblock_bytes(quant)
 
@@ -67,16 +67,20 @@ class _Kernel:
     shared_bytes: int
 
 
-@cache
-def _kernel(
+def constants(
     quant: str, columns: int, rows: int, gate: GateFacts | None, tile: MatrixTile, *, has_bias: bool, is_weighted: bool
-) -> _Kernel:
-    """Compile the kernel for matrices [rows, columns] of `quant`. gate None: one matrix, otherwise gate and up."""
-    facts, shared = panel_layout.constants(quant, columns), _shared_bytes(quant, columns, tile)
-    constants = {
-        "QUANT": facts["FORMAT"],
-        "SUPERBLOCK_BYTES": facts["SUPERBLOCK_BYTES"],
-        "PANEL_BYTES": facts["PANEL_BYTES"],
+) -> dict[str, str | int]:
+    """What the kernel is compiled for: matrices [rows, columns] of `quant`. gate None: one, otherwise gate and up."""
+    shape, shared = panel_layout.constants(quant, columns), _shared_bytes(quant, columns, tile)
+    form = shape["FORMAT"]
+    return {
+        "QUANT": form,
+        "HALVES": int(dots.halves(form)),
+        "MINIMUMS": int(dots.minimums(form)),
+        "SIGNED": int(dots.signed(form)),
+        "OFFSET": dots.offset(form),
+        "SUPERBLOCK_BYTES": shape["SUPERBLOCK_BYTES"],
+        "PANEL_BYTES": shape["PANEL_BYTES"],
         "COLUMNS": columns,
         "ROWS": rows,
         "ACTIVATION": gate.activation if gate else "NONE",
@@ -90,9 +94,18 @@ def _kernel(
         "STAGES": tile.stages,
         "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _OWN_BYTES), _WARPS // tile.warps)),
     }
+
+
+@cache
+def _kernel(
+    quant: str, columns: int, rows: int, gate: GateFacts | None, tile: MatrixTile, *, has_bias: bool, is_weighted: bool
+) -> _Kernel:
+    """Compile the kernel: see `constants`."""
+    facts = constants(quant, columns, rows, gate, tile, has_bias=has_bias, is_weighted=is_weighted)
     launch = torch.cuda._compile_kernel(
-        _SOURCE.read_text(), "multiply_experts", nvcc_options=[f"-D{name}={value}" for name, value in constants.items()]
+        SOURCE.read_text(), NAME, nvcc_options=[f"-D{name}={value}" for name, value in facts.items()]
     )
+    shared = _shared_bytes(quant, columns, tile)
     launch.set_shared_memory_config(max(shared, 48 << 10))  # less would not let the kernel's own memory pass 48 KiB
     return _Kernel(launch, tile.warps * tile.panels * PANEL_ROWS, 32 * tile.warps, shared)
 

@@ -1,0 +1,72 @@
+"""The kernel in CUDA C++ compiles to machine code for every format, without a GPU. tests/gpu runs it on one."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels import expert_matrices, panel_layout
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES
+from ktqueue.operators.native import SILU
+
+from .panel_pools import GATES
+
+ARCHITECTURES = "sm_80", "sm_90"
+QUANTS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> ctypes.CDLL:
+    """NVRTC, from where `make compiled` puts it."""
+    found = sorted(Path(sys.prefix, "nvrtc").glob("nvidia/*/lib/libnvrtc.so.*"))
+    assert found, "make compiled installs NVRTC"
+    return ctypes.CDLL(str(found[0]))
+
+
+def machine_code(compiler: ctypes.CDLL, constants: dict[str, str | int], architecture: str) -> bytes:
+    """Compile as torch does. Fails with what the compiler says."""
+    options = [f"--gpu-architecture={architecture}", *(f"-D{name}={value}" for name, value in constants.items())]
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = expert_matrices.SOURCE.read_bytes()
+    assert not compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"expert_matrices.cu", 0, None, None)
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    failed = compiler.nvrtcCompileProgram(program, len(options), words)
+    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    compiler.nvrtcGetProgramLog(program, log)
+    assert not failed, log.value.decode()
+    compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    compiler.nvrtcGetCUBIN(program, code)
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_format_compiles(architecture: str, compiler: ctypes.CDLL) -> None:
+    """Rows end in a whole superblock and in a short one."""
+    tiles = TILES.matrix_tiles(4, 1)
+    assert tiles
+    for quant in QUANTS:
+        for columns, rows in ((256, 512), (384, 96)):
+            both = expert_matrices.constants(
+                quant, columns, rows, SILU, tiles.gate_up, has_bias=False, is_weighted=False
+            )
+            one = expert_matrices.constants(quant, columns, rows, None, tiles.down, has_bias=True, is_weighted=True)
+            for constants in (both, one):
+                assert expert_matrices.NAME.encode() in machine_code(compiler, constants, architecture)
+
+
+@pytest.mark.compiled
+def test_every_gate_and_tile_compiles(compiler: ctypes.CDLL) -> None:
+    for pairs in (4, 16):
+        tiles = TILES.matrix_tiles(pairs, 1)
+        assert tiles
+        for gate in GATES:
+            constants = expert_matrices.constants(
+                "Q4_K", 2048, 768, gate, tiles.gate_up, has_bias=True, is_weighted=gate.weighted_input
+            )
+            assert machine_code(compiler, constants, "sm_90")
