@@ -97,9 +97,9 @@ $(VENV)/dev.stamp: $(VENV)/demo.stamp
 	@$(PIP) install --requirement "$(VENV)/dev.txt"
 	@touch $@
 
-# A folder of its own: on a machine with a GPU torch brings another release, which stays.
+# A folder of its own, beside what a torch for GPUs brings.
 $(VENV)/nvrtc.stamp: $(VENV)/dev.stamp
-	@$(PIP) install --no-deps --target "$(VENV)/nvrtc" nvidia-cuda-nvrtc==13.5.37
+	@$(PIP) install --no-deps --target "$(VENV)/nvrtc" nvidia-cuda-nvrtc
 	@touch $@
 
 $(VENV)/fuzz.stamp: $(VENV)/dev.stamp

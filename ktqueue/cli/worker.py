@@ -5,6 +5,7 @@ from functools import partial
 
 from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings
 from ktqueue.cli.model import with_model
+from ktqueue.cli.terminal.failures import require
 
 
 @expand
@@ -15,6 +16,7 @@ def worker(common: CommonFlags, engine: EngineFlags, profile: ProfileFlags) -> N
     from ktqueue.core.logs import set_up_logging
 
     config = settings(common, engine=engine, profile=profile)
+    require("worker")
     check_redis(config)
     from ktqueue.workers.generation.worker_process import leave, run  # seconds: it imports torch
 
