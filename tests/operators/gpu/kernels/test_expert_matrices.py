@@ -20,9 +20,10 @@ QUANTS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PR
 @pytest.fixture(scope="module")
 def compiler() -> ctypes.CDLL:
     """NVRTC, from where `make compiled` puts it."""
-    found = sorted(Path(sys.prefix, "nvrtc").glob("nvidia/*/lib/libnvrtc.so.*"))
-    assert found, "make compiled installs NVRTC"
-    return ctypes.CDLL(str(found[0]))
+    (folder,) = Path(sys.prefix, "nvrtc").glob("nvidia/*/lib")
+    (parts,), (library,) = folder.glob("libnvrtc-builtins.so.*"), folder.glob("libnvrtc.so.*")
+    ctypes.CDLL(str(parts), mode=ctypes.RTLD_GLOBAL)  # the other one does not look beside itself in every release
+    return ctypes.CDLL(str(library))
 
 
 def machine_code(compiler: ctypes.CDLL, constants: dict[str, str | int], architecture: str) -> bytes:
