@@ -92,9 +92,9 @@ def _dots(
     )
 
 
-def _matrices(pairs: int, warps: int, panels: int = 2, *, stages: int = 2, least: int = 4, most: int = 256) -> Choice:
-    tiles = MatrixTiles(MatrixTile(pairs, warps, 1, stages), MatrixTile(pairs, warps, panels, stages))
-    return Choice(replace(TILES, own_pairs=0, matrices=((INFINITE, tiles),)), least, most)
+def _matrices(gate_up: MatrixTile, down: MatrixTile, *, least: int = 16, most: int = 256) -> Choice:
+    matrices = ((INFINITE, MatrixTiles(gate_up, down)),)
+    return Choice(replace(TILES, own_pairs=0, matrices=matrices), least, most)
 
 
 def _cores(tile: CoreTile, *, scans: bool = False, least: int = 4, most: int = 1 << 30) -> Choice:
@@ -122,12 +122,17 @@ CHOICES: dict[str, Choice] = {
     "dots 8 of some, 8x64x3, 8x64x3": _dots(8, DotTile(8, 64, 3, 168), DotTile(8, 64, 3), skips=True, least=16),
     "dots 8 of some, 16x32x2, 8x32x2": _dots(8, DotTile(16, 32, 2, 168), DotTile(8, 32, 2), skips=True, least=16),
     # Matrices of int8 on tensor cores.
-    "matrices 8, 4 warps": _matrices(8, 4, most=64),
-    "matrices 8, 4 warps, 3 stages": _matrices(8, 4, stages=3, most=64),
-    "matrices 8, 8 warps": _matrices(8, 8, most=64),
-    "matrices 16, 8 warps": _matrices(16, 8, least=64),
-    "matrices 16, 4 warps": _matrices(16, 4, least=64),
-    "matrices 16, 8 warps, 3 stages": _matrices(16, 8, stages=3, least=64),
+    "matrices 8, 8 and 4 warps": _matrices(MatrixTile(8, 8, 1), MatrixTile(8, 4, 1), most=64),
+    "matrices 8, 4 warps": _matrices(MatrixTile(8, 4, 1), MatrixTile(8, 4, 2), most=64),
+    "matrices 8, 6 warps": _matrices(MatrixTile(8, 6, 1), MatrixTile(8, 6, 1), most=128),
+    "matrices 8, 16 and 12 warps": _matrices(MatrixTile(8, 16, 1), MatrixTile(8, 12, 1), most=64),
+    "matrices 8, 6 and 4 warps, 3 stages": _matrices(MatrixTile(8, 6, 1, 3), MatrixTile(8, 4, 1, 3), most=64),
+    "matrices 16, 6 warps": _matrices(MatrixTile(16, 6, 1), MatrixTile(16, 6, 1), least=64),
+    "matrices 16, 8 and 4 warps": _matrices(MatrixTile(16, 8, 1), MatrixTile(16, 4, 2), least=128),
+    "matrices 16, 12 warps": _matrices(MatrixTile(16, 12, 1), MatrixTile(16, 12, 1), least=128),
+    "matrices 24, 12 warps": _matrices(MatrixTile(24, 12, 1), MatrixTile(24, 12, 1), least=128, most=512),
+    "matrices 24, 4 warps": _matrices(MatrixTile(24, 4, 1), MatrixTile(24, 4, 2), least=128, most=512),
+    "matrices 32, 12 warps": _matrices(MatrixTile(32, 12, 1), MatrixTile(32, 12, 1), least=256, most=512),
     # Tensor cores.
     "cores 16x64, scanned": _cores(CoreTile(16, 64, 3, 4, permuted=False), scans=True, least=4, most=64),
     "cores 16x64": _cores(CoreTile(16, 64, 3, 4, permuted=False), most=256),

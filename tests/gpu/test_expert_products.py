@@ -165,13 +165,13 @@ def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[
 
 
 MATRICES = [
-    MatrixTiles(MatrixTile(8, warps=4, panels=1), MatrixTile(8, warps=4, panels=2)),
-    MatrixTiles(MatrixTile(16, warps=8, panels=2, stages=3), MatrixTile(16, warps=8, panels=1, stages=3)),
+    MatrixTiles(MatrixTile(8, warps=4, rounds=1), MatrixTile(8, warps=4, rounds=2)),
+    MatrixTiles(MatrixTile(24, warps=4, rounds=2, stages=3), MatrixTile(24, warps=3, rounds=1)),
 ]
 
 
 @pytest.mark.parametrize("quant", [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS])
-@pytest.mark.parametrize("matrices", MATRICES, ids=["8 pairs", "16 pairs"])
+@pytest.mark.parametrize("matrices", MATRICES, ids=["8 pairs", "24 pairs"])
 def test_matrices_of_int8_equal_rounded_products(
     matrices: MatrixTiles, quant: str, random_weights: Callable[..., Bytes]
 ) -> None:

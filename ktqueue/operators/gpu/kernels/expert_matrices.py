@@ -20,17 +20,17 @@ from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
-from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, ExpertRecord
+from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS, ExpertRecord
 from ktqueue.operators.native import GateFacts
 
 SOURCE = Path(__file__).with_suffix(".cu")
 NAME = "multiply_experts"
 _MULTIPROCESSOR_BYTES = 228 << 10
 """Shared memory of a multiprocessor. Where it is less, fewer programs run at once."""
-_OWN_BYTES = 5 << 10
-"""Shared memory that a program takes beside that of rows and superblocks, at most."""
-_WARPS = 20
-"""That a multiprocessor can hold of the kernel, by registers."""
+_OWN_BYTES = 1 << 10
+"""Shared memory that a program takes beside what the kernel declares."""
+_WARPS = 16
+"""That a multiprocessor can hold of the kernel, by registers: 128 of a thread."""
 _SMALLEST_CAPABILITY = (8, 0)
 """Copies to shared memory that do not wait, and these products of int8, are in every GPU from here on."""
 
@@ -44,17 +44,24 @@ def can_multiply(record: ExpertRecord, tiles: MatrixTiles, device: torch.device)
     # torch's type stubs do not have this property.
     largest = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
     needed = (
-        _shared_bytes(record.gate, record.hidden, tiles.gate_up),
-        _shared_bytes(record.down, record.intermediate, tiles.down),
+        _shared_bytes(record.gate, record.hidden, tiles.gate_up) + _own_bytes(tiles.gate_up),
+        _shared_bytes(record.down, record.intermediate, tiles.down) + _own_bytes(tiles.down),
     )
-    return max(needed) + _OWN_BYTES <= largest
+    return max(needed) - _OWN_BYTES <= largest
 
 
 def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
     """Shared memory for rows of x with what scales them, and for superblocks."""
-    factors = 4 if dots.halves(panel_layout.panel_format(quant)) else 2
-    rows = columns // SLAB * tile.pairs * (SLAB + 4 * factors)
-    return rows + tile.warps * tile.stages * panel_layout.superblock_bytes(quant)
+    form, slabs = panel_layout.panel_format(quant), columns // SLAB
+    parts = 2 if dots.halves(form) else 1
+    sums = -(-slabs // SLABS) * SLABS * parts if dots.minimums(form) else 0
+    rows = tile.pairs * (slabs * (SLAB * parts + 4) + 4 * sums)
+    return rows + tile.warps * tile.stages * 2 * panel_layout.superblock_bytes(quant)
+
+
+def _own_bytes(tile: MatrixTile) -> int:
+    """Shared memory for lists of pairs and for what warps tell each other, and for the GPU itself."""
+    return _OWN_BYTES + tile.pairs * (8 + 12 * tile.warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,6 @@ def constants(
         "QUANT": form,
         "HALVES": int(dots.halves(form)),
         "MINIMUMS": int(dots.minimums(form)),
-        "SIGNED": int(dots.signed(form)),
         "OFFSET": dots.offset(form),
         "SUPERBLOCK_BYTES": shape["SUPERBLOCK_BYTES"],
         "PANEL_BYTES": shape["PANEL_BYTES"],
@@ -88,12 +94,17 @@ def constants(
         "LIMIT": f"float({gate.limit if gate else 0.0!r})",
         "WEIGHTED": int(is_weighted),
         "BIASED": int(has_bias),
-        "TILES": tile.pairs // 8,
+        "PAIRS": tile.pairs,
         "WARPS": tile.warps,
-        "PANELS": tile.panels,
+        "ROUNDS": tile.rounds,
         "STAGES": tile.stages,
-        "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _OWN_BYTES), _WARPS // tile.warps)),
+        "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(tile)), _WARPS // tile.warps)),
     }
+
+
+def options(facts: dict[str, str | int]) -> list[str]:
+    """The compiler's options for such constants."""
+    return [f"-I{SOURCE.parent}", *(f"-D{name}={value}" for name, value in facts.items())]
 
 
 @cache
@@ -102,12 +113,11 @@ def _kernel(
 ) -> _Kernel:
     """Compile the kernel: see `constants`."""
     facts = constants(quant, columns, rows, gate, tile, has_bias=has_bias, is_weighted=is_weighted)
-    launch = torch.cuda._compile_kernel(
-        SOURCE.read_text(), NAME, nvcc_options=[f"-D{name}={value}" for name, value in facts.items()]
-    )
+    launch = torch.cuda._compile_kernel(SOURCE.read_text(), NAME, nvcc_options=options(facts))
     shared = _shared_bytes(quant, columns, tile)
     launch.set_shared_memory_config(max(shared, 48 << 10))  # less would not let the kernel's own memory pass 48 KiB
-    return _Kernel(launch, tile.warps * tile.panels * PANEL_ROWS, 32 * tile.warps, shared)
+    couples = tile.warps * tile.rounds
+    return _Kernel(launch, PANEL_ROWS * couples * (1 if gate else 2), 32 * tile.warps, shared)
 
 
 def gate_up(

@@ -53,12 +53,12 @@ class CoreTile(NamedTuple):
 
 
 class MatrixTile(NamedTuple):
-    """A product of expert_matrices.py. A program's `warps` have 16 rows of weights each at a time, `panels` times."""
+    """A product of expert_matrices.py. A program's `warps` have two panels of 16 rows each at once, `rounds` times."""
 
     pairs: int
     """Of an expert that are multiplied at once, a multiple of 8. Further pairs read the weights again."""
     warps: int
-    panels: int
+    rounds: int
     stages: int = 2
     """Superblocks of a warp in shared memory, of which all but one are on their way."""
 
@@ -126,8 +126,8 @@ TILES = ExpertTiles(
     dots=DotTiles(2, *_SMALL),
     matrices=(
         (2.5, None),  # one pair an expert: 95 us of a layer on an H200, where dots take 92
-        (6, MatrixTiles(MatrixTile(8, warps=4, panels=1), MatrixTile(8, warps=4, panels=2))),
-        (22, MatrixTiles(MatrixTile(16, warps=8, panels=1), MatrixTile(16, warps=8, panels=2))),
+        (6, MatrixTiles(MatrixTile(8, warps=8, rounds=1), MatrixTile(8, warps=4, rounds=1))),
+        (22, MatrixTiles(MatrixTile(16, warps=6, rounds=1), MatrixTile(16, warps=6, rounds=1))),
         (INFINITE, None),
     ),
     cores=(

@@ -28,7 +28,7 @@ def compiler() -> ctypes.CDLL:
 
 def machine_code(compiler: ctypes.CDLL, constants: dict[str, str | int], architecture: str) -> bytes:
     """Compile as torch does. Fails with what the compiler says."""
-    options = [f"--gpu-architecture={architecture}", *(f"-D{name}={value}" for name, value in constants.items())]
+    options = [f"--gpu-architecture={architecture}", *expert_matrices.options(constants)]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     source = expert_matrices.SOURCE.read_bytes()
     assert not compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"expert_matrices.cu", 0, None, None)
