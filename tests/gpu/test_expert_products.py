@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from ktqueue.operators import native
+from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, expert_matrices, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import INFINITE, TILES, MatrixTile, MatrixTiles
+from ktqueue.operators.gpu.kernels.operation import dependent_launches
 from ktqueue.operators.packed import Bytes
 
 from ..operators.gpu.kernels.panel_pools import GATES, WEIGHTED, make_pool, route, small
@@ -207,6 +209,32 @@ def test_matrices_of_int8_keep_what_is_no_number_to_its_row(random_weights: Call
     assert broken[3].isnan().all()
     others = torch.arange(40, device="cuda") != 3
     assert torch.equal(broken[others], whole[others])
+
+
+def test_matrices_of_int8_may_be_launched_early(random_weights: Callable[..., Bytes]) -> None:
+    """Kernels of a graph that begin before the one before has ended compute the same, in every replay."""
+    if not launches_dependents(torch.device("cuda")):
+        pytest.skip("this GPU has no such launches")
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 512)
+    there = on_gpu(pool.pairs(route(40, EXPERTS, SLOTS)[0]))
+    x, weights = torch.randn(40, 512, device="cuda").bfloat16(), torch.rand(40, SLOTS, device="cuda")
+
+    def forward() -> torch.Tensor:
+        rows = x
+        for _ in range(20):
+            rows = products.experts(there, there.offsets, rows, weights, native.SILU).sum(1).tanh().bfloat16()
+        return rows
+
+    expected = forward()
+    graph = torch.cuda.CUDAGraph()
+    with dependent_launches(True):
+        forward()
+        with torch.cuda.graph(graph):
+            captured = forward()
+    for _ in range(10):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
 
 
 @pytest.mark.parametrize("tokens", [2, 40, 600])

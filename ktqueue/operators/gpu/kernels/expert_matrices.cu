@@ -176,6 +176,13 @@ __device__ inline void copy_block(uint32_t to, const uint8_t *from, int lane) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
 }
 
+// Wait until the kernel before this one has ended, where it is launched early; then let the next one begin.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Bring the codes of `live` rows of x to shared memory, and what scales them.
 __device__ inline void stage_rows(uint8_t *x_codes, float *x_scales, float *x_sums, const int *x_rows, int live,
                                   const uint8_t *codes, const float *scales, const int *sums) {
@@ -244,20 +251,9 @@ multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, co
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint8_t *ring = memory + CODE_BYTES + SCALE_BYTES + SUM_BYTES + warp * STAGES * STAGE_BYTES;
   const int expert = blockIdx.y, first_couple = blockIdx.x * WARPS * ROUNDS + warp;
-  const int count = counts[expert];
-
-  if constexpr (activation == NONE) {  // rows of pairs that nobody computes are zero
-    const int first_row = blockIdx.x * WARPS * ROUNDS * 32, rows = min(WARPS * ROUNDS * 32, ROWS - first_row);
-    for (int i = 0; i < zero_pairs; i++) {
-      const int pair = expert * zero_pairs + i;
-      if (pair >= pairs) break;
-      const int64 wanted = ids[pair];
-      if (wanted < 0 || offsets[wanted] < 0)
-        for (int row = threadIdx.x; row < rows; row += 32 * WARPS)
-          static_cast<float *>(out)[int64(pair) * ROWS + first_row + row] = 0.0f;
-    }
-  }
-  if (count <= 0) return;
+  // Rows of down come from the kernel before it. What else is read was there when that one let this one begin.
+  if constexpr (activation != NONE) wait_for_previous();
+  const int count = __ldcg(counts + expert);
   const uint8_t *record = pool + offsets[expert] + start;
   // Couples of this warp: first_couple, first_couple + WARPS and so on.
   int rounds = first_couple < COUPLES ? (COUPLES - first_couple + WARPS - 1) / WARPS : 0;
@@ -286,12 +282,31 @@ multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, co
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
 
-  for (int done = 0; done < count; done += PAIRS) {
-    const int live = min(PAIRS, count - done);
+  auto fetch_first = [&] {
     from = begin, block = slot = 0, missing = rounds * BLOCKS;
     for (int i = 0; i < STAGES - 1; i++) fetch();
+  };
+  if (count > 0) fetch_first();
+
+  if constexpr (activation == NONE) {
+    wait_for_previous();
+    // Rows of pairs that nobody computes are zero.
+    const int first_row = blockIdx.x * WARPS * ROUNDS * 32, rows = min(WARPS * ROUNDS * 32, ROWS - first_row);
+    for (int i = 0; i < zero_pairs; i++) {
+      const int pair = expert * zero_pairs + i;
+      if (pair >= pairs) break;
+      const int64 wanted = ids[pair];
+      if (wanted < 0 || offsets[wanted] < 0)
+        for (int row = threadIdx.x; row < rows; row += 32 * WARPS)
+          static_cast<float *>(out)[int64(pair) * ROWS + first_row + row] = 0.0f;
+    }
+  }
+
+  for (int done = 0; done < count; done += PAIRS) {
+    const int live = min(PAIRS, count - done);
+    if (done > 0) fetch_first();
     if (threadIdx.x < live) {
-      const int pair = sorted_pairs[starts[expert] + done + threadIdx.x];
+      const int pair = __ldcg(sorted_pairs + __ldcg(starts + expert) + done + threadIdx.x);
       pair_of[threadIdx.x] = pair, x_rows[threadIdx.x] = pair / slots;
     }
     __syncthreads();

@@ -8,18 +8,18 @@ The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp h
 NVRTC that torch brings.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels import dots, panel_layout
+from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
+from ktqueue.operators.gpu.kernels.operation import launch_options
 from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS, ExpertRecord
 from ktqueue.operators.native import GateFacts
 
@@ -64,16 +64,6 @@ def _own_bytes(tile: MatrixTile) -> int:
     return _OWN_BYTES + tile.pairs * (8 + 12 * tile.warps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """A compiled kernel, and how it is launched."""
-
-    launch: Any
-    rows_of_program: int
-    threads: int
-    shared_bytes: int
-
-
 def constants(
     quant: str, columns: int, rows: int, gate: GateFacts | None, tile: MatrixTile, *, has_bias: bool, is_weighted: bool
 ) -> dict[str, str | int]:
@@ -110,14 +100,10 @@ def options(facts: dict[str, str | int]) -> list[str]:
 @cache
 def _kernel(
     quant: str, columns: int, rows: int, gate: GateFacts | None, tile: MatrixTile, *, has_bias: bool, is_weighted: bool
-) -> _Kernel:
+) -> CudaKernel:
     """Compile the kernel: see `constants`."""
     facts = constants(quant, columns, rows, gate, tile, has_bias=has_bias, is_weighted=is_weighted)
-    launch = torch.cuda._compile_kernel(SOURCE.read_text(), NAME, nvcc_options=options(facts))
-    shared = _shared_bytes(quant, columns, tile)
-    launch.set_shared_memory_config(max(shared, 48 << 10))  # less would not let the kernel's own memory pass 48 KiB
-    couples = tile.warps * tile.rounds
-    return _Kernel(launch, PANEL_ROWS * couples * (1 if gate else 2), 32 * tile.warps, shared)
+    return CudaKernel(SOURCE, NAME, options(facts), 32 * tile.warps, _shared_bytes(quant, columns, tile))
 
 
 def gate_up(
@@ -164,13 +150,13 @@ def _launch(
     tokens, columns = x.codes.shape
     experts = pairs.offsets.numel()
     kernel = _kernel(quant, columns, rows, gate, tile, has_bias=biases is not None, is_weighted=weights is not None)
+    rows_of_program = PANEL_ROWS * tile.warps * tile.rounds * (1 if gate else 2)
     kernel.launch(
-        (-(-rows // kernel.rows_of_program), experts, 1),
-        (kernel.threads, 1, 1),
+        (-(-rows // rows_of_program), experts),
         [
             pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
             x.scales if weights is None else weights, *(biases or (x.scales, x.scales)), *outs, *lists,
             number, number // tokens, start, -(-number // experts),
         ],
-        kernel.shared_bytes,
+        early=launch_options()["WAITS"],
     )  # fmt: skip
