@@ -19,7 +19,7 @@ from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators import native
-from ktqueue.operators.decoder import DecoderOutput
+from ktqueue.operators.step import DecoderOutput
 from ktqueue.workers.startup.step_probes import probe_drafts, probe_steps
 
 PERIOD, PROMPT_TOKENS = 24, 30

@@ -6,6 +6,7 @@ prefix cache. Each draft is drawn with the noise of its position, so it is often
 not the likeliest.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,11 +19,15 @@ import torch
 
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.draft_progress import DraftProgress
-from ktqueue.engine.runner import HostRunner, Model, Runner
+from ktqueue.engine.gpu.device_model import device_model
+from ktqueue.engine.runner import Model, Runner
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_selector import Selector
+from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
+
+log = logging.getLogger(__name__)
 
 FIRST_RATE = 0.6  # how often a draft is right after right ones, before any was seen
 LEARNING, COMMON_LEARNING = 1 / 16, 1 / 64  # part that one draft has in the rate of its sequence, and of new ones
@@ -33,35 +38,41 @@ KEPT = 9  # last times of a pass
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """What a DraftModel is made of: a model on the CPU, the layout of its cache, and the tokens that it can see."""
+    """What a DraftModel is made of: a model, the layout of its cache, and the tokens that it can see.
+
+    planner: of attention on a device; None: it is the planner of the engine's model.
+    """
 
     model: Model
     layout: KVLayout
     longest: int
+    planner: AttentionPlanner | None = None
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page."""
         return self.layout.page_bytes
 
-    def make(self, vocab: int, pages: int, selector: Selector, most_tokens: int) -> "DraftModel":
-        """Make one for a vocabulary of `vocab` tokens and a cache of `pages` pages: see DraftModel."""
-        return DraftModel(
-            HostRunner(self.model, vocab), KVCache(self.layout, pages), selector, self.longest, most_tokens
-        )
+    def keep_hidden(self, pages: int, device: str) -> None:
+        """Let the engine's model keep what the drafts need of each token. Call it before that model is captured."""
+
+    def make(self, runner: Runner, kv: KVCache, selector: Selector, most_tokens: int) -> "DraftModel":
+        """Make one that `runner` runs on `kv`, which has `layout`: see DraftModel."""
+        return DraftModel(self, runner, kv, selector, most_tokens)
 
 
 class DraftModel:
-    """Drafts for sequences of up to `longest` tokens. `most_tokens`: of one pass. runner: None in a subclass."""
+    """Drafts for sequences of up to `source.longest` tokens. `most_tokens`: of one pass. runner: of `source.model`."""
 
     unread = 1
     """Known tokens at the end of a sequence that the first pass computes."""
 
-    def __init__(self, runner: Runner | None, kv: KVCache, selector: Selector, longest: int, most_tokens: int) -> None:
+    def __init__(self, source: DraftSource, runner: Runner, kv: KVCache, selector: Selector, most_tokens: int) -> None:
         self.kv = kv
+        self._model = device_model(source.model)
         self._runner = runner
         self._selector = selector
-        self._longest = longest
+        self._longest = source.longest
         self._most_tokens = most_tokens
         self._rate = FIRST_RATE
         self._passes: deque[float] = deque(maxlen=KEPT)  # seconds of passes with one token a row
@@ -100,7 +111,21 @@ class DraftModel:
         self._rate += RECOVERY * max(0.0, FIRST_RATE - self._rate)
 
     def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """The next `counts[sequence]` tokens of each sequence, at least one, whose places have pages."""
+        """The next `counts[sequence]` tokens of each sequence, at least one, whose places have pages.
+
+        None for any if the device is out of memory. Raises RuntimeError for an error of the model.
+        """
+        try:
+            return self._drafts(counts)
+        except torch.OutOfMemoryError as error:
+            log.warning("out of memory for drafts of %d sequences: %s", len(counts), error)
+        # Outside the handler: the exception kept tensors alive.
+        torch.cuda.empty_cache()
+        for sequence in counts:
+            sequence.draft_progress = None
+        return {}
+
+    def _drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         began = time.monotonic()
         self._read_known_tokens(counts)
         read = time.monotonic()
@@ -114,6 +139,7 @@ class DraftModel:
             for sequence, token_id in zip(live, selection.token_ids, strict=True):
                 found[sequence].append(token_id)
             self._passes.append(time.monotonic() - started)
+        self._model.after_step()
         for sequence, token_ids in found.items():
             progress = self._progress(sequence)
             progress.computed = sequence.length + 1 - self.unread
@@ -124,6 +150,7 @@ class DraftModel:
 
     def _read_known_tokens(self, sequences: Many[Sequence] | Mapping[Sequence, int]) -> None:
         """Compute all known tokens but the last one, in passes of limited size."""
+        reads = False
         for sequence in sequences:
             progress = self._progress(sequence)
             end = max(0, sequence.length - self.unread)
@@ -137,16 +164,20 @@ class DraftModel:
                 first = progress.computed
                 progress.computed += min(left, self._most_tokens)
                 self._read(sequence, first, progress.computed)
+                reads = True
+        if reads:
+            self._runner.wait()
 
     def _read(self, sequence: Sequence, first: int, end: int) -> None:
-        """Compute the known tokens from `first` to `end`."""
-        assert self._runner is not None
-        self._runner.execute(self._batch([(sequence, first, sequence.tokens[first:end].tolist())], is_scored=False))
+        """Compute the known tokens at the places from `first` to `end`."""
+        further = self.unread - 1
+        token_ids = sequence.tokens[first + further : end + further].tolist()
+        self._runner.execute(self._batch([(sequence, first, token_ids)], is_scored=False))
 
     def _pass(self, sequences: Many[Sequence], ahead: int, token_ids: Many[int]) -> torch.Tensor:
         """Compute the last token of each sequence, after `ahead` drafts. Returns the logits [sequences, vocab]."""
-        assert self._runner is not None
-        rows = [(one, one.length - 1 + ahead, [token_id]) for one, token_id in zip(sequences, token_ids, strict=True)]
+        places = [sequence.length - self.unread + ahead for sequence in sequences]
+        rows = [(one, place, [token]) for one, place, token in zip(sequences, places, token_ids, strict=True)]
         return self._runner.execute(self._batch(rows))
 
     def _kept(self, drafts: list[int]) -> list[int]:
@@ -156,6 +187,10 @@ class DraftModel:
     def copy_page(self, source: int, target: int) -> None:
         """Copy what is kept of a page."""
         self.kv.copy_page(source, target)
+
+    def close(self) -> None:
+        """Release what the model has on a device."""
+        self._model.close()
 
     def _progress(self, sequence: Sequence) -> DraftProgress:
         if sequence.draft_progress is None:

@@ -97,6 +97,11 @@ class Drafts:
         self._last_ended = ended if has_more else None
         self._drafted_now = self._accepted_now = 0
 
+    def close(self) -> None:
+        """Release what the draft model has on a device."""
+        if self._model is not None:
+            self._model.close()
+
     def _wanted(self, plan: StepPlan, room: int, ahead: int = 0) -> dict[Sequence, int]:
         """How many drafts to add to each row of a step; rows without drafts are left out.
 

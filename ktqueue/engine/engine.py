@@ -25,7 +25,6 @@ from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
-from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
@@ -79,7 +78,7 @@ class Engine:
         clock: Callable[[], float] = time.time,
         max_prompt_rows: int = MAX_PROMPT_ROWS,
         auto_rows: bool = False,
-        draft: DraftSource | NextTokenSource | None = None,
+        draft: DraftSource | None = None,
     ) -> None:
         sizes = num_pages, max_model_len
         parts = parts or make_parts(model, vocabulary, layout, config, *sizes, planner, progress, draft)
@@ -301,6 +300,7 @@ class Engine:
         """Release what the model has on a device. No step follows."""
         self._next.close()
         self._masks.close()
+        self.drafts.close()
         self._model.close()
 
     def start_profile(self, writer: RecordWriter, routing_seconds: float, named: NamedRange | None = None) -> None:

@@ -8,7 +8,6 @@ from ktqueue.engine.draft_model import DraftModel, DraftSource
 from ktqueue.engine.drafts import MOST_OF_A_STEP
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
-from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.states import slots_for
 from ktqueue.engine.token_selector import HostSelector, Selector
@@ -54,52 +53,115 @@ def make_parts(
     max_model_len: int,
     planner: AttentionPlanner | None,
     progress: Progress | None,
-    draft: DraftSource | NextTokenSource | None = None,
+    draft: DraftSource | None = None,
 ) -> EngineParts:
     """Make the parts for the CPU if there is no attention `planner`, else those for `config.device`.
 
     The device may be a CPU too, for tests. Captured steps are then called again instead of replayed. `draft`: of the
-    draft model, if the settings want one; on the CPU only. Raises ValueError for a GPU without a planner.
+    draft model, if the settings want one, on the same device. Raises ValueError for a GPU without a planner.
     """
-    device = config.device
-    on_gpu = is_gpu(device)
-    rows = min(config.rows, config.step_tokens)
-    slots = slots_for(layout, rows)
-    if planner is None:
-        if on_gpu:
-            raise ValueError(f"an engine on {device} needs an attention planner")
-        runner = HostRunner(model, vocabulary.size)
-        selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
-        cache = KVCache(layout, num_pages, slots=slots)
-        may_draft = _may_draft(layout, config) and config.batch_invariant is not False
-        draft_model = draft.make(vocabulary.size, num_pages, selector, config.step_tokens) if draft else None
-        return EngineParts(cache, runner, selector, may_draft=may_draft, draft_model=draft_model)
-    from ktqueue.engine.gpu.device_selector import (
-        DeviceSelector,
-    )  # which imports Triton: 0.3 s that a CPU need not wait
+    sizes = layout, config, num_pages
+    if planner is not None:
+        return _device_parts(model, vocabulary, *sizes, max_model_len, planner, progress, draft)
+    if is_gpu(config.device):
+        raise ValueError(f"an engine on {config.device} needs an attention planner")
+    return _host_parts(model, vocabulary, *sizes, draft)
 
-    kv = KVCache(layout, num_pages, device, slots=slots, scratch=True)
-    graphs = GraphRunner(
-        model,
-        vocabulary.size,
-        kv,
-        planner,
-        GraphCapturer(device) if on_gpu else RepeatedCall(),
-        device=device,
-        buckets=buckets_up_to(captured_rows(config)) if config.cuda_graphs else [],
-        max_pages=-(-max_model_len // layout.page_size),
-        progress=progress,
+
+def _host_parts(
+    model: Model,
+    vocabulary: Vocabulary,
+    layout: KVLayout,
+    config: EngineConfig,
+    num_pages: int,
+    draft: DraftSource | None,
+) -> EngineParts:
+    selector = HostSelector(vocabulary.token_bytes, threads=config.threads or 1)
+    draft_model = None
+    if draft is not None:
+        draft.keep_hidden(num_pages, config.device)
+        passes = HostRunner(draft.model, vocabulary.size)
+        draft_model = draft.make(passes, KVCache(draft.layout, num_pages), selector, config.step_tokens)
+    return EngineParts(
+        KVCache(layout, num_pages, slots=_slots(layout, config)),
+        HostRunner(model, vocabulary.size),
+        selector,
+        may_draft=_may_draft(layout, config) and config.batch_invariant is not False,
+        draft_model=draft_model,
     )
+
+
+def _device_parts(
+    model: Model,
+    vocabulary: Vocabulary,
+    layout: KVLayout,
+    config: EngineConfig,
+    num_pages: int,
+    max_model_len: int,
+    planner: AttentionPlanner,
+    progress: Progress | None,
+    draft: DraftSource | None,
+) -> EngineParts:
+    # It imports Triton: 0.3 s that a CPU need not wait.
+    from ktqueue.engine.gpu.device_selector import DeviceSelector
+
+    device = config.device
+
+    def captured(
+        model: Model, kv: KVCache, planner: AttentionPlanner, rows: int, progress: Progress | None = None
+    ) -> GraphRunner:
+        """A runner whose decode steps of up to `rows` rows are captured, if the settings allow it."""
+        return GraphRunner(
+            model,
+            vocabulary.size,
+            kv,
+            planner,
+            GraphCapturer(device) if is_gpu(device) else RepeatedCall(),
+            device=device,
+            buckets=buckets_up_to(rows) if config.cuda_graphs else [],
+            max_pages=-(-max_model_len // layout.page_size),
+            progress=progress,
+        )
+
+    if draft is not None:
+        draft.keep_hidden(num_pages + 1, device)
+    kv = KVCache(layout, num_pages, device, slots=_slots(layout, config), scratch=True)
+    runner = captured(model, kv, planner, captured_rows(config), progress)
+    selector = DeviceSelector(vocabulary.token_bytes, device)
+    draft_model, graph_bytes = None, runner.graph_bytes
+    if draft is not None:
+        draft_kv = KVCache(draft.layout, num_pages, device, scratch=True)
+        passes = captured(draft.model, draft_kv, draft.planner or planner, drafted_rows(config))
+        draft_model = draft.make(passes, draft_kv, selector, config.step_tokens)
+        graph_bytes += passes.graph_bytes
     return EngineParts(
         kv,
-        graphs,
-        DeviceSelector(vocabulary.token_bytes, device),
-        graphs.graph_bytes,
+        runner,
+        selector,
+        graph_bytes,
         LEAST_JUMP,
         check_greedy=False,
         may_draft=_may_draft(layout, config),
         drafts_apart=True,
+        draft_model=draft_model,
     )
+
+
+def _slots(layout: KVLayout, config: EngineConfig) -> int:
+    return slots_for(layout, min(config.rows, config.step_tokens))
+
+
+def captured_steps(config: EngineConfig) -> int:
+    """How many steps are captured on a device, with those of a draft model."""
+    if not config.cuda_graphs:
+        return 0
+    passes = len(buckets_up_to(drafted_rows(config))) if config.speculation in ("model", "mtp") else 0
+    return len(buckets_up_to(captured_rows(config))) + passes
+
+
+def drafted_rows(config: EngineConfig) -> int:
+    """Rows of the largest pass of a draft model that adds a token to each."""
+    return min(config.rows, config.step_tokens, MOST_OF_A_STEP)
 
 
 def captured_rows(config: EngineConfig) -> int:

@@ -2,105 +2,87 @@
 
 The model keeps the input of its head for each token, in the pages of the cache. The layer reads it there, beside the
 token that follows, and has a cache of its own with the same pages. For further drafts its output takes the place of
-what the model would have computed. Once drafts are verified, the layer computes their positions again.
+what the model would have computed, so the layer writes it to the place of the next token. The model computes that
+token when it verifies the drafts, and then overwrites it. Once drafts are verified, the layer computes their positions
+again.
 """
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from ktqueue.engine.draft_model import DraftModel
-from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.draft_model import DraftModel, DraftSource
+from ktqueue.engine.runner import Runner
 from ktqueue.engine.token_selector import Selector
-from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import DecoderOutput, StepContext
 
 
 class NextTokenModel(Protocol):
-    """Such a layer. `hidden_size`: columns of what it reads."""
+    """Such a layer, called like a model. Of a token it reads what the model kept in its place. It writes its output
+    behind each scored token, which is the last of its row.
 
+    hidden: what is kept, [pages, page_size, hidden_size]. hidden_size: columns; hidden_dtype: their type.
+    """
+
+    hidden: torch.Tensor
     hidden_size: int
+    hidden_dtype: torch.dtype
 
     def keep_hidden(self, hidden: torch.Tensor) -> None:
-        """Let the model write the input of its head to [pages, page_size, hidden_size] float32."""
+        """Let the model write the input of its head to `hidden`, and read it there."""
 
     def __call__(
         self,
+        *,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        scored: torch.Tensor,
+        logits_to_keep: torch.Tensor,
         step: StepContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [scored, vocabulary] and outputs [scored, hidden] of input_ids, position_ids [1, tokens] and hidden
-        [tokens, hidden]."""
+        use_cache: bool = False,
+    ) -> DecoderOutput:
+        """See runner.Model."""
 
 
 @dataclass(frozen=True, slots=True)
-class NextTokenSource:
-    """What NextTokenDrafts is made of: the layer, the layout of its cache, and the tokens that it can see."""
+class NextTokenSource(DraftSource):
+    """What NextTokenDrafts is made of: a DraftSource whose model is the layer."""
 
-    layer: NextTokenModel
-    layout: KVLayout
-    longest: int
+    model: NextTokenModel
 
-    def make(self, vocab: int, pages: int, selector: Selector, most_tokens: int) -> "NextTokenDrafts":
-        """See DraftSource.make. The model keeps the input of its head from now on."""
-        kept = torch.zeros(pages, self.layout.page_size, self.layer.hidden_size)
-        self.layer.keep_hidden(kept)
-        kv = KVCache(self.layout, pages)
-        return NextTokenDrafts(self.layer, vocab, kept, kv, selector, self.longest, most_tokens)
+    def keep_hidden(self, pages: int, device: str) -> None:
+        """See DraftSource. On a device there is one page more, to which rows that pad a captured step write."""
+        shape = pages, self.layout.page_size, self.model.hidden_size
+        self.model.keep_hidden(torch.zeros(shape, dtype=self.model.hidden_dtype, device=device))
+
+    def make(self, runner: Runner, kv: KVCache, selector: Selector, most_tokens: int) -> "NextTokenDrafts":
+        """See DraftSource."""
+        return NextTokenDrafts(self, runner, kv, selector, most_tokens)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        return self.layout.page_bytes + 4 * self.layout.page_size * self.layer.hidden_size
+        return (
+            self.layout.page_bytes + self.layout.page_size * self.model.hidden_size * self.model.hidden_dtype.itemsize
+        )
 
 
 class NextTokenDrafts(DraftModel):
-    """A DraftModel whose position p has the token at p + 1. kept: [pages, page_size, hidden] float32, written by the
-    model. Token ids are below `vocab`."""
+    """A DraftModel whose place p has the token at p + 1."""
 
     unread = 2
 
     def __init__(
-        self,
-        layer: NextTokenModel,
-        vocab: int,
-        kept: torch.Tensor,
-        kv: KVCache,
-        selector: Selector,
-        longest: int,
-        most_tokens: int,
+        self, source: NextTokenSource, runner: Runner, kv: KVCache, selector: Selector, most_tokens: int
     ) -> None:
-        super().__init__(None, kv, selector, longest, most_tokens)
-        self._layer = layer
-        self._vocab = vocab
-        self._kept_rows = kept
-        self._outputs: dict[Sequence, torch.Tensor] = {}  # of the last pass, [hidden] each
+        super().__init__(source, runner, kv, selector, most_tokens)
+        self._layer = source.model
 
     def copy_page(self, source: int, target: int) -> None:
         """See DraftModel."""
         super().copy_page(source, target)
-        self._kept_rows[target] = self._kept_rows[source]
-
-    def _read(self, sequence: Sequence, first: int, end: int) -> None:
-        batch = self._batch([(sequence, first, sequence.tokens[first + 1 : end + 1].tolist())], is_scored=False)
-        hidden = self._kept_rows.flatten(0, 1)[batch.step.slot_mapping]
-        self._layer(batch.input_ids, batch.position_ids, hidden, batch.scored, batch.step)
-
-    def _pass(self, sequences: Many[Sequence], ahead: int, token_ids: Many[int]) -> torch.Tensor:
-        rows = [(one, one.length - 2 + ahead, [token_id]) for one, token_id in zip(sequences, token_ids, strict=True)]
-        batch = self._batch(rows)
-        if ahead:
-            hidden = torch.stack([self._outputs[sequence] for sequence in sequences])
-        else:
-            hidden = self._kept_rows.flatten(0, 1)[batch.step.slot_mapping]
-        logits, outputs = self._layer(batch.input_ids, batch.position_ids, hidden, batch.scored, batch.step)
-        self._outputs = dict(zip(sequences, outputs, strict=True))
-        return logits[:, : self._vocab]
+        self._layer.hidden[target] = self._layer.hidden[source]
 
     def _kept(self, drafts: list[int]) -> list[int]:
         """None: they were computed from outputs of the layer, not of the model."""

@@ -15,6 +15,8 @@ from ktqueue.loading.materialize import CheckpointWeights
 from ktqueue.loading.model_report import ABSORBED
 from ktqueue.loading.weight_formats import loaded_format
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.next_token_layer import GpuNextTokenLayer
 from ktqueue.operators.native import packed_bytes
 from ktqueue.operators.next_token_layer import NextTokenLayer
 
@@ -24,18 +26,27 @@ _SHARED = ("embed_tokens.", "shared_head.head.")
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Formats and bytes of such a layer: in the file, and in memory once it is loaded."""
+    """Formats and bytes of such a layer: in the file, and in memory once it is loaded.
+
+    expert_file_bytes, expert_bytes: those of its routed experts. dense_numbers: how many other weights it has.
+    """
 
     quants: tuple[str, ...]
     file_bytes: int
     loaded_bytes: int
+    expert_file_bytes: int
+    expert_bytes: int
+    dense_numbers: int
 
 
-def load_next_token_layer(model: LoadedModel, path: Path) -> NextTokenLayer:
-    """Load the first such layer of the folder `path`. Raises CheckpointError if there is none, or a part is missing."""
+def load_next_token_layer(model: LoadedModel, path: Path) -> NextTokenLayer | GpuNextTokenLayer:
+    """Load the first such layer of the folder `path`.
+
+    Raises CheckpointError if there is none, or a part is missing, and torch.OutOfMemoryError.
+    """
     decoder = model.module
-    if not isinstance(decoder, CpuDecoder):
-        raise CheckpointError(f"{path}: only CpuDecoder has layers that predict further tokens")
+    if not isinstance(decoder, CpuDecoder | GpuDecoder):
+        raise CheckpointError(f"{path}: only CpuDecoder and GpuDecoder have layers that predict further tokens")
     with _opened(path, model.config.num_hidden_layers) as checkpoint:
         try:
             return decoder.load_next_token_layer(CheckpointWeights(checkpoint, "", {}, lambda *_: None))
@@ -52,10 +63,14 @@ def next_token_layer_size(path: Path, layers: int, absorbed_bytes: int) -> Layer
     with _opened(path, layers) as checkpoint:
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
         names = [name for name in names if not name.removeprefix(prefix).startswith(_SHARED)]
+        experts = [name for name in names if ".experts." in name]
         return LayerSize(
-            tuple(sorted({checkpoint.quant(name) for name in names})),
-            sum(checkpoint.nbytes(name) for name in names),
-            sum(absorbed_bytes if ABSORBED in name else _loaded_bytes(checkpoint, name) for name in names),
+            quants=tuple(sorted({checkpoint.quant(name) for name in names})),
+            file_bytes=sum(map(checkpoint.nbytes, names)),
+            loaded_bytes=sum(absorbed_bytes if ABSORBED in name else _loaded_bytes(checkpoint, name) for name in names),
+            expert_file_bytes=sum(map(checkpoint.nbytes, experts)),
+            expert_bytes=sum(_loaded_bytes(checkpoint, name) for name in experts),
+            dense_numbers=sum(math.prod(checkpoint.shape(name)) for name in names if name not in experts),
         )
 
 

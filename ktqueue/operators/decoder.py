@@ -4,7 +4,7 @@ It replaces the model that transformers built: token ids go in, logits come out,
 Rotary tables come from the model's own module. Knows no file.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -29,16 +29,9 @@ from ktqueue.operators.next_token_layer import NextTokenLayer
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedMatrix
 from ktqueue.operators.rotary import rotary_tables
 from ktqueue.operators.rotary_rows import in_rotary_order
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import DecoderOutput, StepContext
 
 _NONE: native.Floats = np.empty(0, np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderOutput:
-    """The result of a step. logits: [1, scored, vocabulary] float32."""
-
-    logits: torch.Tensor
 
 
 class CpuDecoder(Operator):
@@ -174,7 +167,7 @@ class CpuDecoder(Operator):
     def choices(self, scored: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.uint16]:
         """See RecordsChoices."""
         found = self._choices[:, scored]
-        if self.facts.layers[-1].router is not None and len(scored) < tokens:
+        if self.facts.layers[-1].router is not None and self._hidden is None and len(scored) < tokens:
             found[-1] = self._choices[-1, : len(scored)]
         return found.swapaxes(0, 1)
 

@@ -10,7 +10,7 @@ from ktqueue.operators import native
 from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.packed import PackedMatrix
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import DecoderOutput, StepContext
 
 
 class NextTokenBase(Protocol):
@@ -36,6 +36,8 @@ class NextTokenLayer:
     p + 2. For the token after that, y takes the place of h (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23).
     """
 
+    hidden_dtype = torch.float32
+
     def __init__(
         self,
         model: NextTokenBase,
@@ -46,6 +48,7 @@ class NextTokenLayer:
         hidden_norm: native.Floats,
     ) -> None:
         self.hidden_size = embedding.columns
+        self.hidden = torch.empty(0)
         self._model = model
         self._decoder = decoder
         self._embedding = embedding.data.reshape(embedding.rows, -1)
@@ -55,43 +58,48 @@ class NextTokenLayer:
         self._kv: KVCache | None = None
 
     def keep_hidden(self, hidden: torch.Tensor) -> None:
-        """See NextTokenBase."""
+        """Let the model write h of each token to `hidden`, and read it there: see NextTokenBase."""
+        self.hidden = hidden
         self._model.keep_hidden(hidden)
 
     def __call__(
         self,
+        *,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        scored: torch.Tensor,
+        logits_to_keep: torch.Tensor,
         step: StepContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step on a cache of one layer. input_ids, position_ids: [1, tokens]; hidden: [tokens, hidden] float32.
+        use_cache: bool = False,
+    ) -> DecoderOutput:
+        """Run one step on a cache of one layer, like CpuDecoder. Its tokens are those after its positions.
 
-        Returns the logits [scored, vocabulary] of the scored tokens, and y [scored, hidden].
+        y of each scored token, the last of its row, is written to the place of the next token in `hidden`.
         """
         if step.kv is not self._kv:
             self._model.bind(self._decoder, step.kv)
             self._kv = step.kv
-        ids = input_ids[0].numpy()
+        ids, kept = input_ids[0].numpy(), self.hidden.flatten(0, 1)
         rows = np.ascontiguousarray(self._embedding[ids]).reshape(-1)
         tokens = native.dequantize(self._quant, rows, len(ids) * self.hidden_size).reshape(len(ids), -1)
         tokens = tokens * np.float32(self._model.facts.embedding_scale)
-        parts = [self._normed(x, norm) for x, norm in zip((tokens, hidden.numpy()), self._norms, strict=True)]
+        both = tokens, kept[step.slot_mapping].numpy()
+        parts = [self._normed(x, norm) for x, norm in zip(both, self._norms, strict=True)]
         inputs = np.empty((len(ids), self.hidden_size), np.float32)
         self._joining.forward(np.ascontiguousarray(np.concatenate(parts, axis=1)), inputs)
-        logits = torch.empty(len(scored), self._model.facts.vocabulary)
-        outputs = torch.empty(len(scored), self.hidden_size)
+        logits = torch.empty(len(logits_to_keep), self._model.facts.vocabulary)
+        outputs = torch.empty(len(logits_to_keep), self.hidden_size)
         self._decoder.forward(
             input_ids.numpy(),
             position_ids.numpy(),
-            scored.numpy(),
+            logits_to_keep.numpy(),
             *step.arrays(),
             logits.numpy(),
             inputs,
             outputs.numpy(),
         )
-        return logits, outputs
+        if len(outputs):
+            kept[step.next_slots()] = outputs
+        return DecoderOutput(logits[None])
 
     def _normed(self, x: native.Floats, norm: native.Floats) -> native.Floats:
         scale = np.sqrt(np.square(x).mean(axis=1, keepdims=True) + np.float32(self._model.facts.epsilon))

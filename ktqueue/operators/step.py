@@ -27,6 +27,13 @@ class ScoreOptions(NamedTuple):
     chunk: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """What a decoder computes in a step. logits: [1, scored, vocabulary] float32."""
+
+    logits: torch.Tensor
+
+
 class AttentionPlan(Protocol):
     """How the tokens of one step attend on a GPU. Made once per step and used by every layer."""
 
@@ -77,3 +84,17 @@ class StepContext:
             self.state_sources.numpy(),
             self.state_targets.numpy(),
         )
+
+    def next_slots(self) -> torch.Tensor:
+        """[rows] int64, where the token after each row's last one is stored. Its page must be in the table.
+
+        A row that pads a captured graph has only its first page.
+        """
+        size = self.kv.layout.page_size
+        places = self.context_lengths.long()
+        pages = self.page_table.gather(1, (places // size)[:, None])[:, 0]
+        slots: torch.Tensor = pages * size + places % size
+        if size > 1 or self.live_tokens is None:
+            return slots
+        is_live = torch.arange(len(slots), device=slots.device) < self.live_tokens
+        return torch.where(is_live, slots, self.slot_mapping)  # of one token a row

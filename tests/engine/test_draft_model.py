@@ -18,6 +18,12 @@ from ktqueue.engine.step_costs import StepCosts
 PROMPT = [41, 42, 50, 44, 41, 42, 50, 44, 41]
 
 
+@pytest.fixture(params=["host", "device"])
+def parts(request: pytest.FixtureRequest) -> str:
+    """Each test on both sides."""
+    return str(request.param)
+
+
 @pytest.fixture
 def make_draft(make_model: Any, scores: Any) -> Callable[..., Any]:
     """Make a model that often has the scores of the engine's model, and sometimes others."""

@@ -1,91 +1,81 @@
-"""The layer that predicts further tokens computes what its formula says, and its drafts change no answer.
+"""The layer that predicts further tokens computes what its formula says, and its drafts change no answer."""
 
-transformers has no such layer. The twin here follows DeepSeek-V3 (arXiv 2412.19437, equations 21 to 23), with a layer
-of transformers.
-"""
-
-import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decoder_families import Cache, make_model
+from decoder_families import PAGE, Cache
+from device_engine import on_device
 from endless_vocabulary import NoEnd
-from safetensors.torch import load_file, save_file
+from next_token_folder import LAYERS, Twin, save_folder
+from safetensors.torch import load_file
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.outputs import EmittedChoice
 from ktqueue.loading.load import load_model
 from ktqueue.loading.model_report import report_model
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.workers.startup.draft_model import next_token_source, report_with_drafts
+from ktqueue.workers.startup.gpu_memory import plan_before_loading
 
 RULES = str(Path(__file__).parents[2] / "rules" / "exact.yaml")
-LAYERS = 3
-
-
-class Twin:
-    """A model of transformers, and the layer behind its own."""
-
-    def __init__(self, model: Any, deeper: Any, extra: dict[str, torch.Tensor]) -> None:
-        self.model = model
-        self.extra = extra
-        self.deeper = deeper
-        layer = deeper.model.layers[LAYERS]
-        layer.self_attn.layer_idx = 0
-        deeper.model.layers = torch.nn.ModuleList([layer])
-        deeper.model.norm = torch.nn.Identity()
-        deeper.config.num_hidden_layers = 1
-
-    def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = (x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps).rsqrt()
-        found: torch.Tensor = x * scale * self.extra[name]
-        return found
-
-    def chain(self, tokens: list[int], count: int) -> list[int]:
-        """The `count` likeliest drafts after `tokens`."""
-        hidden = self.model.model(torch.tensor([tokens])).last_hidden_state[:, :-1]
-        drafts: list[int] = []
-        for _ in range(count):
-            embedded = self.model.model.embed_tokens(torch.tensor([tokens[1:] + drafts]))
-            parts = [self.normed(embedded, "enorm.weight"), self.normed(hidden, "hnorm.weight")]
-            x = torch.nn.functional.linear(torch.cat(parts, -1), self.extra["eh_proj.weight"])
-            last = self.deeper.model(inputs_embeds=x, use_cache=False).last_hidden_state[:, -1:]
-            drafts.append(int(self.model.lm_head(self.normed(last, "shared_head.norm.weight"))[0, 0].argmax()))
-            hidden = torch.cat([hidden, last], 1)
-        return drafts
+ON_GPU = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("cuda", "cuda all")]
+KINDS = ["host", "cpu", "cpu all", *ON_GPU]
 
 
 @pytest.fixture(params=["deepseek_v3", "glm4_moe", "glm4_moe without norms"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Twin]:
     """A folder with such a layer, and its twin."""
-    deeper = make_model(request.param, num_hidden_layers=LAYERS + 1)
-    model = make_model(request.param, num_hidden_layers=LAYERS)
-    prefix = f"model.layers.{LAYERS}."
-    weights = {name: tensor for name, tensor in deeper.state_dict().items() if not name.startswith(prefix)}
-    model.load_state_dict(weights)
-    model.save_pretrained(tmp_path / "model")
-    deeper.save_pretrained(tmp_path / "deeper")
-    hidden = model.config.hidden_size
-    torch.manual_seed(5)
-    extra = {name: torch.rand(hidden) + 0.5 for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
-    extra["eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.1
-    file = tmp_path / "model" / "model.safetensors"
-    own = load_file(file)
-    further = {
-        name: tensor
-        for name, tensor in load_file(tmp_path / "deeper" / "model.safetensors").items()
-        if name.startswith(prefix)
-    }
-    save_file(own | further | {prefix + name: tensor for name, tensor in extra.items()}, file, {"format": "pt"})
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    return str(tmp_path / "model"), Twin(model, deeper, extra)
+    return save_folder(request.param, tmp_path)
+
+
+@pytest.fixture
+def make_engine(by_decoder: str) -> Callable[..., Engine]:
+    """make_engine(path, kind, speculation): the engine of a CPU for "host", else that of a GPU on the device `kind`.
+
+    `kind` with "all": all experts are in the memory of the device.
+    """
+
+    def make(path: str, kind: str, speculation: str, pages: int = 22) -> Engine:
+        if kind.startswith("cuda") and not torch.cuda.is_available():
+            pytest.skip("there is no CUDA device")
+        device, _, has_experts = kind.partition(" ")
+        settings: dict[str, Any] = {
+            "model": path,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "page_size": 4,
+            "speculation": speculation,
+            "interactive_step_ms": 0,
+        }
+        if kind == "host":
+            config, model = EngineConfig(**settings), load_model(path, rules=RULES)
+        else:
+            settings |= {"device": device, "dtype": "float32", "num_pages": pages}
+            config = EngineConfig(**settings, gpu_expert_memory_bytes=1 << 30 if has_experts else 0)
+            model = load_model(path, rules=by_decoder, device=device)
+        source = next_token_source(config, model) if speculation == "mtp" else None
+        if kind != "host":
+            return on_device(model, config, source)
+        return Engine(
+            model.module,
+            NoEnd(model.card_facts.vocab_size),
+            model.kv_layout(4),
+            config,
+            pages,
+            100,
+            draft=source,
+        )
+
+    return make
 
 
 @torch.no_grad()
@@ -93,11 +83,11 @@ def test_it_computes_what_the_formula_says(folder: tuple[str, Twin]) -> None:
     """On the CPU, in chunks, from what the model kept of each token."""
     path, twin = folder
     model = load_model(path, rules=RULES)
-    source = next_token_source(EngineConfig(model=path, page_size=16), model)
+    source = next_token_source(EngineConfig(model=path, page_size=PAGE), model)
     cache = Cache(model.module)
     size = cache.kv.layout.page_size
-    kept = torch.zeros(cache.kv.pages, size, source.layer.hidden_size)
-    source.layer.keep_hidden(kept)
+    source.keep_hidden(cache.kv.pages, "cpu")
+    kept = source.model.hidden
     noise = random.Random(1)
     tokens = [noise.randrange(90) for _ in range(23)]
     cache.step({"a": tokens[:9]}, [8])
@@ -125,32 +115,47 @@ def test_a_report_counts_the_layer(folder: tuple[str, Twin]) -> None:
     assert report.rows[-1].device_bytes == counted > 4 * 2 * report.hidden**2
 
 
+def test_a_report_for_a_gpu_counts_the_layer(folder: tuple[str, Twin], by_decoder: str) -> None:
+    """Dense weights on the device, and experts on the host that may move there."""
+    path, _ = folder
+    model = load_model(path, rules=by_decoder)
+    assert isinstance(model.module, GpuDecoder)
+    loaded = model.module.device_bytes()["cpu"]
+    config = EngineConfig(model=path, page_size=16, speculation="mtp", device="cuda", rules=by_decoder)
+    source = next_token_source(config, model)
+    plain = report_model(path, rules=by_decoder, device="cuda")
+    report = report_with_drafts(plain, config)
+    assert (report.cache_token_bytes - plain.cache_token_bytes) * 16 == source.page_bytes
+    on_device, on_host = (report.device_bytes[one] - plain.device_bytes[one] for one in ("cuda", "cpu"))
+    biases = load_file(Path(path) / "model.safetensors")[f"model.layers.{LAYERS}.mlp.gate.e_score_correction_bias"]
+    assert on_device + on_host == model.module.device_bytes()["cpu"] - loaded + 4 * len(biases)  # the model counts none
+    assert report.movable_bytes - plain.movable_bytes == on_host > 0
+    off = replace(config, speculation="off")
+    cache = [plan_before_loading(*planned, 8 << 30).pages for planned in ((plain, off), (report, config))]
+    assert cache[1] < cache[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_drafts_are_those_of_the_twin(folder: tuple[str, Twin]) -> None:
-    """In an engine that preempts, shares prefixes and verifies drafts that are mostly wrong. Answers stay the same."""
+def test_drafts_are_those_of_the_twin(folder: tuple[str, Twin], make_engine: Callable[..., Engine], kind: str) -> None:
+    """In an engine that preempts, shares prefixes and verifies drafts that are mostly wrong. Answers stay the same.
+
+    One request continues what another worker began.
+    """
     path, twin = folder
     noise = random.Random(2)
     stem = [noise.randrange(90) for _ in range(20)]
-    prompts = [stem[: 4 * number] + [noise.randrange(90) for _ in range(2 + number)] for number in range(5)]
-    answers, checked = [], 0
+    # The key of a place depends on the next token too, so that token is shared with each page.
+    prompts = [stem[: 4 * number + 1] + [noise.randrange(90) for _ in range(1 + number)] for number in range(5)]
+    answers: list[dict[str, list[int]]] = []
+    checked = 0
     for speculation in ("off", "mtp"):
-        model = load_model(path, rules=RULES)
-        config = EngineConfig(
-            model=path,
-            max_num_seqs=4,
-            max_num_batched_tokens=32,
-            page_size=4,
-            speculation=speculation,
-            interactive_step_ms=0,
-        )
-        source = next_token_source(config, model) if speculation == "mtp" else None
-        engine = Engine(
-            model.module, NoEnd(model.card_facts.vocab_size), model.kv_layout(4), config, 28, 100, draft=source
-        )
+        engine = make_engine(path, kind, speculation)
         for number, prompt in enumerate(prompts):
+            begun = EmittedChoice(token_ids=tuple(answers[0]["3"][:7])) if answers and number == 3 else EmittedChoice()
             sampling = SamplingParams(temperature=(0.0, 1.0)[number == 4], seed=number, max_tokens=20)
-            engine.add(str(number), prompt, sampling)
-        if source is not None:
+            engine.add(str(number), prompt, sampling, emitted=[begun])
+        if speculation == "mtp":
             engine.drafts.probed = 3
             drafter: Any = engine.drafts._model
             make: Callable[..., Any] = drafter.drafts
@@ -166,15 +171,45 @@ def test_drafts_are_those_of_the_twin(folder: tuple[str, Twin]) -> None:
                 return found
 
             drafter.drafts = compare
-        found: dict[str, list[int]] = {}
-        while engine.has_work:
-            for output in engine.step():
-                found.setdefault(output.request_id, []).extend(output.token_ids)
-            engine.check()
-        answers.append(found)
+        answers.append(tokens_of(engine))
+    answers[1]["3"] = answers[0]["3"][:7] + answers[1]["3"]
     assert answers[0] == answers[1]
     stats = engine.stats()
     assert checked > 30 and stats.drafted_tokens > 100 and stats.preemptions > 0 and stats.prefix_hits > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_right_drafts_save_steps(
+    tmp_path: Path, make_engine: Callable[..., Engine], family: str, temperature: float, kind: str
+) -> None:
+    """A layer that knows the next tokens: of three drafts a step all are right, greedy or sampled."""
+    path, _ = save_folder(family, tmp_path, is_right=True)
+    answers, steps = [], []
+    for speculation in ("off", "mtp"):
+        engine = make_engine(path, kind, speculation, 60)
+        engine.drafts.probed = 3 if speculation == "mtp" else 0
+        for number in range(3):
+            sampling = SamplingParams(temperature=temperature, seed=number, max_tokens=25)
+            engine.add(str(number), [number, 7, 9][: number + 1], sampling)
+        answers.append(tokens_of(engine))
+        steps.append(engine.stats().steps)
+    assert answers[0] == answers[1]
+    assert engine.stats().accepted_tokens == engine.stats().drafted_tokens > 50
+    assert steps[0] > 24 and steps[1] < 10
+
+
+def tokens_of(engine: Engine) -> dict[str, list[int]]:
+    """The tokens of all requests, which must not fail."""
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step(lambda: True):
+            assert output.error is None
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.check()
+    engine.close()
+    return found
 
 
 def test_a_model_without_such_a_layer_is_refused() -> None:

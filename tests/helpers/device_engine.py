@@ -5,6 +5,7 @@ from dataclasses import replace
 from endless_vocabulary import NoEnd
 
 from ktqueue.core.config import EngineConfig
+from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel
 from ktqueue.workers.startup.build import cache_dtype
@@ -26,12 +27,13 @@ class Plenty:
         return 1 << 20
 
 
-def on_device(model: LoadedModel, config: EngineConfig) -> Engine:
-    """An engine with the parts of a GPU, on any device."""
+def on_device(model: LoadedModel, config: EngineConfig, draft: DraftSource | None = None) -> Engine:
+    """An engine with the parts of a GPU, on any device. `draft`: see make_parts."""
     memory: DeviceMemory = CudaMemory(config.device) if config.device == "cuda" else Plenty()
     layout = model.kv_layout(config.page_size, cache_dtype(config, model.dtype))
-    gpu = prepare_gpu(model, layout, config, memory)
+    gpu = prepare_gpu(model, layout, config, memory, draft)
     graphs = gpu.cuda_graphs if config.device == "cuda" else config.cuda_graphs
     vocabulary = NoEnd(model.card_facts.vocab_size)
     settled = replace(config, cuda_graphs=graphs)
-    return Engine(model.module, vocabulary, layout, settled, gpu.plan.pages, 512, planner=gpu.planner)
+    sizes = gpu.plan.pages, 512
+    return Engine(model.module, vocabulary, layout, settled, *sizes, planner=gpu.planner, draft=draft)

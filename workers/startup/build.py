@@ -22,7 +22,6 @@ from ktqueue.core.units import format_bytes
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.memory_plan import auto_rows, host_cache_bytes
-from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
 from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.load import LoadedModel, load_prepared, prepare
@@ -95,7 +94,7 @@ def build(
     if prepared.refusal is not None:
         raise prepared.refusal
     tokenizer = load_tokenizer(config.tokenizer or config.model)  # before the weights, which take minutes
-    draft: DraftSource | NextTokenSource | None = load_draft_model(config, tokenizer)
+    draft: DraftSource | None = load_draft_model(config, tokenizer, dtype, cache_dtype(config, dtype))
     with ModelFiles(config.model, config.tokenizer) as files:
         try:
             model = load_prepared(prepared, progress)
@@ -110,7 +109,7 @@ def build(
             name_layers(model.module, nvtx_range)
         prepare_routing(config, model)
         if config.speculation == "mtp":
-            draft = next_token_source(config, model)
+            draft = next_token_source(config, model, cache_dtype(config, dtype))
         built = assemble(config, model, tokenizer, captured, draft)
         settings = digest_settings(
             model.plan,
@@ -138,7 +137,7 @@ def report_of(config: EngineConfig) -> ModelReport:
         cache_dtype=cache_dtype(config, dtype),
     )
     check_context(config, report.facts.max_position_embeddings)
-    return report_with_drafts(report, config)
+    return report_with_drafts(report, config, dtype, cache_dtype(config, dtype))
 
 
 def assemble(
@@ -146,7 +145,7 @@ def assemble(
     model: LoadedModel,
     tokenizer: Tokenizer,
     captured: Progress | None = None,
-    draft: DraftSource | NextTokenSource | None = None,
+    draft: DraftSource | None = None,
 ) -> Built:
     """Build the engine of a loaded model. Raises ConfigError.
 
@@ -167,7 +166,7 @@ def assemble(
         )
         config = replace(config, max_num_seqs=rows)
     if memory:
-        gpu = prepare_gpu(model, layout, config, memory)
+        gpu = prepare_gpu(model, layout, config, memory, draft)
     else:
         run_on_host(model, layout, config)
     longest = model.card_facts.max_position_embeddings

@@ -1,6 +1,9 @@
 """Loads what a worker drafts with: a small model with the same vocabulary, or the model's own layer for it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+
+import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError
@@ -10,9 +13,11 @@ from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.model_path import resolve_model
 from ktqueue.loading.model_report import ABSORBED, ModelReport, ReportRow, report_model
-from ktqueue.loading.next_token_layer import load_next_token_layer, next_token_layer_size
+from ktqueue.loading.next_token_layer import LayerSize, load_next_token_layer, next_token_layer_size
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.next_token_layer import NextTokenLayer
+from ktqueue.workers.startup.gpu_memory import planner_of
 
 
 def check_draft_model(config: EngineConfig) -> None:
@@ -22,79 +27,121 @@ def check_draft_model(config: EngineConfig) -> None:
         raise _wrong("speculation", "model", "model only with engine.draft_model (--draft-model)")
     if not wants and config.draft_model is not None:
         raise _wrong("draft_model", config.draft_model, "left out unless engine.speculation is model")
-    if config.speculation in ("model", "mtp") and config.on_gpu:
-        raise _wrong("speculation", config.speculation, f"off or lookup on device {config.device}")
 
 
-def load_draft_model(config: EngineConfig, vocabulary: Vocabulary) -> DraftSource | None:
-    """Load the draft model, if there is one.
+def load_draft_model(
+    config: EngineConfig,
+    vocabulary: Vocabulary,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+) -> DraftSource | None:
+    """Load the draft model on the engine's device, if there is one. `dtype`, `cache_dtype`: see report_model.
 
-    Raises ConfigError if a token of it differs from that of `vocabulary`, or if it has states or changing angles.
+    Raises ConfigError if a token of it differs from that of `vocabulary`, if it has states or changing angles, or if
+    the device has no memory for it.
     """
     path = config.draft_model
     if path is None:
         return None
     _check_same(load_tokenizer(path), vocabulary, path)
-    model = load_model(path)
-    layout = model.kv_layout(config.page_size)
+    try:
+        model = load_model(path, device=config.device, dtype=dtype)
+    except torch.OutOfMemoryError as error:
+        raise _wrong("draft_model", path, f"a model for which {config.device} has memory: {error}") from error
+    layout = model.kv_layout(config.page_size, cache_dtype)
     if layout.linear or layout.original_length:
         raise _wrong("draft_model", path, "a model without linear attention and longrope")
     if model.card_facts.vocab_size < vocabulary.size:
         raise _wrong("draft_model", path, f"a model with logits of {vocabulary.size} tokens")
-    return DraftSource(model.module, layout, model.card_facts.max_position_embeddings)
+    longest, planner = model.card_facts.max_position_embeddings, None
+    if config.on_gpu:
+        if not isinstance(model.module, GpuDecoder):
+            raise _wrong("draft_model", path, "a model that GpuDecoder computes")
+        planner = planner_of(model, layout, config)
+    return DraftSource(model.module, layout, longest, planner)
 
 
-def next_token_source(config: EngineConfig, model: LoadedModel) -> NextTokenSource:
-    """Load the layer of a model that predicts the token after the next. Raises ConfigError if it has none."""
-    layout = model.kv_layout(config.page_size)
+def next_token_source(
+    config: EngineConfig, model: LoadedModel, cache_dtype: torch.dtype | None = None
+) -> NextTokenSource:
+    """Load the layer of a model that predicts the token after the next. Raises ConfigError if it has none.
+
+    `cache_dtype`: of its cache; None: that of the model.
+    """
+    layout = model.kv_layout(config.page_size, cache_dtype)
     if layout.linear or layout.original_length or layout.index or layout.by_layer:
         raise _wrong("speculation", "mtp", "off or lookup for this model, whose layers differ or have states")
     try:
         layer = load_next_token_layer(model, resolve_model(config.model))
     except CheckpointError as error:
         raise _no_layer(error) from error
+    except torch.OutOfMemoryError as error:
+        raise _no_layer(f"{config.device} has no memory for its layer: {error}") from error
     return NextTokenSource(layer, replace(layout, layers=1), model.card_facts.max_position_embeddings)
 
 
-def report_with_drafts(report: ModelReport, config: EngineConfig) -> ModelReport:
-    """Return the report of a model with the weights and the cache of what drafts for it. Raises ConfigError."""
+def report_with_drafts(
+    report: ModelReport,
+    config: EngineConfig,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+) -> ModelReport:
+    """Return the report of a model with the weights and the cache of what drafts for it. Raises ConfigError.
+
+    `dtype`, `cache_dtype`: see report_model.
+    """
     check_draft_model(config)
     if config.draft_model is not None:
-        draft = report_model(config.draft_model)
+        draft = report_model(config.draft_model, device=config.device, dtype=dtype, cache_dtype=cache_dtype)
         rows = [replace(row, name=f"draft model: {row.name}") for row in draft.rows]
-        token_bytes = draft.cache_token_bytes
+        token_bytes, position_bytes, movable = draft.cache_token_bytes, draft.position_bytes, draft.movable_bytes
     elif config.speculation == "mtp":
         try:
             absorbed = max((row.largest_bytes for row in report.rows if row.name.endswith(ABSORBED)), default=0)
             size = next_token_layer_size(resolve_model(config.model), report.layers, absorbed)
         except CheckpointError as error:
             raise _no_layer(error) from error
-        rows = [
-            ReportRow(
-                name=f"model.layers.{report.layers}",
-                count=1,
-                class_name=NextTokenLayer.__name__,
-                operator=report.rows[-1].operator,
-                device="cpu",
-                quants=size.quants,
-                file_bytes=size.file_bytes,
-                device_bytes=size.loaded_bytes,
-                largest_bytes=size.loaded_bytes,
-            )
-        ]
-        token_bytes = report.cache_token_bytes // report.layers + 4 * report.hidden  # its cache, and the model's output
+        rows = [*_layer_rows(report, config, size, dtype)]
+        token_bytes = report.cache_token_bytes // report.layers + dtype.itemsize * report.hidden  # the latter is kept
+        position_bytes, movable = 0, size.expert_bytes if config.on_gpu else 0
     else:
         return report
-    held = report.device_bytes.get("cpu", 0) + sum(row.device_bytes for row in rows)
+    held = dict(report.device_bytes)
+    for row in rows:
+        held[row.device] = held.get(row.device, 0) + row.device_bytes
     return replace(
         report,
         rows=[*report.rows, *rows],
-        device_bytes=report.device_bytes | {"cpu": held},
+        device_bytes=held,
         cache_token_bytes=report.cache_token_bytes + token_bytes,
+        position_bytes=report.position_bytes + position_bytes,
+        movable_bytes=report.movable_bytes + movable,
     )
 
 
-def _no_layer(error: CheckpointError) -> ConfigError:
+def _layer_rows(report: ModelReport, config: EngineConfig, size: LayerSize, dtype: torch.dtype) -> Iterator[ReportRow]:
+    """The layer as one row, or on a GPU as two. There dense weights are counted as if they were decoded."""
+    parts = [("", "cpu", size.file_bytes, size.loaded_bytes)]
+    if config.on_gpu:
+        dense = size.dense_numbers * dtype.itemsize
+        parts = [("", config.device, size.file_bytes - size.expert_file_bytes, dense)]
+        if size.expert_bytes:
+            parts.append((".mlp.experts", "cpu", size.expert_file_bytes, size.expert_bytes))
+    for name, device, file_bytes, loaded in parts:
+        yield ReportRow(
+            name=f"model.layers.{report.layers}{name}",
+            count=1,
+            class_name=NextTokenLayer.__name__,
+            operator=report.rows[-1].operator,
+            device=device,
+            quants=size.quants,
+            file_bytes=file_bytes,
+            device_bytes=loaded,
+            largest_bytes=loaded,
+        )
+
+
+def _no_layer(error: Exception | str) -> ConfigError:
     return _wrong("speculation", "mtp", f"off, lookup or model for this model: {error}")
 
 

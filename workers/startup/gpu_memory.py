@@ -12,10 +12,13 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
-from ktqueue.engine.engine_parts import captured_rows
+from ktqueue.engine.batch import Batch
+from ktqueue.engine.draft_model import DraftSource
+from ktqueue.engine.drafts import MOST_OF_A_STEP
+from ktqueue.engine.engine_parts import captured_rows, captured_steps
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
-from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
+from ktqueue.engine.gpu.graph_runner import GraphRunner
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
     DeviceUse,
@@ -25,6 +28,7 @@ from ktqueue.engine.memory_plan import (
     estimate_step,
     plan_memory,
 )
+from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
 from ktqueue.loading.load import LoadedModel
@@ -37,7 +41,7 @@ from ktqueue.operators.gpu.experts.streaming import AREAS
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVLayout
-from ktqueue.workers.startup.largest_step import largest_batch
+from ktqueue.workers.startup.largest_step import draft_batches, largest_batch
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +102,15 @@ class PreparedGpu:
     cuda_graphs: bool
 
 
-def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memory: DeviceMemory) -> PreparedGpu:
-    """Prepare the model's device and divide its memory. Raises ConfigError with the setting that does not fit."""
+def prepare_gpu(
+    model: LoadedModel, layout: KVLayout, config: EngineConfig, memory: DeviceMemory, draft: DraftSource | None = None
+) -> PreparedGpu:
+    """Prepare the device of the model, and of what drafts for it, and divide the memory.
+
+    Raises ConfigError with the setting that does not fit.
+    """
     sum_exactly()
-    planner = _planner(model, layout, config)
+    planner = planner_of(model, layout, config)
     weights = memory.used()
     settings = GpuSettings(
         max_tokens=config.step_tokens,
@@ -113,6 +122,8 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     )
     try:
         device_model(model.module).prepare_device(settings)
+        if draft is not None:
+            _prepare_draft(draft, settings, int(device_model(model.module).statistics().get("expert_bytes", 0)))
     except ValueError as error:
         raise ConfigError(f"device {config.device}: {error}", param="engine.device", value=config.device) from error
     except torch.OutOfMemoryError as error:
@@ -121,7 +132,7 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
     rows, captured = min(config.rows, config.step_tokens), captured_rows(config)
     memory.reset_peak()
     try:
-        cache = run_largest_step(model, layout, config, planner)
+        cache = run_largest_step(model, layout, config, planner, draft)
     except torch.OutOfMemoryError as error:
         raise _too_much("max_num_batched_tokens", config.step_tokens, memory) from error
     step = max(0, memory.peak() - cache)
@@ -131,18 +142,42 @@ def prepare_gpu(model: LoadedModel, layout: KVLayout, config: EngineConfig, memo
         weights=weights,
         experts=experts,
         workspaces=step + estimate_selection(captured, vocabulary) + max(0, memory.used() - weights - experts),
-        graphs=estimate_graphs(len(buckets_up_to(captured)) if graphs else 0, step, config.step_tokens, captured),
+        graphs=estimate_graphs(captured_steps(config) if graphs else 0, step, config.step_tokens, captured),
         states=slots_for(layout, rows) * layout.state_bytes,
     )
     plan = plan_memory(
         memory.total,
         use,
         utilization=config.gpu_memory_utilization,
-        page_bytes=layout.page_bytes,
+        page_bytes=layout.page_bytes + (0 if draft is None else draft.page_bytes),
         cache_bytes=config.kv_cache_bytes,
         num_pages=config.num_pages,
     )
     return PreparedGpu(planner, plan, graphs)
+
+
+def planner_of(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> AttentionPlanner:
+    """Make the attention planner of a model on a device. Raises ConfigError."""
+    facts = model.attention
+    try:
+        return make_planner(
+            layout,
+            heads=facts.heads,
+            scaling=facts.scaling,
+            windows=facts.layer_windows,
+            sinks=facts.sinks,
+            cap=facts.cap,
+            chunk=facts.chunk,
+            device=config.device,
+            dtype=model.dtype,
+            backend=config.attention_backend,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.attention_backend {config.attention_backend!r}: {error}",
+            param="engine.attention_backend",
+            value=config.attention_backend,
+        ) from error
 
 
 def sum_exactly() -> None:
@@ -155,22 +190,49 @@ def sum_exactly() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig, planner: AttentionPlanner) -> int:
-    """Run the largest step on a GPU, to compile its kernels and measure its memory. Returns the bytes of its cache."""
-    batch = largest_batch(model, layout, config)
-    kv = batch.step.kv
-    runner = GraphRunner(
-        model.module,
-        model.card_facts.vocab_size,
-        kv,
-        planner,
-        RepeatedCall(),
-        device=config.device,
-        buckets=[],
-        max_pages=batch.step.page_table.shape[1],
+def _prepare_draft(draft: DraftSource, settings: GpuSettings, own_bytes: int) -> None:
+    """Prepare the device for what drafts. Its experts get the memory that the model's own, of `own_bytes`, leave."""
+    left = max(0, settings.expert_memory_bytes - own_bytes)
+    positions = min(settings.positions, draft.longest)
+    device_model(draft.model).prepare_device(
+        replace(settings, positions=positions, expert_memory_bytes=left, expert_streaming="off")
     )
-    runner.execute(batch)
-    runner.wait()
+
+
+def run_largest_step(
+    model: LoadedModel,
+    layout: KVLayout,
+    config: EngineConfig,
+    planner: AttentionPlanner,
+    draft: DraftSource | None = None,
+) -> int:
+    """Run the largest step on a GPU, and then the largest passes of what drafts, to compile their kernels and measure
+    their memory. Returns the bytes of the caches."""
+    batch = largest_batch(model, layout, config)
+    kv, vocabulary = batch.step.kv, model.card_facts.vocab_size
+
+    def run(model: Model, batch: Batch, planner: AttentionPlanner) -> None:
+        runner = GraphRunner(
+            model,
+            vocabulary,
+            batch.step.kv,
+            planner,
+            RepeatedCall(),
+            device=config.device,
+            buckets=[],
+            max_pages=batch.step.page_table.shape[1],
+        )
+        runner.execute(batch)
+        runner.wait()
+
+    draft_bytes = 0
+    if draft is not None:
+        draft.keep_hidden(kv.pages, config.device)
+    run(model.module, batch, planner)
+    if draft is not None:
+        for passed in draft_batches(batch, draft, config.device, MOST_OF_A_STEP):
+            run(draft.model, passed, draft.planner or planner)
+        draft_bytes = kv.pages * draft.page_bytes
     if share := kv.saturated_share():
         log.warning(
             "keys or values are beyond the range of a float8 cache: in one layer %.2g %% of them saturate. "
@@ -178,7 +240,7 @@ def run_largest_step(model: LoadedModel, layout: KVLayout, config: EngineConfig,
             100 * share,
         )
     device_model(model.module).after_step()
-    return kv.pages * layout.page_bytes + kv.slots * layout.state_bytes
+    return kv.pages * layout.page_bytes + kv.slots * layout.state_bytes + draft_bytes
 
 
 def plan_before_loading(
@@ -208,7 +270,7 @@ def plan_before_loading(
             + step
             + estimate_selection(captured, vocabulary)
             + (_decoded_bytes(report, config, device_bytes) if decodes else 0),
-            graphs=estimate_graphs(len(buckets_up_to(captured)) if config.cuda_graphs else 0, step, tokens, captured),
+            graphs=estimate_graphs(captured_steps(config), step, tokens, captured),
             states=SLOTS_PER_ROW * rows * report.state_bytes,
         ),
         utilization=config.gpu_memory_utilization,
@@ -267,29 +329,6 @@ def log_memory(plan: MemoryPlan, graph_bytes: int, page_size: int, memory: Devic
         plan.pages * page_size,
         format_bytes(memory.used()),
     )
-
-
-def _planner(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> AttentionPlanner:
-    facts = model.attention
-    try:
-        return make_planner(
-            layout,
-            heads=facts.heads,
-            scaling=facts.scaling,
-            windows=facts.layer_windows,
-            sinks=facts.sinks,
-            cap=facts.cap,
-            chunk=facts.chunk,
-            device=config.device,
-            dtype=model.dtype,
-            backend=config.attention_backend,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"engine.attention_backend {config.attention_backend!r}: {error}",
-            param="engine.attention_backend",
-            value=config.attention_backend,
-        ) from error
 
 
 def can_be_captured(model: LoadedModel, planner: AttentionPlanner) -> bool:

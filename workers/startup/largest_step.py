@@ -3,10 +3,14 @@
 So all memory that steps need is allocated, and all kernels are compiled, before the first job.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.engine.batch import Batch
+from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.runner import HostRunner
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.loading.load import LoadedModel
@@ -42,6 +46,30 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
             kv=kv,
             state_sources=torch.arange(states, dtype=torch.int32),
             state_targets=torch.arange(states, dtype=torch.int32),
+        ),
+    )
+
+
+def draft_batches(batch: Batch, draft: DraftSource, device: str, rows: int) -> Iterator[Batch]:
+    """The largest passes of what drafts beside `batch`, on a cache of its own: one that reads tokens, and one that adds
+    a token to `rows` rows, if there are as many."""
+    step = batch.step
+    kv = KVCache(draft.layout, step.kv.pages, device)
+    none = torch.empty(0, dtype=torch.int32)
+    positions = batch.position_ids.clamp(max=draft.longest - 1)
+    step = replace(step, kv=kv, state_sources=none, state_targets=none)
+    yield replace(batch, position_ids=positions, scored=batch.scored[:0], step=step)
+    rows = min(rows, len(step.context_lengths))
+    yield Batch(
+        input_ids=batch.input_ids[:, :rows],
+        position_ids=torch.zeros(1, rows, dtype=torch.int64),
+        scored=torch.arange(rows),
+        step=replace(
+            step,
+            query_starts=torch.arange(rows + 1, dtype=torch.int32),
+            context_lengths=torch.ones(rows, dtype=torch.int32),
+            page_table=torch.nn.functional.pad(step.page_table[:rows], (0, 1)),
+            slot_mapping=step.page_table[:rows, 0].long() * kv.layout.page_size,
         ),
     )
 

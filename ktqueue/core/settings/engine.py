@@ -195,8 +195,7 @@ class EngineConfig:
         "Verify several tokens of a sequence in one step: off, lookup, model, or mtp.",
         details="lookup drafts what followed the last tokens when they occurred in the sequence before, and model what "
         "`draft_model` would answer. mtp drafts with the layer of a folder that predicts further tokens, as of GLM-4.5 "
-        "and DeepSeek-V3. The last two need a CPU. The answers "
-        "stay the same: see [serving](../guides/serving.md#drafts).",
+        "and DeepSeek-V3. The answers stay the same: see [serving](../guides/serving.md#drafts).",
         flags=("--speculation",),
         panel="Engine",
     )

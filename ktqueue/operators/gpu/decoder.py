@@ -6,6 +6,7 @@ waits for the device, so a step can be captured. On CPU tensors it runs the kern
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -16,27 +17,29 @@ from torch import nn
 from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.decoder import DecoderOutput, query_growth
+from ktqueue.operators.decoder import query_growth
 from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
 from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
+from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.kernels.operation import dependent_launches
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
+from ktqueue.operators.gpu.next_token_layer import GpuNextTokenLayer
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 from ktqueue.operators.indexer import KeyChoice
-from ktqueue.operators.layer_facts import RouterFacts
+from ktqueue.operators.layer_facts import LayerFacts, RouterFacts
 from ktqueue.operators.named_ranges import NamedRange, name_methods
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary import rotary_tables
 from ktqueue.operators.rotary_rows import in_rotary_order
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import DecoderOutput, StepContext
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EARLY_TOKENS = 16
@@ -60,8 +63,10 @@ class GpuDecoder(Operator):
         self._layers: list[DecoderLayer] = []
         self._routed: list[RoutedLayer] = []
         self._dense_bytes = 0
+        self._further_bytes = 0  # of experts of a layer that predicts further tokens
         self._experts: ExpertMemory | None = None
-        self._rotary: Rotary | None = None
+        self.tables: Rotary | None = None
+        self._hidden: torch.Tensor | None = None  # [slots, hidden]: see keep_hidden
         self._launches_early = False
         self._choices: torch.Tensor | None = None
         self.trials = Trials()
@@ -89,11 +94,7 @@ class GpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Put dense weights on the device and pack experts for the CPU. Raises ValueError if their shapes are wrong."""
         facts = self.facts
-        first = facts.layers[0]
-        if facts.fused:
-            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
-        weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
-        dense = DenseWeights(weights, facts.dtype, self.device, self._dense, float_norms=facts.float_norms)
+        weights, dense = self._in_own_order(weights)
         self._embedding = dense.embedding("model.embed_tokens", is_head=facts.tied)
         choice = KeyChoice()
         attentive, linear = itertools.count(), itertools.count()
@@ -101,21 +102,7 @@ class GpuDecoder(Operator):
             routed = None
             if layer.router is not None:
                 routed = len(self._routed)
-                experts = weights.experts(f"{layer.name}.{layer.experts}")
-                quants = experts.gate.quant, experts.up.quant, experts.down.quant
-                self._routed.append(
-                    RoutedLayer(
-                        packed=native.ExpertLayer(experts, layer.expert_gate, **self._options),
-                        record=ExpertRecord(*quants, hidden=facts.hidden, intermediate=experts.gate.rows),
-                        experts=layer.router.experts,
-                        experts_per_token=layer.router.chosen,
-                        renormalise=layer.router.renormalise,
-                        gate=layer.expert_gate,
-                        exact=self._options["activations"] == "float32",
-                        scoring=_scoring(layer.name, layer.router, weights, self.device),
-                        biases=dense.expert_biases(experts),
-                    )
-                )
+                self._routed.append(self._routed_layer(layer, layer.router, weights, dense))
             index = next(attentive if layer.linear is None else linear)
             self._layers.append(DecoderLayer(index, layer, facts, dense, routed, choice))
         for earlier, later in itertools.pairwise(self._layers):
@@ -124,6 +111,51 @@ class GpuDecoder(Operator):
         self._norm = dense.norm("model.norm", centred=facts.centred)
         self._head = self._embedding if facts.tied else dense.linear("lm_head")
         self._dense_bytes = dense.bytes
+
+    def load_next_token_layer(self, weights: ModuleWeights) -> GpuNextTokenLayer:
+        """Load the layer behind the model's own, which predicts the token after the next: see CpuDecoder."""
+        facts = self.facts
+        weights, dense = self._in_own_order(weights)
+        layer = replace(facts.layers[-1], name=f"model.layers.{len(facts.layers)}")
+        routed = [] if layer.router is None else [self._routed_layer(layer, layer.router, weights, dense)]
+        own = DecoderLayer(0, layer, facts, dense, 0 if routed else None, KeyChoice())
+        joining = dense.linear(f"{layer.name}.eh_proj")
+        names = "enorm", "hnorm", "shared_head.norm"
+        norms = [dense.norm(f"{layer.name}.{name}", centred=facts.centred) for name in names]
+        self._dense_bytes += dense.bytes
+        self._further_bytes += sum(experts.packed.bytes for experts in routed)
+        return GpuNextTokenLayer(self, own, routed, joining, norms)
+
+    def keep_hidden(self, hidden: torch.Tensor) -> None:
+        """See NextTokenBase."""
+        self._hidden = hidden.flatten(0, 1)
+
+    def _in_own_order(self, weights: ModuleWeights) -> tuple[ModuleWeights, DenseWeights]:
+        """The weights with separate matrices, whose rows have the order of the kernels, and what puts them on the
+        device."""
+        facts, first = self.facts, self.facts.layers[0]
+        if facts.fused:
+            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
+        weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
+        return weights, DenseWeights(weights, facts.dtype, self.device, self._dense, float_norms=facts.float_norms)
+
+    def _routed_layer(
+        self, layer: LayerFacts, router: RouterFacts, weights: ModuleWeights, dense: DenseWeights
+    ) -> RoutedLayer:
+        """Pack the routed experts of a layer for the CPU."""
+        experts = weights.experts(f"{layer.name}.{layer.experts}")
+        quants = experts.gate.quant, experts.up.quant, experts.down.quant
+        return RoutedLayer(
+            packed=native.ExpertLayer(experts, layer.expert_gate, **self._options),
+            record=ExpertRecord(*quants, hidden=self.facts.hidden, intermediate=experts.gate.rows),
+            experts=router.experts,
+            experts_per_token=router.chosen,
+            renormalise=router.renormalise,
+            gate=layer.expert_gate,
+            exact=self._options["activations"] == "float32",
+            scoring=_scoring(layer.name, router, weights, self.device),
+            biases=dense.expert_biases(experts),
+        )
 
     def prepare_device(self, settings: GpuSettings) -> None:
         """Put rotary tables and experts into GPU memory and connect the CPU's experts. Call it once, between `load` and
@@ -136,7 +168,7 @@ class GpuDecoder(Operator):
         on_host = copy.deepcopy(self.rotary).to("cpu")  # the same angles as in CpuDecoder
         positions = settings.positions or self.facts.positions
         tables = *rotary_tables(on_host, positions, self.facts.rotary_kinds), query_growth(self.facts, positions)
-        self._rotary = Rotary(*(table.to(self.device) for table in tables))
+        self.tables = Rotary(*(table.to(self.device) for table in tables))
         self._experts = ExpertMemory(
             self._routed, self.facts.hidden, self.facts.dtype, self.device, settings, self.trials
         )
@@ -156,9 +188,14 @@ class GpuDecoder(Operator):
         return statistics.experts_used if statistics else 0
 
     @property
+    def handoff(self) -> Handoff | None:
+        """The way to the CPU's experts; None before `prepare_device`, or if all experts are on the GPU."""
+        return self._experts.handoff if self._experts else None
+
+    @property
     def handoff_statistics(self) -> HandoffStatistics | None:
-        """Statistics of the CPU's experts; None before `prepare_device`, or if all experts are on the GPU."""
-        return self._experts.handoff.statistics if self._experts and self._experts.handoff else None
+        """Statistics of the CPU's experts, if there is a hand-off."""
+        return self.handoff.statistics if self.handoff else None
 
     def name_layers(self, named_range: NamedRange) -> None:
         """Run the parts of each layer inside ranges with their names. Call it between `load` and the first step."""
@@ -202,7 +239,7 @@ class GpuDecoder(Operator):
         assert self._choices is not None
         step = self._choices[:, :tokens].cpu().numpy().astype(np.uint16)
         found = step[:, scored]
-        if self.facts.layers[-1].router is not None and len(scored) < tokens:
+        if self.facts.layers[-1].router is not None and self._hidden is None and len(scored) < tokens:
             found[-1] = step[-1, : len(scored)]
         return found.swapaxes(0, 1)
 
@@ -221,8 +258,8 @@ class GpuDecoder(Operator):
     def device_bytes(self) -> dict[str, int]:
         """Bytes by device: experts on the CPU; dense weights and the memory of `prepare_device` on this device."""
         on_device = self._dense_bytes + (self._experts.bytes if self._experts else 0)
-        on_device += self._rotary.bytes if self._rotary else 0
-        by_device = {"cpu": sum(layer.packed.bytes for layer in self._routed)}
+        on_device += self.tables.bytes if self.tables else 0
+        by_device = {"cpu": sum(layer.packed.bytes for layer in self._routed) + self._further_bytes}
         by_device[self.device] = by_device.get(self.device, 0) + on_device
         return by_device
 
@@ -237,11 +274,11 @@ class GpuDecoder(Operator):
     ) -> DecoderOutput:
         """Compute one step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising. All are
         on the device. Raises RuntimeError before `prepare_device`."""
-        if self._experts is None or self._rotary is None:
+        if self._experts is None or self.tables is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
         is_short = step.live_tokens is not None and input_ids.shape[1] <= EARLY_TOKENS
         with dependent_launches(self._launches_early and is_short):
-            return self._run(input_ids[0], position_ids[0], logits_to_keep, step, self._rotary, self._experts)
+            return self._run(input_ids[0], position_ids[0], logits_to_keep, step, self.tables, self._experts)
 
     def _run(
         self,
@@ -253,22 +290,30 @@ class GpuDecoder(Operator):
         memory: ExpertMemory,
     ) -> DecoderOutput:
         """ids, positions: [tokens] int64. See `forward`."""
-        residual = self._embedding.embed(ids)
-        if self.facts.embedding_scale != 1:
-            residual.mul_(self.facts.embedding_scale)
+        residual = self.embed(ids)
         tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
-        experts = memory.step(tokens, scored, decodes=decodes, captured=step.live_tokens is not None)
+        reaching = scored if self._hidden is None else tokens
+        experts = memory.step(tokens, reaching, decodes=decodes, captured=step.live_tokens is not None)
         kept = logits_to_keep if scored < tokens else None
         x = self._run_layers(residual, positions, rotary, step, kept, experts)
         if scored == 0:
             return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
+        return DecoderOutput(self.logits(x)[None])
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [tokens] int64 -> the input of the first layer [tokens, hidden]."""
+        embedded = self._embedding.embed(ids)
+        return embedded if self.facts.embedding_scale == 1 else embedded.mul_(self.facts.embedding_scale)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [scored, hidden], the output of a last norm -> [scored, vocabulary] float32."""
         logits = self._head(x, dtype=torch.float32)
         if self.facts.logit_scale != 1:
             logits.mul_(self.facts.logit_scale)
         if cap := self.facts.logit_cap:
             logits.div_(cap).tanh_().mul_(cap)
-        return DecoderOutput(logits[None])
+        return logits
 
     def _run_layers(
         self,
@@ -286,9 +331,14 @@ class GpuDecoder(Operator):
             query = layer.attention.query(residual, pending, positions, rotary, step)
             attended = layer.attention.attend(query, step)
             pending = layer.mlp(residual, attended, experts, step.live_tokens)
-        # After the keys and values of the last layer, only the scored rows are needed.
         last = self._layers[-1]
         query = last.attention.query(residual, pending, positions, rotary, step)
+        if self._hidden is not None:
+            pending = last.mlp(residual, last.attention.attend(query, step), experts, step.live_tokens)
+            x = pending.add_to(residual, self._norm, self.facts.epsilon)
+            self._hidden.index_copy_(0, step.slot_mapping, x)
+            return x if kept is None else x[kept]
+        # After the keys and values of the last layer, only the scored rows are needed.
         if kept is not None and len(kept) == 0:
             return residual[kept]
         attended = last.attention.attend(query, step)
@@ -311,7 +361,7 @@ class GpuDecoder(Operator):
         """Stop the CPU's experts and free the memory of `prepare_device`."""
         if self._experts is not None:
             self._experts.close()
-            self._experts = self._rotary = None
+            self._experts = self.tables = None
 
 
 def _scoring(layer: str, router: RouterFacts, weights: ModuleWeights, device: str) -> Scoring:

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from decoder_families import Cache
 
-from ktqueue.operators.decoder import DecoderOutput
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import DecoderOutput, StepContext
 
 ROWS = 3
 

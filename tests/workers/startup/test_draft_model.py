@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from endless_vocabulary import NoEnd
 
 from ktqueue.core.config import EngineConfig
@@ -18,7 +19,7 @@ from ktqueue.workers.startup.draft_model import check_draft_model, load_draft_mo
     [
         ({"speculation": "model"}, "engine.speculation must be model only with engine.draft_model"),
         ({"draft_model": "demo"}, "engine.draft_model must be left out unless engine.speculation is model"),
-        ({"speculation": "model", "draft_model": "demo", "device": "cuda"}, "must be off or lookup on device cuda"),
+        ({"speculation": "mtp", "draft_model": "demo"}, "engine.draft_model must be left out unless"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: Any, message: str) -> None:
@@ -54,13 +55,17 @@ def test_a_report_counts_the_draft_model() -> None:
         report_of(EngineConfig(speculation="model"))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_drafts_for_itself(temperature: float) -> None:
+def test_a_model_drafts_for_itself(temperature: float, device: str) -> None:
     """Real kernels: the draft model is the same as the model, so its drafts are right."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
     answers = []
     ways: list[dict[str, Any]] = [{}, {"speculation": "model", "draft_model": "demo"}]
     for settings in ways:
-        built = build(EngineConfig(num_pages=30, threads=1, max_num_seqs=4, **settings))
+        config = EngineConfig(device=device, dtype="float32", num_pages=30, threads=1, max_num_seqs=4, **settings)
+        built = build(config)
         engine = built.engine
         engine.drafts.probed = 4 if settings else 0
         found: dict[str, list[int]] = {}
@@ -71,5 +76,6 @@ def test_a_model_drafts_for_itself(temperature: float) -> None:
             for output in engine.step():
                 found.setdefault(output.request_id, []).extend(output.token_ids)
         answers.append(found)
+        engine.close()
     assert answers[0] == answers[1]
     assert engine.stats().accepted_tokens == engine.stats().drafted_tokens > 60

@@ -47,11 +47,11 @@ class DecodedExperts:
         """Allocate the memory, and measure from how many tokens on decoding is faster, unless that is given.
 
         pool: [bytes] uint8, in which probes read experts. None if it is empty, if the device has no grouped product for
-        the experts of all `layers`, if their weights take too much memory, or if decoding is never faster. On CPU
+        the experts of all `layers`, if their weights take too much memory, or if no step is long enough. On CPU
         tensors nothing is measured.
         """
         device = pool.device
-        if least_tokens is None and not is_gpu(device):
+        if (least_tokens is None and not is_gpu(device)) or (least_tokens or 0) > max_tokens:
             return None
         if not len(pool) or not all(decoded_experts.can_be_grouped(layer.record, dtype, device) for layer in layers):
             return None

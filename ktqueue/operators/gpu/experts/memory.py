@@ -45,7 +45,8 @@ class ResidentExperts(ExpertResidency):
 class ExpertMemory:
     """The experts of `layers`, the layers with routed experts. Without any, all methods do nothing.
 
-    handoff: to the CPU's experts; None if all experts are in GPU memory.
+    handoff: to the CPU's experts; None if all experts are in GPU memory. The argument `handoff`: one of other layers
+    that never run at the same time, which is shared.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class ExpertMemory:
         device: str,
         settings: GpuSettings,
         trials: Trials,
+        *,
+        handoff: Handoff | None = None,
     ) -> None:
         self._layers = layers
         slots = slots_that_fit(layers, settings.expert_memory_bytes)
@@ -74,6 +77,8 @@ class ExpertMemory:
             layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
         )
         self.handoff: Handoff | None = None
+        self._shared_handoff = handoff
+        self._first = 0  # number of the first layer in the hand-off
         self.choices: torch.Tensor | None = None
         self._streaming: StreamingSteps | None = None
         self._fetched: FetchedExperts | None = None
@@ -98,9 +103,11 @@ class ExpertMemory:
 
     def _connect_cpu(self, hidden: int, device: str, settings: GpuSettings) -> Handoff:
         experts_per_token = max(layer.experts_per_token for layer in self._layers)
-        handoff = Handoff(hidden, experts_per_token, settings.max_tokens, device, method=settings.handoff)
-        for layer in self._layers:
-            handoff.add_layer(layer.packed)
+        handoff = self._shared_handoff
+        if handoff is None:
+            handoff = Handoff(hidden, experts_per_token, settings.max_tokens, device, method=settings.handoff)
+        numbers = [handoff.add_layer(layer.packed) for layer in self._layers]
+        self._first = numbers[0]
         return handoff
 
     def _prepare_fetching(self, hidden: int, dtype: torch.dtype, settings: GpuSettings) -> FetchedExperts:
@@ -186,7 +193,7 @@ class ExpertMemory:
         if self._placement is not None:
             counts = self._placement.known_counts
             return [counts[index, : layer.experts].tolist() for index, layer in enumerate(self._layers)]
-        return self.handoff.uses if self.handoff is not None else None
+        return None if self.handoff is None else self.handoff.uses[self._first :][: len(self._layers)]
 
     @property
     def moves(self) -> bool:
@@ -219,6 +226,7 @@ class ExpertMemory:
             self._layers,
             residency,
             self.handoff,
+            first=self._first,
             predicts=predicts,
             decoded=decoded,
             choices=self.choices,
@@ -240,8 +248,8 @@ class ExpertMemory:
             self._placement.after_step()
 
     def close(self) -> None:
-        """Stop the thread of the CPU's experts and unpin their memory."""
-        if self.handoff is not None:
+        """Stop the thread of the CPU's experts, unless it is shared, and unpin their memory."""
+        if self.handoff is not None and self.handoff is not self._shared_handoff:
             self.handoff.close()
         self._copies.close()
 

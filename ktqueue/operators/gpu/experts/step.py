@@ -129,7 +129,8 @@ NextLogits = Callable[[torch.Tensor], torch.Tensor]
 class StepExperts:
     """All routed experts for one step.
 
-    handoff: the way to the CPU's experts, needed if any expert may be there. predicts: while the CPU computes a layer,
+    handoff: the way to the CPU's experts, needed if any expert may be there. first: the number of the first layer
+    there. predicts: while the CPU computes a layer,
     the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
     layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
     tokens or more, experts_per_token] int32, receives the experts of each token. beside: where a shared expert is
@@ -142,6 +143,7 @@ class StepExperts:
         residency: ExpertResidency,
         handoff: Handoff | None,
         *,
+        first: int = 0,
         predicts: bool = False,
         decoded: Callable[[int], torch.Tensor | None] | None = None,
         choices: torch.Tensor | None = None,
@@ -151,6 +153,7 @@ class StepExperts:
         self._choices = choices
         self._residency = residency
         self._handoff = handoff
+        self._first = first
         self._predicts = predicts
         self._decoded = decoded
         self._beside = beside
@@ -196,7 +199,7 @@ class StepExperts:
             self._choices[index, : len(x)].copy_(routing.ids)
         predicts = self._predicts and next_logits is not None
         if on_cpu is not None:
-            on_cpu.request(index, len(x), predicts=predicts)
+            on_cpu.request(self._first + index, len(x), predicts=predicts)
         partials = self._compute_on_gpu(index, x, routing, rows)
         shared_output = (None, None) if shared is None else shared(x)
         if on_cpu is not None and buffers is not None:
@@ -205,7 +208,7 @@ class StepExperts:
                 unused = torch.empty_like(routing.weights)
                 for_cpu = buffers.predicted, unused
                 self._route(index + 1, next_logits(x), live_tokens, counts=None, for_cpu=for_cpu)
-            on_cpu.wait(index, len(x))
+            on_cpu.wait(self._first + index, len(x))
         self._residency.layer_done(index)
         return PendingResidual(None if buffers is None else buffers.result, partials, *shared_output)
 
