@@ -37,22 +37,23 @@ constexpr int LINES = 8 * PARTS;
 constexpr int CODE_BYTES = SLABS * TILES * 8 * 32;
 constexpr int SCALE_BYTES = SLABS * PAIRS * 4;
 constexpr int SUM_BYTES = MINIMUMS ? BLOCKS * PAIRS * LINES * 4 : 0;
-constexpr int STAGE_BYTES = 2 * SUPERBLOCK_BYTES;
+constexpr int SLOT_BYTES = (SUPERBLOCK_BYTES + 127) / 128 * 128;
+constexpr int STAGE_BYTES = 2 * SLOT_BYTES;
 
 // The first place of a pair. By HALVES, that of its other half follows.
-__device__ inline int place_of(int pair) {
-  return HALVES ? 2 * pair : pair / 8 * 8 + pair % 4 * 2 + pair / 4 % 2;
-}
+__device__ inline int place_of(int pair) { return HALVES ? 2 * pair : pair / 8 * 8 + pair % 4 * 2 + pair / 4 % 2; }
 
 __device__ inline void multiply_codes(int sums[4], const uint32_t codes[4], uint2 x) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
       : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
       : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(x.x), "r"(x.y), "r"(FIRST_SUM));
 }
 
 // Add products of eight lines: left[2i + r] is row 2g + r and line 2t + i; right.x and right.y are these lines.
 __device__ inline void multiply_floats(float sums[4], const float left[4], float2 right) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
       : "r"(__float_as_uint(left[0])), "r"(__float_as_uint(left[1])), "r"(__float_as_uint(left[2])),
         "r"(__float_as_uint(left[3])), "r"(__float_as_uint(right.x)), "r"(__float_as_uint(right.y)));
@@ -66,8 +67,8 @@ using Values = float[QUADS][2];
 
 // Add to `values` a superblock's codes times scales, for LIVE quads of both panels.
 template <int slabs, int LIVE>
-__device__ inline void add_codes(Values values[2], const uint8_t *const blocks[2], const uint8_t *x_codes,
-                                 const float *x_scales, int g, int t) {
+__device__ inline void add_codes(Values values[2], const uint8_t* const blocks[2], const uint8_t* x_codes,
+                                 const float* x_scales, int g, int t) {
 #pragma unroll
   for (int slab = 0; slab < slabs; slab++) {
     uint32_t codes[2][4];
@@ -79,12 +80,13 @@ __device__ inline void add_codes(Values values[2], const uint8_t *const blocks[2
     }
 #pragma unroll
     for (int tile = 0; tile < (HALVES ? LIVE : (LIVE + 1) / 2); tile++) {
-      const uint2 x = *reinterpret_cast<const uint2 *>(x_codes + (slab * TILES + tile) * 256 + g * 32 + 8 * t);
+      const uint2 x = *reinterpret_cast<const uint2*>(x_codes + (slab * TILES + tile) * 256 + g * 32 + 8 * t);
       float x_scale[2];
       if constexpr (HALVES) {
         x_scale[0] = x_scale[1] = x_scales[slab * PAIRS + tile * 4 + t];
       } else if (2 * tile + 1 < LIVE) {
-        *reinterpret_cast<float2 *>(x_scale) = *reinterpret_cast<const float2 *>(x_scales + slab * PAIRS + tile * 8 + 2 * t);
+        *reinterpret_cast<float2*>(x_scale) =
+            *reinterpret_cast<const float2*>(x_scales + slab * PAIRS + tile * 8 + 2 * t);
       } else {
         x_scale[0] = x_scales[slab * PAIRS + tile * 8 + 2 * t];
       }
@@ -108,11 +110,9 @@ __device__ inline void add_codes(Values values[2], const uint8_t *const blocks[2
 
 // Subtract a superblock's minimums times sums of x.
 template <int slabs, int LIVE>
-__device__ inline void subtract_minimums(Values values[2], const uint8_t *const blocks[2], const float *x_sums, int g,
+__device__ inline void subtract_minimums(Values values[2], const uint8_t* const blocks[2], const float* x_sums, int g,
                                          int t) {
-  float factor[2][2];
-#pragma unroll
-  for (int i = 0; i < 4; i++) factor[i / 2][i % 2] = -minimum_factor(blocks[i / 2], slabs, 2 * g + i % 2);
+  const float2 factors[2] = {minimum_factors(blocks[0], slabs, g), minimum_factors(blocks[1], slabs, g)};
 #pragma unroll
   for (int first = 0; first < LINES; first += 8) {
     const int line = first + 2 * t;
@@ -120,11 +120,11 @@ __device__ inline void subtract_minimums(Values values[2], const uint8_t *const 
 #pragma unroll
     for (int i = 0; i < 4; i++)
       if (slabs == 8 || line + i % 2 < slabs * PARTS)
-        minimums_of(blocks[i / 2], line + i % 2, slabs, g, minimum[i / 2] + i % 2 * 2);
+        *reinterpret_cast<float2*>(minimum[i / 2] + i % 2 * 2) = minimums_of(blocks[i / 2], line + i % 2, slabs, g);
 #pragma unroll
     for (int tile = 0; tile < (HALVES ? LIVE : (LIVE + 1) / 2); tile++) {
       const int place = HALVES ? tile * 4 + g / 2 : tile * 8 + g;  // by HALVES, two places have the same pair
-      float2 x = *reinterpret_cast<const float2 *>(x_sums + place * LINES + line);
+      float2 x = *reinterpret_cast<const float2*>(x_sums + place * LINES + line);
       if (slabs < 8 && line >= slabs * PARTS) x.x = 0.0f;
       if (slabs < 8 && line + 1 >= slabs * PARTS) x.y = 0.0f;
       const float2 upper = make_float2(upper_bits(x.x), upper_bits(x.y));
@@ -143,7 +143,8 @@ __device__ inline void subtract_minimums(Values values[2], const uint8_t *const 
         for (int i = 0; i < 4; i++) {
           const int r = i / 2, quad = HALVES ? tile : 2 * tile + i % 2;
           if (quad >= LIVE || (HALVES && i % 2 == 1)) continue;
-          values[side][quad][r] = __fmaf_rn(factor[side][r], sums[i], values[side][quad][r]);
+          values[side][quad][r] =
+              __fmaf_rn(r == 0 ? -factors[side].x : -factors[side].y, sums[i], values[side][quad][r]);
         }
       }
     }
@@ -169,7 +170,7 @@ __device__ inline float join(float gate, float up) {
 
 // Begin to copy BYTES, a multiple of 16, to shared memory. `to` and `from` are where the lane's first 16 bytes are.
 template <int BYTES>
-__device__ inline void copy_block(uint32_t to, const uint8_t *from, int lane) {
+__device__ inline void copy_block(uint32_t to, const uint8_t* from, int lane) {
 #pragma unroll
   for (int i = 0; i < BYTES; i += 512)
     if (i + 512 <= BYTES || i + 16 * lane < BYTES)
@@ -184,14 +185,14 @@ __device__ inline void wait_for_previous() {
 }
 
 // Bring the codes of `live` rows of x to shared memory, and what scales them.
-__device__ inline void stage_rows(uint8_t *x_codes, float *x_scales, float *x_sums, const int *x_rows, int live,
-                                  const uint8_t *codes, const float *scales, const int *sums) {
+__device__ inline void stage_rows(uint8_t* x_codes, float* x_scales, float* x_sums, const int* x_rows, int live,
+                                  const uint8_t* codes, const float* scales, const int* sums) {
   const int quads = (live + 3) / 4;
   for (int i = threadIdx.x; i < quads * SLABS * 8; i += 32 * WARPS) {
     const int part = i % 2, slab = i / 8 % SLABS, pair = i / (8 * SLABS) * 4 + i / 2 % 4;
     if (pair >= live) continue;
-    uint4 *to = reinterpret_cast<uint4 *>(x_codes + (slab * TILES * 8 + place_of(pair)) * 32 + 16 * part);
-    const uint4 half = *reinterpret_cast<const uint4 *>(codes + int64(x_rows[pair]) * COLUMNS + 32 * slab + 16 * part);
+    uint4* to = reinterpret_cast<uint4*>(x_codes + (slab * TILES * 8 + place_of(pair)) * 32 + 16 * part);
+    const uint4 half = *reinterpret_cast<const uint4*>(codes + int64(x_rows[pair]) * COLUMNS + 32 * slab + 16 * part);
     if constexpr (HALVES) {
       to[2 * part] = half;
       to[2 - 2 * part] = make_uint4(0, 0, 0, 0);
@@ -206,7 +207,7 @@ __device__ inline void stage_rows(uint8_t *x_codes, float *x_scales, float *x_su
     x_scales[slab * PAIRS + place] = scale * (1.0f / UNIT);
     if constexpr (MINIMUMS) {
       const int both = sums[at], first = int(short(both)), second = (both - first) >> 16;
-      float *to = x_sums + (slab / 8 * PAIRS + place) * LINES + slab % 8 * PARTS;
+      float* to = x_sums + (slab / 8 * PAIRS + place) * LINES + slab % 8 * PARTS;
       to[0] = scale * float(HALVES ? first : first + second);
       if constexpr (HALVES) to[1] = scale * float(second);
     }
@@ -215,16 +216,16 @@ __device__ inline void stage_rows(uint8_t *x_codes, float *x_scales, float *x_su
 
 // Multiply what the ring brings by LIVE quads. `next()` waits for two superblocks, and begins to copy others.
 template <int LIVE, typename Next>
-__device__ inline void multiply(Values values[2], int quads, const uint8_t *x_codes, const float *x_scales,
-                                const float *x_sums, int g, int t, const Next &next) {
+__device__ inline void multiply(Values values[2], int quads, const uint8_t* x_codes, const float* x_scales,
+                                const float* x_sums, int g, int t, const Next& next) {
   constexpr int FEWER = LIVE - (PAIRS > 8 ? 2 : 1);
   if constexpr (FEWER > 0) {
     if (quads <= FEWER) return multiply<FEWER>(values, quads, x_codes, x_scales, x_sums, g, t, next);
   }
 #pragma unroll 1
   for (int i = 0; i < BLOCKS; i++) {
-    const uint8_t *here = next(), *const blocks[2] = {here, here + SUPERBLOCK_BYTES};
-    const uint8_t *codes = x_codes + i * 8 * TILES * 256;
+    const uint8_t *here = next(), *const blocks[2] = {here, here + SLOT_BYTES};
+    const uint8_t* codes = x_codes + i * 8 * TILES * 256;
     const float *scales = x_scales + i * 8 * PAIRS, *sums = x_sums + i * PAIRS * LINES;
     if (LAST_SLABS == 8 || i < BLOCKS - 1) {
       add_codes<8, LIVE>(values, blocks, codes, scales, g, t);
@@ -237,31 +238,31 @@ __device__ inline void multiply(Values values[2], int quads, const uint8_t *x_co
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
-multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, const uint8_t *codes, const float *scales,
-                 const int *sums, const float *pair_weights, const float *bias, const float *up_bias, void *out,
-                 float *out_scales, int *out_sums, const int *sorted_pairs, const int *starts, const int *counts,
-                 int pairs, int slots, int start, int zero_pairs) {
+    multiply_experts(const uint8_t* pool, const int64* offsets, const int64* ids, const uint8_t* codes,
+                     const float* scales, const int* sums, const float* pair_weights, const float* bias,
+                     const float* up_bias, void* out, float* out_scales, int* out_sums, const int* sorted_pairs,
+                     const int* starts, const int* counts, int pairs, int slots, int start, int zero_pairs) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ int pair_of[PAIRS], x_rows[PAIRS];
   __shared__ float largest_of[WARPS][PAIRS], broken_of[WARPS][PAIRS];
   __shared__ int sum_of[WARPS][PAIRS];
-  uint8_t *x_codes = memory;
-  float *x_scales = reinterpret_cast<float *>(memory + CODE_BYTES);
-  float *x_sums = reinterpret_cast<float *>(memory + CODE_BYTES + SCALE_BYTES);
+  uint8_t* x_codes = memory;
+  float* x_scales = reinterpret_cast<float*>(memory + CODE_BYTES);
+  float* x_sums = reinterpret_cast<float*>(memory + CODE_BYTES + SCALE_BYTES);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  uint8_t *ring = memory + CODE_BYTES + SCALE_BYTES + SUM_BYTES + warp * STAGES * STAGE_BYTES;
+  uint8_t* ring = memory + CODE_BYTES + SCALE_BYTES + SUM_BYTES + warp * STAGES * STAGE_BYTES;
   const int expert = blockIdx.y, first_couple = blockIdx.x * WARPS * ROUNDS + warp;
   // Rows of down come from the kernel before it. What else is read was there when that one let this one begin.
   if constexpr (activation != NONE) wait_for_previous();
   const int count = __ldcg(counts + expert);
-  const uint8_t *record = pool + offsets[expert] + start;
+  const uint8_t* record = pool + offsets[expert] + start;
   // Couples of this warp: first_couple, first_couple + WARPS and so on.
   int rounds = first_couple < COUPLES ? (COUPLES - first_couple + WARPS - 1) / WARPS : 0;
   rounds = min(rounds, ROUNDS);
   constexpr int LAST_BYTES = PANEL_BYTES - (BLOCKS - 1) * SUPERBLOCK_BYTES;
-  const uint32_t ring_at_lane = static_cast<uint32_t>(__cvta_generic_to_shared(ring)) + 16 * lane;
-  const uint8_t *const begin = record + int64(first_couple) * 2 * PANEL_BYTES + 16 * lane;
-  const uint8_t *from = begin;
+  const uint32_t ring_at_lane = static_cast<uint32_t>(__cvta_generic_to_shared(ring)) + place_of_byte(16 * lane);
+  const uint8_t* const begin = record + int64(first_couple) * 2 * PANEL_BYTES + 16 * lane;
+  const uint8_t* from = begin;
   int block = 0, slot = 0, missing = 0;  // of the next superblocks to copy; and how many follow, with them
   auto fetch = [&] {
     if (missing > 0) {
@@ -271,9 +272,9 @@ multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, co
       const bool is_whole = LAST_BYTES == SUPERBLOCK_BYTES || block < BLOCKS - 1;
       for (int side = 0; side < (has_second ? 2 : 1); side++)
         if (is_whole)
-          copy_block<SUPERBLOCK_BYTES>(to + side * SUPERBLOCK_BYTES, from + side * PANEL_BYTES, lane);
+          copy_block<SUPERBLOCK_BYTES>(to + side * SLOT_BYTES, from + side * PANEL_BYTES, lane);
         else
-          copy_block<LAST_BYTES>(to + side * SUPERBLOCK_BYTES, from + side * PANEL_BYTES, lane);
+          copy_block<LAST_BYTES>(to + side * SLOT_BYTES, from + side * PANEL_BYTES, lane);
       from += is_whole ? SUPERBLOCK_BYTES : LAST_BYTES;
       slot = slot == STAGES - 1 ? 0 : slot + 1;
       missing--;
@@ -298,7 +299,7 @@ multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, co
       const int64 wanted = ids[pair];
       if (wanted < 0 || offsets[wanted] < 0)
         for (int row = threadIdx.x; row < rows; row += 32 * WARPS)
-          static_cast<float *>(out)[int64(pair) * ROWS + first_row + row] = 0.0f;
+          static_cast<float*>(out)[int64(pair) * ROWS + first_row + row] = 0.0f;
     }
   }
 
@@ -317,7 +318,7 @@ multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, co
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncwarp();
       fetch();
-      const uint8_t *here = ring + used * STAGE_BYTES;
+      const uint8_t* here = ring + used * STAGE_BYTES;
       used = used == STAGES - 1 ? 0 : used + 1;
       return here;
     };
@@ -337,8 +338,8 @@ multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, co
 #pragma unroll
           for (int side = 0; side < 2; side++) {
             const int row = 32 * couple + 16 * side + 2 * g;
-            float *to = static_cast<float *>(out) + pair * ROWS + row;
-            const float *added = bias + int64(expert) * ROWS + row;
+            float* to = static_cast<float*>(out) + pair * ROWS + row;
+            const float* added = bias + int64(expert) * ROWS + row;
 #pragma unroll
             for (int r = 0; r < 2; r++)
               if (ROWS % 32 == 0 || row + r < ROWS)
@@ -391,7 +392,7 @@ multiply_experts(const uint8_t *pool, const int64 *offsets, const int64 *ids, co
             if (g == 0) sum_of[warp][column] = sum;
             if (column < live) {
               const int64 pair = pair_of[column];
-              *reinterpret_cast<uint16_t *>(static_cast<uint8_t *>(out) + pair * ROWS + row) =
+              *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(out) + pair * ROWS + row) =
                   (code[0] & 255) | (code[1] & 255) << 8;
               if (g == 0 && warp % 2 == 0)
                 out_scales[pair * (ROWS / 32) + couple / 2] = __fdiv_rn(largest, 127.0f) + broken;

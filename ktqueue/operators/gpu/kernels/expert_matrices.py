@@ -27,6 +27,8 @@ SOURCE = Path(__file__).with_suffix(".cu")
 NAME = "multiply_experts"
 _MULTIPROCESSOR_BYTES = 228 << 10
 """Shared memory of a multiprocessor. Where it is less, fewer programs run at once."""
+_LINE_BYTES = 128
+"""Of all banks of shared memory."""
 _OWN_BYTES = 1 << 10
 """Shared memory that a program takes beside what the kernel declares."""
 _WARPS = 16
@@ -56,7 +58,8 @@ def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
     parts = 2 if dots.halves(form) else 1
     sums = -(-slabs // SLABS) * SLABS * parts if dots.minimums(form) else 0
     rows = tile.pairs * (slabs * (SLAB * parts + 4) + 4 * sums)
-    return rows + tile.warps * tile.stages * 2 * panel_layout.superblock_bytes(quant)
+    slot = -(-panel_layout.superblock_bytes(quant) // _LINE_BYTES) * _LINE_BYTES
+    return rows + tile.warps * tile.stages * 2 * slot
 
 
 def _own_bytes(tile: MatrixTile) -> int:

@@ -5,7 +5,23 @@
 // two, UNIT, since that makes them signed for nothing.
 
 enum Quant {
-  Q8_0, Q4_0, IQ4_NL, MXFP4, Q4_K, Q5_K, Q6_K, IQ4_XS, Q3_K, Q2_K, IQ3_XXS, IQ3_S, IQ2_S, IQ1_M, NVFP4, Q4_1, Q5_1,
+  Q8_0,
+  Q4_0,
+  IQ4_NL,
+  MXFP4,
+  Q4_K,
+  Q5_K,
+  Q6_K,
+  IQ4_XS,
+  Q3_K,
+  Q2_K,
+  IQ3_XXS,
+  IQ3_S,
+  IQ2_S,
+  IQ1_M,
+  NVFP4,
+  Q4_1,
+  Q5_1,
   UINT4
 };
 
@@ -20,12 +36,19 @@ constexpr Quant quant = QUANT;
 constexpr int PARTS = HALVES ? 2 : 1;  // of a slab, with a scale and a minimum each
 constexpr float UNIT = quant == Q6_K ? 4.0f : quant == Q4_0 ? 16.0f : 1.0f;
 
-__device__ inline float half_at(const uint8_t *at) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(*reinterpret_cast<const uint16_t *>(at)));
-  return value;
+// In shared memory, 16 bytes of a superblock lie where their reads by half a warp touch each bank once.
+__device__ inline int place_of_byte(int at) { return at ^ ((at >> 2) & 32); }
+
+template <typename T>
+__device__ inline T at(const uint8_t* block, int byte) {
+  return *reinterpret_cast<const T*>(block + place_of_byte(byte));
 }
 
+__device__ inline float half_as_float(uint16_t half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
 // A byte of `word` as a float plus 2^23, without a conversion: its bits are the sum.
 __device__ inline float byte_plus(uint32_t word, int byte) {
   return __uint_as_float(__byte_perm(word, 0x4B000000, 0x7440 + byte));
@@ -37,13 +60,14 @@ __device__ inline float byte_times(uint32_t word, int byte, float factor) {
 }
 // A signed byte times `factor`, a float16, rounded once. In a number from 2^15 on, bits 8 .. 15 are the whole part.
 __device__ inline float signed_byte_times(uint32_t word, int byte, float factor) {
-  return __fmaf_rn(__uint_as_float(__byte_perm(word ^ 0x8080, 0x47000000, 0x7404 + 16 * byte)), factor, -32896.0f * factor);
+  return __fmaf_rn(__uint_as_float(__byte_perm(word ^ 0x8080, 0x47000000, 0x7404 + 16 * byte)), factor,
+                   -32896.0f * factor);
 }
 
 __device__ inline uint32_t spread(uint32_t nibble) { return ((nibble & 15) * 0x00204081) & 0x01010101; }
 
-__device__ inline void look_up(uint32_t word, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3, uint32_t &low,
-                               uint32_t &high) {
+__device__ inline void look_up(uint32_t word, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3, uint32_t& low,
+                               uint32_t& high) {
   uint32_t index = word & 0x77777777, upper = 0x32103210 | ((word >> 1) & 0x44444444);
   uint32_t first = __byte_perm(__byte_perm(t0, t1, index), __byte_perm(t2, t3, index), upper);
   index >>= 16;
@@ -70,23 +94,23 @@ __device__ inline uint32_t masked_xor(uint32_t word, uint32_t mask, uint32_t oth
 }
 
 // Bytes minus OFFSET, as signed bytes.
-__device__ inline uint32_t without_offset(uint32_t bytes) { return (bytes + 0x01010101u * (128 - OFFSET)) ^ 0x80808080; }
+__device__ inline uint32_t without_offset(uint32_t bytes) {
+  return (bytes + 0x01010101u * (128 - OFFSET)) ^ 0x80808080;
+}
 
 // The codes of a slab: of row 2g + r, columns 8t .. 8t + 3 in codes[r], and the next four in codes[2 + r].
-__device__ inline void decode(const uint8_t *block, int slab, int slabs, int g, int t, uint32_t codes[4]) {
+__device__ inline void decode(const uint8_t* block, int slab, int slabs, int g, int t, uint32_t codes[4]) {
   if constexpr (quant == Q8_0) {
-    const uint8_t *at = block + slab * 512 + t * 128 + 8 * g;
-    const uint2 even = *reinterpret_cast<const uint2 *>(at), odd = *reinterpret_cast<const uint2 *>(at + 64);
+    const int first = slab * 512 + t * 128 + 8 * g;
+    const uint2 even = at<uint2>(block, first), odd = at<uint2>(block, first + 64);
     const uint32_t sign = 0x80808080;
     codes[0] = even.x ^ sign, codes[1] = even.y ^ sign, codes[2] = odd.x ^ sign, codes[3] = odd.y ^ sign;
     return;
   }
   constexpr bool are_pairs = quant == Q2_K || quant == Q3_K || quant == IQ2_S || quant == IQ1_M;
-  const uint8_t *at = block + (are_pairs ? slab * 128 + t / 2 * 64 : slab * 256 + t * 64) + 8 * g;
-  const uint2 words = *reinterpret_cast<const uint2 *>(at);
+  const uint2 words = at<uint2>(block, (are_pairs ? slab * 128 + t / 2 * 64 : slab * 256 + t * 64) + 8 * g);
   uint2 upper = {};  // Q6_K: the upper two bits of codes
-  if constexpr (quant == Q6_K)
-    upper = *reinterpret_cast<const uint2 *>(block + 256 * slabs + slab * 128 + t / 2 * 64 + 8 * g);
+  if constexpr (quant == Q6_K) upper = at<uint2>(block, 256 * slabs + slab * 128 + t / 2 * 64 + 8 * g);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     uint32_t word = r == 0 ? words.x : words.y, low, high;
@@ -94,15 +118,15 @@ __device__ inline void decode(const uint8_t *block, int slab, int slabs, int g, 
       word >>= t % 2 * 4;
       low = word & 0x03030303, high = (word >> 2) & 0x03030303;
       if constexpr (quant == Q3_K || quant == IQ2_S) {
-        const uint8_t *bits = block + 128 * slabs + slab * 64 + t * 16 + g;
-        uint32_t even = spread(bits[0] >> 4 * r), odd = spread(bits[8] >> 4 * r);
+        const int bits = 128 * slabs + slab * 64 + t * 16 + g;
+        uint32_t even = spread(at<uint8_t>(block, bits) >> 4 * r), odd = spread(at<uint8_t>(block, bits + 8) >> 4 * r);
         if constexpr (quant == Q3_K) {
           low = without_offset(low | even << 2), high = without_offset(high | odd << 2);
         } else {
           low = signed_magnitudes(low, even), high = signed_magnitudes(high, odd);
         }
       } else if constexpr (quant == IQ1_M) {
-        uint32_t bits = block[128 * slabs + slab * 8 + t * 2 + g / 4];
+        uint32_t bits = at<uint8_t>(block, 128 * slabs + slab * 8 + t * 2 + g / 4);
         uint32_t delta = ((bits >> (2 * g % 8 + r)) & 1) * 0x02020202;
         low = without_offset((low << 3) + delta), high = without_offset((high << 3) + delta);
       }
@@ -124,97 +148,100 @@ __device__ inline void decode(const uint8_t *block, int slab, int slabs, int g, 
       if constexpr (quant == IQ3_S) {
         low = without_offset(low << 1), high = without_offset(high << 1);
       } else if constexpr (quant == Q5_K || quant == Q5_1) {
-        const uint8_t *bits = block + 256 * slabs + slab * 64 + t * 16 + g;
-        low |= spread(bits[0] >> 4 * r) << 4, high |= spread(bits[8] >> 4 * r) << 4;
+        const int bits = 256 * slabs + slab * 64 + t * 16 + g;
+        low |= spread(at<uint8_t>(block, bits) >> 4 * r) << 4, high |= spread(at<uint8_t>(block, bits + 8) >> 4 * r)
+                                                                       << 4;
       }
     }
     codes[r] = low, codes[2 + r] = high;
   }
 }
 
-// The two bytes of rows 2g and 2g + 1.
-__device__ inline uint32_t both_rows(const uint8_t *line, int g) {
-  return *reinterpret_cast<const uint16_t *>(line + 2 * g);
+// The two bytes of rows 2g and 2g + 1, of a line that begins at `line`.
+__device__ inline uint32_t both_rows(const uint8_t* block, int line, int g) {
+  return at<uint16_t>(block, line + 2 * g);
+}
+
+// The two float16 of rows 2g and 2g + 1.
+__device__ inline float2 both_halves(const uint8_t* block, int line, int g) {
+  const uint32_t both = at<uint32_t>(block, line + 4 * g);
+  return make_float2(half_as_float(both), half_as_float(both >> 16));
 }
 
 // Where the scales of a superblock begin.
-__device__ inline const uint8_t *scales_at(const uint8_t *block, int slabs) {
-  constexpr int bytes = quant == Q8_0                                    ? 512
-                        : quant == Q6_K                                  ? 384
-                        : quant == Q5_K || quant == Q5_1                 ? 320
-                        : quant == Q3_K || quant == IQ2_S                ? 192
-                        : quant == IQ1_M                                 ? 136
-                        : quant == Q2_K                                  ? 128
-                                                                         : 256;
-  return block + bytes * slabs;
+__device__ inline int scales_at(int slabs) {
+  constexpr int bytes = quant == Q8_0                     ? 512
+                        : quant == Q6_K                   ? 384
+                        : quant == Q5_K || quant == Q5_1  ? 320
+                        : quant == Q3_K || quant == IQ2_S ? 192
+                        : quant == IQ1_M                  ? 136
+                        : quant == Q2_K                   ? 128
+                                                          : 256;
+  return bytes * slabs;
 }
 
 // The scales of rows 2g and 2g + 1 in part `part` of a slab, by the operations of formats.scales.
-__device__ inline void scales_of(const uint8_t *block, int slab, int part, int slabs, int g, float scale[2]) {
-  const uint8_t *start = scales_at(block, slabs), *shared = start;  // shared: what a superblock has once
+__device__ inline void scales_of(const uint8_t* block, int slab, int part, int slabs, int g, float scale[2]) {
+  constexpr bool has_parts = quant == Q2_K || quant == Q6_K || quant == Q3_K || quant == NVFP4;
+  constexpr bool has_minimums = quant == Q4_K || quant == Q5_K;
+  constexpr bool are_halves =
+      quant == Q8_0 || quant == Q4_0 || quant == IQ4_NL || quant == Q4_1 || quant == Q5_1 || quant == UINT4;
+  const int start = scales_at(slabs);
+  const int shared =
+      start + (has_parts || has_minimums ? 32 : 16) * slabs;  // where the superblock has what it has once
   uint32_t both = 0;
-  if constexpr (quant == Q2_K || quant == Q6_K || quant == Q3_K || quant == NVFP4) {
-    both = both_rows(start + slab * 32 + part * 16, g);
-    shared += 32 * slabs;
-  } else if constexpr (quant == Q4_K || quant == Q5_K) {
-    both = both_rows(start + slab * 16, g);
-    shared += 32 * slabs;
-  } else if constexpr (quant == IQ4_XS || quant == IQ3_XXS || quant == IQ3_S || quant == IQ2_S || quant == IQ1_M) {
-    both = both_rows(start + slab * 16, g);
-    shared += 16 * slabs;
-  } else if constexpr (quant == MXFP4) {
-    both = both_rows(start + slab * 16, g);
-  }
+  float2 halves = {};
+  if constexpr (!are_halves) both = both_rows(block, start + (has_parts ? slab * 32 + part * 16 : slab * 16), g);
+  if constexpr (quant != MXFP4 && quant != NVFP4)
+    halves = both_halves(block, are_halves ? start + slab * 32 : shared, g);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int row = 2 * g + r;
-    if constexpr (quant == Q4_K || quant == Q5_K) {
-      scale[r] = byte_times(both, r, half_at(shared + 2 * row));
+    const float half = r == 0 ? halves.x : halves.y;
+    if constexpr (are_halves) {
+      scale[r] = half;
+    } else if constexpr (quant == Q4_K || quant == Q5_K) {
+      scale[r] = byte_times(both, r, half);
     } else if constexpr (quant == Q2_K) {
-      scale[r] = byte_times(both & 0x0F0F, r, half_at(shared + 2 * row));
+      scale[r] = byte_times(both & 0x0F0F, r, half);
     } else if constexpr (quant == Q6_K || quant == Q3_K || quant == IQ4_XS) {
-      scale[r] = signed_byte_times(both, r, half_at(shared + 2 * row));
+      scale[r] = signed_byte_times(both, r, half);
     } else if constexpr (quant == IQ3_XXS || quant == IQ3_S) {
-      scale[r] = byte_times(both, r, half_at(shared + 2 * row) * (quant == IQ3_S ? 1.0f : 0.5f));
+      scale[r] = byte_times(both, r, half * (quant == IQ3_S ? 1.0f : 0.5f));
     } else if constexpr (quant == IQ2_S || quant == IQ1_M) {
-      scale[r] = (byte_as_float((both >> 4 * part) & 0x0F0F, r) + 0.5f) * (half_at(shared + 2 * row) * 0.25f);
+      scale[r] = (byte_as_float((both >> 4 * part) & 0x0F0F, r) + 0.5f) * (half * 0.25f);
     } else if constexpr (quant == NVFP4) {
       // e4m3 to float: its bits are those of a float16 of another exponent.
       const uint32_t code = (both >> 8 * r) & 255;
-      const uint16_t bits = (code & 128) << 8 | (code & 127) << 7;
-      const float number = half_at(reinterpret_cast<const uint8_t *>(&bits)) * 128.0f;  // 256, halved
-      const float *factors = reinterpret_cast<const float *>(shared) + row;
-      scale[r] = __fmaf_rn(number, factors[0], number * factors[16]);
-    } else if constexpr (quant == MXFP4) {
+      const float number = half_as_float((code & 128) << 8 | (code & 127) << 7) * 128.0f;  // 256, halved
+      const int factor = shared + 4 * (2 * g + r);
+      scale[r] = __fmaf_rn(number, at<float>(block, factor), number * at<float>(block, factor + 64));
+    } else {  // MXFP4
       const uint32_t exponent = (both >> 8 * r) & 255;
       scale[r] = __uint_as_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
-    } else {
-      scale[r] = half_at(start + slab * 32 + 2 * row);
     }
   }
 }
 
 // The minimums of rows 2g and 2g + 1 in part `line` of a superblock, to be multiplied by `minimum_factor`. Parts are
 // counted over all slabs. A number has at most 11 significant bits, or 22 for UINT4.
-__device__ inline void minimums_of(const uint8_t *block, int line, int slabs, int g, float minimum[2]) {
-  const uint8_t *start = scales_at(block, slabs);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    if constexpr (quant == Q4_K || quant == Q5_K) {
-      minimum[r] = byte_as_float(both_rows(start + (slabs + line) * 16, g), r);
-    } else if constexpr (quant == Q2_K) {
-      minimum[r] = byte_as_float((both_rows(start + line * 16, g) >> 4) & 0x0F0F, r);
-    } else if constexpr (quant == UINT4) {
-      const float scale = half_at(start + line * 32 + 2 * (2 * g + r));
-      minimum[r] = scale * byte_as_float(both_rows(start + 32 * slabs + line * 16, g), r);
-    } else {
-      minimum[r] = -half_at(start + (slabs + line) * 32 + 2 * (2 * g + r));
-    }
+__device__ inline float2 minimums_of(const uint8_t* block, int line, int slabs, int g) {
+  const int start = scales_at(slabs);
+  if constexpr (quant == Q4_1 || quant == Q5_1) {
+    const float2 halves = both_halves(block, start + (slabs + line) * 32, g);
+    return make_float2(-halves.x, -halves.y);
   }
+  const int bytes = quant == Q2_K ? line * 16 : quant == UINT4 ? 32 * slabs + line * 16 : (slabs + line) * 16;
+  uint32_t both = both_rows(block, start + bytes, g);
+  if constexpr (quant == Q2_K) both = (both >> 4) & 0x0F0F;
+  const float2 numbers = make_float2(byte_as_float(both, 0), byte_as_float(both, 1));
+  if constexpr (quant != UINT4) return numbers;
+  const float2 scales = both_halves(block, start + line * 32, g);
+  return make_float2(numbers.x * scales.x, numbers.y * scales.y);
 }
 
-__device__ inline float minimum_factor(const uint8_t *block, int slabs, int row) {
+// What multiplies the minimums of rows 2g and 2g + 1.
+__device__ inline float2 minimum_factors(const uint8_t* block, int slabs, int g) {
   if constexpr (quant == Q4_K || quant == Q5_K || quant == Q2_K)
-    return half_at(scales_at(block, slabs) + 32 * slabs + 32 + 2 * row);
-  return 1.0f;
+    return both_halves(block, scales_at(slabs) + 32 * slabs + 32, g);
+  return make_float2(1.0f, 1.0f);
 }
