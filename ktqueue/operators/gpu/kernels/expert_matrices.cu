@@ -168,13 +168,17 @@ __device__ inline float join(float gate, float up) {
   }
 }
 
-// Begin to copy BYTES, a multiple of 16, to shared memory. `to` and `from` are where the lane's first 16 bytes are.
+// Begin to copy 16 bytes to shared memory.
+__device__ inline void copy(uint32_t to, const uint8_t* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Begin to copy BYTES, a multiple of 16. `to` and `from` are where the lane's first 16 bytes are.
 template <int BYTES>
 __device__ inline void copy_block(uint32_t to, const uint8_t* from, int lane) {
 #pragma unroll
   for (int i = 0; i < BYTES; i += 512)
-    if (i + 512 <= BYTES || i + 16 * lane < BYTES)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i) : "memory");
+    if (i + 512 <= BYTES || i + 16 * lane < BYTES) copy(to + i, from + i);
 }
 
 // Wait until the kernel before this one has ended, where it is launched early; then let the next one begin.
@@ -187,44 +191,56 @@ __device__ inline void wait_for_previous() {
 // Bring the codes of `live` rows of x to shared memory, and what scales them.
 __device__ inline void stage_rows(uint8_t* x_codes, float* x_scales, float* x_sums, const int* x_rows, int live,
                                   const uint8_t* codes, const float* scales, const int* sums) {
-  const int quads = (live + 3) / 4;
-  for (int i = threadIdx.x; i < quads * SLABS * 8; i += 32 * WARPS) {
+  const int quads = (live + 3) / 4, threads = 32 * WARPS;
+  const uint32_t codes_at = static_cast<uint32_t>(__cvta_generic_to_shared(x_codes));
+  for (int i = threadIdx.x; i < quads * SLABS * 8; i += threads) {
     const int part = i % 2, slab = i / 8 % SLABS, pair = i / (8 * SLABS) * 4 + i / 2 % 4;
     if (pair >= live) continue;
-    uint4* to = reinterpret_cast<uint4*>(x_codes + (slab * TILES * 8 + place_of(pair)) * 32 + 16 * part);
-    const uint4 half = *reinterpret_cast<const uint4*>(codes + int64(x_rows[pair]) * COLUMNS + 32 * slab + 16 * part);
-    if constexpr (HALVES) {
-      to[2 * part] = half;
-      to[2 - 2 * part] = make_uint4(0, 0, 0, 0);
-    } else {
-      *to = half;
+    const int to = (slab * TILES * 8 + place_of(pair)) * 32 + 16 * part;
+    copy(codes_at + to + (HALVES ? 32 * part : 0), codes + int64(x_rows[pair]) * COLUMNS + 32 * slab + 16 * part);
+    if constexpr (HALVES) *reinterpret_cast<uint4*>(x_codes + to + 32 - 32 * part) = make_uint4(0, 0, 0, 0);
+  }
+  constexpr int AT_ONCE = 4;  // loads before their use
+  for (int first = threadIdx.x; first < live * SLABS; first += AT_ONCE * threads) {
+    float scale[AT_ONCE];
+    int both[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int i = min(first + k * threads, live * SLABS - 1);
+      const int64 at = int64(x_rows[i / SLABS]) * SLABS + i % SLABS;
+      scale[k] = scales[at];
+      if constexpr (MINIMUMS) both[k] = sums[at];
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int i = first + k * threads;
+      if (i >= live * SLABS) break;
+      const int pair = i / SLABS, slab = i % SLABS, place = HALVES ? pair : place_of(pair);
+      scale[k] = __uint_as_float(__float_as_uint(scale[k]) & 0xFFFFFFFC);  // 22 bits: see add_codes
+      x_scales[slab * PAIRS + place] = scale[k] * (1.0f / UNIT);
+      if constexpr (MINIMUMS) {
+        const int one = int(short(both[k])), other = (both[k] - one) >> 16;
+        float* to = x_sums + (slab / 8 * PAIRS + place) * LINES + slab % 8 * PARTS;
+        to[0] = scale[k] * float(HALVES ? one : one + other);
+        if constexpr (HALVES) to[1] = scale[k] * float(other);
+      }
     }
   }
-  for (int i = threadIdx.x; i < live * SLABS; i += 32 * WARPS) {
-    const int pair = i / SLABS, slab = i % SLABS, place = HALVES ? pair : place_of(pair);
-    const int64 at = int64(x_rows[pair]) * SLABS + slab;
-    const float scale = __uint_as_float(__float_as_uint(scales[at]) & 0xFFFFFFFC);  // 22 bits: see add_codes
-    x_scales[slab * PAIRS + place] = scale * (1.0f / UNIT);
-    if constexpr (MINIMUMS) {
-      const int both = sums[at], first = int(short(both)), second = (both - first) >> 16;
-      float* to = x_sums + (slab / 8 * PAIRS + place) * LINES + slab % 8 * PARTS;
-      to[0] = scale * float(HALVES ? first : first + second);
-      if constexpr (HALVES) to[1] = scale * float(second);
-    }
-  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Multiply what the ring brings by LIVE quads. `next()` waits for two superblocks, and begins to copy others.
-template <int LIVE, typename Next>
+// Multiply what the ring brings by LIVE quads. `take()` waits for two superblocks, and `release()` begins to copy others
+// in their place.
+template <int LIVE, typename Take, typename Release>
 __device__ inline void multiply(Values values[2], int quads, const uint8_t* x_codes, const float* x_scales,
-                                const float* x_sums, int g, int t, const Next& next) {
+                                const float* x_sums, int g, int t, const Take& take, const Release& release) {
   constexpr int FEWER = LIVE - (PAIRS > 8 ? 2 : 1);
   if constexpr (FEWER > 0) {
-    if (quads <= FEWER) return multiply<FEWER>(values, quads, x_codes, x_scales, x_sums, g, t, next);
+    if (quads <= FEWER) return multiply<FEWER>(values, quads, x_codes, x_scales, x_sums, g, t, take, release);
   }
 #pragma unroll 1
   for (int i = 0; i < BLOCKS; i++) {
-    const uint8_t *here = next(), *const blocks[2] = {here, here + SLOT_BYTES};
+    const uint8_t *here = take(), *const blocks[2] = {here, here + SLOT_BYTES};
     const uint8_t* codes = x_codes + i * 8 * TILES * 256;
     const float *scales = x_scales + i * 8 * PAIRS, *sums = x_sums + i * PAIRS * LINES;
     if (LAST_SLABS == 8 || i < BLOCKS - 1) {
@@ -234,6 +250,7 @@ __device__ inline void multiply(Values values[2], int quads, const uint8_t* x_co
       add_codes<LAST_SLABS, LIVE>(values, blocks, codes, scales, g, t);
       if constexpr (MINIMUMS) subtract_minimums<LAST_SLABS, LIVE>(values, blocks, sums, g, t);
     }
+    release();
   }
 }
 
@@ -285,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
 
   auto fetch_first = [&] {
     from = begin, block = slot = 0, missing = rounds * BLOCKS;
-    for (int i = 0; i < STAGES - 1; i++) fetch();
+    for (int i = 0; i < STAGES; i++) fetch();
   };
   if (count > 0) fetch_first();
 
@@ -314,19 +331,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
     stage_rows(x_codes, x_scales, x_sums, x_rows, live, codes, scales, sums);
     __syncthreads();
     int used = 0;  // the ring's slot of the next superblocks to multiply
-    const auto next = [&] {
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    const auto take = [&] {
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+      __syncwarp();
+      return ring + used * STAGE_BYTES;
+    };
+    const auto release = [&] {
+      used = used == STAGES - 1 ? 0 : used + 1;
       __syncwarp();
       fetch();
-      const uint8_t* here = ring + used * STAGE_BYTES;
-      used = used == STAGES - 1 ? 0 : used + 1;
-      return here;
     };
     for (int round = 0; round < ROUNDS; round++) {
       const int couple = first_couple + round * WARPS;
       const bool is_active = round < rounds;
       float values[2][QUADS][2] = {};
-      if (is_active) multiply<QUADS>(values, (live + 3) / 4, x_codes, x_scales, x_sums, g, t, next);
+      if (is_active) multiply<QUADS>(values, (live + 3) / 4, x_codes, x_scales, x_sums, g, t, take, release);
       if constexpr (activation == NONE) {
         if (!is_active) continue;
 #pragma unroll
