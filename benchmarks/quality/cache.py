@@ -1,16 +1,16 @@
 """Perplexity with keys and values in float8: `python -m benchmarks.quality.cache TEXT [--model M] [--device cuda]`.
 
 Each window is one prompt, computed by GpuDecoder; all but its first token are scored. `float8` is the cache of
-`--kv-cache-dtype fp8`. The other ways show what scales would gain: before each layer attends, its keys and its values
-are rounded to float8 in units of their scale. On a CPU, torch computes attention over the cache. TEXT may be an .xz
-file. A model with random weights has random tokens, and no perplexity that says something.
+`--kv-cache-dtype fp8`. Other ways have other scales, by which keys and values are divided when they are stored. A scale
+for each token and head is made up: before a layer attends, its keys and values are rounded in these units. On a CPU,
+torch computes attention over the cache. TEXT may be an .xz file. A model with random weights has random tokens, and no
+perplexity that says something.
 """
 
 import hashlib
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -28,34 +28,29 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.kv_cache import CacheScale, KVCache
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 FLOAT8 = torch.float8_e4m3fn
 MOST, LEAST = torch.finfo(FLOAT8).max, torch.finfo(FLOAT8).smallest_normal
 RULES = "- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n"
-Scale = Callable[[torch.Tensor], torch.Tensor]
-
-SCALES: dict[str, Scale] = {
-    "float8, a scale for each layer": lambda states: states.abs().amax() / MOST,
-    "float8, a scale for each token and head": lambda states: states.abs().amax(-1, keepdim=True) / MOST,
-}
-"""Of keys or values [tokens, heads, columns] of one layer."""
+SHIFTS = {"float8": 1.0, "float8, 1/256 of its scales": 1 / 256, "float8, 256 times its scales": 256.0}
+"""Factors of the scales of the cache."""
+ROUNDED = "float8, a scale for each token and head"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedPlan:
-    """Attends over keys and values of `tokens` tokens that are rounded first."""
+    """Attends over keys and values of `tokens` tokens that are rounded first, each head of a token by itself."""
 
     plan: AttentionPlan
     tokens: int
-    scale: Scale
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. Rounding again changes nothing."""
         for cache in (kv.keys,) if kv.layout.latent is not None else (kv.keys, kv.values):
             states = cache[layer].flatten(0, 1)[: self.tokens]
-            scale = self.scale(states.float()).clamp(min=1e-20)
+            scale = (states.float().abs().amax(-1, keepdim=True) / MOST).clamp(min=1e-20)
             states.copy_((states.float() / scale).clamp(-MOST, MOST).to(FLOAT8).float() * scale)
         return self.plan.attend(layer, query, kv, options)
 
@@ -79,7 +74,12 @@ class Measured:
     def logits(self, ids: list[int], way: str) -> torch.Tensor:
         """[tokens, vocabulary], log probabilities."""
         facts, count = self.decoder.facts, len(ids)
-        layout = replace(self.layout, dtype=FLOAT8 if way == "float8" else self.layout.dtype)
+        layout = self.layout
+        if way in SHIFTS:
+            layout = self.model.kv_layout(16, FLOAT8)
+            scales = [layout.scale(layer) for layer in range(layout.layers)]
+            scales = [CacheScale(scale.key * SHIFTS[way], scale.value * SHIFTS[way]) for scale in scales]
+            layout = replace(layout, scales=tuple(scales))
         planner = make_planner(
             layout, heads=facts.heads, scaling=facts.scaling, device=self.device, dtype=self.layout.dtype,
             windows=[layer.sliding_window for layer in facts.layers],
@@ -93,8 +93,8 @@ class Measured:
             kv=kv,
         )
         plan: AttentionPlan = planner.plan(host)
-        if way in SCALES:
-            plan = RoundedPlan(plan, count, SCALES[way])
+        if way == ROUNDED:
+            plan = RoundedPlan(plan, count)
         tensors = {
             name: getattr(host, name).to(self.device)
             for name in ("query_starts", "context_lengths", "page_table", "slot_mapping")
@@ -122,14 +122,17 @@ class Measured:
 
 def compare(measured: Measured, windows: list[list[int]]) -> list[dict[str, Any]]:
     """Figures of each way, beside the cache as it is computed."""
-    ways = ["as computed", "float8", *SCALES]
-    sums = {way: {"loss": 0.0, "kl": 0.0, "same": 0} for way in ways}
+    ways = ["as computed", *SHIFTS, ROUNDED]
+    sums = {way: {"loss": 0.0, "more": 0.0, "squares": 0.0, "kl": 0.0, "same": 0} for way in ways}
     for number, ids in enumerate(windows):
         expected = torch.empty(0)
         for way in ways:
             found = measured.logits(ids, way)[:-1]
             expected = found if way == "as computed" else expected
             targets = torch.tensor(ids[1:], device=found.device)[:, None]
+            more = (expected - found).gather(1, targets).double()
+            sums[way]["more"] += float(more.sum())
+            sums[way]["squares"] += float(more.square().sum())
             sums[way]["loss"] -= float(found.gather(1, targets).double().sum())
             sums[way]["kl"] += float((expected.exp() * (expected - found)).double().sum())
             sums[way]["same"] += int((expected.argmax(-1) == found.argmax(-1)).sum())
@@ -140,7 +143,9 @@ def compare(measured: Measured, windows: list[list[int]]) -> list[dict[str, Any]
     for way, total in sums.items():
         perplexity = math.exp(total["loss"] / tokens)
         change = 100 * (perplexity / usual - 1)
-        figure = {"keys_and_values": way, "perplexity": perplexity, "change": change}
+        variance = total["squares"] / tokens - (total["more"] / tokens) ** 2
+        error = 100 * math.sqrt(variance / tokens)
+        figure = {"keys_and_values": way, "perplexity": perplexity, "change": change, "error": error}
         figures.append({**figure, "kl": total["kl"] / tokens, "same": 100 * total["same"] / tokens})
     return figures
 
@@ -171,16 +176,20 @@ def main() -> None:
     source = f"Text: {source} from its beginning."
     if arguments.model.startswith("synthetic:"):
         source = "Weights and tokens are random."
+    float8 = measured.model.kv_layout(16, FLOAT8)
+    unscaled = sum(number == 1 for layer in range(float8.layers) for number in float8.scale(layer))
     text = (
         f"{count} windows of {window} tokens, each one prompt; all but a window's first token scored. {source} KL "
         f"divergence and likeliest token: against the cache as computed. The largest key or value is "
         f"{measured.largest:.1f}, and {measured.tiny / measured.numbers:.2%} are below 2^-6, where float8_e4m3fn has "
-        f"fewer bits. GpuDecoder on {arguments.device}; commit {facts['commit']}, {facts['taken']}."
+        f"fewer bits. Of {2 * measured.layout.layers} scales {unscaled} are 1. +-: the standard error. "
+        f"GpuDecoder on {arguments.device}; commit {facts['commit']}, {facts['taken']}."
     )
     columns = {
         "keys and values": "{keys_and_values}",
         "perplexity": "{perplexity:.3f}",
         "against as computed": "{change:+.2f}%",
+        "+-": "{error:.2f}%",
         "KL": "{kl:.4f}",
         "same token": "{same:.1f}%",
     }

@@ -25,6 +25,7 @@ from ktqueue.loading.weight_formats import (
     row_bytes,
     tensor_bytes,
 )
+from ktqueue.operators.kv_cache import CacheScale
 from ktqueue.operators.native import as_array, dequantize
 from ktqueue.operators.packed import ExpertWeights, PackedExperts, PackedMatrix
 
@@ -149,7 +150,8 @@ def permute(weight: Floats, heads: int) -> Floats:
 class Checkpoint:
     """A model's config and weights, by transformers name.
 
-    `files` are the maps that `tensors` and `experts` view. Raises CheckpointError if the gate and up weights of a
+    `files` are the maps that `tensors` and `experts` view. `cache_scales`: what the files state for a float8 cache, by
+    the name of the layer's module. Raises CheckpointError if the gate and up weights of a
     module differ in shape.
     """
 
@@ -160,8 +162,10 @@ class Checkpoint:
         tensors: Mapping[str, CheckpointTensor],
         experts: Mapping[str, ExpertWeights],
         files: Iterable[Bytes],
+        cache_scales: Mapping[str, CacheScale] | None = None,
     ) -> None:
         self.path = path
+        self.cache_scales = cache_scales or {}
         self._files = list(files)
         self._config = config
         self._tensors = dict(tensors)

@@ -91,14 +91,21 @@ class ModelFiles:
 
 
 def digest_settings(
-    plan: LoadPlan, *, dtype: str, kv_cache_dtype: str, packages: Sequence[str] = (), original_length: int = 0
+    plan: LoadPlan,
+    *,
+    dtype: str,
+    kv_cache_dtype: str,
+    packages: Sequence[str] = (),
+    original_length: int = 0,
+    cache_scales: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
     """Return the settings that decide tokens. Names of rule files and numbers of devices do not.
 
-    packages: names and versions of the installed packages whose code computes a part of the model. original_length: see
-    KVLayout. Earlier releases compute nothing beyond it.
+    packages: names and versions of the installed packages whose code computes a part of the model. original_length,
+    cache_scales: see KVLayout. Earlier releases compute nothing beyond that length, and have no scales.
     """
-    added = {"packages": [*packages], "original_length": original_length}
+    scales = [[*scale] for scale in cache_scales]
+    added = {"packages": [*packages], "original_length": original_length, "cache_scales": scales}
     settings: dict[str, Any] = {name: value for name, value in added.items() if value}  # others keep their digests
     return settings | {
         "dtype": dtype,

@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ from ktqueue.loading.synthetic.checkpoint import open_synthetic
 from ktqueue.loading.weight_formats import check_packages
 from ktqueue.operators.attention import cap_of, chunk_of, window_of
 from ktqueue.operators.base import Operator
-from ktqueue.operators.kv_cache import KVHeads, KVLayout
+from ktqueue.operators.gpu.cache_bounds import cache_scales
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.kv_cache import CacheScale, KVHeads, KVLayout
 from ktqueue.operators.linear_attention import linear_attention_shape
 from ktqueue.operators.registry import OPERATORS, check_operator, operator_class, operator_names
 from ktqueue.operators.rotary import original_length
@@ -74,7 +76,7 @@ class AttentionFacts:
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A causal language model in eval mode, with our attention and experts, and its config. For `packages` see
-    `packages_of`.
+    `packages_of`, for `stated_scales` Checkpoint.cache_scales.
 
     Call: module(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False, logits_to_keep=rows to score,
     step=StepContext).logits -> [1, rows, vocab].
@@ -87,6 +89,7 @@ class LoadedModel:
     attention: AttentionFacts
     plan: LoadPlan
     packages: tuple[str, ...] = ()
+    stated_scales: Mapping[str, CacheScale] = field(default_factory=dict)
 
     @property
     def experts_per_token(self) -> int:
@@ -94,8 +97,15 @@ class LoadedModel:
         return experts_per_token(self.config)
 
     def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KVLayout:
-        """Return the layout of the model's cache. `page_size` is in tokens, `dtype` defaults to the model's."""
-        return kv_layout(self.config, page_size, dtype or self.dtype)
+        """Return the layout of the model's cache. `page_size` is in tokens, `dtype` defaults to the model's.
+
+        A float8 cache of a GpuDecoder has the scales that the files state, or else those that follow from weights.
+        """
+        layout = kv_layout(self.config, page_size, dtype or self.dtype)
+        if layout.dtype.itemsize > 1 or not isinstance(self.module, GpuDecoder):
+            return layout
+        bounds = self.module.cache_bounds()
+        return replace(layout, scales=cache_scales(bounds, self.stated_scales, latent=layout.latent is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,11 +335,14 @@ def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> 
     attention = attention_facts(prepared.skeleton, prepared.config)
     module, operators = inject(prepared.skeleton, prepared.plan)
     materialize(module, prepared.skeleton, operators, prepared.checkpoint, prepared.plan, progress)
+    stated = prepared.checkpoint.cache_scales
     prepared.checkpoint.close()
     module.eval()
     if not isinstance(module, Operator):
         rehearse(module, kv_layout(prepared.config, 1, prepared.dtype), prepared.checkpoint.path)
-    return LoadedModel(module, prepared.config, facts, prepared.dtype, attention, prepared.plan, prepared.packages)
+    return LoadedModel(
+        module, prepared.config, facts, prepared.dtype, attention, prepared.plan, prepared.packages, stated
+    )
 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:

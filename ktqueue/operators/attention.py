@@ -103,6 +103,7 @@ def attend(
         sinks=options.sinks,
         cap=options.cap,
         chunk=options.chunk,
+        scale=step.kv.layout.scale(layer),
     )
 
 

@@ -123,7 +123,7 @@ def attend_to_choice(
 
     query [tokens, heads, latent + rotary]; choice [tokens, chosen]: see Indexer.choose; out [tokens, heads, latent].
     """
-    keys, page_size = step.kv.keys[layer], step.kv.layout.page_size
+    keys, page_size, scale = step.kv.keys[layer], step.kv.layout.page_size, step.kv.layout.scale(layer)
     cache, latent, count = keys.flatten(0, 2), out.shape[-1], choice.shape[1]
     for tokens, pages, _ in _parts(step, count, 0, 4 * count * (query.shape[-1] + 2 * query.shape[1])):
         chosen = choice[tokens]
@@ -131,10 +131,10 @@ def attend_to_choice(
         chosen = chosen.clamp(min=0)
         slots = pages.gather(1, chosen // page_size) * page_size + chosen % page_size
         found = _gathered(cache, slots).to(query.dtype)  # [tokens, chosen, latent + rotary]
-        scores = torch.bmm(query[tokens], found.transpose(1, 2)).float() * scaling
+        scores = torch.bmm(query[tokens], found.transpose(1, 2)).float() * (scaling * scale.key)
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
         weights = scores.softmax(-1).to(query.dtype)
-        out[tokens] = torch.bmm(weights, found[..., :latent])
+        out[tokens] = torch.bmm(weights, found[..., :latent]) * scale.value
 
 
 def _best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

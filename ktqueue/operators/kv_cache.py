@@ -21,6 +21,16 @@ class KVHeads(NamedTuple):
     head_dim: int
 
 
+class CacheScale(NamedTuple):
+    """What stored keys and values of a layer are multiplied by when they are read: powers of two."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNSCALED = CacheScale()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
     """Shape of a cache, derived from the model's config. dtype: of the stored numbers. layers: those with keys and
@@ -32,6 +42,9 @@ class KVLayout:
     latent: None with grouped queries, whose keys and values have a tensor each, of `head_dim` columns. With multi-head
     latent attention there is one key head and no tensor of values: its values are the first `latent` columns of a key.
     index: columns of the key that an indexer has beside them; 0: there is none.
+
+    scales: of each layer with keys and values, in a float8 cache; empty: all are 1. Those of a latent layer are equal.
+    Keys of an indexer have none.
 
     original_length: keys of sequences with more tokens than that are rotated by other angles; 0: all keys by the same.
     """
@@ -46,6 +59,11 @@ class KVLayout:
     linear: tuple[LinearAttentionShape, ...] = ()
     original_length: int = 0
     by_layer: tuple[KVHeads, ...] = ()
+    scales: tuple[CacheScale, ...] = ()
+
+    def scale(self, layer: int) -> CacheScale:
+        """The scales of a layer with keys and values."""
+        return self.scales[layer] if self.scales else UNSCALED
 
     @property
     def heads(self) -> tuple[KVHeads, ...]:
@@ -55,7 +73,7 @@ class KVLayout:
     def alike(self, heads: KVHeads) -> "KVLayout":
         """Return the layout of a model that has only the layers with these heads."""
         count = self.heads.count(heads)
-        return replace(self, layers=count, kv_heads=heads.kv_heads, head_dim=heads.head_dim, by_layer=())
+        return replace(self, layers=count, kv_heads=heads.kv_heads, head_dim=heads.head_dim, by_layer=(), scales=())
 
     @property
     def state_bytes(self) -> int:
@@ -117,19 +135,20 @@ class KVCache:
     def write(
         self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None = None
     ) -> None:
-        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's dtype.
-        A latent cache has a key only.
+        """Store `key` and `value` [tokens, kv_heads, head_dim] at `slot_mapping` [tokens] int64, in the cache's dtype
+        and divided by the layer's scales. A latent cache has a key only.
 
         Values beyond float8's range are stored as the nearest number that it holds. Raises ValueError if the heads
         differ from the cache's.
         """
-        for tensors, states in ((self.keys, key), (self.values, value)):
+        scale = self.layout.scale(layer)
+        for tensors, states, divisor in ((self.keys, key, scale.key), (self.values, value, scale.value)):
             if states is None:
                 continue
             cache = tensors[layer].flatten(0, 1)
             if states.shape[1:] != cache.shape[1:]:
                 raise ValueError(f"[kv_heads, head_dim] must be {[*cache.shape[1:]]}, got {[*states.shape[1:]]}")
-            _store(cache, slot_mapping, states)
+            store(cache, slot_mapping, states, divisor)
 
     def saturated_share(self) -> float:
         """The share of keys and values, those of the worst layer and tensor, that are as large as float8 allows.
@@ -144,8 +163,8 @@ class KVCache:
         return float(torch.stack(counts).max())
 
     def write_index_keys(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor) -> None:
-        """Store the indexer's keys [tokens, index] at `slot_mapping`, like `write`."""
-        _store(self.index_keys[layer].flatten(0, 1), slot_mapping, keys)
+        """Store the indexer's keys [tokens, index] at `slot_mapping`, like `write` but without a scale."""
+        store(self.index_keys[layer].flatten(0, 1), slot_mapping, keys)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page in every layer (copy-on-write of a shared, partly filled page)."""
@@ -154,11 +173,12 @@ class KVCache:
                 tensor[target].copy_(tensor[source])
 
 
-def _store(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
-    """Write states [tokens, ...] to cache [slots, ...], in its dtype."""
+def store(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor, scale: float = 1.0) -> None:
+    """Write states [tokens, ...] to cache [slots, ...] at `slot_mapping` [tokens] int64, in its dtype; numbers of
+    float8 are divided by `scale`, and those beyond its range saturate."""
     if cache.dtype.itemsize == 1:
         limit = torch.finfo(cache.dtype).max  # the cast would turn larger numbers into NaN
-        states = states.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
+        states = (states.float() / scale).clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
         cache = cache.view(torch.uint8)  # which index_copy_ supports on every device
     cache.index_copy_(0, slot_mapping, states.to(cache.dtype))
 

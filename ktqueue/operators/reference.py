@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from ktqueue.operators.kv_cache import UNSCALED, CacheScale
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 Dequantize = Callable[[str, Bytes, int], torch.Tensor]
@@ -88,12 +89,13 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     cap: float = 0.0,
     chunk: int = 0,
+    scale: CacheScale = UNSCALED,
 ) -> torch.Tensor:
     """Attend causally over pages that already hold the step's keys and values.
 
     query [heads, tokens, head_dim]; keys [pages, page_size, kv_heads, head_dim] and values [..., value_dim] of any
     dtype -> [tokens, heads, value_dim] in the dtype of `query`. A token at position p sees keys max(0, p + 1 -
-    sliding_window) .. p of its row. chunk, sinks, cap: see ScoreOptions.
+    sliding_window) .. p of its row. chunk, sinks, cap: see ScoreOptions. scale: of the stored keys and values.
     """
     heads, tokens, _ = query.shape
     page_size, groups = keys.shape[1], heads // keys.shape[2]
@@ -114,12 +116,12 @@ def paged_attention(
             hidden |= key_position <= position - sliding_window
         if chunk:
             hidden |= key_position < position // chunk * chunk
-        scores = (query[:, begin:end] @ k.transpose(1, 2)) * scaling  # [heads, chunk, context]
+        scores = (query[:, begin:end] @ k.transpose(1, 2)) * (scaling * scale.key)  # [heads, chunk, context]
         if cap:
             scores = (scores / cap).tanh() * cap
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(heads, end - begin, 1)], -1)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))[..., :context]
-        out[begin:end] = (weights.to(v.dtype) @ v).transpose(0, 1)
+        out[begin:end] = (weights.to(v.dtype) @ v).transpose(0, 1) * scale.value
     return out

@@ -12,7 +12,7 @@ from decoder_families import PAGE, Cache
 from device_engine import on_device
 from endless_vocabulary import NoEnd
 from next_token_folder import LAYERS, Twin, save_folder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
@@ -133,6 +133,19 @@ def test_a_report_for_a_gpu_counts_the_layer(folder: tuple[str, Twin], by_decode
     off = replace(config, speculation="off")
     cache = [plan_before_loading(*planned, 8 << 30).pages for planned in ((plain, off), (report, config))]
     assert cache[1] < cache[0]
+
+
+def test_a_float8_cache_of_the_layer_has_scales_of_its_own(folder: tuple[str, Twin], by_decoder: str) -> None:
+    path, _ = folder
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.layers.{LAYERS}.input_layernorm.weight"] *= 10_000
+    save_file(tensors, file)
+    model = load_model(path, rules=by_decoder)
+    config = EngineConfig(model=path, speculation="mtp", device="cuda", rules=by_decoder)
+    (scale,) = next_token_source(config, model, torch.float8_e4m3fn).layout.scales
+    assert scale.value > 16 > model.kv_layout(16, torch.float8_e4m3fn).scale(0).value
+    assert next_token_source(config, model).layout.scales == ()
 
 
 @pytest.mark.parametrize("kind", KINDS)

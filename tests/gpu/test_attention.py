@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
-from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.kv_cache import CacheScale, KVCache, KVLayout
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 pytestmark = [
@@ -29,6 +30,11 @@ STEPS = {
     "mixed": ([1, 130, 1, 2, 1], [3000, 150, 1, 900, 77]),
 }
 """Tokens of each row, and the keys that its last token sees."""
+
+
+def scales_of(cache: torch.dtype) -> tuple[CacheScale, ...]:
+    """The scales of a float8 cache of one layer; other types have none."""
+    return (CacheScale(0.5, 4),) if cache.itemsize == 1 else ()
 
 
 def random_cache(layout: KVLayout, pages: int) -> KVCache:
@@ -62,10 +68,11 @@ def same(
     chunk: int = 0,
 ) -> None:
     """`got` is what the reference attends over layer 0, in float32 on the CPU."""
+    scale = step.kv.layout.scale(0)
     twin = reference.paged_attention(
         query.cpu().float().transpose(0, 1),
-        step.kv.keys[0].cpu().float(),
-        step.kv.values[0].cpu().float(),
+        step.kv.keys[0].cpu().float() * scale.key,
+        step.kv.values[0].cpu().float() * scale.value,
         step.query_starts,
         step.context_lengths,
         step.page_table,
@@ -152,7 +159,8 @@ def test_eager_steps(
     kind: str,
     window: int,
 ) -> None:
-    layout = KVLayout(layers=1, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, dtype=cache)
+    sizes: Any = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
+    layout = KVLayout(layers=1, **sizes, dtype=cache, scales=scales_of(cache))
     kv = random_cache(layout, 6000 // page_size + 8)
     step = make_step(kv, *STEPS[kind])
     plans = planner(layout, backend, heads, dtype, {0, 128})
@@ -187,7 +195,7 @@ def test_float32_and_odd_heads_go_to_our_kernels(kind: str, head_dim: int, windo
 )
 def test_sinks_eager_and_captured(dtype: torch.dtype, cache: torch.dtype) -> None:
     """Heads as in gpt-oss, one window of two. Sinks are above all scores of their head, below them or between."""
-    layout = KVLayout(layers=1, kv_heads=8, head_dim=64, page_size=16, dtype=cache)
+    layout = KVLayout(layers=1, kv_heads=8, head_dim=64, page_size=16, dtype=cache, scales=scales_of(cache))
     plans = planner(layout, "auto", 64, dtype, {0, 128}, sinks=True)
     assert plans.backend == "triton"
     kv = random_cache(layout, 600)
@@ -266,7 +274,7 @@ def test_a_soft_limit_of_scores(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_follows_updates(backend: str, rows: int, cache: torch.dtype) -> None:
     """One capture, replays for steps of other lengths and pages; two windows in it; eager steps in between."""
-    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=cache)
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=cache, scales=scales_of(cache))
     plans = planner(layout, backend, 32, torch.bfloat16, {0, 128})
     kv = random_cache(layout, 64 * 40 + 600)
     query = torch.randn(rows, 32, 128, device="cuda").to(torch.bfloat16)

@@ -11,6 +11,7 @@ from ktqueue.operators.gpu.kernels.linear import FEW_ROWS, few_rows_linear
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import Routing, route
+from ktqueue.operators.kv_cache import CacheScale
 from ktqueue.workers.startup.gpu_memory import sum_exactly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -160,6 +161,7 @@ def test_qk_norm_rope_append(
         "keys": torch.zeros(pages, 16, kv_heads, head_dim).to(cache),
         "values": torch.zeros(pages, 16, kv_heads, head_dim).to(cache),
         "clip": clip,
+        "scale": CacheScale(0.5, 4),  # which only float8 has
     }
     # A scale that differs in its last bit, or a fused multiply-add, rounds one number in thousands the other way. Each
     # of the two numbers behind a turned one, up to sqrt(2) of a row's largest, may so be a step off, which makes

@@ -18,8 +18,7 @@ from ktqueue.operators import native, reference
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.latent import LatentPlan, expansion_of
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
-from ktqueue.operators.gpu.kernels.rope import append
-from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.kv_cache import CacheScale, KVCache, KVLayout, store
 from ktqueue.operators.latent_shape import (
     LatentShape,
     absorb_query,
@@ -44,7 +43,9 @@ SCALING = 192**-0.5
 
 def random_cache(dtype: torch.dtype, pages: int) -> KVCache:
     torch.manual_seed(0)
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=LATENT + ROTARY, page_size=16, dtype=dtype, latent=LATENT)
+    scales = (CacheScale(0.5, 0.5),) if dtype.itemsize == 1 else ()
+    sizes: Any = {"kv_heads": 1, "head_dim": LATENT + ROTARY, "page_size": 16, "latent": LATENT}
+    layout = KVLayout(layers=1, **sizes, dtype=dtype, scales=scales)
     kv = KVCache(layout, pages, "cuda")
     kv.keys[0].copy_(torch.randn(kv.keys[0].shape, device="cuda").to(dtype))
     return kv
@@ -54,8 +55,8 @@ def same(got: torch.Tensor, step: StepContext, query: torch.Tensor) -> None:
     """`got` is what the reference attends over layer 0, in float32 on the CPU."""
     twin = reference.paged_attention(
         query.cpu().float().transpose(0, 1),
-        step.kv.keys[0].cpu().float(),
-        step.kv.values[0].cpu().float(),
+        step.kv.keys[0].cpu().float() * step.kv.layout.scale(0).key,
+        step.kv.values[0].cpu().float() * step.kv.layout.scale(0).value,
         step.query_starts,
         step.context_lengths,
         step.page_table,
@@ -160,7 +161,8 @@ class TestFewerLaunches:
         slots = torch.randperm(640, device="cuda")[:tokens]
         expected = kv.keys[0].clone()
         angles_of = cosine[positions], sine[positions]
-        append(expected, slots, make_key(down[:, -shape.key :], norm, *angles_of, shape)[:, None])
+        key, scale = make_key(down[:, -shape.key :], norm, *angles_of, shape), kv.layout.scale(0).key
+        store(expected.flatten(0, 1), slots, key[:, None], scale)
         with no_waiting():
             got = latent_query_append(
                 down[:, : -shape.key],
@@ -173,6 +175,7 @@ class TestFewerLaunches:
                 positions=positions,
                 slot_mapping=slots,
                 cache=kv.keys[0],
+                scale=scale,
             )
         query = down[:, : -shape.key].float()
         twin = absorb_query(query, up.float(), *angles_of, shape) if absorbs else rotate_query(query, *angles_of, shape)

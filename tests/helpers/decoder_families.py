@@ -231,13 +231,16 @@ def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> Atte
     windows = [layer.sliding_window for layer in facts.layers if layer.linear is None]
     scores: Any = {"windows": windows, "sinks": any(layer.sinks for layer in facts.layers), "cap": facts.score_cap}
     scores["chunk"] = max(layer.chunk for layer in facts.layers)
-    return make_planner(layout, heads=facts.heads, scaling=facts.scaling, device=device, **scores)
+    return make_planner(layout, heads=facts.heads, scaling=facts.scaling, device=device, dtype=facts.dtype, **scores)
 
 
 class Cache:
-    """Sequences that are fed in any chunks. planner: makes the planner of a GPU; None: attention on the CPU."""
+    """Sequences that are fed in any chunks. planner: makes the planner of a GPU; None: attention on the CPU. others:
+    fields of the layout that differ from the decoder's."""
 
-    def __init__(self, decoder: Any, pages: int = 64, *, device: str = "cpu", planner: Any = None) -> None:
+    def __init__(
+        self, decoder: Any, pages: int = 64, *, device: str = "cpu", planner: Any = None, **others: Any
+    ) -> None:
         facts = facts_of(decoder) if isinstance(decoder, PreTrainedModel) else decoder.facts
         linear = tuple(layer.linear for layer in facts.layers if layer.linear is not None)
         heads = tuple(KVHeads(layer.kv_heads, layer.head_dim) for layer in facts.layers if layer.linear is None)
@@ -248,10 +251,10 @@ class Cache:
             head_dim=heads[0].head_dim,
             by_layer=heads if len({*heads}) > 1 else (),
             page_size=PAGE,
-            dtype=facts.dtype,
             latent=facts.latent.latent if facts.latent else None,
             index=facts.latent.indexer.key if facts.latent and facts.latent.indexer else 0,
             original_length=0 if isinstance(decoder, PreTrainedModel) else original_length(decoder.rotary.config),
+            **{"dtype": facts.dtype, **others},
         )
         self.kv = KVCache(layout, pages, device, slots=2 * len(SEQUENCES) if linear else 0)
         self._slots: dict[str, tuple[int, int]] = {}  # a sequence's state moves to its other slot in each step
@@ -349,11 +352,9 @@ STEPS = [  # chunks of a prompt beside decode rows
 ]
 
 
-def feed(
-    decoder: Any, steps: list[dict[str, tuple[int, int]]] = STEPS, *, device: str = "cpu", planner: Any = None
-) -> dict[str, torch.Tensor]:
-    """Feed the sequences step by step. Returns logits [tokens, vocab] of each."""
-    cache = Cache(decoder, device=device, planner=planner)
+def feed(decoder: Any, steps: list[dict[str, tuple[int, int]]] = STEPS, **options: Any) -> dict[str, torch.Tensor]:
+    """Feed the sequences step by step. Returns logits [tokens, vocab] of each. options: of Cache."""
+    cache = Cache(decoder, **options)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in SEQUENCES}
     for step in steps:
         logits = cache.step({name: SEQUENCES[name][first:last] for name, (first, last) in step.items()})

@@ -15,6 +15,7 @@ from ktqueue.loading.identity import ModelFiles, digest_settings
 from ktqueue.loading.load import load_model, prepare
 from ktqueue.loading.model_path import resolve
 from ktqueue.loading.plan import LoadPlan
+from ktqueue.operators.kv_cache import CacheScale
 
 RULES = Path(__file__).parents[2] / "rules"
 
@@ -112,9 +113,11 @@ def test_settings_that_decide_tokens_change_the_digest(tmp_path: Path) -> None:
         settings_of(default, kv_cache_dtype="fp8"),
         settings_of(LoadPlan(default.replacements, {"": "cuda:0"})),
         digest_settings(default, dtype="float32", kv_cache_dtype="float32", original_length=4096),
+        digest_settings(default, dtype="float32", kv_cache_dtype="fp8", cache_scales=[CacheScale(0.5, 2)]),
+        digest_settings(default, dtype="float32", kv_cache_dtype="fp8", cache_scales=[CacheScale(2, 2)]),
     ]
     digests = {digest("demo", **settings) for settings in (settings_of(default), *others)}
-    assert len(digests) == 6
+    assert len(digests) == 8
     second = settings_of(replace(default, devices={"": "cuda:1"}))
     assert digest("demo", **second) in digests  # the number of the GPU does not count
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktqueue.operators.kv_cache import KVCache, KVHeads, KVLayout
+from ktqueue.operators.kv_cache import CacheScale, KVCache, KVHeads, KVLayout
 
 LAYOUT = KVLayout(layers=2, kv_heads=3, head_dim=8, page_size=4, dtype=torch.float32)
 
@@ -68,6 +68,18 @@ def test_float8_stores_the_nearest_number() -> None:
     assert kv.values[0][1, 1, 0].float().tolist() == [1.0, 0.0]
     kv.copy_page(1, 0)
     assert kv.keys[0][0, 1, 0].float().tolist() == [448.0, -448.0]
+
+
+def test_float8_is_stored_in_units_of_its_scale() -> None:
+    scales = CacheScale(), CacheScale(4, 0.25)
+    layout = KVLayout(layers=2, kv_heads=1, head_dim=2, page_size=2, dtype=torch.float8_e4m3fn, scales=scales)
+    kv = KVCache(layout, 2)
+    key, value = torch.tensor([[[1000.0, -3.0]]]), torch.tensor([[[0.03125, 0.0009]]])
+    for layer in range(2):
+        kv.write(layer, torch.tensor([3]), key, value)
+    assert kv.keys[0][1, 1, 0].float().tolist() == [448, -3] and kv.keys[1][1, 1, 0].float().tolist() == [256, -0.75]
+    assert kv.values[0][1, 1, 0].float().tolist() == [0.03125, 0]
+    assert kv.values[1][1, 1, 0].float().tolist() == [0.125, 0.00390625]
 
 
 def test_a_scratch_page_is_not_counted() -> None:

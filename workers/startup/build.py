@@ -117,6 +117,7 @@ def build(
             kv_cache_dtype=str(cache_dtype(config, dtype)),
             packages=model.packages,
             original_length=original_length(model.config),
+            cache_scales=model.kv_layout(config.page_size, cache_dtype(config, dtype)).scales,
         )
         return replace(built, card=replace(built.card, digest=files.digest(settings)))
 

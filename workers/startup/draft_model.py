@@ -15,7 +15,10 @@ from ktqueue.loading.model_path import resolve_model
 from ktqueue.loading.model_report import ABSORBED, ModelReport, ReportRow, report_model
 from ktqueue.loading.next_token_layer import LayerSize, load_next_token_layer, next_token_layer_size
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.operators.gpu.cache_bounds import cache_scales
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.next_token_layer import GpuNextTokenLayer
+from ktqueue.operators.kv_cache import CacheScale
 from ktqueue.operators.next_token_layer import NextTokenLayer
 from ktqueue.workers.startup.gpu_memory import planner_of
 
@@ -77,7 +80,11 @@ def next_token_source(
         raise _no_layer(error) from error
     except torch.OutOfMemoryError as error:
         raise _no_layer(f"{config.device} has no memory for its layer: {error}") from error
-    return NextTokenSource(layer, replace(layout, layers=1), model.card_facts.max_position_embeddings)
+    scales: tuple[CacheScale, ...] = ()
+    if isinstance(layer, GpuNextTokenLayer) and layout.dtype.itemsize == 1:
+        scales = cache_scales(layer.cache_bounds, {}, latent=layout.latent is not None)
+    layout = replace(layout, layers=1, scales=scales)
+    return NextTokenSource(layer, layout, model.card_facts.max_position_embeddings)
 
 
 def report_with_drafts(

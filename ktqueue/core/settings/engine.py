@@ -180,7 +180,7 @@ class EngineConfig:
     kv_cache_dtype: CacheDtype = setting(
         "auto",
         "Type of the cache on a GPU: auto (as computed) or fp8.",
-        details="`fp8` is float8_e4m3fn, half the bytes of bfloat16.",
+        details="`fp8` is float8_e4m3fn with scales for each layer, half the bytes of bfloat16.",
         flags=("--kv-cache-dtype",),
         panel="Engine",
     )

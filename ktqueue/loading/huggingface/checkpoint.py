@@ -19,6 +19,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
+from ktqueue.loading.huggingface.cache_scales import stated_scales
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
 from ktqueue.loading.huggingface.next_tokens import next_token_names
@@ -37,6 +38,7 @@ from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.single_experts import stack_experts
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.loading.weight_formats import Bytes
+from ktqueue.operators.kv_cache import CacheScale
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
@@ -78,10 +80,12 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
             if not _UNUSED.search(name):
                 tensors[name] = tensor
+    scales: dict[str, CacheScale] = {}
     if quantisation is not None:
+        scales = stated_scales(str(folder), tensors)
         tensors = join_quantised(str(folder), tensors, quantisation)
     dense, experts = _group(folder, tensors, family)
-    return Checkpoint(str(folder), config, dense, experts, maps)
+    return Checkpoint(str(folder), config, dense, experts, maps, scales)
 
 
 def _modelopt_config(folder: Path) -> dict[str, Any]:

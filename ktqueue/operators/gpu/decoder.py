@@ -20,6 +20,7 @@ from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import query_growth
 from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
 from ktqueue.operators.fused_rows import SplitRows
+from ktqueue.operators.gpu.cache_bounds import CacheBound, cache_bounds
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
@@ -62,6 +63,7 @@ class GpuDecoder(Operator):
         self._dense: DenseType = dense
         self._layers: list[DecoderLayer] = []
         self._routed: list[RoutedLayer] = []
+        self._bounds: list[CacheBound] = []
         self._dense_bytes = 0
         self._further_bytes = 0  # of experts of a layer that predicts further tokens
         self._experts: ExpertMemory | None = None
@@ -110,7 +112,12 @@ class GpuDecoder(Operator):
                 earlier.predict_next_experts(later)
         self._norm = dense.norm("model.norm", centred=facts.centred)
         self._head = self._embedding if facts.tied else dense.linear("lm_head")
+        self._bounds = cache_bounds(facts, weights)
         self._dense_bytes = dense.bytes
+
+    def cache_bounds(self) -> list[CacheBound]:
+        """The largest keys and values of each layer that has them. Call it after all of the model is loaded."""
+        return self._rotated(self._bounds)
 
     def load_next_token_layer(self, weights: ModuleWeights) -> GpuNextTokenLayer:
         """Load the layer behind the model's own, which predicts the token after the next: see CpuDecoder."""
@@ -124,7 +131,8 @@ class GpuDecoder(Operator):
         norms = [dense.norm(f"{layer.name}.{name}", centred=facts.centred) for name in names]
         self._dense_bytes += dense.bytes
         self._further_bytes += sum(experts.packed.bytes for experts in routed)
-        return GpuNextTokenLayer(self, own, routed, joining, norms)
+        bounds = self._rotated(cache_bounds(replace(facts, layers=(layer,)), weights))
+        return GpuNextTokenLayer(self, own, routed, joining, norms, bounds)
 
     def keep_hidden(self, hidden: torch.Tensor) -> None:
         """See NextTokenBase."""
@@ -156,6 +164,12 @@ class GpuDecoder(Operator):
             scoring=_scoring(layer.name, router, weights, self.device),
             biases=dense.expert_biases(experts),
         )
+
+    def _rotated(self, bounds: list[CacheBound]) -> list[CacheBound]:
+        """The bounds of rotated keys. With longrope and YaRN, (cosine, sine) is longer than 1."""
+        cosine, sine = rotary_tables(copy.deepcopy(self.rotary).to("cpu"), 1, self.facts.rotary_kinds)
+        growth = max(1.0, float(cosine.hypot(sine).max()))
+        return [bound._replace(key=bound.key * growth) for bound in bounds]
 
     def prepare_device(self, settings: GpuSettings) -> None:
         """Put rotary tables and experts into GPU memory and connect the CPU's experts. Call it once, between `load` and

@@ -89,6 +89,7 @@ class LatentSelfAttention:
             positions=positions,
             slot_mapping=step.slot_mapping,
             cache=step.kv.keys[self._index],
+            scale=step.kv.layout.scale(self._index).key,
         )
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:

@@ -89,6 +89,7 @@ class SelfAttention:
             values=kv.values[self._index],
             clip=facts.clip,
             v_norm=self._v_norm,
+            scale=kv.layout.scale(self._index),
         )
         return query.mul_(rotary.growth[positions, None, None]) if self._grows else query
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts
+from ktqueue.operators.gpu.cache_bounds import CacheBound
 from ktqueue.operators.gpu.dense import DenseLinear
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
 from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer
@@ -47,7 +48,7 @@ class GpuNextTokenLayer:
     """Called like GpuDecoder, on a cache of one layer. Its tokens are those after its positions: see NextTokenLayer.
 
     routed: its routed experts, or none. joining: the matrix M [hidden, 2 * hidden]. norms: of the embedding, of h, and
-    before the head, [hidden] each.
+    before the head, [hidden] each. bounds: of its keys and values.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class GpuNextTokenLayer:
         routed: list[RoutedLayer],
         joining: DenseLinear,
         norms: Sequence[torch.Tensor],
+        bounds: list[CacheBound],
     ) -> None:
+        self.cache_bounds = bounds
         self.hidden_size, self.hidden_dtype = model.facts.hidden, model.facts.dtype
         self.hidden = torch.empty(0)
         self._model = model

@@ -22,6 +22,7 @@ from ktqueue.loading.load import LoadedModel, load_model, open_checkpoint
 from ktqueue.loading.model_report import report_model
 from ktqueue.loading.rules import SHIPPED_RULES
 from ktqueue.operators import native
+from ktqueue.operators.kv_cache import CacheScale
 
 EXACT = str(SHIPPED_RULES / "exact.yaml")
 EXPERTS = "model.layers.0.mlp.experts"
@@ -136,6 +137,29 @@ def test_a_quantised_folder_is_inspected_and_converted(source: Path, tmp_path: P
     downs = torch.stack([plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)])
     assert torch.equal(converted.decode(f"{EXPERTS}.down_proj", torch.float32), downs)
     assert torch.equal(converted.decode(K_PROJ, torch.float32), plain[K_PROJ])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")],
+    ids=["compressed-tensors", "ModelOpt", "Quark"],
+)
+def test_a_folder_may_state_scales_of_a_float8_cache(names: tuple[str, str], source: Path, tmp_path: Path) -> None:
+    """They are rounded up to powers of two. Of several for a layer, as for its heads, the largest counts."""
+    tensors, _ = quantised(source, SCHEMES["compressed fp8"])
+    for name, scale in zip(names, (torch.tensor(0.5), torch.tensor([3.0, 5.0])), strict=True):
+        tensors[f"model.layers.1.self_attn.{name}"] = scale
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
+    folder = write(tmp_path / "packed", source, tensors, SCHEMES["compressed fp8"].config)
+    model = load_model(str(folder), rules=str(rules))
+    model.module.close()  # type: ignore[operator]
+    assert model.kv_layout(16).scales == ()
+    scales = model.kv_layout(16, torch.float8_e4m3fn).scales
+    assert scales[1] == CacheScale(0.5, 8.0) and scales[1] != scales[0]
+    tensors[f"model.layers.1.self_attn.{names[0]}"] = torch.tensor([-1.0])
+    with pytest.raises(CheckpointError, match=r"layers\.1.*must be a positive number"):
+        open_folder(write(tmp_path / "damaged", source, tensors, SCHEMES["compressed fp8"].config))
 
 
 def test_modelopts_own_file_counts_if_the_config_says_nothing(source: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention.base import AttentionShape
-from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.kv_cache import CacheScale, KVCache, KVLayout
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.004}
@@ -24,11 +24,26 @@ def random_cache(layout: KVLayout, pages: int, device: str = "cpu") -> KVCache:
     return kv
 
 
+def float8_scales(dtype: torch.dtype, latent: int | None = None) -> tuple[CacheScale, ...]:
+    """Scales of two layers. Other types than float8 have none."""
+    if dtype.itemsize > 1:
+        return ()
+    return (CacheScale(2, 2), CacheScale(0.5, 0.5)) if latent else (CacheScale(1, 4), CacheScale(0.5, 2))
+
+
 def make_cache(
     *, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, pages: int = 24, latent: int | None = None
 ) -> KVCache:
-    """A random cache of two layers on the CPU."""
-    layout = KVLayout(layers=2, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, dtype=dtype, latent=latent)
+    """A random cache of two layers on the CPU. The layers of a float8 cache have different scales."""
+    layout = KVLayout(
+        layers=2,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        latent=latent,
+        scales=float8_scales(dtype, latent),
+    )
     return random_cache(layout, pages)
 
 
@@ -68,11 +83,12 @@ def attended(
     cap: float = 0.0,
     chunk: int = 0,
 ) -> torch.Tensor:
-    """What the reference computes in float32 on the CPU."""
+    """What the reference computes in float32 on the CPU, over keys and values as they were before they were stored."""
+    scale = step.kv.layout.scale(layer)
     return reference.paged_attention(
         query.cpu().float().transpose(0, 1),
-        step.kv.keys[layer].cpu().float(),
-        step.kv.values[layer].cpu().float(),
+        step.kv.keys[layer].cpu().float() * scale.key,
+        step.kv.values[layer].cpu().float() * scale.value,
         step.query_starts,
         step.context_lengths,
         step.page_table,

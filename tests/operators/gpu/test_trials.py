@@ -16,9 +16,9 @@ from ktqueue.operators.gpu import layer as layer_module
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
-from ktqueue.operators.gpu.kernels.rope import append
 from ktqueue.operators.gpu.settings import Trials
 from ktqueue.operators.gpu.side_stream import SideStream
+from ktqueue.operators.kv_cache import store
 from ktqueue.operators.latent_shape import LatentShape, absorb_query, make_key, rotate_query
 
 from .test_decoder import assert_close, fed, record_bytes
@@ -27,10 +27,11 @@ from .test_decoder import assert_close, fed, record_bytes
 def separate_launches(
     query: torch.Tensor, key: torch.Tensor, shape: LatentShape, *, norm: torch.Tensor, key_up: torch.Tensor | None,
     cosine: torch.Tensor, sine: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """What latent_query_append does, by torch's operations on any device."""
     cosine, sine = cosine[positions], sine[positions]
-    append(cache, slot_mapping, make_key(key, norm, cosine, sine, shape)[:, None])
+    store(cache.flatten(0, 1), slot_mapping, make_key(key, norm, cosine, sine, shape)[:, None], scale)
     if key_up is None:
         return rotate_query(query, cosine, sine, shape)
     return absorb_query(query, key_up, cosine, sine, shape)

@@ -24,7 +24,7 @@ from ktqueue.operators.gpu.attention.page_lists import (
     staged,
     views_of,
 )
-from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.kv_cache import CacheScale, KVCache
 from ktqueue.operators.step import ScoreOptions, StepContext
 
 HEAD_DIMS = (64, 128, 256)
@@ -49,11 +49,11 @@ class Wrapper:
         self._wrapper.plan(*arrays, **options)
         self._copied.record()
 
-    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Attend: query [tokens, heads, head_dim] -> the same shape."""
+    def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: CacheScale) -> torch.Tensor:
+        """Attend: query [tokens, heads, head_dim] -> the same shape. A scale of values other than 1 is a launch."""
         query = query.contiguous()
         out = torch.empty_like(query)
-        self._wrapper.run(query, (keys, values), out=out)
+        self._wrapper.run(query, (keys, values), k_scale=scale.key, v_scale=scale.value, out=out)
         return out
 
 
@@ -75,7 +75,7 @@ class FlashInferPlan:
                 f"attention was planned for windows {sorted(self._wrappers)} and scaling and cap {self._planned}, "
                 f"not for {options.sliding_window} and {options.scaling, options.cap}"
             )
-        return wrapper.run(query, kv.keys[layer], kv.values[layer])
+        return wrapper.run(query, kv.keys[layer], kv.values[layer], kv.layout.scale(layer))
 
 
 class FlashInferDecodePlan(FlashInferPlan):

@@ -23,7 +23,7 @@ from ktqueue.operators.gpu.attention.triton_decode import (
     partial_results,
 )
 from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
-from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.kv_cache import UNSCALED, CacheScale, KVCache
 from ktqueue.operators.latent_shape import expand_values
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
@@ -59,7 +59,7 @@ def _latent_split(
     query, keys, row_of, page_starts, pages, contexts,
     parts,  # [tokens, heads, splits, LATENT_WIDTH] float32; with one split the result, [tokens, heads, LATENT]
     levels,  # [tokens, heads, splits] float32: log2 of the sum of exponentials
-    scale, splits, page_stride, slot_stride,
+    scale, value_scale, splits, page_stride, slot_stride,
     HEADS: tl.constexpr, M: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_WIDTH: tl.constexpr,
     ROTARY_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     PRECISION: tl.constexpr, WAITS: tl.constexpr,
@@ -113,6 +113,7 @@ def _latent_split(
             best = top
         sums = sums / total[:, None]
         if WHOLE:
+            sums = sums * value_scale
             cells = rows * LATENT + column[None, :]
             tl.store(parts + cells, sums.to(parts.dtype.element_ty), mask=real[:, None] & (column < LATENT)[None, :])
         else:
@@ -123,7 +124,7 @@ def _latent_split(
 
 @triton.jit(do_not_specialize=["splits"])
 def _latent_join(
-    contexts, parts, levels, up, out, splits, head_stride, value_stride,
+    contexts, parts, levels, up, out, value_scale, splits, head_stride, value_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +140,7 @@ def _latent_join(
     _, share = key_share(context, splits, 0, 0, BLOCK)
     first = (token.to(tl.int64) * HEADS + head) * splits
     attended = joined(parts, levels, first, tl.cdiv(context, share), None, head, WIDTH, MOST, STEP, LOG2)
-    attended = attended.to(out.dtype.element_ty).to(tl.float32)  # as it is without expansion
+    attended = (attended * value_scale).to(out.dtype.element_ty).to(tl.float32)  # as it is without expansion
     value = tl.sum(weights * attended[None, :], 1)
     cells = (token.to(tl.int64) * HEADS + head) * VALUE + column
     tl.store(out + cells, value.to(out.dtype.element_ty), mask=column < VALUE)
@@ -153,6 +154,7 @@ def attend(
     decode_rows: DecodeRows,
     *,
     scaling: float,
+    scale: CacheScale = UNSCALED,
     value_up: torch.Tensor | None = None,
     tile: LatentTile | None = None,
 ) -> None:
@@ -160,9 +162,9 @@ def attend(
 
     keys: [pages, page_size, 1, latent + rotary], dense. tables: `contexts` are those of each token, no query_starts.
     decode_rows: one item per token; splits: at most MAX_SPLITS; workspace: at least partial_bytes(...), unless there is
-    only one split. value_up: [heads, latent, value], whose first two dimensions may be strided; needs several splits.
-    With it, the launch that joins them expands the result too, and `out` is [tokens, heads, value]. tile: None: that of
-    the queries' type.
+    only one split. scale: of the stored latents. value_up: [heads, latent, value], whose first two dimensions may be
+    strided; needs several splits. With it, the launch that joins them expands the result too, and `out` is [tokens,
+    heads, value]. tile: None: that of the queries' type.
     """
     tokens, heads, width = query.shape
     latent = out.shape[-1] if value_up is None else value_up.shape[1]
@@ -172,7 +174,7 @@ def attend(
     block = tile.keys
     _latent_split[(tokens, -(-heads // HEADS_AT_ONCE), splits)](
         query, keys, decode_rows.rows, tables.page_starts, tables.pages, tables.contexts, parts, levels,
-        scaling * LOG2_E, splits, keys.stride(0), keys.stride(1),
+        scaling * scale.key * LOG2_E, scale.value, splits, keys.stride(0), keys.stride(1),
         HEADS=heads,
         M=HEADS_AT_ONCE,
         LATENT=latent,
@@ -191,7 +193,7 @@ def attend(
         value = value_up.shape[2]
         columns = min(padded(value), _VALUE_COLUMNS)
         _latent_join[(tokens, heads, triton.cdiv(value, columns))](
-            tables.contexts, parts, levels, value_up, out, splits, value_up.stride(0), value_up.stride(2),
+            tables.contexts, parts, levels, value_up, out, scale.value, splits, value_up.stride(0), value_up.stride(2),
             HEADS=heads,
             LATENT=latent,
             VALUE=value,
@@ -205,7 +207,8 @@ def attend(
             num_warps=4,
         )  # fmt: skip
     elif splits > 1:
-        join(parts, levels, tables, replace(decode_rows, rows=None), out, ScoreOptions(scaling), block=block)
+        rows = replace(decode_rows, rows=None)
+        join(parts, levels, tables, rows, out, ScoreOptions(scaling), scale.value, block=block)
 
 
 def split_count(tokens: int, heads: int, max_keys: int, processors: int) -> int:
@@ -233,7 +236,8 @@ class LatentPlan(TritonPlan):
             raise ValueError("latent attention has no sliding windows, no sinks and no cap")
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], kv.layout.value_dim)
-        attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=options.scaling)
+        scale = kv.layout.scale(layer)
+        attend(query, kv.keys[layer], out, self.tables, self.decode_rows, scaling=options.scaling, scale=scale)
         return out
 
     def values(
@@ -247,8 +251,8 @@ class LatentPlan(TritonPlan):
             return expand_values(self.attend(layer, query, kv, options), value_up)
         query = query.contiguous()
         out = query.new_empty(*query.shape[:2], value_up.shape[2])
-        rows, scaling = self.decode_rows, options.scaling
-        attend(query, kv.keys[layer], out, self.tables, rows, scaling=scaling, value_up=value_up)
+        rows, scaling, scale = self.decode_rows, options.scaling, kv.layout.scale(layer)
+        attend(query, kv.keys[layer], out, self.tables, rows, scaling=scaling, scale=scale, value_up=value_up)
         return out.flatten(1)
 
 
@@ -280,6 +284,8 @@ class Expansion:
         cache = kv.keys[layer].flatten(0, 2)
         if cache.dtype.itemsize == 1:  # index_select does not know it
             latents = cache.view(torch.uint8).index_select(0, self.slots).view(cache.dtype).to(query.dtype)
+            if (scale := kv.layout.scale(layer).key) != 1:
+                latents.mul_(scale)
         else:
             latents = cache.index_select(0, self.slots).to(query.dtype)
         heads = len(up)

@@ -15,7 +15,8 @@ from ktqueue.operators.gpu.kernels.operation import (
     triton,
     wait_for_previous,
 )
-from ktqueue.operators.gpu.kernels.rope import append, store_rounded
+from ktqueue.operators.gpu.kernels.rope import store_rounded
+from ktqueue.operators.kv_cache import store
 from ktqueue.operators.latent_shape import LatentShape, absorb_query, make_key, rotate_query
 
 FEW_TOKENS = 64
@@ -27,14 +28,17 @@ _HEADS = 16
 
 
 @triton.jit
-def _rotated(source, target, cosine, sine, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr):
-    """Rotate columns. source, target: pointers to the first one; cosine, sine: of the pairs [1, PAIRS]."""
+def _rotated(
+    source, target, cosine, sine, mask, factor, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Rotate columns. source, target: pointers to the first one; cosine, sine: of the pairs [1, PAIRS]; factor: see
+    store_rounded."""
     pair = tl.arange(0, cosine.shape[1])[None, :]
     first = tl.load(source + (2 * pair if INTERLEAVED else pair), mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + (2 * pair + 1 if INTERLEAVED else pair + ROTARY // 2), mask=mask, other=0.0)
     second = second.to(tl.float32)
-    store_rounded(target + pair, first * cosine - second * sine, mask, dtype)
-    store_rounded(target + pair + ROTARY // 2, second * cosine + first * sine, mask, dtype)
+    store_rounded(target + pair, first * cosine - second * sine, mask, factor, dtype)
+    store_rounded(target + pair + ROTARY // 2, second * cosine + first * sine, mask, factor, dtype)
 
 
 @triton.jit
@@ -61,7 +65,7 @@ def _absorb(
 
 @triton.jit
 def _write_key(
-    key, norm, cache, cosine, sine, epsilon,
+    key, norm, cache, cosine, sine, epsilon, factor,
     ROTARY: tl.constexpr, LATENT: tl.constexpr, LATENT_WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Normalise the latent of one token and rotate its key. cosine, sine: [1, PAIRS]."""
@@ -71,15 +75,15 @@ def _write_key(
     x = tl.load(key + column, mask=inside, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + epsilon)
     scales = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    store_rounded(cache + column, x.to(dtype).to(tl.float32) * scales, inside, dtype)
+    store_rounded(cache + column, x.to(dtype).to(tl.float32) * scales, inside, factor, dtype)
     real = tl.arange(0, cosine.shape[1])[None, :] < ROTARY // 2
-    _rotated(key + LATENT, cache + LATENT, cosine, sine, real, ROTARY, INTERLEAVED, dtype)
+    _rotated(key + LATENT, cache + LATENT, cosine, sine, real, factor, ROTARY, INTERLEAVED, dtype)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _latent_inputs(
     query, key, norm, up, cosine, sine, positions, slot_mapping, out, cache, tokens, query_stride, key_stride,
-    up_stride, epsilon,
+    up_stride, epsilon, factor,
     HEADS: tl.constexpr, PLAIN: tl.constexpr, ROTARY: tl.constexpr, LATENT: tl.constexpr, PLAIN_WIDTH: tl.constexpr,
     PAIRS_WIDTH: tl.constexpr, LATENT_WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, ABSORBS: tl.constexpr,
     COPIES: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr,
@@ -111,14 +115,15 @@ def _latent_inputs(
         if group == GROUPS:
             slot = tl.load(slot_mapping + token) * (LATENT + ROTARY)
             _write_key(
-                key + token * key_stride, norm, cache + slot, c, s, epsilon, ROTARY, LATENT, LATENT_WIDTH, INTERLEAVED
-            )
+                key + token * key_stride, norm, cache + slot, c, s, epsilon, factor,
+                ROTARY, LATENT, LATENT_WIDTH, INTERLEAVED,
+            )  # fmt: skip
         else:
             head = group * GROUP + tl.arange(0, GROUP)[:, None]
             source = query + token * query_stride + head * (PLAIN + ROTARY)
             target = out + (token * HEADS + head) * (FIRST + ROTARY)
             mask = (head < HEADS) & real
-            _rotated(source + PLAIN, target + FIRST, c, s, mask, ROTARY, INTERLEAVED, query.dtype.element_ty)
+            _rotated(source + PLAIN, target + FIRST, c, s, mask, 1.0, ROTARY, INTERLEAVED, query.dtype.element_ty)
             if COPIES:
                 column = tl.arange(0, PLAIN_WIDTH)[None, :]
                 inside = (head < HEADS) & (column < PLAIN)
@@ -137,6 +142,7 @@ def latent_query_append(
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     cache: torch.Tensor,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Write the keys of one layer to the cache and return its queries: latent_shape's make_key, and absorb_query or,
     without `key_up`, rotate_query.
@@ -144,9 +150,9 @@ def latent_query_append(
     query [tokens, heads * (plain + rotary)] and key [tokens, latent + rotary], both as products leave them; their rows
     may be strided. norm [latent], of the key's latent. key_up: None, or [heads, plain, latent], whose heads may be
     strided. cosine, sine: [positions, rotary / 2] float32, indexed by `positions` [tokens] int64. cache [pages,
-    page_size, 1, latent + rotary] is written at `slot_mapping` [tokens] int64 in its own dtype; float8_e4m3fn saturates
-    at +-448. Returns [tokens, heads, latent + rotary], or [tokens, heads, plain + rotary] without key_up, in the dtype
-    of `query`. Raises ValueError for shapes that do not fit.
+    page_size, 1, latent + rotary] is written at `slot_mapping` [tokens] int64 in its own dtype; numbers of
+    float8_e4m3fn are divided by `scale` and saturate at +-448. Returns [tokens, heads, latent + rotary], or [tokens,
+    heads, plain + rotary] without key_up, in the dtype of `query`. Raises ValueError for shapes that do not fit.
     """
     tokens, heads, width = len(query), shape.heads, shape.plain + shape.rotary
     fits = query.shape == (tokens, heads * width) and key.shape == (tokens, shape.key)
@@ -157,7 +163,7 @@ def latent_query_append(
     check_fits(fits, "latent_query_append", query=query, key=key, norm=norm, key_up=key_up, cosine=cosine, cache=cache)
     if not runs_kernel(query):
         c, s = cosine[positions], sine[positions]
-        append(cache, slot_mapping, make_key(key, norm, c, s, shape)[:, None])
+        store(cache.flatten(0, 1), slot_mapping, make_key(key, norm, c, s, shape)[:, None], scale)
         return rotate_query(query, c, s, shape) if key_up is None else absorb_query(query, key_up, c, s, shape)
     absorbs = key_up is not None and tokens <= FEW_TOKENS
     out = query.new_empty(tokens, heads, width if key_up is None else shape.key)
@@ -167,7 +173,7 @@ def latent_query_append(
     if tokens:
         _latent_inputs[(products + tokens * (triton.cdiv(heads, group) + 1),)](
             query, key, norm, key_up, cosine, sine, positions, slot_mapping, out, cache, tokens, query.stride(0),
-            key.stride(0), 0 if key_up is None else key_up.stride(0), shape.epsilon,
+            key.stride(0), 0 if key_up is None else key_up.stride(0), shape.epsilon, 1 / scale,
             HEADS=heads,
             PLAIN=shape.plain,
             ROTARY=shape.rotary,

@@ -30,6 +30,7 @@ class TorchPlan:
             sinks=options.sinks,
             cap=options.cap,
             chunk=options.chunk,
+            scale=kv.layout.scale(layer),
         )
 
 

@@ -33,11 +33,11 @@ class TritonPlan:
         """See AttentionPlan. query [tokens, heads, head_dim]."""
         query = query.contiguous()
         out = torch.empty_like(query)
-        keys, values = kv.keys[layer], kv.values[layer]
+        keys, values, scale = kv.keys[layer], kv.values[layer], kv.layout.scale(layer)
         if self.decode_rows is not None:
-            decode(query, keys, values, self.tables, self.decode_rows, out, options)
+            decode(query, keys, values, self.tables, self.decode_rows, out, options, scale)
         if self._tiles is not None:
-            prefill(query, keys, values, self.tables, self._tiles, out, options)
+            prefill(query, keys, values, self.tables, self._tiles, out, options, scale)
         return out
 
 

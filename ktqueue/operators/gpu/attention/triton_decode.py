@@ -16,6 +16,7 @@ from ktqueue.operators.gpu.attention.triton_blocks import (
     precision,
 )
 from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.kv_cache import UNSCALED, CacheScale
 from ktqueue.operators.step import ScoreOptions
 
 MAX_SPLITS = 128
@@ -106,7 +107,7 @@ def joined(
 
 @triton.jit(do_not_specialize=["splits"])
 def _decode_join(
-    query_starts, contexts, rows, parts, levels, sinks, out, splits,
+    query_starts, contexts, rows, parts, levels, sinks, out, value_scale, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
@@ -118,12 +119,12 @@ def _decode_join(
     context = tl.load(contexts + row)
     seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
     first = (item.to(tl.int64) * HEADS + head) * splits
-    result = joined(
+    sums = joined(
         parts, levels, first, tl.cdiv(context - seen_from, share), sinks, head, WIDTH, MOST, STEP, LOG2
     )  # fmt: skip
     column = tl.arange(0, WIDTH)
     cells = (token.to(tl.int64) * HEADS + head) * HEAD_DIM + column
-    tl.store(out + cells, result.to(out.dtype.element_ty), mask=column < HEAD_DIM)
+    tl.store(out + cells, (sums * value_scale).to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 def decode(
@@ -134,11 +135,12 @@ def decode(
     decode_rows: DecodeRows,
     out: torch.Tensor,
     options: ScoreOptions,
+    scale: CacheScale = UNSCALED,
 ) -> None:
     """Attend for the one token of each of `decode_rows`.
 
     query, out: [tokens, heads, head_dim], dense; keys, values: [pages, page_size, kv_heads, head_dim], dense. Splits:
-    at most MAX_SPLITS; workspace: at least partial_bytes(...).
+    at most MAX_SPLITS; workspace: at least partial_bytes(...). scale: of the stored keys and values.
     """
     heads, head_dim = query.shape[1:]
     page_size, kv_heads = keys.shape[1:3]
@@ -148,7 +150,7 @@ def decode(
     parts, levels = partial_results(decode_rows, heads, head_dim)
     _decode_split[(decode_rows.items, kv_heads, decode_rows.splits)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, decode_rows.rows,
-        parts, levels, options.scaling * LOG2_E, decode_rows.splits, keys.stride(0), keys.stride(1),
+        parts, levels, options.scaling * scale.key * LOG2_E, decode_rows.splits, keys.stride(0), keys.stride(1),
         CAP=options.cap * LOG2_E,
         HEADS=heads,
         GROUP=heads // kv_heads,
@@ -163,7 +165,7 @@ def decode(
         num_warps=8 if exact and width > 128 else 4,
         num_stages=2 if exact else 3,
     )  # fmt: skip
-    join(parts, levels, tables, decode_rows, out, options, block=block)
+    join(parts, levels, tables, decode_rows, out, options, scale.value, block=block)
 
 
 def join(
@@ -173,13 +175,15 @@ def join(
     decode_rows: DecodeRows,
     out: torch.Tensor,
     options: ScoreOptions,
+    value_scale: float,
     *,
     block: int,
 ) -> None:
-    """Join the splits of `decode_rows` into out [tokens, heads, head_dim]. `block`: keys of a block of the splits."""
+    """Join the splits of `decode_rows` into out [tokens, heads, head_dim], multiplied by `value_scale`. `block`: keys
+    of a block of the splits."""
     heads, head_dim = out.shape[1:]
     _decode_join[(decode_rows.items, heads)](
-        tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, options.sinks, out,
+        tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, options.sinks, out, value_scale,
         decode_rows.splits,
         HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), WINDOW=options.sliding_window, CHUNK=options.chunk,
         BLOCK=block, MOST=MAX_SPLITS, STEP=16,

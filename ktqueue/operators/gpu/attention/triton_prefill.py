@@ -4,6 +4,7 @@ import torch
 
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, Tables, block_keys, fold, padded, precision
 from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.kv_cache import UNSCALED, CacheScale
 from ktqueue.operators.step import ScoreOptions
 
 
@@ -11,7 +12,7 @@ from ktqueue.operators.step import ScoreOptions
 def _prefill_tile(
     query, keys, values, query_starts, page_starts, pages, contexts,
     tiles,  # [tiles, 2]: row, and the first token of the tile, counted within the row
-    sinks, out, scale, page_stride, slot_stride, CAP: tl.constexpr,
+    sinks, out, scale, value_scale, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, LOG2: tl.constexpr,
@@ -64,7 +65,7 @@ def _prefill_tile(
             states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride, slot_stride,
             scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, True, True, PRECISION,
         )  # fmt: skip
-    tl.store(out + cells, (sums / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + cells, (sums / total[:, None] * value_scale).to(out.dtype.element_ty), mask=inside)
 
 
 def prefill(
@@ -75,6 +76,7 @@ def prefill(
     tiles: torch.Tensor,
     out: torch.Tensor,
     options: ScoreOptions,
+    scale: CacheScale = UNSCALED,
 ) -> None:
     """Attend for the tokens of `tiles` [tiles, 2] int32: a row, and the first token of the tile within the row.
 
@@ -88,7 +90,7 @@ def prefill(
     exact = query.dtype == torch.float32
     _prefill_tile[(len(tiles), kv_heads)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, tiles,
-        options.sinks, out, options.scaling * LOG2_E, keys.stride(0), keys.stride(1),
+        options.sinks, out, options.scaling * scale.key * LOG2_E, scale.value, keys.stride(0), keys.stride(1),
         CAP=options.cap * LOG2_E,
         HEADS=heads,
         GROUP=group,

@@ -16,9 +16,8 @@ from ktqueue.operators.gpu.kernels.operation import (
     triton,
     wait_for_previous,
 )
+from ktqueue.operators.kv_cache import UNSCALED, CacheScale, store
 
-FP8_MAX = 448.0
-"""The largest number of float8_e4m3fn. Values written to a cache of that type saturate there."""
 _FEW_TOKENS = 128
 """Up to here a program computes one head, so that the whole GPU is busy; for more tokens it computes several."""
 
@@ -51,11 +50,12 @@ def _clipped(x, CLIP: tl.constexpr, limit):
 
 
 @triton.jit
-def store_rounded(pointers, x, mask, rounded: tl.constexpr):
-    """Round x (float32) to the model's dtype `rounded`, then cast it to the dtype of the pointers; fp8 saturates."""
+def store_rounded(pointers, x, mask, factor, rounded: tl.constexpr):
+    """Round x (float32) to the model's dtype `rounded`, then cast it to the dtype of the pointers. Numbers of fp8 are
+    multiplied by `factor` and saturate."""
     x = x.to(rounded)
     if pointers.dtype.element_ty == tl.float8e4nv:
-        x = _clipped(x.to(tl.float32), True, 448.0)
+        x = _clipped(x.to(tl.float32) * factor, True, 448.0)
     tl.store(pointers, x.to(tl.float32).to(pointers.dtype.element_ty), mask=mask)
 
 
@@ -86,16 +86,16 @@ def _scale_of(source, element, mask, epsilon, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    source, weight, cosine, sine, position, target, head, column, mask, epsilon, clip,
+    source, weight, cosine, sine, position, target, head, column, mask, epsilon, clip, factor,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
     CLIP: tl.constexpr, AFTER: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Normalise, clip and rotate heads of one projection of a token, and store them at `target`.
 
     source: its first element. head [GROUP, 1], column and mask [GROUP, HALF]: of this program. ROTARY: columns of a
-    head that are rotated. TABLE: columns of the rotary tables, of which the first ROTARY // 2 are used. WHOLE: the norm
-    is over all HEADS heads (in a block of BLOCK), with a weight for each of their elements. AFTER: the norm follows the
-    rotation; then ROTARY is HEAD_DIM, and WHOLE and CLIP are false.
+    head that are rotated. factor: see store_rounded. TABLE: columns of the rotary tables, of which the first ROTARY //
+    2 are used. WHOLE: the norm is over all HEADS heads (in a block of BLOCK), with a weight for each of their elements.
+    AFTER: the norm follows the rotation; then ROTARY is HEAD_DIM, and WHOLE and CLIP are false.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     PAIRS: tl.constexpr = ROTARY // 2
@@ -123,8 +123,8 @@ def _rotate(
             high_weight = tl.load(weight + column + HALF, mask=mask, other=0.0).to(tl.float32)
             first = (first * scale).to(dtype).to(tl.float32) * low_weight
             second = (second * scale).to(dtype).to(tl.float32) * high_weight
-        store_rounded(target + element, first, mask, dtype)
-        store_rounded(target + element + HALF, second, mask, dtype)
+        store_rounded(target + element, first, mask, factor, dtype)
+        store_rounded(target + element + HALF, second, mask, factor, dtype)
     else:  # pairs are not HALF columns apart, so each element loads its partner
         for half in tl.static_range(2):
             place = column + half * HALF
@@ -136,12 +136,14 @@ def _rotate(
             s = tl.load(sine + pair, mask=rotated, other=0.0)
             x = _normed(source, weight, head * HEAD_DIM + place, place, mask, scale, clip, WHOLE, CLIP)
             y = _normed(source, weight, head * HEAD_DIM + partner, partner, rotated, scale, clip, WHOLE, CLIP)
-            store_rounded(target + head * HEAD_DIM + place, x * c + tl.where(first, -y, y) * s, mask, dtype)
+            turned = x * c + tl.where(first, -y, y) * s
+            store_rounded(target + head * HEAD_DIM + place, turned, mask, factor, dtype)
 
 
 @triton.jit
 def _qk_norm_rope_append(
     qkv, q_norm, k_norm, v_norm, cosine, sine, positions, slot_mapping, query, keys, values, stride, epsilon, clip,
+    key_factor, value_factor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
     HALF_BLOCK: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     CLIP: tl.constexpr, AFTER: tl.constexpr, VALUES: tl.constexpr, TABLE: tl.constexpr, WAITS: tl.constexpr,
@@ -166,14 +168,14 @@ def _qk_norm_rope_append(
         head = group * GROUP + member
         _rotate(
             q_source, q_norm, cosine, sine, position, query + token * (HEADS * HEAD_DIM), head, column,
-            (head < HEADS) & narrow, epsilon, clip, HEADS, HEAD_DIM, ROTARY, WHOLE, Q_BLOCK, CLIP,
+            (head < HEADS) & narrow, epsilon, clip, 1.0, HEADS, HEAD_DIM, ROTARY, WHOLE, Q_BLOCK, CLIP,
             AFTER, TABLE,
         )  # fmt: skip
     elif group < Q_GROUPS + K_GROUPS:
         head = (group - Q_GROUPS) * GROUP + member
         _rotate(
             k_source, k_norm, cosine, sine, position, keys + slot, head, column,
-            (head < KV_HEADS) & narrow, epsilon, clip, KV_HEADS, HEAD_DIM, ROTARY, WHOLE, K_BLOCK, CLIP,
+            (head < KV_HEADS) & narrow, epsilon, clip, key_factor, KV_HEADS, HEAD_DIM, ROTARY, WHOLE, K_BLOCK, CLIP,
             AFTER, TABLE,
         )  # fmt: skip
     else:
@@ -186,7 +188,7 @@ def _qk_norm_rope_append(
             place = half * (HEAD_DIM // 2) + column
             element = head * HEAD_DIM + place
             x = _normed(v_source, v_norm, element, place, mask, scale, clip, False, CLIP)
-            store_rounded(values + slot + element, x, mask, qkv.dtype.element_ty)
+            store_rounded(values + slot + element, x, mask, value_factor, qkv.dtype.element_ty)
 
 
 def qk_norm_rope_append(
@@ -206,6 +208,7 @@ def qk_norm_rope_append(
     clip: float = 0.0,
     norm_after_rotary: bool = False,
     v_norm: torch.Tensor | None = None,
+    scale: CacheScale = UNSCALED,
 ) -> torch.Tensor:
     """Return the normed, rotated query of one layer [tokens, heads, head_dim]; write its keys and values to the cache.
 
@@ -217,8 +220,8 @@ def qk_norm_rope_append(
     norm_after_rotary: each head is rotated whole and then normalised (Hunyuan). cosine, sine [positions, rotary / 2]
     float32, whose rows may be strided, indexed by `positions` [tokens] int64: of the first `rotary` elements of a head,
     element i is rotated with element i + rotary / 2. keys, values [pages, page_size, kv_heads, head_dim]: one layer's
-    cache, written at `slot_mapping` [tokens] int64 in its own dtype; float8_e4m3fn saturates at +-448. Norms are
-    rounded as transformers rounds them; the rotation is float32 and rounded once.
+    cache, written at `slot_mapping` [tokens] int64 in its own dtype; numbers of float8_e4m3fn are divided by `scale`
+    and saturate at +-448. Norms are rounded as transformers rounds them; the rotation is float32 and rounded once.
     Raises ValueError for shapes that do not fit.
     """
     tokens, width = qkv.shape
@@ -249,7 +252,7 @@ def qk_norm_rope_append(
         if tokens:
             _qk_norm_rope_append[(tokens * groups,)](
                 qkv, q_norm, k_norm, v_norm, cosine, sine, positions, slot_mapping, query, keys, values,
-                qkv.stride(0), epsilon, clip,
+                qkv.stride(0), epsilon, clip, 1 / scale.key, 1 / scale.value,
                 HEADS=heads,
                 KV_HEADS=kv_heads,
                 HEAD_DIM=head_dim,
@@ -280,18 +283,10 @@ def qk_norm_rope_append(
         low, high, rest = torch.split(x.float(), [rotary // 2, rotary // 2, head_dim - rotary], dim=-1)
         x = torch.cat((low * c - high * s, high * c + low * s, rest), dim=-1).to(qkv.dtype)
         rotated.append(rms_norm(x, norm, epsilon) if norm is not None and norm_after_rotary else x)
-    append(keys, slot_mapping, rotated[1])
-    append(values, slot_mapping, _clamped(value, clip))
+    store(keys.flatten(0, 1), slot_mapping, rotated[1], scale.key)
+    store(values.flatten(0, 1), slot_mapping, _clamped(value, clip), scale.value)
     return rotated[0]
 
 
 def _clamped(x: torch.Tensor, clip: float) -> torch.Tensor:
     return x.clamp(-clip, clip) if clip else x
-
-
-def append(cache: torch.Tensor, slot_mapping: torch.Tensor, states: torch.Tensor) -> None:
-    """Write states [tokens, kv_heads, head_dim] to cache [pages, page_size, kv_heads, head_dim]."""
-    if cache.dtype == torch.float8_e4m3fn:  # older torch turns too large numbers into NaN, and index_copy_ has no fp8
-        states = states.float().clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
-        cache = cache.view(torch.uint8)
-    cache.view(-1, *states.shape[1:]).index_copy_(0, slot_mapping, states.to(cache.dtype))

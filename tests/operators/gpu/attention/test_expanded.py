@@ -59,8 +59,8 @@ def test_long_rows_attend_as_the_reference_does(
     absorbed = torch.cat([torch.einsum("qhd,hdl->qhl", query[..., :plain].float(), keys), query[..., plain:]], -1)
     attended = reference.paged_attention(
         absorbed.transpose(0, 1),
-        kv.keys[1].float(),
-        kv.values[1].float(),
+        kv.keys[1].float() * kv.layout.scale(1).key,
+        kv.values[1].float() * kv.layout.scale(1).value,
         step.query_starts,
         step.context_lengths,
         step.page_table,

@@ -48,9 +48,10 @@ def test_mixed_steps_equal_the_reference(
     check_plan(plan, step, random_query(step, heads, states))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("contexts", [[300, 1, 33, 64], [5, 2, 1, 3]])
-def test_few_tokens_are_split(contexts: list[int]) -> None:
-    kv = cache(32, 16, 16)
+def test_few_tokens_are_split(contexts: list[int], dtype: torch.dtype) -> None:
+    kv = cache(32, 16, 16, dtype)
     step = make_step(kv, [1, 1, 1, 1], contexts)
     ours = planner(kv, 4)
     ours.processors = 16
@@ -87,13 +88,21 @@ def test_splits_keep_the_processors_busy() -> None:
     assert split_count(3, 16, 2, 132) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
+)
 @pytest.mark.parametrize(("heads", "value", "contexts"), [(4, 24, [300, 1, 33]), (20, 40, [130, 70, 5, 64, 9])])
 def test_few_heads_are_joined_and_expanded_at_once(
-    heads: int, value: int, contexts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    value: int,
+    contexts: list[int],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values are what the product makes of the attended latents. A hundred heads of all tokens are too many."""
-    kv = cache(48, 16, 16, dtype, pages=64)
+    kv = cache(48, 16, 16, stored, pages=64)
     step = make_step(kv, [1] * len(contexts), contexts)
     ours = planner(kv, heads, dtype)
     ours.processors = 64

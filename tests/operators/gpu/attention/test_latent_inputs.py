@@ -73,6 +73,16 @@ def test_an_fp8_cache_saturates() -> None:
     assert (ours["cache"].float().abs() == 448).any() and not ours["cache"].float().isnan().any()
 
 
+def test_numbers_of_an_fp8_cache_are_divided_by_its_scale() -> None:
+    options: Any = {"absorbs": True, "cache": torch.float8_e4m3fn}
+    ours, twin = (case("in halves", torch.bfloat16, **options) | {"scale": 4.0} for _ in range(2))
+    assert_equals_twin(ours, twin)
+    wide = case("in halves", torch.bfloat16, absorbs=True) | {"norm": ours["norm"]}
+    latent_query_append(**wide)
+    assert wide["cache"].abs().max() > 600
+    assert_same(ours["cache"], (wide["cache"].float() / 4).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
 def test_a_step_may_have_no_tokens() -> None:
     arguments = case("interleaved", torch.float32, absorbs=True)
     for name in ("query", "key", "positions", "slot_mapping"):

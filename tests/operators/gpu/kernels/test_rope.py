@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from ktqueue.operators.gpu.kernels import rope
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
+from ktqueue.operators.kv_cache import CacheScale
 
 from ..interpreted import by_kernel
 from .comparing import DTYPES, assert_same, config_sizes
@@ -89,14 +90,16 @@ def test_query_key_and_value_are_those_of_transformers(kind: type[nn.Module], co
     assert not values.view(12, 2, -1)[[1, 3, 8, 9, 10]].any()
 
 
-def test_an_fp8_cache_saturates(qkv: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.parametrize("scale", [CacheScale(), CacheScale(0.5, 2)])
+def test_an_fp8_cache_saturates(qkv: Callable[..., dict[str, Any]], scale: CacheScale) -> None:
     case = qkv(cache=torch.float8_e4m3fn)
-    qk_norm_rope_append(**case)
+    qk_norm_rope_append(**case, scale=scale)
     wide = qkv()
     qk_norm_rope_append(**wide)
-    for name in ("keys", "values"):
+    for name, divisor in (("keys", scale.key), ("values", scale.value)):
         assert wide[name].abs().max() > 600
-        assert torch.equal(case[name].float(), wide[name].clamp(-448, 448).to(torch.float8_e4m3fn).float())
+        stored = (wide[name] / divisor).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(case[name].float(), stored.float())
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -121,8 +124,10 @@ def assert_equals_twin(
     ours, twin = (qkv(**sizes, dtype=dtype, cache=cache) for _ in range(2))
     padded = torch.zeros(ours["qkv"].shape[0], ours["qkv"].shape[1] + 3, dtype=dtype)
     padded[:, :-3] = ours["qkv"]
-    query = by_kernel(qk_norm_rope_append, padded[:, :-3], **{name: x for name, x in ours.items() if name != "qkv"})
-    assert_same(query, qk_norm_rope_append(**twin))
+    scale = CacheScale(0.25, 4)  # which only float8 has
+    others = {name: x for name, x in ours.items() if name != "qkv"}
+    query = by_kernel(qk_norm_rope_append, padded[:, :-3], **others, scale=scale)
+    assert_same(query, qk_norm_rope_append(**twin, scale=scale))
     assert twin["values"].float().any()
     assert_same(ours["keys"], twin["keys"])
     assert_same(ours["values"], twin["values"])
