@@ -73,7 +73,7 @@ void check(const StateStep& states, size_t rows) {
     }
     for (size_t row = 0; row < rows; ++row) {
         const int32_t writer = writers[static_cast<size_t>(states.sources[row])];
-        if (writer >= 0 && writer != static_cast<int32_t>(row))
+        if (writer >= 0 && writer != static_cast<int32_t>(row) && !states.continues(row))
             throw std::invalid_argument("row " + std::to_string(row) + " reads the state that row " +
                                         std::to_string(writer) + " writes");
     }
@@ -86,50 +86,55 @@ void attend(const PagedStep& step, const StateStep& slots, const LinearAttention
     const size_t recent_size = (shape.taps - 1) * channels, head_size = shape.key_dim * shape.value_dim;
     const auto pool = shared_pool();
     const size_t blocks = (channels + kChannelsAtOnce - 1) / kChannelsAtOnce;
+    // Rows that continue one another are a task's loop: each reads the state that the one before has written.
+    const auto for_chain = [&](size_t row, const auto& compute) {
+        if (slots.continues(row)) return;
+        do {
+            compute(Row(step, row), static_cast<size_t>(slots.sources[row]), static_cast<size_t>(slots.targets[row]));
+        } while (++row < step.rows && slots.continues(row));
+    };
     pool->for_each(step.rows * blocks, [&](size_t task) {
-        const Row row(step, task / blocks);
-        const size_t first = task % blocks * kChannelsAtOnce,
-                     source = static_cast<size_t>(slots.sources[task / blocks]);
-        const size_t target = static_cast<size_t>(slots.targets[task / blocks]);
-        kernels.convolve({
-            .x = call.qkv + row.first * channels + first,
-            .stride = channels,
-            .tokens = row.tokens,
-            .channels = std::min(kChannelsAtOnce, channels - first),
-            .width = channels,
-            .taps = shape.taps,
-            .weights = layer.convolution.data() + first,
-            .source = row.continues ? call.recent + source * recent_size + first : nullptr,
-            .target = call.recent + target * recent_size + first,
+        const size_t first = task % blocks * kChannelsAtOnce;
+        for_chain(task / blocks, [&](const Row& row, size_t source, size_t target) {
+            kernels.convolve({
+                .x = call.qkv + row.first * channels + first,
+                .stride = channels,
+                .tokens = row.tokens,
+                .channels = std::min(kChannelsAtOnce, channels - first),
+                .width = channels,
+                .taps = shape.taps,
+                .weights = layer.convolution.data() + first,
+                .source = row.continues ? call.recent + source * recent_size + first : nullptr,
+                .target = call.recent + target * recent_size + first,
+            });
         });
     });
     pool->for_each(step.rows * heads, [&](size_t task) {
-        const Row row(step, task / heads);
         const size_t head = task % heads, key_head = shape.key_head(head);
-        const size_t source = static_cast<size_t>(slots.sources[task / heads]) * heads + head;
-        const size_t target = static_cast<size_t>(slots.targets[task / heads]) * heads + head;
-        const size_t place = row.first * values + head * shape.value_dim;
-        kernels.delta_rule({
-            .x = call.qkv + row.first * channels,
-            .stride = channels,
-            .tokens = row.tokens,
-            .query_offset = key_head * shape.key_dim,
-            .key_offset = shape.keys() + key_head * shape.key_dim,
-            .value_offset = 2 * shape.keys() + head * shape.value_dim,
-            .decay = call.decay + row.first * heads + head,
-            .rate = call.rate + row.first * heads + head,
-            .heads = heads,
-            .decay_rate = layer.decay_rates[head],
-            .decay_bias = layer.decay_biases[head],
-            .epsilon = call.epsilon,
-            .key_dim = shape.key_dim,
-            .value_dim = shape.value_dim,
-            .source = row.continues ? call.states + source * head_size : nullptr,
-            .target = call.states + target * head_size,
-            .norm = layer.norm.data(),
-            .gate = call.gate + place,
-            .output = call.output + place,
-            .output_stride = values,
+        for_chain(task / heads, [&](const Row& row, size_t source, size_t target) {
+            const size_t place = row.first * values + head * shape.value_dim;
+            kernels.delta_rule({
+                .x = call.qkv + row.first * channels,
+                .stride = channels,
+                .tokens = row.tokens,
+                .query_offset = key_head * shape.key_dim,
+                .key_offset = shape.keys() + key_head * shape.key_dim,
+                .value_offset = 2 * shape.keys() + head * shape.value_dim,
+                .decay = call.decay + row.first * heads + head,
+                .rate = call.rate + row.first * heads + head,
+                .heads = heads,
+                .decay_rate = layer.decay_rates[head],
+                .decay_bias = layer.decay_biases[head],
+                .epsilon = call.epsilon,
+                .key_dim = shape.key_dim,
+                .value_dim = shape.value_dim,
+                .source = row.continues ? call.states + (source * heads + head) * head_size : nullptr,
+                .target = call.states + (target * heads + head) * head_size,
+                .norm = layer.norm.data(),
+                .gate = call.gate + place,
+                .output = call.output + place,
+                .output_stride = values,
+            });
         });
     });
 }

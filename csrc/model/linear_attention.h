@@ -1,7 +1,8 @@
 // Linear attention of a layer (Qwen3-Next's gated delta rule): a state per sequence takes the place of keys and values.
 //
 // A sequence's state is in a slot of the cache. A step reads one slot for each row and writes one, which may be the
-// same. A token's result does not depend on other rows, on the chunks of its row, or on the number of threads.
+// same. A row may read what the row before it writes: it continues that row, and both states are kept.
+// A token's result does not depend on other rows, on the chunks of its row, or on the number of threads.
 #pragma once
 
 #include <vector>
@@ -39,9 +40,15 @@ void check(const LinearAttention& layer, size_t hidden);
 struct StateStep {
     const int32_t *sources, *targets;
     size_t slots;  // of the cache
+
+    // Whether the row reads what the row before it writes.
+    bool continues(size_t row) const {
+        return row > 0 && sources[row] == targets[row - 1] && sources[row] != targets[row];
+    }
 };
 
-// Throws std::invalid_argument if a slot is out of range, or if two rows write one slot or read what another writes.
+// Throws std::invalid_argument if a slot is out of range, or if two rows write one slot, or if a row reads what another
+// one writes that is not the row before it.
 void check(const StateStep& states, size_t rows);
 
 // Projections of a step, [tokens, ...]: qkv is overwritten. A row that begins with this step starts from zeros.

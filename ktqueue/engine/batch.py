@@ -44,7 +44,8 @@ class BatchBuilder:
     """Builds batches whose keys and values are written to `kv`.
 
     drafts_apart: whether each draft is a row of its own, on the pages of its sequence. Its keys are written before any
-    row attends, so it sees those before it. A step of such rows is a decode step, which may be captured.
+    row attends, so it sees those before it. A step of such rows is a decode step, which may be captured. With states it
+    reads the one that the row before writes, so drafts must be apart.
     """
 
     def __init__(self, kv: KVCache, *, drafts_apart: bool = False) -> None:
@@ -68,6 +69,8 @@ class BatchBuilder:
         scored: list[int] = []
         next_rows: list[int] = []
         prompts: list[PromptRows] = []
+        sources: list[int] = []
+        targets: list[int] = []
         has_states = self._kv.slots > 0
         for sequence, count in rows.items():
             more_rows = len(apart.get(sequence, ()))
@@ -98,6 +101,10 @@ class BatchBuilder:
             for later in range(more_rows, -1, -1):
                 starts.append(len(input_ids) - later)
                 contexts.append(context - later)
+            if has_states:
+                sources.append(_source(sequence))
+                targets += [sequence.next_state, *sequence.draft_states]
+                sources += targets[len(sources) - 1 : -1] if more_rows else []
             if context >= sequence.length and sequence.samples:
                 for place in range(len(input_ids) - len(drafted) - 1, len(input_ids)):
                     next_rows.append(len(scored))
@@ -112,8 +119,8 @@ class BatchBuilder:
                 page_table=torch.from_numpy(table),
                 slot_mapping=torch.from_numpy(np.array(slots, dtype=np.int64)),
                 kv=self._kv,
-                state_sources=_slots([_source(sequence) for sequence in rows if has_states]),
-                state_targets=_slots([sequence.next_state for sequence in rows if has_states]),
+                state_sources=_slots(sources),
+                state_targets=_slots(targets),
             ),
             next_rows=next_rows if prompts else None,
             prompts=tuple(prompts),

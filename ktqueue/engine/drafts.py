@@ -48,7 +48,7 @@ class Drafts:
             if count > 0 and self._rows.allocate(sequence, 1 + count, plan):
                 counts[sequence] = count
         for sequence, drafts in self._make(counts).items():
-            if drafts and sequence in plan.rows:
+            if sequence in plan.rows and (drafts := self._with_states(sequence, drafts)):
                 plan.add_drafts(sequence, drafts)
                 self._drafted_now += len(drafts)
         self.drafted += self._drafted_now
@@ -74,11 +74,16 @@ class Drafts:
         is_right = drafts[number : number + 1] == [sequence.tokens.item(sequence.num_computed_tokens)]
         if self._model is not None and drafts:
             self._model.learn(sequence, is_right=is_right)
+        states = self._rows.states
         if not is_right:
             drafts.clear()
+            if states is not None:
+                states.drop_drafts(sequence)
             return False
         self.accepted += 1
         self._accepted_now += 1
+        if states is not None:
+            states.accept_draft(sequence)
         self._rows.commit(sequence, 1)
         return sequence.remaining == 0
 
@@ -108,6 +113,8 @@ class Drafts:
         ahead: tokens that each row gets before the step, which are assumed to be what its match foretells.
         """
         chances: list[tuple[float, Sequence]] = []
+        if self._rows.states is not None and plan.tokens != len(plan.rows):
+            return {}  # with states, rows continue others only where each has one token
         for sequence, count in plan.rows.items():
             if count != 1 or not _may_have_drafts(sequence, ahead):
                 continue
@@ -142,6 +149,11 @@ class Drafts:
             if sequence.matcher is not None:
                 del drafts[sequence.matcher.count_allowed(drafts) :]
         return found
+
+    def _with_states(self, sequence: Sequence, drafts: list[int]) -> list[int]:
+        """The first of these drafts, for which the model has slots of states, if it needs them."""
+        states = self._rows.states
+        return drafts if states is None else drafts[: states.plan_drafts(sequence, len(drafts))]
 
     def _chances(self, sequence: Sequence, most: int, *, is_known: bool) -> list[float]:
         """The chances of the next `most` drafts, as far as the grammar allows them. is_known: its state is that of the

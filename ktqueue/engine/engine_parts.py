@@ -87,6 +87,7 @@ def _host_parts(
         HostRunner(model, vocabulary.size),
         selector,
         may_draft=_may_draft(layout, config) and config.batch_invariant is not False,
+        drafts_apart=bool(layout.linear),
         draft_model=draft_model,
     )
 
@@ -148,7 +149,8 @@ def _device_parts(
 
 
 def _slots(layout: KVLayout, config: EngineConfig) -> int:
-    return slots_for(layout, min(config.rows, config.step_tokens))
+    rows = min(config.rows, config.step_tokens)
+    return slots_for(rows, drafts=config.drafts) if layout.linear else 0
 
 
 def captured_steps(config: EngineConfig) -> int:
@@ -167,14 +169,13 @@ def drafted_rows(config: EngineConfig) -> int:
 def captured_rows(config: EngineConfig) -> int:
     """Rows of the largest decode step on a device, where each draft is a row of its own."""
     rows = min(config.rows, config.step_tokens)
-    drafts = min(MOST_OF_A_STEP, rows * config.max_draft_tokens) if config.speculation != "off" else 0
+    drafts = min(MOST_OF_A_STEP, rows * config.max_draft_tokens) if config.drafts else 0
     return min(rows + drafts, config.step_tokens)
 
 
 def _may_draft(layout: KVLayout, config: EngineConfig) -> bool:
     """Whether an engine may verify drafts, if it computes a token alike in every batch.
 
-    What a wrong draft wrote must be overwritten: states cannot be. Angles of another length would be needed for drafts
-    beyond it.
+    Angles of another length would be needed for drafts beyond that length.
     """
-    return config.speculation != "off" and not layout.linear and not layout.original_length
+    return config.drafts and not layout.original_length

@@ -177,6 +177,7 @@ class Rows:
             assert sequence.status is SequenceStatus.RUNNING, "a sequence runs that should not"
             assert sequence.num_computed_tokens <= sequence.page_count * self.page_size, "tokens without a page"
             assert 0 <= sequence.num_computed_tokens < sequence.length, "a running sequence has nothing to compute"
+            assert not sequence.draft_states, "a draft that is verified has a state"
         for queue in self._waiting.values():
             assert queue == sorted(queue, key=_arrival), "the queue is out of order"
             for sequence in queue:

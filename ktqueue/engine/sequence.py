@@ -106,6 +106,7 @@ class Sequence:
     __slots__ = (
         "detokenizer",
         "draft_progress",
+        "draft_states",
         "edits",
         "expects_likeliest",
         "forks",
@@ -165,6 +166,7 @@ class Sequence:
         self.registered_pages = 0  # pages that were registered in the prefix cache, or found there
         self.forks: list[Sequence] = []  # siblings that wait for the prompt, which this sequence computes
         self.state = self.next_state = NO_SLOT  # slots before and after the planned step, if the model has states
+        self.draft_states: list[int] = []  # slots after each draft of that step
         self.status = SequenceStatus.FORKING
         self.resumed_text = ""  # text of journaled token ids that is not in the journal yet
 

@@ -60,7 +60,8 @@ class StepContext:
     kv: the paged cache.
     attention: how the step attends on a GPU; None: use the arrays above.
     state_sources, state_targets: [rows] int32, the slots from which the row's state is read, and to which it is
-    written; empty without linear attention. A row whose first token is in this step starts from zeros.
+    written; empty without linear attention. A row whose first token is in this step starts from zeros. If all rows have
+    one token, a row may read what the row before it writes: it continues that row.
     live_tokens: [1] int32, number of real tokens, which come first; the others pad a captured graph. None: all tokens.
     """
 

@@ -184,6 +184,52 @@ def test_steps_that_are_launched_ahead_change_no_state(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize(("rows", "fails"), [(8, False), (8, True), (1, False)])
+@pytest.mark.parametrize("pages", [200, 24])
+def test_wrong_drafts_change_no_state(make_engine: Callable[..., Engine], pages: int, rows: int, fails: bool) -> None:
+    """Of three drafts a row some are right. The state is that after the last right one: of choices, after preemption,
+    from snapshots, and after a step that failed."""
+
+    def change(parts: Any) -> Any:
+        return dataclasses.replace(parts, runner=FailsOnce(parts.runner)) if fails else parts
+
+    answers: list[dict[tuple[str, int], list[int]]] = []
+    for speculation in ("off", "lookup"):
+        engine = make_engine(pages, change, interactive_step_ms=0, speculation=speculation, max_num_seqs=rows)
+        noise = random.Random(6)
+        if answers:
+            known = answers[0]
+
+            def make(counts: Any, known: Any = known, noise: Any = noise) -> Any:
+                """The known answer, with some wrong tokens in it."""
+                return {
+                    one: [
+                        (token + (noise.random() < 0.3)) % VOCAB
+                        for token in [*known[one.request.id, one.index][one.generated :], 0, 1, 2][:count]
+                    ]
+                    for one, count in counts.items()
+                }
+
+            engine.drafts._make = make  # type: ignore[method-assign]
+            engine.drafts.probed = 3
+        for i in range(9):
+            sampling = SamplingParams(
+                temperature=float(i % 2),
+                seed=i,
+                max_tokens=20 + 5 * i,
+                n=1 + (i % 3 == 2 and rows > 1),
+                stop_token_ids=(i, i + 40, i + 80),
+            )
+            engine.add(str(i), [*PROMPT[: 15 * i], i][-(30 + 16 * i) :], sampling)
+        answers.append(finish(engine))
+        assert engine.stats().preemptions > 0 or pages == 200 or rows == 1
+        assert engine.stats().out_of_memory == fails
+        states: Any = engine._rows.states
+        assert states._slots.available == states._slots.total
+    assert answers[0] == answers[1]
+    assert 100 < engine.stats().accepted_tokens < 0.8 * engine.stats().drafted_tokens
+
+
 def test_preempted_sequences_continue(make_engine: Callable[..., Engine], alone: list[int]) -> None:
     engine = make_engine(pages=40)
     for i in range(6):

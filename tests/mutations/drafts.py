@@ -5,6 +5,7 @@ from mutation import Mutation
 TESTS = "tests/engine/test_drafts.py"
 MTP = "tests/engine/test_next_token_drafts.py"
 MODEL = "tests/engine/test_draft_model.py"
+STATES = "tests/engine/test_states.py::test_wrong_drafts_change_no_state"
 SAME = "drafts change no answer"
 ON_DEVICE = f"{TESTS}::test_answers_stay_the_same[device-0-18-free]"
 ANSWERS = f"{TESTS}::test_answers_stay_the_same[host-0-18-free]"
@@ -152,11 +153,32 @@ DRAFTS: dict[str, Mutation] = {
         "chances[:MOST_OF_A_STEP]",
         (f"{TESTS}::test_drafts_save_steps_and_stay_within_the_budget[3]",),
     ),
-    "states are computed with drafts": Mutation(
+    "angles change beyond a draft": Mutation(
         SAME,
         "ktqueue/engine/engine_parts.py",
-        'config.speculation != "off" and not layout.linear and not',
-        'config.speculation != "off" and not',
-        ("tests/engine/test_drafts_of_models.py::test_models_with_states_or_changing_angles_have_no_drafts",),
+        "    return config.drafts and not layout.original_length\n",
+        "    return config.drafts\n",
+        ("tests/engine/test_drafts_of_models.py::test_models_with_changing_angles_have_no_drafts",),
+    ),
+    "the state after a wrong draft remains": Mutation(
+        SAME,
+        "ktqueue/engine/states.py",
+        "sequence.draft_states.pop(0)",
+        "sequence.draft_states.pop()",
+        (f"{STATES}[host-200-8-False]", f"{STATES}[device-200-8-False]"),
+    ),
+    "a draft reads the state before the last token": Mutation(
+        SAME,
+        "ktqueue/engine/batch.py",
+        "sources += targets[len(sources) - 1 : -1] if more_rows else []",
+        "sources += sources[-1:] * more_rows",
+        (f"{STATES}[device-200-8-False]",),
+    ),
+    "slots of wrong drafts stay in use": Mutation(
+        SAME,
+        "ktqueue/engine/states.py",
+        "            self._slots.release(slot)\n        sequence.draft_states = []\n",
+        "            pass\n        sequence.draft_states = []\n",
+        (f"{STATES}[host-200-8-False]",),
     ),
 }

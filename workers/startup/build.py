@@ -174,7 +174,7 @@ def assemble(
     if gpu:
         num_pages = gpu.plan.pages
     else:
-        free = available_memory() - slots_for(layout, config.rows) * layout.state_bytes
+        free = available_memory() - slots_for(config.rows, drafts=config.drafts) * layout.state_bytes
         rows = max(LEAST_AUTO_ROWS, config.rows // 4) if auto else config.rows
         num_pages = resolve_num_pages(config, layout, longest, free, rows, draft.page_bytes if draft else 0)
     max_model_len = resolve_max_model_len(config, longest, num_pages)
@@ -200,7 +200,7 @@ def assemble(
     )
     if auto:
         probe_steps(engine, model.card_facts.vocab_size, resolved.step_tokens if resolved.on_gpu else 0)
-    if resolved.speculation != "off":
+    if resolved.drafts:
         probe_drafts(engine, model.card_facts.vocab_size, resolved.max_draft_tokens)
     if gpu and memory:
         log_memory(gpu.plan, engine.graph_bytes, config.page_size, memory)

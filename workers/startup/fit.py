@@ -11,7 +11,7 @@ from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.memory_plan import MemoryPlan, estimate_step, host_cache_bytes
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
-from ktqueue.engine.states import SLOTS_PER_ROW
+from ktqueue.engine.states import slots_for
 from ktqueue.loading.model_report import ModelReport
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 from ktqueue.workers.startup.machine import Gpu, MachineResources
@@ -82,7 +82,7 @@ def _on_cpu(config: EngineConfig, machine: MachineResources, examine: Examine, f
     token, page = report.cache_token_bytes, report.cache_token_bytes * config.page_size
     host = _weights(report, "cpu") | {"step": _step_bytes(report, config), "process": PROCESS_BYTES}
     if report.state_bytes:
-        host["states"] = SLOTS_PER_ROW * config.rows * report.state_bytes
+        host["states"] = slots_for(config.rows, drafts=config.drafts) * report.state_bytes
     left = machine.host_available - sum(host.values())
     context = min(report.facts.max_position_embeddings, config.max_model_len or report.facts.max_position_embeddings)
     least = token * (config.max_model_len or min(context, LEAST_CONTEXT)) + page

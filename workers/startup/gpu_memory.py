@@ -30,7 +30,7 @@ from ktqueue.engine.memory_plan import (
 )
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
-from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
+from ktqueue.engine.states import slots_for
 from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.model_report import ModelReport
 from ktqueue.operators.base import Operator
@@ -143,7 +143,7 @@ def prepare_gpu(
         experts=experts,
         workspaces=step + estimate_selection(captured, vocabulary) + max(0, memory.used() - weights - experts),
         graphs=estimate_graphs(captured_steps(config) if graphs else 0, step, config.step_tokens, captured),
-        states=slots_for(layout, rows) * layout.state_bytes,
+        states=slots_for(rows, drafts=config.drafts) * layout.state_bytes,
     )
     plan = plan_memory(
         memory.total,
@@ -271,7 +271,7 @@ def plan_before_loading(
             + estimate_selection(captured, vocabulary)
             + (_decoded_bytes(report, config, device_bytes) if decodes else 0),
             graphs=estimate_graphs(captured_steps(config), step, tokens, captured),
-            states=SLOTS_PER_ROW * rows * report.state_bytes,
+            states=slots_for(rows, drafts=config.drafts) * report.state_bytes,
         ),
         utilization=config.gpu_memory_utilization,
         page_bytes=report.cache_token_bytes * config.page_size,

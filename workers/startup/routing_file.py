@@ -65,7 +65,7 @@ def prepare_routing(config: EngineConfig, model: LoadedModel) -> None:
     path, module = config.routing_file, model.module
     if path is None:
         return
-    if config.speculation != "off":
+    if config.drafts:
         raise _refused(path, "with engine.speculation the tokens of a sequence do not follow each other")
     if not Path(path).absolute().parent.is_dir():
         raise _refused(path, "its folder does not exist")

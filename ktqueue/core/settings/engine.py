@@ -346,6 +346,11 @@ class EngineConfig:
         return self.device.partition(":")[0] == "cuda"
 
     @property
+    def drafts(self) -> bool:
+        """Whether steps may verify drafts."""
+        return self.speculation != "off"
+
+    @property
     def step_tokens(self) -> int:
         """Most tokens of one step. On a GPU experts are streamed once a step, so steps are longer there."""
         return self.max_num_batched_tokens or (8192 if self.on_gpu else 512)

@@ -124,6 +124,7 @@ def between_matrices() -> None:
         )
 
     for dtype, tokens, shape in (
+        (bf16, 1, LinearAttentionShape(16, 32, 128, 128, 4)),
         (bf16, 2, LinearAttentionShape(16, 32, 128, 128, 4)),
         (torch.float32, 300, LinearAttentionShape(2, 6, 96, 64, 3)),
     ):

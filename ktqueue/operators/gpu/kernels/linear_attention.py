@@ -2,6 +2,9 @@
 
 The twin of csrc/model/linear_attention.cpp, with the same layout of states. Tokens of a sequence follow one another, so
 a token's numbers do not depend on the chunks of its prompt. No host sync: it can be captured in a CUDA graph.
+
+In a step of one token a row, a row may continue the row before it (docs/adr/0045). Such rows are a chain. The program
+of its first row computes all their tokens and keeps the state after each of them.
 """
 
 from dataclasses import dataclass
@@ -55,11 +58,26 @@ def _keep(
 
 
 @triton.jit
+def _chain(sources, targets, row, rows):
+    """How many rows of one token the chain that begins with `row` has; 0: it continues another row."""
+    source = tl.load(sources + row)
+    continues = (source != tl.load(targets + row)) & (row > 0) & (source == tl.load(targets + tl.maximum(row - 1, 0)))
+    count = 1 - continues.to(tl.int32)
+    follows = (count > 0) & (row + 1 < rows)
+    while follows:
+        source = tl.load(sources + row + count)
+        follows = (source == tl.load(targets + row + count - 1)) & (source != tl.load(targets + row + count))
+        count += follows.to(tl.int32)
+        follows = follows & (row + count < rows)
+    return count
+
+
+@triton.jit
 def _prepare(
     x, scalars, weights, decay_rates, decay_biases, recent, mixed, factors, products,
-    starts, contexts, sources, targets, stride, chunks,
+    starts, contexts, sources, targets, stride, chunks, rows,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    TAPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, CHAINS: tl.constexpr,
 ):  # fmt: skip
     """All that a token gives the rule before the state is known, which many programs compute at once.
 
@@ -73,8 +91,11 @@ def _prepare(
     start = tl.load(starts + row).to(tl.int64)
     tokens = tl.load(starts + row + 1) - tl.load(starts + row)
     continues = tl.load(contexts + row) > tokens
+    steps = 1  # after how many of the row's parts the inputs are kept: after all its tokens, or each row of a chain
+    if CHAINS:
+        tokens = _chain(sources, targets, row, rows)
+        steps = tokens
     old = recent + tl.load(sources + row).to(tl.int64) * ((TAPS - 1) * CHANNELS)
-    new = recent + tl.load(targets + row).to(tl.int64) * ((TAPS - 1) * CHANNELS)
     length = tl.maximum(tl.cdiv(tokens, chunks), TAPS - 1)
     first = chunk * length
     last = tl.minimum(first + length, tokens)
@@ -95,8 +116,11 @@ def _prepare(
             tl.store(line + key, k, mask=inside)
             tl.store(products + (start + t) * KEY_HEADS + part, tl.sum(q * k, axis=0))
         if chunk == 0:
-            _keep(source, old, new, tokens, query, inside, both, stride, CHANNELS, TAPS)
-            _keep(source, old, new, tokens, key, inside, both, stride, CHANNELS, TAPS)
+            for i in range(steps):  # the last row of a chain first: the first may overwrite the old inputs
+                kept = tokens - i
+                new = recent + tl.load(targets + row + steps - 1 - i).to(tl.int64) * ((TAPS - 1) * CHANNELS)
+                _keep(source, old, new, kept, query, inside, both, stride, CHANNELS, TAPS)
+                _keep(source, old, new, kept, key, inside, both, stride, CHANNELS, TAPS)
     else:
         head = part - KEY_HEADS
         column = tl.arange(0, VALUES)  # names of their own: a kernel's variable has one type in both branches
@@ -115,14 +139,17 @@ def _prepare(
             tl.store(line, tl.exp(rate * a))
             tl.store(line + VALUE_HEADS, tl.sigmoid(b))
         if chunk == 0:
-            _keep(source, old, new, tokens, value, wide, known, stride, CHANNELS, TAPS)
+            for i in range(steps):
+                kept = tokens - i
+                new = recent + tl.load(targets + row + steps - 1 - i).to(tl.int64) * ((TAPS - 1) * CHANNELS)
+                _keep(source, old, new, kept, value, wide, known, stride, CHANNELS, TAPS)
 
 
 @triton.jit
 def _delta_rule(
-    mixed, factors, products, states, out, starts, contexts, sources, targets,
+    mixed, factors, products, states, out, starts, contexts, sources, targets, rows,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, STAGES: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, STAGES: tl.constexpr, CHAINS: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK columns of the state of one head of a row, token after token.
 
@@ -138,10 +165,11 @@ def _delta_rule(
     start = tl.load(starts + row).to(tl.int64)
     tokens = tl.load(starts + row + 1) - tl.load(starts + row)
     continues = tl.load(contexts + row) > tokens
+    if CHAINS:
+        tokens = _chain(sources, targets, row, rows)
     place = key[:, None] * VALUE_DIM + column[None, :]
     size = KEY_DIM * VALUE_DIM
     source = (tl.load(sources + row).to(tl.int64) * VALUE_HEADS + head) * size
-    target = (tl.load(targets + row).to(tl.int64) * VALUE_HEADS + head) * size
     state = tl.load(states + source + place, mask=both & continues, other=0.0)
     key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -161,7 +189,12 @@ def _delta_rule(
         result = tl.sum(state * q[:, None], axis=0) + tl.load(products + t * KEY_HEADS) * change
         state += k[:, None] * change[None, :]
         tl.store(out + t * (VALUE_HEADS * VALUE_DIM), result, mask=wide)
-    tl.store(states + target + place, state, mask=both)
+        if CHAINS:
+            target = (tl.load(targets + row + t).to(tl.int64) * VALUE_HEADS + head) * size
+            tl.store(states + target + place, state, mask=both)
+    if not CHAINS:
+        target = (tl.load(targets + row).to(tl.int64) * VALUE_HEADS + head) * size
+        tl.store(states + target + place, state, mask=both)
 
 
 @triton.jit
@@ -196,8 +229,9 @@ def linear_attention(
 
     projected [tokens, channels + values + 2 * value_heads]: query, key, value, gate, decay and rate of a token one
     after the other. convolution [taps, channels], decay_rates, decay_biases [value_heads], norm [value_dim]: float32.
-    recent [slots, taps - 1, channels], states [slots, value_heads, key_dim, value_dim]: float32, one layer's. The rule
-    is computed in float32; its input is rounded to the dtype after the convolution, and its output after the norm.
+    recent [slots, taps - 1, channels], states [slots, value_heads, key_dim, value_dim]: float32, one layer's. A row
+    that reads what the row before it writes continues it; then all rows must have one token. The rule is computed in
+    float32; its input is rounded to the dtype after the convolution, and its output after the norm.
     Raises ValueError for shapes that do not fit.
     """
     channels, values, heads = shape.channels, shape.values, shape.value_heads
@@ -229,15 +263,16 @@ def linear_attention(
     }  # fmt: skip
     width = triton.next_power_of_2(shape.value_dim)
     chunks = min(_MOST_CHUNKS, max(1, tokens // max(count, 1)))
+    chains = tokens == count
     _prepare[(count, chunks, shape.key_heads + heads)](
         projected, scalars, convolution, decay_rates, decay_biases, recent, mixed, factors, products, *where, stride,
-        chunks, **sizes, TAPS=shape.taps, VALUES=width, num_warps=1,
+        chunks, count, **sizes, TAPS=shape.taps, VALUES=width, CHAINS=chains, num_warps=1,
     )  # fmt: skip
     read = torch.empty(tokens, values, **numbers)
     block = min(_COLUMNS, width)
     _delta_rule[(count, heads, triton.cdiv(shape.value_dim, block))](
-        mixed, factors, products, states, read, *where,
-        **sizes, BLOCK=block, TILED=shape.tiled, STAGES=_STAGES, num_warps=1,
+        mixed, factors, products, states, read, *where, count,
+        **sizes, BLOCK=block, TILED=shape.tiled, STAGES=_STAGES, CHAINS=chains, num_warps=1,
     )  # fmt: skip
     _gated_norm[(tokens * heads,)](
         read, gate, norm, out, stride, epsilon,

@@ -132,3 +132,29 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     given = inputs(torch.float32, (1,))
     with pytest.raises(ValueError, match="linear_attention does not take projected"):
         run({**given, "projected": given["projected"][:, :-1].contiguous()})
+
+
+@pytest.mark.parametrize("by", ["twin", "kernels"])
+def test_rows_that_continue_one_another_keep_every_state(by: str) -> None:
+    """Each has the numbers of the same tokens in one row, and its state is that after its token. Rows that read what
+    they write, as padding does, continue no other."""
+    given = inputs(torch.float32, (1,) * 7)
+    chain, sources, targets = [1, 2, 3], [4, 0, 0, 5, 6, 7, 7], [4, 0, 5, 6, 1, 7, 7]
+    contexts = torch.tensor([4, 4, 5, 6, 7, 1, 1]).int()
+    slots = [torch.tensor(numbers).int() for numbers in (sources, targets)]
+    named = {"by": by_kernel} if by == "kernels" else {}
+    found = run({**given, "rows": StateRows(torch.arange(8).int(), contexts, *slots)}, **named)
+    assert targets[4] == 1 and not torch.equal(found[1][1], given["recent"][1])
+    for count in range(1, 5):
+        rows = StateRows(
+            torch.tensor([0, count]).int(), torch.tensor([3 + count]).int(), *torch.tensor([[0], [2]]).int()
+        )
+        alone = run({**given, "projected": given["projected"][1 : 1 + count], "rows": rows})
+        row = [*chain, 4][count - 1]
+        assert_same(found[0][1 : 1 + count], alone[0])
+        for memory, expected in zip(found[1:], alone[1:], strict=True):
+            assert (memory[targets[row]] - expected[2]).abs().max() < 1e-5
+    first = StateRows(torch.tensor([0, 1]).int(), torch.tensor([4]).int(), *torch.tensor([[4], [4]]).int())
+    alone = run({**given, "projected": given["projected"][:1], "rows": first})
+    assert_same(found[0][:1], alone[0])
+    assert_same(found[2][4], alone[2][4])
