@@ -124,16 +124,29 @@ CHOICES: dict[str, Choice] = {
     "dots 8 of some, 16x32x2, 8x32x2": _dots(8, DotTile(16, 32, 2, 168), DotTile(8, 32, 2), skips=True, least=16),
     # Matrices of int8 on tensor cores.
     "matrices 8, 8 and 4 warps": _matrices(MatrixTile(8, 8, 1), MatrixTile(8, 4, 1), most=64),
-    "matrices 8, 4 warps": _matrices(MatrixTile(8, 4, 1), MatrixTile(8, 4, 2), most=64),
-    "matrices 8, 6 warps": _matrices(MatrixTile(8, 6, 1), MatrixTile(8, 6, 1), most=128),
-    "matrices 8, 16 and 12 warps": _matrices(MatrixTile(8, 16, 1), MatrixTile(8, 12, 1), most=64),
-    "matrices 8, 6 and 4 warps, 3 stages": _matrices(MatrixTile(8, 6, 1, 3), MatrixTile(8, 4, 1, 3), most=64),
-    "matrices 16, 6 warps": _matrices(MatrixTile(16, 6, 1), MatrixTile(16, 6, 1), least=64),
-    "matrices 16, 8 and 4 warps": _matrices(MatrixTile(16, 8, 1), MatrixTile(16, 4, 2), least=64),
+    "matrices 8, 8 and 4 warps, 4 slabs": _matrices(
+        MatrixTile(8, 8, 1, unroll=4), MatrixTile(8, 4, 1, unroll=4), most=64
+    ),
+    "matrices 8, 8 and 4 warps, 2 slabs": _matrices(
+        MatrixTile(8, 8, 1, unroll=2), MatrixTile(8, 4, 1, unroll=2), most=64
+    ),
+    "matrices 8, 4 warps": _matrices(MatrixTile(8, 4, 1), MatrixTile(8, 4, 1), most=64),
+    "matrices 8, 4 warps, 2 slabs": _matrices(MatrixTile(8, 4, 1, unroll=2), MatrixTile(8, 4, 1, unroll=2), most=64),
     "matrices 16, 12 warps": _matrices(MatrixTile(16, 12, 1), MatrixTile(16, 12, 1), least=64),
-    "matrices 24, 12 warps": _matrices(MatrixTile(24, 12, 1), MatrixTile(24, 12, 1), least=64, most=512),
-    "matrices 24, 4 warps": _matrices(MatrixTile(24, 4, 1), MatrixTile(24, 4, 2), least=64, most=512),
-    "matrices 32, 12 warps": _matrices(MatrixTile(32, 12, 1), MatrixTile(32, 12, 1), least=64, most=512),
+    "matrices 16, 12 warps, 2 slabs": _matrices(
+        MatrixTile(16, 12, 1, unroll=2), MatrixTile(16, 12, 1, unroll=2), least=64
+    ),
+    "matrices 24, 12 warps": _matrices(MatrixTile(24, 12, 1), MatrixTile(24, 12, 1), least=64),
+    "matrices 24, 12 warps, 4 slabs": _matrices(
+        MatrixTile(24, 12, 1, unroll=4), MatrixTile(24, 12, 1, unroll=4), least=64
+    ),
+    "matrices 24, 12 warps, 2 slabs": _matrices(
+        MatrixTile(24, 12, 1, unroll=2), MatrixTile(24, 12, 1, unroll=2), least=64
+    ),
+    "matrices 32, 12 warps": _matrices(MatrixTile(32, 12, 1), MatrixTile(32, 12, 1), least=64),
+    "matrices 32, 12 warps, 2 slabs": _matrices(
+        MatrixTile(32, 12, 1, unroll=2), MatrixTile(32, 12, 1, unroll=2), least=64
+    ),
     # Tensor cores.
     "cores 16x64, scanned": _cores(CoreTile(16, 64, 3, 4, permuted=False), scans=True, least=4, most=64),
     "cores 16x64": _cores(CoreTile(16, 64, 3, 4, permuted=False), most=256),

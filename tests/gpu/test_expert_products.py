@@ -167,8 +167,8 @@ def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[
 
 
 MATRICES = [
-    MatrixTiles(MatrixTile(8, warps=4, rounds=1), MatrixTile(8, warps=4, rounds=2)),
-    MatrixTiles(MatrixTile(24, warps=4, rounds=2, stages=3), MatrixTile(24, warps=3, rounds=1)),
+    MatrixTiles(MatrixTile(8, warps=4, rounds=1), MatrixTile(8, warps=4, rounds=2, unroll=2)),
+    MatrixTiles(MatrixTile(24, warps=4, rounds=2, stages=3, unroll=2), MatrixTile(24, warps=3, rounds=1)),
 ]
 
 

@@ -69,7 +69,7 @@ using Values = float[QUADS][2];
 template <int slabs, int LIVE>
 __device__ inline void add_codes(Values values[2], const uint8_t* const blocks[2], const uint8_t* x_codes,
                                  const float* x_scales, int g, int t) {
-#pragma unroll
+#pragma unroll UNROLL
   for (int slab = 0; slab < slabs; slab++) {
     uint32_t codes[2][4];
     float scale[2][PARTS][2];
@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
   const int expert = blockIdx.y, first_couple = blockIdx.x * WARPS * ROUNDS + warp;
   // Rows of down come from the kernel before it. What else is read was there when that one let this one begin.
   if constexpr (activation != NONE) wait_for_previous();
-  const int count = __ldcg(counts + expert);
+  const int count = __ldcg(counts + expert), first_pair = __ldcg(starts + expert);
   const uint8_t* record = pool + offsets[expert] + start;
   // Couples of this warp: first_couple, first_couple + WARPS and so on.
   int rounds = first_couple < COUPLES ? (COUPLES - first_couple + WARPS - 1) / WARPS : 0;
@@ -324,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
     const int live = min(PAIRS, count - done);
     if (done > 0) fetch_first();
     if (threadIdx.x < live) {
-      const int pair = __ldcg(sorted_pairs + __ldcg(starts + expert) + done + threadIdx.x);
+      const int pair = __ldcg(sorted_pairs + first_pair + done + threadIdx.x);
       pair_of[threadIdx.x] = pair, x_rows[threadIdx.x] = pair / slots;
     }
     __syncthreads();

@@ -91,6 +91,7 @@ def constants(
         "WARPS": tile.warps,
         "ROUNDS": tile.rounds,
         "STAGES": tile.stages,
+        "UNROLL": tile.unroll,
         "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(tile)), _WARPS // tile.warps)),
     }
 

@@ -60,7 +60,9 @@ class MatrixTile(NamedTuple):
     warps: int
     rounds: int
     stages: int = 2
-    """Superblocks of a warp in shared memory, of which all but one are on their way."""
+    """Superblocks of each of a warp's panels in shared memory. All but one are on their way."""
+    unroll: int = 8
+    """Slabs whose instructions follow each other without a loop."""
 
 
 class MatrixTiles(NamedTuple):
@@ -125,9 +127,10 @@ TILES = ExpertTiles(
     own=((12, DotTiles(1, *_LARGE)), (INFINITE, DotTiles(1, *_SMALL))),
     dots=DotTiles(2, *_SMALL),
     matrices=(
-        (2.5, None),  # one pair an expert: 95 us of a layer on an H200, where dots take 92
+        (0.75, None),
         (6, MatrixTiles(MatrixTile(8, warps=8, rounds=1), MatrixTile(8, warps=4, rounds=1))),
-        (22, MatrixTiles(MatrixTile(16, warps=6, rounds=1), MatrixTile(16, warps=6, rounds=1))),
+        (12, MatrixTiles(MatrixTile(16, warps=12, rounds=1), MatrixTile(16, warps=12, rounds=1))),
+        (22, MatrixTiles(MatrixTile(32, warps=12, rounds=1), MatrixTile(32, warps=12, rounds=1))),
         (INFINITE, None),
     ),
     cores=(
