@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
@@ -148,10 +148,12 @@ class SyncClient:
         with self._gate:
             closed, self._closed = self._closed, True
         if not closed:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            try:
+                self._wait(lambda: self._end(), closing=True)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
 
     def submit(self, request: GenerationRequest | None = None, **settings: Any) -> JobRecord:
         """See Client.submit."""
@@ -159,16 +161,16 @@ class SyncClient:
 
     def stream(self, job_id: str, after: int = 0) -> Generator[TokenEvent, None, None]:
         """See Client.stream. Close the generator to stop before the end."""
-        events = self._client.stream(job_id, after)
+        streams = [self._client.stream(job_id, after)]
         try:
             while True:
-                event = self._wait(lambda: _next(events))
+                event = self._wait(lambda: _next(streams))
                 if event is None:
                     return
                 yield event
         finally:
             if not self._closed:
-                self._wait(lambda: events.aclose())
+                self._wait(lambda: _close(streams))
 
     def result(self, job_id: str) -> Completion:
         """See Client.result."""
@@ -190,50 +192,33 @@ class SyncClient:
         """See Client.retry."""
         return self._wait(lambda: self._client.retry(job_id))
 
-    def _wait(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Run `work` in the event loop and return its result.
-
-        The loop's thread makes the coroutine, so that no Ctrl-C comes between making it and waiting for it.
-        """
-        tasks: list[asyncio.Task[Result]] = []
-        ended = threading.Event()
-
-        def begin() -> None:
-            tasks.append(self._loop.create_task(work()))
-            self._calls.add(tasks[0])
-            tasks[0].add_done_callback(finish)
-
-        def finish(task: asyncio.Task[Result]) -> None:
-            self._calls.discard(task)
-            ended.set()
-
-        def stop() -> None:
-            if tasks:
-                tasks[0].cancel()
-            else:  # interrupted before `begin` was scheduled
-                ended.set()
-
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, Result]], *, closing: bool = False) -> Result:
+        """Run `work` in the event loop and return its result. After a Ctrl-C, the work ends before this call does."""
+        call = _Call(work, self._calls)
         try:
             with self._gate:
-                if not self._closed:
-                    self._loop.call_soon_threadsafe(begin)
-                else:
-                    ended.set()
-            ended.wait()
-        except BaseException:  # Ctrl-C: the work must have ended before the caller continues
-            self._loop.call_soon_threadsafe(stop)
-            ended.wait()
+                refused = self._closed and not closing
+                if not refused:
+                    self._loop.call_soon_threadsafe(call.begin)
+            if not refused:
+                call.wait()
+        except BaseException:
+            with self._gate:
+                runs = closing or not self._closed  # else `close` has ended it
+                if runs:
+                    self._loop.call_soon_threadsafe(call.stop)
+            if runs:
+                call.wait()
             raise
-        if not tasks:
+        if refused:
             raise Unavailable("the client is closed")
-        if tasks[0].cancelled():
-            raise Unavailable("the client was closed during the call")
-        return tasks[0].result()
+        return call.result()
 
     async def _end(self) -> None:
-        for call in self._calls:
+        calls = [call for call in self._calls if call is not asyncio.current_task()]
+        for call in calls:
             call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*calls, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
         await self._client.close()
 
@@ -246,5 +231,67 @@ class SyncClient:
         self.close()
 
 
-async def _next(events: AsyncGenerator[TokenEvent, None]) -> TokenEvent | None:
-    return await anext(events, None)
+async def _next(streams: list[AsyncGenerator[TokenEvent, None]]) -> TokenEvent | None:
+    return await anext(streams[0], None)
+
+
+async def _close(streams: list[AsyncGenerator[TokenEvent, None]]) -> None:
+    await streams.pop().aclose()  # so that the event loop's thread drops it, like the tasks of `_Call`
+
+
+class _Call(Generic[Result]):
+    """A coroutine that runs in an event loop while another thread waits for its end.
+
+    Ctrl-C may interrupt that thread at any moment. So it makes no coroutine and drops no task, because Python ignores
+    an interrupt in a callback of a weak reference. It waits for a plain lock, because an interrupt can leave the locks
+    of a threading.Event wrong.
+    """
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Result]], calls: set[asyncio.Task[Any]]) -> None:
+        self._work = work
+        self._calls = calls  # of the client, which has this call's task while that runs
+        self._task: asyncio.Task[Result] | None = None
+        self._results: list[Result] = []  # one, unless the work failed
+        self._error: BaseException | None = None
+        self._ended = False
+        self._until_ended = threading.Lock()
+        self._until_ended.acquire()
+
+    def begin(self) -> None:
+        """Start the work. The event loop's thread calls this."""
+        self._task = asyncio.get_running_loop().create_task(self._work())
+        self._calls.add(self._task)
+        self._task.add_done_callback(self._finish)
+
+    def stop(self) -> None:
+        """Cancel the work. Without `begin` it ends at once. The event loop's thread calls this."""
+        if self._task is not None:
+            self._task.cancel()
+        elif not self._ended:
+            self._end()
+
+    def wait(self) -> None:
+        """Wait until the work has ended. After an interrupt it may be called again."""
+        if not self._ended:
+            self._until_ended.acquire()
+
+    def result(self) -> Result:
+        """Return what the work returned, or raise what it raised. Raises Unavailable if it was cancelled."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def _finish(self, task: asyncio.Task[Result]) -> None:
+        self._calls.discard(task)
+        self._task = None
+        if task.cancelled():
+            self._error = Unavailable("the client was closed during the call")
+        elif (error := task.exception()) is not None:
+            self._error = error
+        else:
+            self._results.append(task.result())
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._until_ended.release()

@@ -109,12 +109,3 @@ def run(arguments: list[str]) -> int:
         if hasattr(error, "format_message"):  # usage errors of typer, whose package differs between versions
             return _usage(error)
         return report(error, debug=debug)
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,13 @@
 """The Python API, async and blocking, with a worker that speaks the broker's protocol and has no model."""
 
 import asyncio
+import itertools
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -121,6 +125,60 @@ async def test_the_blocking_client(config: BrokerConfig, echo_worker: Any) -> No
         client.close()
 
     await asyncio.to_thread(use)
+
+
+class Interruption:
+    """Raises KeyboardInterrupt in a block, at one of the moments when Python looks for signals: the nth call or return.
+
+    A real signal comes at any of them, so a test that sends one meets the rare moments rarely.
+    """
+
+    def __init__(self, moment: int) -> None:
+        self._countdown = moment
+        self.came = False
+
+    def __enter__(self) -> "Interruption":
+        sys.setprofile(self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _notice(self, frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename != __file__:
+            self._countdown -= 1
+            if self._countdown == 0:
+                sys.setprofile(None)
+                self.came = True
+                raise KeyboardInterrupt
+
+
+async def test_no_moment_of_the_blocking_client_loses_ctrl_c(config: BrokerConfig, echo_worker: Any) -> None:
+    def interrupted(client: SyncClient, moment: int) -> bool:
+        arrived = False
+        with Interruption(moment) as interruption:
+            try:
+                job = client.submit(model="tale", prompt="a b")
+                for _ in client.stream(job.id):
+                    pass
+            except KeyboardInterrupt:
+                arrived = True
+        assert arrived == interruption.came
+        assert client.generate(model="tale", prompt="x").text == "x "
+        return arrived
+
+    def use() -> None:
+        try:
+            with SyncClient(config=config) as client:
+                moments.extend(itertools.takewhile(lambda moment: interrupted(client, moment), itertools.count(1)))
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+
+    moments: list[int] = []
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    threading.Thread(target=use, daemon=True).start()  # a daemon, so that a call that hangs does not keep the run alive
+    await ended.wait()
+    assert len(moments) > 50
 
 
 def test_a_blocking_client_without_a_server_says_so(tmp_path: Path) -> None:

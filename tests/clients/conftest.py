@@ -35,7 +35,7 @@ class ClientsServer:
 
 def start(*words: object, cwd: Path, env: dict[str, str] | None = None) -> Process:
     return Process(
-        [PYTHON, "-m", "ktqueue.cli.main", *map(str, words)],
+        [PYTHON, "-m", "ktqueue", *map(str, words)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "ktqueue.cli.main"]
+COMMAND = [sys.executable, "-m", "ktqueue"]
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[=>78])")  # ECMA-48 and the keypad's
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
