@@ -136,14 +136,14 @@ CHOICES: dict[str, Choice] = {
     "matrices 16, 12 warps, 2 slabs": _matrices(
         MatrixTile(16, 12, 1, unroll=2), MatrixTile(16, 12, 1, unroll=2), least=64
     ),
-    "matrices 24, 12 warps": _matrices(MatrixTile(24, 12, 1), MatrixTile(24, 12, 1), least=64),
+    "matrices 24, 12 warps": _matrices(MatrixTile(24, 12, 1), MatrixTile(24, 12, 1), least=64, most=512),
     "matrices 24, 12 warps, 4 slabs": _matrices(
         MatrixTile(24, 12, 1, unroll=4), MatrixTile(24, 12, 1, unroll=4), least=64
     ),
     "matrices 24, 12 warps, 2 slabs": _matrices(
         MatrixTile(24, 12, 1, unroll=2), MatrixTile(24, 12, 1, unroll=2), least=64
     ),
-    "matrices 32, 12 warps": _matrices(MatrixTile(32, 12, 1), MatrixTile(32, 12, 1), least=64),
+    "matrices 32, 12 warps": _matrices(MatrixTile(32, 12, 1), MatrixTile(32, 12, 1), least=64, most=512),
     "matrices 32, 12 warps, 2 slabs": _matrices(
         MatrixTile(32, 12, 1, unroll=2), MatrixTile(32, 12, 1, unroll=2), least=64
     ),

@@ -180,7 +180,7 @@ def test_matrices_of_int8_equal_rounded_products(
     """Also where a row's last superblock is short, an expert is absent, and an expert has more pairs than a tile."""
     for quants, hidden, intermediate in (small(quant), ((quant,) * 3, 2048, 768)):
         pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
-        assert expert_matrices.can_multiply(pool.record, matrices, torch.device("cuda"))
+        assert expert_matrices.fitting_tiles(pool.record, matrices, torch.device("cuda")) == matrices
         offsets = pool.offsets.clone()
         offsets[1] = -1
         for tokens in (1, 13, 90):
@@ -202,7 +202,7 @@ def test_matrices_of_int8_keep_what_is_no_number_to_its_row(random_weights: Call
     x, (ids, weights) = torch.randn(40, 512).bfloat16().cuda(), (one.cuda() for one in route(40, EXPERTS, SLOTS))
     there = on_gpu(pool.pairs(ids))
     assert (tiles := TILES.matrix_tiles(ids.numel(), EXPERTS))
-    assert expert_matrices.can_multiply(pool.record, tiles, x.device)
+    assert expert_matrices.fitting_tiles(pool.record, tiles, x.device) == tiles
     whole = products.experts(there, there.offsets, x, weights, native.SILU)
     x[3, 7] = torch.nan
     broken = products.experts(there, there.offsets, x, weights, native.SILU)

@@ -17,7 +17,7 @@ import torch
 
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, list_pairs
+from ktqueue.operators.gpu.kernels.expert_pairs import SORTED_AT_ONCE, ExpertPairs, SortedPairs, list_pairs
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, DotTile, DotTiles
 from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB
@@ -254,7 +254,7 @@ def prepare(
         number, experts, x.stride(0),
         SLAB_COUNT=slabs,
         SLABS=slabs_at_once(slabs),
-        CHUNK=0 if is_unsorted else triton.next_power_of_2(number),
+        CHUNK=0 if is_unsorted else min(triton.next_power_of_2(number), SORTED_AT_ONCE),
         **launch_options(),
     )  # fmt: skip
     return rows, None if is_unsorted else lists

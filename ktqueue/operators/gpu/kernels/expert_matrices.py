@@ -33,23 +33,34 @@ _OWN_BYTES = 1 << 10
 """Shared memory that a program takes beside what the kernel declares."""
 _WARPS = 16
 """That a multiprocessor can hold of the kernel, by registers: 128 of a thread."""
+_FEWEST_WARPS = 8
+"""Of a program that has a multiprocessor for itself."""
 _SMALLEST_CAPABILITY = (8, 0)
 """Copies to shared memory that do not wait, and these products of int8, are in every GPU from here on."""
 
 
-def can_multiply(record: ExpertRecord, tiles: MatrixTiles, device: torch.device) -> bool:
-    """Whether the kernel can multiply such experts on such a device."""
+def fitting_tiles(record: ExpertRecord, tiles: MatrixTiles, device: torch.device) -> MatrixTiles | None:
+    """`tiles`, as `fitting_tile` changes them. None: the kernel cannot multiply such experts on such a device."""
     if not is_gpu(device) or record.gate != record.up or {record.gate, record.down} & {*panel_layout.FLOAT_PRODUCTS}:
-        return False
+        return None
     if torch.cuda.get_device_capability(device) < _SMALLEST_CAPABILITY:
-        return False
+        return None
     # torch's type stubs do not have this property.
     largest = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
-    needed = (
-        _shared_bytes(record.gate, record.hidden, tiles.gate_up) + _own_bytes(tiles.gate_up),
-        _shared_bytes(record.down, record.intermediate, tiles.down) + _own_bytes(tiles.down),
-    )
-    return max(needed) - _OWN_BYTES <= largest
+    gate_up = fitting_tile(record.gate, record.hidden, tiles.gate_up, largest)
+    down = fitting_tile(record.down, record.intermediate, tiles.down, largest)
+    return MatrixTiles(gate_up, down) if gate_up and down else None
+
+
+def fitting_tile(quant: str, columns: int, tile: MatrixTile, shared_bytes: int) -> MatrixTile | None:
+    """`tile` with fewer warps or fewer pairs, where a program's shared memory is short. None: not even that fits."""
+    fewest = min(tile.warps, _FEWEST_WARPS)
+    for pairs in range(tile.pairs, 0, -8):
+        for warps in range(tile.warps, fewest - 1, -2):
+            smaller = tile._replace(pairs=pairs, warps=warps)
+            if _shared_bytes(quant, columns, smaller) + _own_bytes(smaller) - _OWN_BYTES <= shared_bytes:
+                return smaller
+    return None
 
 
 def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
@@ -118,7 +129,7 @@ def gate_up(
     weights: torch.Tensor | None,
     tile: MatrixTile,
 ) -> Int8Rows:
-    """As expert_int8.gate_up, for experts of which `can_multiply` is true."""
+    """As expert_int8.gate_up, for experts and tiles as of `fitting_tiles`."""
     record = pairs.record
     mid = Int8Rows.empty(pairs.ids.numel(), record.intermediate, pairs.ids.device)
     biases = None if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
@@ -129,7 +140,7 @@ def gate_up(
 def down(
     pairs: ExpertPairs, lists: SortedPairs, mid: Int8Rows, weights: torch.Tensor | None, tile: MatrixTile
 ) -> torch.Tensor:
-    """As expert_int8.down, for experts of which `can_multiply` is true."""
+    """As expert_int8.down, for experts and tiles as of `fitting_tiles`."""
     record = pairs.record
     out = torch.empty(pairs.ids.numel(), record.hidden, dtype=torch.float32, device=pairs.ids.device)
     biases = None if pairs.biases is None else (pairs.biases.down, pairs.biases.down)

@@ -10,7 +10,7 @@ import torch
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 
-_SORTED_AT_ONCE = 2048
+SORTED_AT_ONCE = 2048
 """Pairs that a program of the sort reads at a time."""
 
 
@@ -87,6 +87,6 @@ def sort_pairs(pairs: ExpertPairs) -> SortedPairs:
     """Sort the pairs by expert, on the device."""
     lists = SortedPairs.empty(pairs)
     _sort_kernel[(pairs.offsets.numel(),)](
-        pairs.ids, pairs.offsets, pairs.ids.numel(), *lists, CHUNK=_SORTED_AT_ONCE, num_warps=8
+        pairs.ids, pairs.offsets, pairs.ids.numel(), *lists, CHUNK=SORTED_AT_ONCE, num_warps=8
     )
     return lists

@@ -16,7 +16,9 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 
 MAX_FEW_PAIRS = 2048
-"""Largest number of pairs that the launch which rounds activations can sort by expert."""
+MAX_MATRIX_PAIRS = 8192
+"""Largest number of pairs that the launch which rounds activations sorts by expert, for integer dot products and for
+int8 matrices. A program for each expert reads all of them twice."""
 
 
 def experts(
@@ -43,9 +45,9 @@ def experts(
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
     number, experts = pairs.ids.numel(), pairs.offsets.numel()
     matrices = tiles.matrix_tiles(number, experts)
-    if matrices and not expert_matrices.can_multiply(record, matrices, x.device):
-        matrices = None
-    few = number <= min(MAX_FEW_PAIRS, tiles.few_pairs * experts if matrices is None else MAX_FEW_PAIRS)
+    if matrices:
+        matrices = expert_matrices.fitting_tiles(record, matrices, x.device)
+    few = number <= (MAX_MATRIX_PAIRS if matrices else min(MAX_FEW_PAIRS, tiles.few_pairs * experts))
     if not few or not _may_round(record, x.dtype, exact):
         return down(down_pairs, gate_up(pairs, x, gate, of_input, tiles=tiles), of_output, tiles=tiles)
     _check_input(pairs, x)

@@ -8,7 +8,7 @@ import pytest
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_matrices, panel_layout
-from ktqueue.operators.gpu.kernels.expert_tiles import TILES
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES, MatrixTile
 from ktqueue.operators.native import SILU
 
 from .panel_pools import GATES
@@ -71,3 +71,11 @@ def test_every_gate_and_tile_compiles(compiler: ctypes.CDLL) -> None:
                 "Q4_K", 2048, 768, gate, tiles.gate_up, has_bias=True, is_weighted=gate.weighted_input
             )
             assert machine_code(compiler, constants, "sm_90")
+
+
+def test_tiles_are_smaller_where_shared_memory_is_short() -> None:
+    tile, memory = MatrixTile(32, warps=12, rounds=1), 227 << 10
+    assert expert_matrices.fitting_tile("Q4_K", 2048, tile, memory) == tile
+    assert expert_matrices.fitting_tile("Q4_K", 4096, tile, memory) == tile._replace(pairs=24, warps=10)
+    assert expert_matrices.fitting_tile("Q4_K", 7168, tile, memory) == tile._replace(pairs=16, warps=8)
+    assert expert_matrices.fitting_tile("Q4_K", 2048, tile, 48 << 10) is None
