@@ -127,8 +127,9 @@ class Family:
     columns of gate and up are in turns. `quant_method`: a quantisation whose tensors belong to its own layout.
     `rotated_key`: the published config key of the number of rotated columns, which transformers does not read. `text`:
     it may be the text model of a folder that also holds encoders, because a position for each token is all that it
-    needs. `heads_differ`: layers may differ in the number and the size of their key/value heads. `aliases`: other model
-    types, which transformers does not know, of folders whose own code computes the same.
+    needs. `heads_differ`: layers may differ in the number and the size of their key/value heads. `normed_further`: a
+    layer that predicts further tokens passes on the output of its last norm, not what goes into it. `aliases`: other
+    model types, which transformers does not know, of folders whose own code computes the same.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Family:
     rotated_key: str = ""
     text: bool = False
     heads_differ: bool = False
+    normed_further: bool = False
     aliases: tuple[str, ...] = ()
 
     @property

@@ -74,14 +74,14 @@ QWEN = (
             _QWEN35_MOE, architecture="qwen3next", loaded_as="qwen3_5_moe_text",
             implied={**UNBIASED, "norm_topk_prob": True}, tiled=False,
         ),
-        linear=True, partly_rotated=True,
+        linear=True, partly_rotated=True, normed_further=True,
     ),
     Family(
         "Qwen3.5 and 3.6, dense, their text", "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN35,
-        linear=True, partly_rotated=True, text=True,
+        linear=True, partly_rotated=True, text=True, normed_further=True,
     ),
     Family(
         "Qwen3.5 MoE, its text", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN35_MOE,
-        linear=True, partly_rotated=True, text=True,
+        linear=True, partly_rotated=True, text=True, normed_further=True,
     ),
 )  # fmt: skip

@@ -84,17 +84,18 @@ class CpuDecoder(Operator):
     def load_next_token_layer(self, weights: ModuleWeights) -> NextTokenLayer:
         """Load the layer behind the model's own, which predicts the token after the next. Call it after `load`.
 
-        Its attention and experts are like those of the last layer. Raises ValueError if a weight does not fit.
+        Raises ValueError if a weight does not fit.
         """
         facts = self.facts
         weights = self._in_own_order(weights)
-        layer = replace(facts.layers[-1], name=f"model.layers.{len(facts.layers)}")
+        layer = facts.further_layer
         decoder = self._make_decoder(norm_weights(weights, facts, f"{layer.name}.shared_head.norm"))
         self._add_layer(decoder, layer, weights)
         joining = load_linear(weights, f"{layer.name}.eh_proj", **self._options)
         self._dense_bytes += joining.bytes
-        norms = [norm_weights(weights, facts, f"{layer.name}.{name}") for name in ("enorm", "hnorm")]
-        return NextTokenLayer(self, decoder, self._embedding, joining, norms[0], norms[1])
+        names = "enorm", "hnorm", "shared_head.norm"
+        norms = [norm_weights(weights, facts, f"{layer.name}.{name}") for name in names]
+        return NextTokenLayer(self, decoder, self._embedding, joining, norms)
 
     def keep_hidden(self, hidden: torch.Tensor) -> None:
         """See NextTokenBase."""

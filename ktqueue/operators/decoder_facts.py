@@ -5,7 +5,7 @@ Reads the module tree and the config, and refuses with a reason what the decoder
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class DecoderFacts:
     centred: norms multiply by 1 + weight; float_norms: they multiply by weights before they round; latent: the shape of
     latent attention, equal in all layers. rotary_kinds: kinds of layers that have rotary tables of their own; empty:
     all layers have the same. score_cap, logit_cap: a score of attention or a logit x becomes cap * tanh(x / cap); 0: it
-    does not.
+    does not. normed_further: see Family.
 
     embedding_scale, logit_scale: factors of the embedding and of the logits. A factor r of what each sublayer adds to
     the residual is in embedding_scale and epsilon: the residual is stored divided by r, which no norm notices if its
@@ -73,6 +73,13 @@ class DecoderFacts:
     rotary_kinds: tuple[str, ...] = ()
     score_cap: float = 0.0
     logit_cap: float = 0.0
+    normed_further: bool = False
+
+    @property
+    def further_layer(self) -> LayerFacts:
+        """The layer behind the model's own, which predicts further tokens: like the last one with keys and values."""
+        last = [layer for layer in self.layers if layer.linear is None][-1]
+        return replace(last, name=f"model.layers.{len(self.layers)}")
 
 
 def facts_of(
@@ -147,6 +154,7 @@ def facts_of(
         centred=_is_centred(body.norm),
         float_norms=_multiplies_before_rounding(body.norm),
         latent=latent,
+        normed_further=family.normed_further,
     )
 
 

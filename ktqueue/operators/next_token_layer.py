@@ -1,5 +1,6 @@
 """NextTokenLayer: predicts the token after the next one from what a model computed. Knows no file."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +34,8 @@ class NextTokenLayer:
 
     Of position p it takes h, the input of the model's head, and the embedding e of the token at p + 1. Its own layer
     computes y of x = M [RMSNorm(e); RMSNorm(h)], and the model's head of RMSNorm(y) gives the logits of the token at
-    p + 2. For the token after that, y takes the place of h (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23).
+    p + 2. For the token after that, y takes the place of h (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23). In
+    families with `normed_further`, RMSNorm(y) does (Qwen3-Next). norms: of e, of h, and before the head.
     """
 
     hidden_dtype = torch.float32
@@ -44,8 +46,7 @@ class NextTokenLayer:
         decoder: _kernels.Decoder,
         embedding: PackedMatrix,
         joining: native.Linear,
-        token_norm: native.Floats,
-        hidden_norm: native.Floats,
+        norms: Sequence[native.Floats],
     ) -> None:
         self.hidden_size = embedding.columns
         self.hidden = torch.empty(0)
@@ -54,7 +55,7 @@ class NextTokenLayer:
         self._embedding = embedding.data.reshape(embedding.rows, -1)
         self._quant = embedding.quant
         self._joining = joining
-        self._norms = token_norm, hidden_norm
+        *self._norms, self._last_norm = norms
         self._kv: KVCache | None = None
 
     def keep_hidden(self, hidden: torch.Tensor) -> None:
@@ -73,7 +74,8 @@ class NextTokenLayer:
     ) -> DecoderOutput:
         """Run one step on a cache of one layer, like CpuDecoder. Its tokens are those after its positions.
 
-        y of each scored token, the last of its row, is written to the place of the next token in `hidden`.
+        What takes the place of h after each scored token, the last of its row, is written to the place of the next
+        token in `hidden`.
         """
         if step.kv is not self._kv:
             self._model.bind(self._decoder, step.kv)
@@ -98,7 +100,9 @@ class NextTokenLayer:
             outputs.numpy(),
         )
         if len(outputs):
-            kept[step.next_slots()] = outputs
+            normed = self._model.facts.normed_further
+            passed = torch.from_numpy(self._normed(outputs.numpy(), self._last_norm)) if normed else outputs
+            kept[step.next_slots()] = passed
         return DecoderOutput(logits[None])
 
     def _normed(self, x: native.Floats, norm: native.Floats) -> native.Floats:

@@ -11,7 +11,7 @@ import torch
 from decoder_families import PAGE, Cache
 from device_engine import on_device
 from endless_vocabulary import NoEnd
-from next_token_folder import LAYERS, Twin, save_folder
+from next_token_folder import Twin, save_folder
 from safetensors.torch import load_file, save_file
 
 from ktqueue.core.config import EngineConfig
@@ -31,7 +31,7 @@ ON_GPU = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("cuda", "cuda a
 KINDS = ["host", "cpu", "cpu all", *ON_GPU]
 
 
-@pytest.fixture(params=["deepseek_v3", "glm4_moe", "glm4_moe without norms"])
+@pytest.fixture(params=["deepseek_v3", "glm4_moe", "glm4_moe without norms", "qwen3_next", "qwen3_5_moe"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Twin]:
     """A folder with such a layer, and its twin."""
     return save_folder(request.param, tmp_path)
@@ -98,7 +98,7 @@ def test_it_computes_what_the_formula_says(folder: tuple[str, Twin]) -> None:
 
 
 def test_a_report_counts_the_layer(folder: tuple[str, Twin]) -> None:
-    path, _ = folder
+    path, twin = folder
     model = load_model(path, rules=RULES)
     assert isinstance(model.module, CpuDecoder)
     loaded = model.module.device_bytes()["cpu"]
@@ -109,7 +109,7 @@ def test_a_report_counts_the_layer(folder: tuple[str, Twin]) -> None:
     assert (report.cache_token_bytes - plain.cache_token_bytes) * 16 == source.page_bytes
     counted = report.device_bytes["cpu"] - plain.device_bytes["cpu"]
     tensors = load_file(Path(path) / "model.safetensors").items()
-    vectors = [tensor for name, tensor in tensors if name.startswith(f"model.layers.{LAYERS}.") and tensor.ndim == 1]
+    vectors = [tensor for name, tensor in tensors if name.startswith(twin.prefixes) and tensor.ndim == 1]
     not_counted = 4 * sum(tensor.numel() for tensor in vectors)  # by the model
     assert counted == model.module.device_bytes()["cpu"] - loaded + not_counted
     assert report.rows[-1].device_bytes == counted > 4 * 2 * report.hidden**2
@@ -117,7 +117,7 @@ def test_a_report_counts_the_layer(folder: tuple[str, Twin]) -> None:
 
 def test_a_report_for_a_gpu_counts_the_layer(folder: tuple[str, Twin], by_decoder: str) -> None:
     """Dense weights on the device, and experts on the host that may move there."""
-    path, _ = folder
+    path, twin = folder
     model = load_model(path, rules=by_decoder)
     assert isinstance(model.module, GpuDecoder)
     loaded = model.module.device_bytes()["cpu"]
@@ -127,7 +127,8 @@ def test_a_report_for_a_gpu_counts_the_layer(folder: tuple[str, Twin], by_decode
     report = report_with_drafts(plain, config)
     assert (report.cache_token_bytes - plain.cache_token_bytes) * 16 == source.page_bytes
     on_device, on_host = (report.device_bytes[one] - plain.device_bytes[one] for one in ("cuda", "cpu"))
-    biases = load_file(Path(path) / "model.safetensors")[f"model.layers.{LAYERS}.mlp.gate.e_score_correction_bias"]
+    tensors = load_file(Path(path) / "model.safetensors")
+    biases = tensors.get(f"{twin.prefixes[0]}mlp.gate.e_score_correction_bias", ())
     assert on_device + on_host == model.module.device_bytes()["cpu"] - loaded + 4 * len(biases)  # the model counts none
     assert report.movable_bytes - plain.movable_bytes == on_host > 0
     off = replace(config, speculation="off")
@@ -136,10 +137,10 @@ def test_a_report_for_a_gpu_counts_the_layer(folder: tuple[str, Twin], by_decode
 
 
 def test_a_float8_cache_of_the_layer_has_scales_of_its_own(folder: tuple[str, Twin], by_decoder: str) -> None:
-    path, _ = folder
+    path, twin = folder
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)
-    tensors[f"model.layers.{LAYERS}.input_layernorm.weight"] *= 10_000
+    tensors[f"{twin.prefixes[0]}input_layernorm.weight"] *= 10_000
     save_file(tensors, file)
     model = load_model(path, rules=by_decoder)
     config = EngineConfig(model=path, speculation="mtp", device="cuda", rules=by_decoder)
@@ -188,12 +189,13 @@ def test_drafts_are_those_of_the_twin(folder: tuple[str, Twin], make_engine: Cal
     answers[1]["3"] = answers[0]["3"][:7] + answers[1]["3"]
     assert answers[0] == answers[1]
     stats = engine.stats()
-    assert checked > 30 and stats.drafted_tokens > 100 and stats.preemptions > 0 and stats.prefix_hits > 0
+    assert checked > 30 and stats.drafted_tokens > 100 and stats.preemptions > 0
+    assert stats.prefix_hits > 0 or twin.is_qwen  # whose prefixes end at snapshots
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
 def test_right_drafts_save_steps(
     tmp_path: Path, make_engine: Callable[..., Engine], family: str, temperature: float, kind: str
 ) -> None:

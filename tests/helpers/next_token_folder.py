@@ -1,7 +1,8 @@
 """Folders of tiny models with a layer that predicts the token after the next, and its twin in torch.
 
 transformers has no such layer. The twin follows DeepSeek-V3 (arXiv 2412.19437, equations 21 to 23), with a layer of
-transformers.
+transformers. In Qwen3-Next and Qwen3.5 norms multiply by 1 + weight, and further drafts follow from the output of the
+last one.
 """
 
 import json
@@ -13,6 +14,18 @@ from decoder_families import make_model
 from safetensors.torch import load_file, save_file
 
 LAYERS = 3
+QWEN = "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"
+"""Families and model types."""
+OF_QWEN = {
+    f"model.layers.{LAYERS}.{name}.weight": f"mtp.{qwen}.weight"
+    for name, qwen in {
+        "eh_proj": "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "shared_head.norm": "norm",
+    }.items()
+}
+"""Names that Qwen3-Next gives to what DeepSeek-V3 has beside the tensors of a layer."""
 
 
 class Twin:
@@ -21,6 +34,9 @@ class Twin:
     def __init__(self, model: Any, deeper: Any, extra: dict[str, torch.Tensor]) -> None:
         self.model = model
         self.extra = extra
+        self.is_qwen = model.config.model_type in QWEN
+        self.prefixes = ("mtp.layers.0.", "mtp.") if self.is_qwen else (f"model.layers.{LAYERS}.",)
+        """Of names of the layer's tensors in the file, first of those that other layers have too."""
         self.deeper = deeper
         layer = deeper.model.layers[LAYERS]
         layer.self_attn.layer_idx = 0
@@ -30,7 +46,7 @@ class Twin:
 
     def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = (x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps).rsqrt()
-        found: torch.Tensor = x * scale * self.extra[name]
+        found: torch.Tensor = x * scale * (self.extra[name] + int(self.is_qwen))
         return found
 
     def chain(self, tokens: list[int], count: int) -> list[int]:
@@ -42,8 +58,9 @@ class Twin:
             parts = [self.normed(embedded, "enorm.weight"), self.normed(hidden, "hnorm.weight")]
             x = torch.nn.functional.linear(torch.cat(parts, -1), self.extra["eh_proj.weight"])
             last = self.deeper.model(inputs_embeds=x, use_cache=False).last_hidden_state[:, -1:]
-            drafts.append(int(self.model.lm_head(self.normed(last, "shared_head.norm.weight"))[0, 0].argmax()))
-            hidden = torch.cat([hidden, last], 1)
+            normed = self.normed(last, "shared_head.norm.weight")
+            drafts.append(int(self.model.lm_head(normed)[0, 0].argmax()))
+            hidden = torch.cat([hidden, normed if self.is_qwen else last], 1)
         return drafts
 
 
@@ -52,15 +69,19 @@ def save_folder(family: str, path: Path, *, is_right: bool = False) -> tuple[str
 
     is_right: the next token depends on the last one alone, and the layer knows that, so all its drafts are right.
     """
-    deeper = make_model(family, num_hidden_layers=LAYERS + 1)
-    model = make_model(family, num_hidden_layers=LAYERS)
+    is_qwen = family in QWEN
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    deeper, model = (
+        make_model(family, num_hidden_layers=count, **({"layer_types": kinds[:count]} if is_qwen else {}))
+        for count in (LAYERS + 1, LAYERS)
+    )
     hidden = model.config.hidden_size
     torch.manual_seed(5)
     extra = {name: torch.rand(hidden) + 0.5 for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
     extra["eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * 0.1
     if is_right:
         _make_right(deeper)
-        extra = {name: torch.ones_like(tensor) for name, tensor in extra.items()}
+        extra = {name: torch.ones_like(tensor) - int(is_qwen) for name, tensor in extra.items()}
         extra["eh_proj.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
     prefix = f"model.layers.{LAYERS}."
     model.load_state_dict({name: tensor for name, tensor in deeper.state_dict().items() if not name.startswith(prefix)})
@@ -69,9 +90,14 @@ def save_folder(family: str, path: Path, *, is_right: bool = False) -> tuple[str
     file = path / "model" / "model.safetensors"
     own, all_layers = load_file(file), load_file(path / "deeper" / "model.safetensors")
     further = {name: tensor for name, tensor in all_layers.items() if name.startswith(prefix)}
-    save_file(own | further | {prefix + name: tensor for name, tensor in extra.items()}, file, {"format": "pt"})
+    further |= {prefix + name: tensor for name, tensor in extra.items()}
     config = json.loads((path / "model" / "config.json").read_text())
-    (path / "model" / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    if is_qwen:
+        further = {OF_QWEN.get(name, name).replace(prefix, "mtp.layers.0."): one for name, one in further.items()}
+    else:
+        config["num_nextn_predict_layers"] = 1
+    save_file(own | further, file, {"format": "pt"})
+    (path / "model" / "config.json").write_text(json.dumps(config))
     return str(path / "model"), Twin(model, deeper, extra)
 
 
@@ -81,6 +107,6 @@ def _make_right(model: Any) -> None:
         for name, tensor in model.named_parameters():
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")):
                 tensor.zero_()
-        model.model.norm.weight.fill_(1.0)
+        model.model.norm.weight.fill_(0.0 if model.config.model_type in QWEN else 1.0)
         embeddings = model.model.embed_tokens.weight.normal_()
         model.lm_head.weight.copy_(embeddings[torch.randperm(len(embeddings))])

@@ -111,6 +111,16 @@ DRAFTS: dict[str, Mutation] = {
         "zip(both, self._norms[::-1], strict=True)",
         (f"{MTP}::test_drafts_are_those_of_the_twin[glm4_moe-host]",),
     ),
+    "Qwen's layer passes on what its last norm gets": Mutation(
+        "a layer that predicts further tokens computes its formula",
+        "ktqueue/operators/decoder_facts.py",
+        "        normed_further=family.normed_further,\n",
+        "",
+        (
+            f"{MTP}::test_drafts_are_those_of_the_twin[qwen3_next-host]",
+            f"{MTP}::test_drafts_are_those_of_the_twin[qwen3_next-cpu]",
+        ),
+    ),
     "another vocabulary drafts": Mutation(
         "a draft model has the vocabulary of the model",
         "workers/startup/draft_model.py",

@@ -72,8 +72,10 @@ def next_token_source(
     `cache_dtype`: of its cache; None: that of the model.
     """
     layout = model.kv_layout(config.page_size, cache_dtype)
-    if layout.linear or layout.original_length or layout.index or layout.by_layer:
-        raise _wrong("speculation", "mtp", "off or lookup for this model, whose layers differ or have states")
+    if layout.original_length or layout.index or layout.by_layer:
+        raise _wrong(
+            "speculation", "mtp", "off or lookup for this model, whose layers differ, have an indexer or longrope"
+        )
     try:
         layer = load_next_token_layer(model, resolve_model(config.model))
     except CheckpointError as error:
@@ -83,7 +85,7 @@ def next_token_source(
     scales: tuple[CacheScale, ...] = ()
     if isinstance(layer, GpuNextTokenLayer) and layout.dtype.itemsize == 1:
         scales = cache_scales(layer.cache_bounds, {}, latent=layout.latent is not None)
-    layout = replace(layout, layers=1, scales=scales)
+    layout = replace(layout, layers=1, linear=(), scales=scales)
     return NextTokenSource(layer, layout, model.card_facts.max_position_embeddings)
 
 
@@ -109,7 +111,9 @@ def report_with_drafts(
         except CheckpointError as error:
             raise _no_layer(error) from error
         rows = [*_layer_rows(report, config, size, dtype)]
-        token_bytes = report.cache_token_bytes // report.layers + dtype.itemsize * report.hidden  # the latter is kept
+        token_bytes = (
+            report.cache_token_bytes // report.cache_layers + dtype.itemsize * report.hidden
+        )  # the latter is kept
         position_bytes, movable = 0, size.expert_bytes if config.on_gpu else 0
     else:
         return report

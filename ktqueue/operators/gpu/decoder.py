@@ -123,7 +123,7 @@ class GpuDecoder(Operator):
         """Load the layer behind the model's own, which predicts the token after the next: see CpuDecoder."""
         facts = self.facts
         weights, dense = self._in_own_order(weights)
-        layer = replace(facts.layers[-1], name=f"model.layers.{len(facts.layers)}")
+        layer = facts.further_layer
         routed = [] if layer.router is None else [self._routed_layer(layer, layer.router, weights, dense)]
         own = DecoderLayer(0, layer, facts, dense, 0 if routed else None, KeyChoice())
         joining = dense.linear(f"{layer.name}.eh_proj")

@@ -117,7 +117,7 @@ class GpuNextTokenLayer:
         experts = memory.step(scored, scored, decodes=False, captured=step.live_tokens is not None)
         pending = self._layer.mlp(residual, attended, experts, live)
         x = pending.add_to(residual, self._norm, facts.epsilon)
-        kept.index_copy_(0, step.next_slots(), residual)
+        kept.index_copy_(0, step.next_slots(), x if facts.normed_further else residual)
         return DecoderOutput(self._model.logits(x)[None])
 
     def after_step(self) -> None:
