@@ -150,7 +150,6 @@ class DraftModel:
 
     def _read_known_tokens(self, sequences: Many[Sequence] | Mapping[Sequence, int]) -> None:
         """Compute all known tokens but the last one, in passes of limited size."""
-        reads = False
         for sequence in sequences:
             progress = self._progress(sequence)
             end = max(0, sequence.length - self.unread)
@@ -164,15 +163,13 @@ class DraftModel:
                 first = progress.computed
                 progress.computed += min(left, self._most_tokens)
                 self._read(sequence, first, progress.computed)
-                reads = True
-        if reads:
-            self._runner.wait()
 
     def _read(self, sequence: Sequence, first: int, end: int) -> None:
         """Compute the known tokens at the places from `first` to `end`."""
         further = self.unread - 1
         token_ids = sequence.tokens[first + further : end + further].tolist()
         self._runner.execute(self._batch([(sequence, first, token_ids)], is_scored=False))
+        self._runner.wait()  # the plan of its attention must not change while it runs
 
     def _pass(self, sequences: Many[Sequence], ahead: int, token_ids: Many[int]) -> torch.Tensor:
         """Compute the last token of each sequence, after `ahead` drafts. Returns the logits [sequences, vocab]."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_workload import outputs_of_steps, workload
 
 from ktqueue.core.request import SamplingParams
@@ -174,3 +175,30 @@ def test_a_sequence_is_drafted_as_far_as_the_draft_model_sees(
     draft._batch = batch  # type: ignore[method-assign]
     run(engine)
     assert 10 < longest <= 20 and engine.stats().steps > 80
+
+
+def test_a_step_has_no_drafts_if_memory_runs_out_for_them(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+    greedy: Any,
+) -> None:
+    draft = make_draft()
+    scores, calls = draft.scores, 0
+
+    def lacks(context: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise torch.OutOfMemoryError("as asked")
+        return scores(context)
+
+    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
+    draft.scores = lacks
+    engine.drafts.probed = 2
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    assert run(engine)["x", 0].token_ids == greedy(PROMPT, 60)
+    assert 0 < engine.stats().accepted_tokens < 40 < engine.stats().steps + engine.stats().accepted_tokens

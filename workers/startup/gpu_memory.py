@@ -233,6 +233,7 @@ def run_largest_step(
         for passed in draft_batches(batch, draft, config.device, MOST_OF_A_STEP):
             run(draft.model, passed, draft.planner or planner)
         draft_bytes = kv.pages * draft.page_bytes
+        draft.keep_hidden(0, config.device)  # what was kept is not used again
     if share := kv.saturated_share():
         log.warning(
             "keys or values are beyond the range of a float8 cache: in one layer %.2g %% of them saturate. "
