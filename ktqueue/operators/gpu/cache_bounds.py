@@ -106,19 +106,19 @@ def _latent_bound(layer: LayerFacts, facts: DecoderFacts, shape: LatentShape, we
 def _projected(name: str, layer: LayerFacts, facts: DecoderFacts, weights: ModuleWeights, first: int = 0) -> float:
     """Return the bound of what a linear module makes of the layer's norm, in its rows from `first` on."""
     matrix = weights.matrix(f"{name}.weight")
-    norm = torch.from_numpy(norm_weights(weights, facts, f"{layer.name}.input_layernorm")).double()
+    norm = torch.from_numpy(norm_weights(weights, facts, f"{layer.name}.input_layernorm"))
     factors, *biases = norm.view(-1, matrix.columns)
     row_bytes = matrix.data.size // matrix.rows
-    bias = torch.zeros(matrix.rows, dtype=torch.float64)
+    bias = torch.zeros(matrix.rows)
     if weights.has(f"{name}.bias"):
-        bias = torch.from_numpy(weights.vector(f"{name}.bias")).double()
+        bias = torch.from_numpy(weights.vector(f"{name}.bias"))
     step, largest = max(1, _WEIGHTS_AT_ONCE // matrix.columns), 0.0
     for begin in range(first, matrix.rows, step):
         end = min(begin + step, matrix.rows)
         data = matrix.data[begin * row_bytes : end * row_bytes]
         decoded = native.dequantize(matrix.quant, data, (end - begin) * matrix.columns)
-        rows = torch.from_numpy(decoded).view(-1, matrix.columns).double()
+        rows = torch.from_numpy(decoded).view(-1, matrix.columns)
         always = bias[begin:end] + (rows @ biases[0] if biases else 0)  # what no input changes
-        bounds = (rows * factors).norm(dim=1) * math.sqrt(matrix.columns) + always.abs()
-        largest = max(largest, float(bounds.max()))
+        lengths = (rows.square_() @ factors.square()).sqrt()
+        largest = max(largest, float((lengths * math.sqrt(matrix.columns) + always.abs()).max()))
     return largest
