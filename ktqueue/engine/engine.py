@@ -14,7 +14,6 @@ import torch
 from ktqueue.answers.grammar import GrammarFailed, Matcher
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import EngineFailure
-from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.core.vocabulary import Vocabulary
@@ -26,24 +25,24 @@ from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
+from ktqueue.engine.overlap import Overlap
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
-from ktqueue.engine.prompt_logprobs import prompt_logprobs
-from ktqueue.engine.request_table import RequestTable, no_token, usage_of
+from ktqueue.engine.request_table import RequestTable, usage_of
 from ktqueue.engine.routing_recorder import RoutingRecorder
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import Model
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, Scheduler
-from ktqueue.engine.sequence import Sequence, SequenceStatus
 from ktqueue.engine.shared_steps import SharedSteps
 from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 from ktqueue.engine.step_recorder import StepRecorder, name_parts
+from ktqueue.engine.step_results import StepResults
 from ktqueue.engine.step_sampler import Ready, StepSampler
 from ktqueue.engine.step_times import StepTimes
 from ktqueue.engine.token_masks import TokenMasks
-from ktqueue.engine.token_selector import TokenSelection
+from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.named_ranges import NamedRange
@@ -118,7 +117,6 @@ class Engine:
             original_length=layout.original_length,
         )
         self._builder = BatchBuilder(parts.kv, drafts_apart=parts.drafts_apart)
-        self._special_token_bytes = vocabulary.special_token_bytes
         self._model = device_model(model)
         self._runner = parts.runner
         self._masks = TokenMasks(vocabulary.size, vocabulary.eos_token_ids, check_greedy=parts.check_greedy)
@@ -127,7 +125,10 @@ class Engine:
         self._next = NextStep(self._rows, self._scheduler, self._builder, self._runner, self._masks, drafts)
         self._sampler = StepSampler(parts.selector, self._masks, self._next)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
-        self._prompt_tokens = self._generation_tokens = self._batch_tokens = self._out_of_memory = 0
+        self._results = StepResults(self._rows, self._requests, self.drafts, vocabulary.special_token_bytes)
+        may_overlap = not layout.linear and not layout.original_length
+        self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner if may_overlap else None)
+        self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
 
     @property
@@ -154,9 +155,9 @@ class Engine:
             rows_left_out=self._scheduler.rows_left_out,
             free_pages=rows.pages.available,
             total_pages=rows.pages.total,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            batch_tokens=self._batch_tokens,
+            prompt_tokens=self._results.prompt_tokens,
+            generation_tokens=self._results.generation_tokens,
+            batch_tokens=self._results.batch_tokens,
             preemptions=rows.preemptions,
             prefix_queries=rows.prefixes.queries,
             prefix_hits=rows.prefixes.hits,
@@ -164,6 +165,7 @@ class Engine:
             replayed_steps=self._runner.replayed,
             prepared_steps=self._next.taken,
             steps_ahead=self._next.ahead,
+            overlapped_steps=self._overlap.steps,
             drafted_tokens=self.drafts.drafted,
             accepted_tokens=self.drafts.accepted,
             steps=times.steps,
@@ -242,6 +244,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its pages at once. An unknown id is ignored."""
+        if self._overlap.computes(request_id):
+            self._early_outputs += self._finish_overlapped()
         self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
         self._requests.abort(request_id)
 
@@ -253,6 +257,8 @@ class Engine:
         step later.
         """
         outputs, self._early_outputs = self._early_outputs, []
+        if self._overlap.is_wanted(self._next):
+            return outputs + self._overlapping_step()
         started = time.monotonic()
         prepared = self._next.take()
         plan = prepared.plan if prepared else self._scheduler.schedule()
@@ -272,7 +278,7 @@ class Engine:
             return [*outputs, *(self._requests.fail(sequence, fault) for sequence in plan.rows)]
         launched = time.monotonic()
         # The device computes until `_sample` waits for it. Meanwhile the host does what needs no new token.
-        ready, complete = self._commit_computed_tokens(plan, batch)
+        ready, complete = self._results.commit(plan, batch)
         committed = time.monotonic()
         ahead = None if plan.drafts else never if batch.prompts or self.routing else launch_next  # read below
         selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready, ahead)
@@ -282,30 +288,75 @@ class Engine:
         sampled = time.monotonic()
         self.costs.observe(plan.tokens, sampled - began)
         self._runner.learn(sampled - began)
-        outputs += self._score_prompts(batch, logits) if batch.prompts else []
-        outputs += self._postprocess(plan, ready, selection)
+        outputs += self._results.outputs(plan, batch, logits, ready, complete, selection)
         self.drafts.learn(plan, began, sampled, has_more=bool(self._requests))
-        outputs += [self._requests.output(done, (), "", FinishReason.LENGTH) for done in complete if done.is_unfinished]
         written = time.monotonic()
         self._next.launch(launch_next, redrawn=selection.redrawn)
         times = started, planned, built, launched, committed, sampled, written, time.monotonic(), selection.waited
+        self._record(times, plan, ready)
+        return outputs
+
+    def _overlapping_step(self) -> list[SequenceOutput]:
+        """Run a step of the interactive class while one of the batch class runs, which begins here if none does.
+
+        Returns what the sequences gained, those of the batch class once their step is done.
+        """
+        overlap = self._overlap
+        try:
+            plan, impossible = overlap.plan()
+            outputs = [self._requests.fail(sequence, self._rows.too_long(sequence)) for sequence in impossible]
+            with overlap.beside():
+                if plan.rows:
+                    outputs += self._complete(plan, *overlap.run(plan))
+                elif not overlap.is_done:
+                    overlap.wait_a_moment()
+        except torch.OutOfMemoryError as error:
+            # What is computed was not recorded, so it is computed again, in other steps.
+            log.warning("out of memory while steps overlap, which they will not any more: %s", error)
+            self._out_of_memory += 1
+            overlap.give_up()
+            torch.cuda.empty_cache()
+            return []
+        return outputs + (self._finish_overlapped() if overlap.is_done else [])
+
+    def _finish_overlapped(self) -> list[SequenceOutput]:
+        """Wait for the step of the batch class, if one runs. Returns what its sequences gained."""
+        overlapped = self._overlap.finish()
+        return [] if overlapped is None else self._complete(*overlapped)
+
+    def _complete(self, plan: StepPlan, batch: Batch, logits: torch.Tensor, began: float) -> list[SequenceOutput]:
+        """Choose the tokens of a step that overlaps another or is overlapped. Returns what its sequences gained."""
+        launched = time.monotonic()
+        self._masks.begin(plan.rows)
+        ready, complete = self._results.commit(plan, batch)
+        committed = time.monotonic()
+        scored = logits if batch.next_rows is None else logits[batch.next_rows]
+        selection = self._sample(scored, ready, None, self._overlap.launch_more)
+        self._model.after_step()
+        sampled = time.monotonic()
+        outputs = self._results.outputs(plan, batch, logits, ready, complete, selection)
+        times = began, began, began, launched, committed, sampled, *2 * (time.monotonic(),), selection.waited
+        self._record(times, plan, ready)
+        return outputs
+
+    def _record(self, times: tuple[float, ...], plan: StepPlan, ready: Ready) -> None:
+        """Count the time of a step's parts, and write them to the profile."""
         self._times.add(moments := StepMoments(*times))
         if self.recorder is not None:
-            self.recorder.record(
-                moments, plan, sampled=sum(not ahead for _, _, ahead in ready), prompt_tokens=self._prompt_tokens
-            )
-        return outputs
+            sampled, prompt_tokens = sum(not ahead for _, _, ahead in ready), self._results.prompt_tokens
+            self.recorder.record(moments, plan, sampled=sampled, prompt_tokens=prompt_tokens)
 
     def close(self) -> None:
         """Release what the model has on a device. No step follows."""
         self._next.close()
+        self._overlap.finish()
         self._masks.close()
         self.drafts.close()
         self._model.close()
 
     def start_profile(self, writer: RecordWriter, routing_seconds: float, named: NamedRange | None = None) -> None:
         """Record every step from now on, and run its parts inside `named` ranges. The caller closes the writer."""
-        parts = self._model, self._rows.pages, self._runner, self._next, self._prompt_tokens
+        parts = self._model, self._rows.pages, self._runner, self._next, self._results.prompt_tokens
         self.recorder = StepRecorder(writer, routing_seconds, *parts)
         if named is not None:
             name_parts(named, self._scheduler, self._builder, self._runner, self._sampler)
@@ -329,71 +380,12 @@ class Engine:
                 return batch, None
             batch = self._builder.build(plan.rows, plan.drafts)
 
-    def _commit_computed_tokens(self, plan: StepPlan, batch: Batch) -> tuple[Ready, list[Sequence]]:
-        """Record which tokens the step computes, except drafts.
-
-        Returns the rows of sequences that get a token, and the sequences that end with their prompt.
-        """
-        ready: list[tuple[int, Sequence, int]] = []
-        complete, row = [], 0
-        for sequence, count in plan.rows.items():
-            if sequence.status is not SequenceStatus.RUNNING:  # ended after the launch of a decode step
-                row += 1
-                continue
-            uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
-            if uncomputed_prompt > 0:
-                self._prompt_tokens += min(count, uncomputed_prompt)
-            drafts = len(plan.drafts.get(sequence, ()))
-            forks = self._rows.commit(sequence, count - drafts)
-            if sequence.remaining:  # a part of a prompt, or its grammar forced tokens after the launch
-                row += batch.decodes
-                continue
-            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)] if forks else [sequence]
-            if sequence.samples:
-                ready += [(row, sibling, 0) for sibling in finished]
-                ready += [(row + number, sequence, number) for number in range(1, 1 + drafts)]
-                row += 1 + drafts
-            else:
-                complete += finished
-        return ready, complete
-
-    def _sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None) -> TokenSelection:
-        """Choose a token for each ready sequence. Without any, wait for the device."""
+    def _sample(
+        self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
+    ) -> TokenSelection:
+        """Choose a token for each ready sequence. Without any, wait for the device. See StepSampler.sample."""
         if ready:
-            return self._sampler.sample(logits, ready, launch_next)
+            return self._sampler.sample(logits, ready, launch_next, meanwhile)
         started = time.perf_counter()
         self._runner.wait()
         return TokenSelection([], [], {}, waited=time.perf_counter() - started)
-
-    def _score_prompts(self, batch: Batch, logits: torch.Tensor) -> list[SequenceOutput]:
-        """Compute the log probabilities of prompt tokens that this step gives. Call it once the device has finished."""
-        outputs = []
-        for scored in batch.prompts:
-            request = scored.sequence.request
-            found = prompt_logprobs(logits, scored, self._special_token_bytes)
-            if found is None:
-                fault = EngineFailure("the model computed logits that are not finite numbers for the prompt")
-                outputs += self._requests.fail_all(request, fault)
-            else:
-                request.prompt_entries = scored.positions.stop + 1
-                outputs.append(
-                    SequenceOutput(request_id=request.id, index=scored.sequence.index, prompt_logprobs=found)
-                )
-        return outputs
-
-    def _postprocess(self, plan: StepPlan, ready: Ready, selection: TokenSelection) -> list[SequenceOutput]:
-        """Add the new tokens to their sequences, finish those that end, and make the outputs."""
-        outputs = []
-        for row, (_, sequence, ahead) in enumerate(ready):
-            if not sequence.is_unfinished or (ahead and not self.drafts.accept(plan, sequence, ahead - 1)):
-                continue
-            if selection.finite[row]:
-                output = self._requests.advance(sequence, selection.token_ids[row], selection.logprobs.get(row))
-                self._generation_tokens += len(output.token_ids)
-                self._batch_tokens += len(output.token_ids) * (sequence.request.job_class is JobClass.BATCH)
-                if len(output.token_ids) > 1:
-                    self._rows.jumped()
-            else:
-                output = self._requests.fail(sequence, no_token(sequence))
-            outputs.append(output)
-        return outputs

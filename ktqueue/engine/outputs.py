@@ -54,7 +54,8 @@ class EngineStats:
     prefix_hits: tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller
     because the device had too little memory. replayed_steps: steps that replayed a captured graph. prepared_steps:
     steps that were built while the device computed the step before. steps_ahead: those of them that were launched
-    before the tokens of the step before were on the host. drafted_tokens: tokens that steps verified ahead.
+    before the tokens of the step before were on the host. overlapped_steps: steps of the batch class during which
+    interactive sequences had steps of their own. drafted_tokens: tokens that steps verified ahead.
     accepted_tokens: those of them that were right. Seconds are wall time of each part of all steps so far.
     """
 
@@ -76,6 +77,7 @@ class EngineStats:
     replayed_steps: int
     prepared_steps: int
     steps_ahead: int
+    overlapped_steps: int
     drafted_tokens: int
     accepted_tokens: int
     steps: int

@@ -140,6 +140,10 @@ class NextStep:
             self._builder.write_token_ids(prepared.batch, prepared.plan.rows)
         return prepared
 
+    def drop(self) -> None:
+        """Forget the prepared step, which is not launched."""
+        self._prepared = None
+
     @property
     def is_launched(self) -> bool:
         """Whether the device computes it already."""

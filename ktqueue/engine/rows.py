@@ -82,6 +82,7 @@ class Rows:
         was prepared for an older version is stale."""
         self.preemptions = 0
         self.prefixes = PrefixCache(pages, states, page_size=page_size, enabled=prefix_caching)
+        self.in_flight: Collection[Sequence] = ()  # that the device computes: they keep their rows and pages
         self._waiting: dict[JobClass, list[Sequence]] = {job_class: [] for job_class in JobClass}
         self._sitting_out: list[Sequence] = []  # waiting sequences that must not join the step that is being planned
         self._reserved_rows = self._reserved_pages = 0  # for them
@@ -229,7 +230,8 @@ class Rows:
         room = limit - self.rows_taken - self._reserved_rows - _rows(sequence)
         if room >= 0 or class_rank == BATCH:
             return room >= 0
-        return room + sum(_rows(running) for running in self.running if self._class_rank(running) > class_rank) >= 0
+        others = (running for running in self.running if running not in self.in_flight)
+        return room + sum(_rows(running) for running in others if self._class_rank(running) > class_rank) >= 0
 
     def admit(self, sequence: Sequence, plan: StepPlan, budget: int) -> bool:
         """Start the first waiting sequence, find that it can never run, or let it sit out this step of `budget` tokens.
@@ -297,8 +299,7 @@ class Rows:
             missing = self._pages_for(sequence.num_computed_tokens + count) - sequence.page_count
             if pages.available >= missing + copies:
                 break
-            victim = max(self.running, key=self.rank)
-            if victim is sequence:
+            if (victim := self._lowest()) is None or self.rank(victim) <= self.rank(sequence):
                 return False
             self.preempt(victim, plan)
         if copies:
@@ -352,11 +353,15 @@ class Rows:
 
     def _preempt_lower_class(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt the running sequence of the lowest rank if its class is lower than that of `sequence`."""
-        victim = max(self.running, key=self.rank, default=None)
+        victim = self._lowest()
         if victim is None or self._class_rank(victim) <= self._class_rank(sequence):
             return False
         self.preempt(victim, plan)
         return True
+
+    def _lowest(self) -> Sequence | None:
+        """The running sequence of the lowest rank that may be preempted."""
+        return max((one for one in self.running if one not in self.in_flight), key=self.rank, default=None)
 
     def _free_pages(self, sequence: Sequence) -> None:
         # The last page first: the end of a cached prefix must be evicted before its beginning.

@@ -1,8 +1,9 @@
 """Runs the model on one batch. Knows only how to call a causal language model of transformers."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -51,6 +52,44 @@ class Runner(Protocol):
 
     def learn(self, seconds: float) -> None:
         """Note how long the last step took."""
+
+
+class LaunchedStep(Protocol):
+    """A step that is launched in parts: see PartedStep."""
+
+    logits: torch.Tensor | None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has computed the logits."""
+
+    def keep_ahead(self, *, until_idle: bool = False) -> None:
+        """Launch until the device has enough to do. until_idle: or has done what is queued on the current stream
+        now."""
+
+    def finish(self) -> torch.Tensor:
+        """Launch what is left, and wait for the logits."""
+
+
+@runtime_checkable
+class OverlappingRunner(Runner, Protocol):
+    """A runner that can run other steps before a long step is done."""
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether the model's steps can be overlapped."""
+
+    def begin(self, batch: Batch) -> LaunchedStep:
+        """Begin a step that leaves the CPU's experts to others. `end_overlap` follows it."""
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Inside of it, work is not queued behind the overlapped step, and overtakes it."""
+
+    def execute_beside(self, batch: Batch, overlapped: LaunchedStep) -> torch.Tensor:
+        """As `execute`, inside `beside`."""
+
+    def end_overlap(self) -> None:
+        """Call it when the overlapped step and all others are done."""
 
 
 class HostRunner:

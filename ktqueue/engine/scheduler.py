@@ -31,6 +31,8 @@ MAX_PROMPT_ROWS = 256
 GATHERING_ROWS = 8  # batch prompts wait for others while less than one of so many rows is free
 MOST_GATHERING_STEPS = 16
 PREFILL_PART = 4  # prompts that fill less than one of so many parts of a prefill step get none
+LEAST_OVERLAPPED = 128  # tokens of an overlapped step: it streams all experts
+MOST_BESIDE = 512  # tokens of a step beside it, in which the CPU computes all experts
 _INTERACTIVE, _BATCH, _ALL = (JobClass.INTERACTIVE,), (JobClass.BATCH,), tuple(JobClass)
 
 
@@ -77,6 +79,32 @@ class Scheduler:
         self._rows.end_admission()
         if self._drafts is not None:
             self._drafts.add(plan, max(0, budget - plan.tokens))
+        return plan
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether to compute batch rows in a step of their own now, and interactive ones in others at the same time."""
+        rows = self._rows
+        if not rows.has(JobClass.BATCH) or not self._shared.are_limited(rows.has(JobClass.INTERACTIVE)):
+            return False
+        tokens = sum(max(1, sequence.remaining) for sequence in self._running_of(_BATCH))
+        return tokens + rows.waiting_tokens(JobClass.BATCH, rows.rows_wanted - rows.rows_taken) >= LEAST_OVERLAPPED
+
+    def plan_beside(self, *, prompts: bool) -> StepPlan:
+        """Plan a step of the interactive class beside an overlapped step. `prompts`: short ones join it."""
+        self._rows.sort()
+        plan = StepPlan(is_shared=False)
+        self._fill(plan, _INTERACTIVE, min(MOST_BESIDE, self._token_budget), longest=MOST_BESIDE if prompts else 1)
+        self._rows.end_admission()
+        return plan
+
+    def plan_overlapped(self) -> StepPlan:
+        """Plan a step that others overlap: of the batch class, and of interactive prompts."""
+        self._rows.sort()
+        plan = StepPlan()
+        self._fill(plan, _INTERACTIVE, self._token_budget - self._token_budget // BATCH_PART)
+        self._fill(plan, _BATCH, self._token_budget)
+        self._rows.end_admission()
         return plan
 
     def begin(self, plan: StepPlan) -> None:
@@ -167,9 +195,14 @@ class Scheduler:
             plan.holds_prompts = prefill > 0
             yield _BATCH, min(self._token_budget, plan.tokens + self._shared.free_tokens(plan.tokens))
 
-    def _fill(self, plan: StepPlan, classes: Collection[JobClass], budget: int) -> None:
-        """Plan rows of these classes until the step has `budget` tokens."""
+    def _fill(self, plan: StepPlan, classes: Collection[JobClass], budget: int, longest: int | None = None) -> None:
+        """Plan rows of these classes until the step has `budget` tokens. longest: most tokens that a sequence of the
+        step has to compute, now or later; None: any number."""
         running = self._running_of(classes)
+        if in_flight := self._rows.in_flight:
+            running = [sequence for sequence in running if sequence not in in_flight]
+        if longest is not None:
+            running = [sequence for sequence in running if sequence.remaining <= longest]
         for sequence in running:
             if plan.is_prefill and sequence.request.job_class is JobClass.BATCH:
                 break
@@ -185,6 +218,8 @@ class Scheduler:
         if _BATCH[0] in classes and (plan.holds_prompts or self._gathers(plan, budget)):
             classes = [job_class for job_class in classes if job_class not in _BATCH]
         while plan.tokens < budget and (first := self._rows.first_waiting(classes)):
+            if longest is not None and first.length > longest:
+                break
             if not self._rows.admit(first, plan, budget):
                 break
             self._plan_row(first, plan, budget)

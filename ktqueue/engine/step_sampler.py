@@ -10,7 +10,7 @@ from ktqueue.engine.memory_plan import SAMPLED_ROWS
 from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_masks import TokenMasks
-from ktqueue.engine.token_selector import Selector, TokenSelection, do_nothing
+from ktqueue.engine.token_selector import Meanwhile, Selector, TokenSelection, do_nothing
 
 log = logging.getLogger(__name__)
 
@@ -30,27 +30,32 @@ class StepSampler:
         self._masks = masks
         self._next = next_step
 
-    def sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None) -> TokenSelection:
+    def sample(
+        self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
+    ) -> TokenSelection:
         """Choose tokens from `logits` [scored, vocab] float32. The next step may be launched if all are chosen at once.
 
         launch_next: see Engine.step; None: the next step is not prepared, since it is not known how many of these
-        tokens are kept.
+        tokens are kept. `meanwhile` is called instead, before the device is waited for.
 
         Raises torch.OutOfMemoryError if there is no memory for a single row, or if a launched step overwrites logits
         that would be needed again.
         """
         if launch_next is not None and len(ready) > SAMPLED_ROWS:
             launch_next = never
-        selection = self._sample(logits, ready[:SAMPLED_ROWS], launch_next)
+        selection = self._sample(logits, ready[:SAMPLED_ROWS], launch_next, meanwhile)
         for start in range(SAMPLED_ROWS, len(ready), SAMPLED_ROWS):
             selection = selection.joined(self._sample(logits, ready[start : start + SAMPLED_ROWS], None))
         return selection
 
-    def _sample(self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None) -> TokenSelection:
+    def _sample(
+        self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
+    ) -> TokenSelection:
         """Choose tokens, and prepare the next step meanwhile, unless `launch_next` is None."""
         rows, sequences = [row for row, _, _ in ready], [sequence for _, sequence, _ in ready]
         ahead = [ahead for _, _, ahead in ready]
-        meanwhile = do_nothing if launch_next is None else partial(self._next.prepare, sequences, launch_next)
+        if launch_next is not None:
+            meanwhile = partial(self._next.prepare, sequences, launch_next)
         try:
             masked = self._masks.take(sequences, ahead)
             return self._selector.select(logits, rows, sequences, meanwhile, masked, ahead)

@@ -37,6 +37,7 @@ _COUNTERS = (
         "steps_ahead",
         "Prepared steps that were launched before the tokens of the previous one were read.",
     ),
+    ("overlapped_steps", "overlapped_steps", "Batch steps during which interactive sequences had steps of their own."),
     ("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens that steps verified ahead."),
     ("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were right."),
     ("out_of_memory", "out_of_memory", "Steps made smaller because the device ran out of memory."),

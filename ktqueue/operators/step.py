@@ -1,7 +1,8 @@
 """StepContext: everything that an operator may read in one step. It is passed as the keyword `step`."""
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -9,6 +10,7 @@ import torch
 from ktqueue.operators.kv_cache import KVCache
 
 _Array = npt.NDArray[Any]
+Result = TypeVar("Result")
 
 
 class ScoreOptions(NamedTuple):
@@ -47,6 +49,16 @@ class AttentionPlan(Protocol):
 
 def _no_slots() -> torch.Tensor:
     return torch.empty(0, dtype=torch.int32)
+
+
+def result_of(parts: Generator[None, None, Result]) -> Result:
+    """Run all parts of a step, and return what they compute."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ DRAFTS: dict[str, Mutation] = {
     ),
     "drafts are committed before they are verified": Mutation(
         SAME,
-        "ktqueue/engine/engine.py",
+        "ktqueue/engine/step_results.py",
         "self._rows.commit(sequence, count - drafts)",
         "self._rows.commit(sequence, count)",
         (ANSWERS,),

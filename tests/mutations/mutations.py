@@ -10,6 +10,7 @@ from models import MODELS
 from mutation import ROOT, SCRIPTS, Mutation
 from operation import OPERATION
 from other_apis import OTHER_APIS
+from overlap import OVERLAP
 from prompts import PROMPTS
 from rotary import ROTARY
 from steps_ahead import STEPS_AHEAD
@@ -383,6 +384,7 @@ MUTATIONS: dict[str, Mutation] = {
     **DRAFTS,
     **PROMPTS,
     **ROTARY,
+    **OVERLAP,
     **STEPS_AHEAD,
     **HOSTILE_CLIENTS,
     **ANSWERS,

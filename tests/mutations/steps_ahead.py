@@ -36,7 +36,7 @@ STEPS_AHEAD: dict[str, Mutation] = {
     ),
     "forced tokens shift the rows of others": Mutation(
         "a row whose grammar forced tokens after the launch keeps its row of logits",
-        "ktqueue/engine/engine.py",
+        "ktqueue/engine/step_results.py",
         "                row += batch.decodes\n",
         "",
         (f"{AHEAD}::test_answers_stay_the_same[3-400]",),

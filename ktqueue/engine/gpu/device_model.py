@@ -1,14 +1,16 @@
 """What the engine calls on a model besides the forward pass: preparation, the end of a step, statistics, close."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from ktqueue.core.expert_work import CountsExperts
 from ktqueue.engine.runner import Model
 from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.step import DecoderOutput, StepContext
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,29 @@ class StreamingModel(Protocol):
 
     def streams(self, tokens: int) -> bool:
         """Whether an eager step of `tokens` tokens may do so."""
+
+
+@runtime_checkable
+class OverlappingModel(Protocol):
+    """A model that launches steps in parts, so that others can run before a step is done."""
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether a step may be overlapped."""
+
+    def forward_in_parts(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_to_keep: torch.Tensor,
+        step: StepContext,
+        *,
+        overlapped: bool = False,
+    ) -> Generator[None, None, DecoderOutput]:
+        """See GpuDecoder."""
+
+    def end_overlap(self) -> None:
+        """Called when an overlapped step is done, and those that ran meanwhile."""
 
 
 class _PlainModel:

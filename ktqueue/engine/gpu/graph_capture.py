@@ -51,6 +51,8 @@ class GraphCapturer:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._pool = torch.cuda.graph_pool_handle()
+        # Kernels keep the priority that they are captured with: these may overtake those of an overlapped step.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def capture(self, function: Function) -> Function:
         """Capture what `function` does on the GPU now. Its work on the host is not repeated.
@@ -66,7 +68,7 @@ class GraphCapturer:
         current.wait_stream(side_stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = function()
 
         def replay() -> torch.Tensor:

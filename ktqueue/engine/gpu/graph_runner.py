@@ -4,17 +4,19 @@ A captured step has a fixed number of rows: see decode_bucket.py. Before each la
 step on the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.capture_choice import CaptureChoice
 from ktqueue.engine.gpu.decode_bucket import DecodeBucket
-from ktqueue.engine.gpu.device_model import StreamingModel
+from ktqueue.engine.gpu.device_model import OverlappingModel, StreamingModel
 from ktqueue.engine.gpu.graph_capture import Capturer
+from ktqueue.engine.gpu.parted_step import PartedStep
 from ktqueue.engine.gpu.staging import Staging
-from ktqueue.engine.runner import DeviceTokens, Model
+from ktqueue.engine.runner import DeviceTokens, LaunchedStep, Model
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache
@@ -61,6 +63,9 @@ class GraphRunner:
         self._planner = planner
         self._device = torch.device(device)
         self._staging = Staging(device)
+        self._parted = model if isinstance(model, OverlappingModel) and model.may_overlap else None
+        self._overlapped_inputs = (Staging(device), planner.another()) if self._parted else None
+        self._fast = torch.cuda.Stream(device, priority=-1) if is_gpu(device) else None  # type: ignore[no-untyped-call]
         self._prepared: Batch | None = None
         self._streams = model.streams if isinstance(model, StreamingModel) else _never
         self._choice = CaptureChoice()
@@ -107,6 +112,43 @@ class GraphRunner:
             self._prepared = batch
             return True
 
+    @property
+    def may_overlap(self) -> bool:
+        """See OverlappingRunner."""
+        return self._parted is not None and self._parted.may_overlap
+
+    def begin(self, batch: Batch) -> PartedStep:
+        """See OverlappingRunner."""
+        assert self._overlapped_inputs is not None, "this model's steps cannot be overlapped"
+        step = PartedStep(self._in_parts(batch, *self._overlapped_inputs, overlapped=True), self._device)
+        if self._fast is not None:
+            self._fast.wait_stream(torch.cuda.current_stream(self._device))
+        return step
+
+    def beside(self) -> AbstractContextManager[object]:
+        """See OverlappingRunner."""
+        return nullcontext() if self._fast is None else torch.cuda.stream(self._fast)
+
+    def execute_beside(self, batch: Batch, overlapped: LaunchedStep) -> torch.Tensor:
+        """See OverlappingRunner."""
+        with torch.inference_mode():
+            bucket = self._bucket(batch)
+            if bucket is not None:
+                self._prepared = None
+                bucket.prepare(batch)
+                self.replayed += 1
+                return bucket.run(batch)
+        step = PartedStep(self._in_parts(batch, self._staging, self._planner, overlapped=False), self._device)
+        while step.launch():
+            overlapped.keep_ahead()
+        assert step.logits is not None
+        return step.logits
+
+    def end_overlap(self) -> None:
+        """See OverlappingRunner."""
+        assert self._parted is not None
+        self._parted.end_overlap()
+
     def wait(self) -> None:
         """See Runner."""
         if is_gpu(self._device):
@@ -125,14 +167,30 @@ class GraphRunner:
         return next((bucket for bucket in self.buckets if bucket.rows >= rows), None) if batch.decodes else None
 
     def _eager(self, batch: Batch) -> torch.Tensor:
+        return self._forward(*self._staged(batch, self._staging, self._planner))
+
+    def _in_parts(
+        self, batch: Batch, staging: Staging, planner: AttentionPlanner, *, overlapped: bool
+    ) -> Generator[None, None, torch.Tensor]:
+        """Launch an eager step a layer at a time. Returns the logits [scored, vocab]."""
+        assert self._parted is not None
+        inputs = self._staged(batch, staging, planner)
+        output = yield from self._parted.forward_in_parts(*inputs, overlapped=overlapped)
+        return output.logits[0, :, : self._vocab].float()
+
+    @staticmethod
+    def _staged(
+        batch: Batch, staging: Staging, planner: AttentionPlanner
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, StepContext]:
+        """Token ids, positions, indices of scored tokens and the step, all on the device."""
         host = batch.step
         tensors = [batch.input_ids, batch.position_ids, batch.scored, host.query_starts, host.context_lengths]
         tensors += [host.page_table, host.slot_mapping, host.state_sources, host.state_targets]
-        staged = self._staging.put([tensor.numpy() for tensor in tensors])
+        staged = staging.put([tensor.numpy() for tensor in tensors])
         input_ids, position_ids, scored, starts, contexts, table, slots, sources, targets = staged
-        plan = self._planner.plan(host)
+        plan = planner.plan(host)
         step = StepContext(starts, contexts, table, slots, host.kv, plan, state_sources=sources, state_targets=targets)
-        return self._forward(input_ids, position_ids, scored, step)
+        return input_ids, position_ids, scored, step
 
     def _forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, scored: torch.Tensor, step: StepContext

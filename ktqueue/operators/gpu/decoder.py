@@ -6,6 +6,7 @@ waits for the device, so a step can be captured. On CPU tensors it runs the kern
 
 import copy
 import itertools
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, Self, get_args
 
@@ -29,7 +30,6 @@ from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.kernels.operation import dependent_launches
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.rope import Rotary
-from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.next_token_layer import GpuNextTokenLayer
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
@@ -40,7 +40,7 @@ from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary import rotary_tables
 from ktqueue.operators.rotary_rows import in_rotary_order
-from ktqueue.operators.step import DecoderOutput, StepContext
+from ktqueue.operators.step import DecoderOutput, StepContext, result_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EARLY_TOKENS = 16
@@ -161,7 +161,7 @@ class GpuDecoder(Operator):
             renormalise=router.renormalise,
             gate=layer.expert_gate,
             exact=self._options["activations"] == "float32",
-            scoring=_scoring(layer.name, router, weights, self.device),
+            scoring=dense.scoring(layer.name, router),
             biases=dense.expert_biases(experts),
         )
 
@@ -288,29 +288,44 @@ class GpuDecoder(Operator):
     ) -> DecoderOutput:
         """Compute one step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising. All are
         on the device. Raises RuntimeError before `prepare_device`."""
-        if self._experts is None or self.tables is None:
-            raise RuntimeError("GpuDecoder's device is not prepared yet")
         is_short = step.live_tokens is not None and input_ids.shape[1] <= EARLY_TOKENS
+        parts = self.forward_in_parts(input_ids, position_ids, logits_to_keep, step)
         with dependent_launches(self._launches_early and is_short):
-            return self._run(input_ids[0], position_ids[0], logits_to_keep, step, self.tables, self._experts)
+            return result_of(parts)
 
-    def _run(
+    @property
+    def may_overlap(self) -> bool:
+        """Whether a step can run while others are computed: it streams all experts, and has nothing in common with
+        them but weights and cache."""
+        shares = (
+            self._choices is not None or self._hidden is not None or any(layer.chooses for layer in self.facts.layers)
+        )
+        return self._experts is not None and self._experts.may_overlap and not shares
+
+    def forward_in_parts(
         self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
         logits_to_keep: torch.Tensor,
         step: StepContext,
-        rotary: Rotary,
-        memory: ExpertMemory,
-    ) -> DecoderOutput:
-        """ids, positions: [tokens] int64. See `forward`."""
+        *,
+        overlapped: bool = False,
+    ) -> Generator[None, None, DecoderOutput]:
+        """Launch one step a layer at a time. See `forward`, and ExpertMemory.step for `overlapped`. After that step,
+        and the others that ran meanwhile, call `end_overlap`."""
+        rotary, memory = self.tables, self._experts
+        if memory is None or rotary is None:
+            raise RuntimeError("GpuDecoder's device is not prepared yet")
+        ids, positions = input_ids[0], position_ids[0]
         residual = self.embed(ids)
         tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
         reaching = scored if self._hidden is None else tokens
-        experts = memory.step(tokens, reaching, decodes=decodes, captured=step.live_tokens is not None)
+        captured = step.live_tokens is not None
+        experts = memory.step(tokens, reaching, decodes=decodes, captured=captured, overlapped=overlapped)
         kept = logits_to_keep if scored < tokens else None
-        x = self._run_layers(residual, positions, rotary, step, kept, experts)
+        yield
+        x = yield from self._run_layers(residual, positions, rotary, step, kept, experts)
         if scored == 0:
             return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
         return DecoderOutput(self.logits(x)[None])
@@ -337,14 +352,15 @@ class GpuDecoder(Operator):
         step: StepContext,
         kept: torch.Tensor | None,
         experts: StepExperts,
-    ) -> torch.Tensor:
-        """Run all layers and the last norm: [scored, hidden]. kept: [scored] int64, the tokens that are scored; None:
-        all. Writes to the residual [tokens, hidden]."""
+    ) -> Generator[None, None, torch.Tensor]:
+        """Run all layers, one after the other, and the last norm: [scored, hidden]. kept: [scored] int64, the tokens
+        that are scored; None: all. Writes to the residual [tokens, hidden]."""
         pending = PendingResidual()
         for layer in self._layers[:-1]:
             query = layer.attention.query(residual, pending, positions, rotary, step)
             attended = layer.attention.attend(query, step)
             pending = layer.mlp(residual, attended, experts, step.live_tokens)
+            yield
         last = self._layers[-1]
         query = last.attention.query(residual, pending, positions, rotary, step)
         if self._hidden is not None:
@@ -371,17 +387,13 @@ class GpuDecoder(Operator):
         if self._experts is not None:
             self._experts.after_step()
 
+    def end_overlap(self) -> None:
+        """Call it when a step that was overlapped is done, and those that ran meanwhile."""
+        if self._experts is not None:
+            self._experts.end_overlap()
+
     def close(self) -> None:
         """Stop the CPU's experts and free the memory of `prepare_device`."""
         if self._experts is not None:
             self._experts.close()
             self._experts = self.tables = None
-
-
-def _scoring(layer: str, router: RouterFacts, weights: ModuleWeights, device: str) -> Scoring:
-    """How the router of the layer with that name chooses experts, with its vectors on `device`."""
-    bias, scales = (
-        torch.from_numpy(weights.vector(f"{layer}.{name}")).to(device, torch.float32, copy=True) if name else None
-        for name in (router.bias, router.scales)
-    )
-    return Scoring(router.sigmoid, router.scale, router.groups, router.groups_used, bias, router.jitter, scales)

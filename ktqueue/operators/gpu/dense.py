@@ -21,7 +21,8 @@ from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
-from ktqueue.operators.layer_facts import LayerFacts
+from ktqueue.operators.gpu.kernels.router import Scoring
+from ktqueue.operators.layer_facts import LayerFacts, RouterFacts
 from ktqueue.operators.linear_attention import (
     LinearAttentionShape,
     LinearAttentionWeights,
@@ -215,6 +216,14 @@ class DenseWeights:
     def number(self, name: str) -> float:
         """The number of a tensor that holds one."""
         return float(self._weights.vector(name)[0])
+
+    def scoring(self, layer: str, router: RouterFacts) -> Scoring:
+        """How the router of the layer with that name chooses experts, with its vectors."""
+        bias, scales = (
+            self.numbers(self._weights.vector(f"{layer}.{name}")) if name else None
+            for name in (router.bias, router.scales)
+        )
+        return Scoring(router.sigmoid, router.scale, router.groups, router.groups_used, bias, router.jitter, scales)
 
     def router_norm(self, layer: LayerFacts) -> torch.Tensor:
         """The factors of the norm of the router's input, [hidden] float32: see RouterFacts.norm."""

@@ -280,7 +280,8 @@ def fetched(tokens: int, slots: int) -> None:
     """Experts that a step fetches: both launches."""
     ids, sources = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(slots, 2, dtype=torch.int64)
     offsets, addresses = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(EXPERTS, 2, dtype=torch.int64)
-    fetch.divide(ids, offsets, addresses, 0.3, 0, RECORD.bytes, offsets=offsets, sources=sources, cpu_ids=ids)
+    allowed = torch.ones(1)
+    fetch.divide(ids, offsets, addresses, 0.3, allowed, 0, RECORD.bytes, offsets=offsets, sources=sources, cpu_ids=ids)
     memory = torch.zeros(64, dtype=torch.uint8)
     fetch.fetch(sources, torch.zeros(2, 2, dtype=torch.int64), [(0, 1 << 20)], memory, 0, RECORD.bytes)
 

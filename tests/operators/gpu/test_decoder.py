@@ -164,6 +164,22 @@ def test_fetched_experts_change_nothing(
     assert (statistics["expert_fetched_share_one"], statistics["expert_fetched_share_several"]) == (fetched, fetched)
 
 
+def test_a_captured_step_fetches_nothing_while_another_streams_all_experts(make_decoder: Callable[..., Any]) -> None:
+    decoder = make_decoder(make_model("qwen3_moe"), expert_streaming="on", fetched_shares=(1.0, 1.0))
+    memory, ids = decoder._experts, torch.tensor([[1, 3]], device=decoder.device)
+    with torch.inference_mode():
+        captured = memory.step(1, 1, decodes=True, captured=True)
+        found = []
+        for change in (lambda: None, lambda: memory.step(100, 100, decodes=False, captured=False, overlapped=True)):
+            change()
+            left = torch.zeros_like(ids)
+            captured._residency.choose(0, ids, left)
+            found.append(left.tolist())
+        memory.end_overlap()
+        captured._residency.choose(0, ids, left)
+    assert [*found, left.tolist()] == [[[-1, -1]], [[1, 3]], [[-1, -1]]]
+
+
 @pytest.mark.parametrize(("one_token", "several_tokens"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
 def test_steps_of_one_token_have_their_own_share(
     one_token: float, several_tokens: float, make_decoder: Callable[..., Any]

@@ -41,6 +41,9 @@ class AttentionPlanner(Protocol):
         The plan is valid until the next `plan` or `update` of this planner.
         """
 
+    def another(self) -> "AttentionPlanner":
+        """A planner of the same kind with memory of its own, whose plans may run at the same time as those of this."""
+
     def decode_plan(self, rows: int, max_pages: int) -> DecodePlan:
         """Make the plan of all captured decode steps of `rows` rows with at most `max_pages` pages each.
 

@@ -51,6 +51,10 @@ class HeadsPlanner:
         """See AttentionPlanner."""
         return HeadsPlan([planner.plan(host) for planner in self._planners], self._kinds)
 
+    def another(self) -> "HeadsPlanner":
+        """See AttentionPlanner."""
+        return HeadsPlanner([planner.another() for planner in self._planners], self._kinds)
+
     def decode_plan(self, rows: int, max_pages: int) -> HeadsDecodePlan:
         """See AttentionPlanner."""
         return HeadsDecodePlan([planner.decode_plan(rows, max_pages) for planner in self._planners], self._kinds)

@@ -174,6 +174,10 @@ class FlashInferPlanner:
             )
         return FlashInferPlan(self._prefill, self._shape)
 
+    def another(self) -> "FlashInferPlanner":
+        """See AttentionPlanner."""
+        return FlashInferPlanner(self._shape)
+
     def decode_plan(self, rows: int, max_pages: int) -> FlashInferDecodePlan:
         """See AttentionPlanner."""
         group = self._shape.heads // self._shape.layout.kv_heads

@@ -66,6 +66,10 @@ class TorchPlanner:
         """See AttentionPlanner."""
         return TorchPlan(host)
 
+    def another(self) -> "TorchPlanner":
+        """See AttentionPlanner."""
+        return TorchPlanner(self._page_size)
+
     def decode_plan(self, rows: int, max_pages: int) -> TorchDecodePlan:
         """See AttentionPlanner."""
         return TorchDecodePlan(rows, max_pages, self._page_size)

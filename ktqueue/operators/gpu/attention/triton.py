@@ -1,5 +1,7 @@
 """Plans for our Triton kernels: index arrays on the device and, for chunks, a list of tiles. The host decides grids."""
 
+from typing import Self
+
 import numpy as np
 import torch
 
@@ -114,6 +116,10 @@ class TritonPlanner:
             decode = self._decode_rows(len(single), rows, int(lists.contexts[single].max()))
         on_device = flat_tiles.view(-1, 2) if len(tiles) else None
         return TritonPlan(tables, decode, on_device)
+
+    def another(self) -> Self:
+        """See AttentionPlanner."""
+        return type(self)(self._shape)
 
     def decode_plan(self, rows: int, max_pages: int) -> TritonDecodePlan:
         """See AttentionPlanner."""

@@ -3,7 +3,8 @@
 Both read host memory at the same time, and together they reach a higher bandwidth. A step is captured before it is
 known which experts it will use, so kernels choose and copy them (kernels/fetch.py). Long steps stream instead
 (streaming.py).
-The two use the same staging memory, which is safe because no step does both and steps follow one another.
+The two use the same staging memory, which is safe because no step does both and steps follow one another. While a step
+that streams runs beside others, these fetch nothing.
 """
 
 from bisect import bisect_right
@@ -69,6 +70,8 @@ class FetchedExperts(ExpertResidency):
         self._offsets = torch.full((pool.host.shape[1],), ABSENT, dtype=torch.int64, device=copies.device)
         self._sources: dict[tuple[int, int], torch.Tensor] = {}  # by number of slots and parts
         self._tokens = 0
+        self.allowed = torch.ones(1, device=copies.device)
+        """1, or 0 while another step uses the staging memory and the bus. Captured steps read it."""
 
     def locations(self, layer: int) -> ExpertLocations:
         """See ExpertResidency."""
@@ -87,6 +90,7 @@ class FetchedExperts(ExpertResidency):
             self._pool.offsets[layer, : self._layers[layer].experts],
             self._host_layers[layer].addresses,
             self.shares.of(len(ids)),
+            self.allowed,
             self._pool.staging_start,
             self._layers[layer].record.bytes,
             offsets=self.locations(layer).gate_up,

@@ -82,6 +82,9 @@ class ExpertMemory:
         self.choices: torch.Tensor | None = None
         self._streaming: StreamingSteps | None = None
         self._fetched: FetchedExperts | None = None
+        self._is_overlapped = False
+        self.may_overlap = streams and pinned
+        """Whether a step can leave the CPU's experts to others: see `step`."""
         if on_cpu:
             self.handoff = self._connect_cpu(hidden, device, settings)
         # With host functions a thread of CUDA runs the task, and it must return so that the stream continues.
@@ -211,17 +214,27 @@ class ExpertMemory:
                 row[: len(layer)] = layer
             self._placement.place(table)
 
-    def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool) -> StepExperts:
+    def step(self, tokens: int, scored: int, *, decodes: bool, captured: bool, overlapped: bool = False) -> StepExperts:
         """The experts for a step of `tokens` tokens.
 
         scored: tokens that reach the experts of the last layer. decodes: each token is the only one of its row, and is
         scored. captured: the step is captured in a graph, so it must not differ from other steps of its size.
+        overlapped: other steps run before this one is done. So it streams all experts, and until `end_overlap` the
+        others have the CPU and no memory for experts.
         """
+        decoded = None if self._decoded is None or captured else self._decoded.memory_for
+        if overlapped:
+            assert self._streaming is not None and self.may_overlap, "this step needs the CPU"
+            self._is_overlapped = True
+            if self._fetched is not None:
+                self._fetched.allowed.zero_()
+            return StepExperts(self._layers, self._streaming.begin_all(self._resident), self.handoff, decoded=decoded)
         residency = short = self._residency_of_short_step(tokens)
-        if self._streaming is not None and not captured and self.streams(tokens):
+        if self._is_overlapped:
+            residency, decoded = self._resident, None
+        elif self._streaming is not None and not captured and self.streams(tokens):
             residency = self._streaming.begin(self._resident, tokens, scored)
         predicts = decodes and self._predicts and residency is short
-        decoded = None if self._decoded is None or captured else self._decoded.memory_for
         return StepExperts(
             self._layers,
             residency,
@@ -238,10 +251,19 @@ class ExpertMemory:
         return self._streaming is not None and self._streaming.is_long(tokens)
 
     @torch.inference_mode()
+    def end_overlap(self) -> None:
+        """Note that the overlapped step and all others are done."""
+        self._is_overlapped = False
+        if self._fetched is not None:
+            self._fetched.allowed.fill_(1)
+
+    @torch.inference_mode()
     def after_step(self) -> None:
         """See GpuDecoder.after_step."""
         if self.handoff is not None:
             self.handoff.check()
+        if self._is_overlapped:  # its tables must stay as they are
+            return
         if self._streaming is not None:
             self._streaming.after_step()
         if self._placement is not None:

@@ -247,6 +247,11 @@ class StreamingSteps:
         self._current = _LongStep(tokens, share, self._clock(), cpu_busy, streamed)
         return resident if streamed is None else streamed
 
+    def begin_all(self, resident: ExpertResidency) -> ExpertResidency:
+        """Where a step finds its experts that streams all of them, so that the CPU is free. Nothing is learned."""
+        self.steps += 1
+        return self._streamer.begin(resident, 1.0, last_too=True)
+
     def after_step(self) -> None:
         """Learn from the step that the device has just finished, if it was a long one.
 

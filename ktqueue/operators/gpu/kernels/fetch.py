@@ -22,7 +22,7 @@ _PAIRS = 64
 
 @triton.jit(do_not_specialize=["pairs", "share", "area"])
 def _divide_kernel(
-    ids, resident, addresses, offsets_out, sources_out, cpu_ids_out, pairs, share, area, record,
+    ids, resident, addresses, allowed, offsets_out, sources_out, cpu_ids_out, pairs, share, area, record,
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
     SLOT_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def _divide_kernel(
     present = tl.load(resident + expert, mask=expert < EXPERTS, other=0)
     absent = ((used > 0) & (present < 0)).to(tl.int32)
     slot = tl.cumsum(absent, 0) - absent
-    quota = tl.minimum((share * tl.sum(absent, 0).to(tl.float32)).to(tl.int32), SLOTS)
+    quota = tl.minimum((share * tl.load(allowed) * tl.sum(absent, 0).to(tl.float32)).to(tl.int32), SLOTS)
     fetched = (absent > 0) & (slot < quota)
     offset = tl.where(fetched, area + slot.to(tl.int64) * record, present)
     tl.store(offsets_out + expert, offset, mask=expert < EXPERTS)
@@ -78,6 +78,7 @@ def divide(
     resident: torch.Tensor,
     addresses: torch.Tensor,
     share: float,
+    allowed: torch.Tensor,
     area: int,
     record: int,
     *,
@@ -86,6 +87,7 @@ def divide(
     cpu_ids: torch.Tensor,
 ) -> None:
     """Choose experts to fetch: `share` (0 to 1, rounded down) of those that are used and absent, lowest ids first.
+    allowed: [1] float32, 1, or 0 while nothing may be fetched.
 
     ids [tokens, k] int64, negative: none; resident [experts] int64: offset of the expert's record, negative: absent;
     addresses [experts, parts] int64 in host memory; area: offset of the first fetched record, each of `record` bytes.
@@ -96,7 +98,7 @@ def divide(
     if runs_kernel(ids):
         experts, parts = addresses.shape
         _divide_kernel[(1,)](
-            ids.contiguous(), resident, addresses, offsets, sources, cpu_ids, ids.numel(), share, area, record,
+            ids.contiguous(), resident, addresses, allowed, offsets, sources, cpu_ids, ids.numel(), share, area, record,
             EXPERTS=experts,
             EXPERT_BLOCK=triton.next_power_of_2(experts),
             PARTS=parts,
@@ -108,7 +110,7 @@ def divide(
         return
     used = torch.bincount(ids[ids >= 0], minlength=len(resident)) > 0
     absent = torch.where(used & (resident < 0))[0]
-    fetched = absent[: min(int(share * len(absent)), len(sources))]
+    fetched = absent[: min(int(share * float(allowed) * len(absent)), len(sources))]
     offsets.copy_(resident)
     offsets[fetched] = area + record * torch.arange(len(fetched))
     sources.zero_()

@@ -30,9 +30,12 @@ def case(experts: int, tokens: int, k: int, slots: int, parts: int = 2) -> dict[
     }
 
 
-def divide(arguments: dict[str, Any], share: float, run: Callable[..., Any] = by_twin) -> dict[str, Any]:
+def divide(
+    arguments: dict[str, Any], share: float, run: Callable[..., Any] = by_twin, allowed: float = 1.0
+) -> dict[str, Any]:
     run(
-        fetch.divide, arguments["ids"], arguments["resident"], arguments["addresses"], share, AREA, RECORD,
+        fetch.divide, arguments["ids"], arguments["resident"], arguments["addresses"], share, torch.tensor([allowed]),
+        AREA, RECORD,
         offsets=arguments["offsets"], sources=arguments["sources"], cpu_ids=arguments["cpu_ids"],
     )  # fmt: skip
     return arguments
@@ -68,6 +71,14 @@ def test_the_kernel_divides_like_its_twin(experts: int, tokens: int, k: int, slo
     found = divide(case(experts, tokens, k, slots), share, by_kernel)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("run", [by_twin, by_kernel])
+def test_nothing_is_fetched_while_it_is_not_allowed(run: Callable[..., Any]) -> None:
+    found, expected = divide(case(128, 5, 8, 3), 1.0, run, allowed=0.0), divide(case(128, 5, 8, 3), 0.0)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    assert not found["sources"].any()
 
 
 @pytest.mark.parametrize("run", [by_twin, by_kernel])

@@ -1,0 +1,145 @@
+"""Steps of the interactive class run while a long step of the batch class is computed. See docs/adr/0072.
+
+A step that copies all experts to the device needs the bus, and leaves the CPU idle. Interactive sequences need few
+experts, which the CPU computes. So neither waits for the other. The device computes both at the same time; what the
+interactive steps launch goes first.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager
+from statistics import median
+
+import torch
+
+from ktqueue.engine.batch import Batch, BatchBuilder
+from ktqueue.engine.prepared_step import NextStep
+from ktqueue.engine.rows import Rows
+from ktqueue.engine.runner import LaunchedStep, OverlappingRunner, Runner
+from ktqueue.engine.scheduler import Scheduler
+from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.step_plan import StepPlan
+
+PROMPT_WAITS_SECONDS = 0.45  # a prompt waits for an overlapped step that will be done within this time
+KEPT = 9  # last overlapped steps whose time is known
+WAIT_SECONDS, POLL_SECONDS = 0.005, 0.0005  # without an interactive step: so long until requests can arrive
+
+Overlapped = tuple[StepPlan, Batch, torch.Tensor, float]
+"""Plan, batch, logits [scored, vocab] and beginning, in seconds, of a step of the batch class."""
+
+
+class Overlap:
+    """The step of the batch class that runs, if one does. runner: None if no step can be overlapped.
+
+    steps: number of overlapped steps that have begun.
+    """
+
+    def __init__(self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner | None) -> None:
+        self.steps = 0
+        self._rows = rows
+        self._scheduler = scheduler
+        self._builder = builder
+        self._runner = runner if isinstance(runner, OverlappingRunner) else None
+        self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._running: tuple[StepPlan, Batch, LaunchedStep, float] | None = None
+
+    def is_wanted(self, next_step: NextStep) -> bool:
+        """Whether the next step overlaps one of the batch class, which runs or should begin. A prepared step is dropped
+        then, unless it is launched already."""
+        if self._running is not None:
+            return True
+        if self._runner is None or next_step.is_launched or not self._runner.may_overlap:
+            return False
+        if not self._scheduler.may_overlap:
+            return False
+        next_step.drop()
+        return True
+
+    def computes(self, request_id: str) -> bool:
+        """Whether the running step computes tokens of this request."""
+        return self._running is not None and any(one.request.id == request_id for one in self._running[0].rows)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Inside of it, work overtakes the overlapped step."""
+        assert self._runner is not None
+        return self._runner.beside()
+
+    def plan(self) -> tuple[StepPlan, Many[Sequence]]:
+        """Plan a step of the interactive class, perhaps of no rows. If no step is overlapped, one begins first.
+
+        Returns also the sequences that need more pages than the cache has.
+        """
+        if self._running is None:
+            plan = self._scheduler.plan_beside(prompts=False)  # they are computed with the batch
+            return plan, [*plan.can_never_run, *self._begin(plan)]
+        with self.beside():  # a shared page may be copied
+            plan = self._scheduler.plan_beside(prompts=not self._next_is_soon(self._running[3]))
+        return plan, plan.can_never_run
+
+    def run(self, plan: StepPlan) -> tuple[Batch, torch.Tensor, float]:
+        """Run a step that `plan` gave. Returns its batch, its logits and when it began."""
+        began = time.monotonic()
+        self._scheduler.begin(plan)
+        batch = self._builder.build(plan.rows)
+        assert self._runner is not None
+        if self._running is None:
+            return batch, self._runner.execute(batch), began
+        return batch, self._runner.execute_beside(batch, self._running[2]), began
+
+    def launch_more(self, *_: object) -> None:
+        """Launch more of the overlapped step, while the host would wait for what is queued on the current stream."""
+        if self._running is not None:
+            self._running[2].keep_ahead(until_idle=True)
+
+    def wait_a_moment(self) -> None:
+        """Wait until the overlapped step is done, but not so long that a request which arrives waits."""
+        end = time.monotonic() + WAIT_SECONDS
+        if self._running is not None:
+            self._running[2].keep_ahead()
+        while not self.is_done and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the overlapped step has been computed."""
+        return self._running is not None and self._running[2].is_done
+
+    def finish(self) -> Overlapped | None:
+        """Wait for the overlapped step, if one runs. Its tokens are to be chosen next."""
+        if self._running is None or self._runner is None:
+            return None
+        plan, batch, step, began = self._running
+        logits = step.finish()
+        self._runner.end_overlap()
+        self._running = None
+        self._rows.in_flight = ()
+        self._seconds.append(time.monotonic() - began)
+        return plan, batch, logits, began
+
+    def give_up(self) -> None:
+        """Never overlap steps again. What the running one computes is dropped."""
+        if self._runner is not None:
+            self._runner.wait()
+            self._runner.end_overlap()
+        self._running = self._runner = None
+        self._rows.in_flight = ()
+
+    def _next_is_soon(self, began: float) -> bool:
+        """Whether a prompt should wait for the next overlapped step, which computes it with the same experts."""
+        usual = median(self._seconds) if self._seconds else 0.0
+        return began + 2 * usual - time.monotonic() < PROMPT_WAITS_SECONDS
+
+    def _begin(self, interactive: StepPlan) -> Many[Sequence]:
+        """Begin a step beside that of planned interactive sequences, none of which it preempts. Returns sequences that
+        can never run."""
+        assert self._runner is not None
+        self._rows.in_flight = interactive.rows
+        plan = self._scheduler.plan_overlapped()
+        self._rows.in_flight = ()
+        if plan.rows:
+            began, batch = time.monotonic(), self._builder.build(plan.rows)
+            self._running = plan, batch, self._runner.begin(batch), began
+            self._rows.in_flight = plan.rows
+            self.steps += 1
+        return plan.can_never_run

@@ -1,0 +1,184 @@
+"""Interactive sequences have steps while a step of the batch class is computed, and no token changes.
+
+Each test also runs on CPU tensors, where a step is overlapped layer by layer.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from device_engine import on_device
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine import scheduler
+from ktqueue.engine.engine import Engine
+from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.operators import native
+from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.workers.startup import gpu_memory
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+VOCABULARY = 512
+Asked = dict[str, tuple[list[int], SamplingParams, JobClass]]
+
+
+@pytest.fixture(autouse=True)
+def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.set_threads()
+    monkeypatch.setattr(scheduler, "LEAST_OVERLAPPED", 8)
+    if "cuda" in request.node.name and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model of four layers with experts."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=512, initializer_range=0.3, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    path.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    return str(path)
+
+
+@pytest.fixture
+def make_engine(request: pytest.FixtureRequest, model_path: str, rules: str) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(device: str, **given: Any) -> Engine:
+        settings: dict[str, Any] = {
+            "max_num_seqs": 40, "max_num_batched_tokens": 256, "dtype": "float32", "num_pages": 400,
+            "speculation": "off",
+        }  # fmt: skip
+        config = EngineConfig(device=device, **settings | given)
+        model: LoadedModel = load_model(model_path, rules=rules, device=device, dtype=torch.float32)
+        made.append(on_device(model, config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def asked_for(count: int, batch: int, seed: int = 1, tokens: int = 24) -> Asked:
+    """Requests by id. The first `batch` are of the batch class, the others are interactive. Some are sampled."""
+    noise = random.Random(seed)
+    made: Asked = {}
+    for number in range(count):
+        prompt = [noise.randrange(VOCABULARY) for _ in range(noise.randrange(2, 60))]
+        drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95} if number % 2 else {"temperature": 0.0}
+        job_class = JobClass.BATCH if number < batch else JobClass.INTERACTIVE
+        made[str(number)] = prompt, SamplingParams(seed=number, max_tokens=tokens, **drawn), job_class
+    return made
+
+
+def run(
+    engine: Engine, asked: Asked, arrivals: int, aborts: dict[int, list[str]] | None = None
+) -> dict[str, list[int]]:
+    """The tokens of each request. The batch is there from the beginning, `arrivals` others come before each step.
+    aborts: ids by the number of the step before which they are aborted."""
+    found: dict[str, list[int]] = {name: [] for name in asked}
+    waiting = sorted(asked, key=lambda name: asked[name][2] is JobClass.INTERACTIVE)
+    batch = [name for name in waiting if asked[name][2] is JobClass.BATCH]
+    waiting = waiting[len(batch) :]
+    for name in batch:
+        engine.add(name, *asked[name][:2], job_class=JobClass.BATCH)
+    step = 0
+    while waiting or engine.has_work:
+        for name in waiting[:arrivals]:
+            engine.add(name, *asked[name][:2])
+        del waiting[:arrivals]
+        for name in (aborts or {}).get(step, []):
+            engine.abort(name)
+        for output in engine.step():
+            assert output.error is None, output.error
+            found[output.request_id] += output.token_ids
+        engine.check()
+        step += 1
+    stats = engine.stats()
+    assert stats.free_pages == stats.total_pages
+    return found
+
+
+@pytest.fixture
+def alone(make_engine: Any) -> Any:
+    """The tokens of requests in an engine without classes, by device."""
+
+    def of(device: str, asked: Asked) -> dict[str, list[int]]:
+        return run(make_engine(device, interactive_step_ms=0), asked, 100)
+
+    return of
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_both_classes_get_the_tokens_that_they_get_alone(
+    device: str, graphs: bool, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short steps fetch half of their experts to memory that the overlapped step uses, unless they are told not to."""
+    monkeypatch.setattr(gpu_memory, "GpuSettings", partial(GpuSettings, fetched_shares=(0.5, 0.5)))
+    asked = asked_for(46, 30)
+    engine = make_engine(device, cuda_graphs=graphs)
+    assert run(engine, asked, 1) == alone(device, asked)
+    assert engine.stats().overlapped_steps > 5
+
+
+@pytest.mark.parametrize("device", ["cpu"])  # where it is known how many layers a step launches
+def test_interactive_tokens_come_while_a_batch_step_is_computed(device: str, make_engine: Any) -> None:
+    engine, asked = make_engine(device), asked_for(31, 30)
+    for name, (prompt, sampling, job_class) in asked.items():
+        engine.add(name, prompt, sampling, job_class=job_class)
+    between: list[int] = []  # interactive tokens before the batch's first ones, and from there to its next
+    seen = 0
+    while engine.has_work and len(between) < 3:
+        outputs = engine.step()
+        seen += sum(len(output.token_ids) for output in outputs if output.request_id == "30")
+        if any(output.request_id != "30" for output in outputs):
+            between.append(seen)
+            seen = 0
+    assert min(between[1:]) >= 2  # its prompt was computed with the first
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_of_a_running_batch_step_are_given_to_nobody(device: str, make_engine: Any, alone: Any) -> None:
+    """There are too few pages for all, so interactive sequences would take those of the batch."""
+    asked = asked_for(60, 36, seed=2, tokens=40)
+    engine = make_engine(device, num_pages=90)
+    assert run(engine, asked, 2) == alone(device, asked)
+    assert engine.stats().overlapped_steps > 5 and engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_can_be_aborted_while_its_step_is_computed(device: str, make_engine: Any, alone: Any) -> None:
+    asked = asked_for(90, 36, seed=3)
+    engine = make_engine(device, num_pages=90)  # so others get the pages at once
+    aborts = {step: [str(step % 30), str(40 + step % 9)] for step in range(3, 40, 2)}
+    ended = {name for names in aborts.values() for name in names}
+    found, expected = run(engine, asked, 2, aborts), alone(device, asked)
+    assert all(found[name] == tokens for name, tokens in expected.items() if name not in ended)
+    assert any(len(found[name]) < len(expected[name]) for name in ended)
+    assert engine.stats().overlapped_steps > 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_long_interactive_prompt_has_a_step_of_its_own(device: str, make_engine: Any, alone: Any) -> None:
+    asked = asked_for(34, 30, seed=4)
+    prompt = [number % VOCABULARY for number in range(450)]
+    asked["long"] = prompt, SamplingParams(max_tokens=8, temperature=0.0), JobClass.INTERACTIVE
+    engine = make_engine(device)
+    assert run(engine, asked, 1) == alone(device, asked)
