@@ -346,6 +346,10 @@ class Engine:
             sampled, prompt_tokens = sum(not ahead for _, _, ahead in ready), self._results.prompt_tokens
             self.recorder.record(moments, plan, sampled=sampled, prompt_tokens=prompt_tokens)
 
+    def never_overlap(self) -> None:
+        """Let all classes share steps, as where steps cannot overlap. For benchmarks."""
+        self._overlap.give_up()
+
     def close(self) -> None:
         """Release what the model has on a device. No step follows."""
         self._next.close()

@@ -119,7 +119,7 @@ class Overlap:
 
     def give_up(self) -> None:
         """Never overlap steps again. What the running one computes is dropped."""
-        if self._runner is not None:
+        if self._runner is not None and self._runner.may_overlap:
             self._runner.wait()
             self._runner.end_overlap()
         self._running = self._runner = None

@@ -39,13 +39,15 @@ def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model of four layers with experts."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=512, initializer_range=0.3, num_experts=8, num_experts_per_tok=2,
-        moe_intermediate_size=32, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.3,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "eos_token_id": None,
+        "bos_token_id": None,
+    }  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
-    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    made: Any = Qwen3MoeForCausalLM
+    made(Qwen3MoeConfig(**sizes)).float().save_pretrained(folder)
     return str(folder)
 
 
