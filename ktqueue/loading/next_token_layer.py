@@ -1,4 +1,4 @@
-"""Loads the layer of a folder that predicts the token after the next, for a model that is loaded already."""
+"""Loads the layer of a model that predicts the token after the next, once the model is loaded."""
 
 import math
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint
+from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.huggingface.next_tokens import layer_count
 from ktqueue.loading.load import LoadedModel
@@ -40,7 +41,7 @@ class LayerSize:
 
 
 def load_next_token_layer(model: LoadedModel, path: Path) -> NextTokenLayer | GpuNextTokenLayer:
-    """Load the first such layer of the folder `path`.
+    """Load the first such layer of the folder or GGUF file `path`.
 
     Raises CheckpointError if there is none, or a part is missing, and torch.OutOfMemoryError.
     """
@@ -83,10 +84,8 @@ def _loaded_bytes(checkpoint: Checkpoint, name: str) -> int:
 
 @contextmanager
 def _opened(path: Path, layers: int) -> Iterator[Checkpoint]:
-    """The layers of a folder behind the first `layers`. Raises CheckpointError if there are none."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: layers that predict further tokens are read from a Hugging Face folder only")
-    checkpoint = open_folder(path, next_tokens=True)
+    """The layers of a folder or a GGUF file behind the first `layers`. Raises CheckpointError if there are none."""
+    checkpoint = (open_folder if path.is_dir() else open_gguf)(path, next_tokens=True)
     try:
         if not layer_count({"num_hidden_layers": layers}, checkpoint.names()):
             raise CheckpointError(f"{path} has no layer that predicts further tokens")

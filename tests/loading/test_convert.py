@@ -17,8 +17,11 @@ from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.checkpoint import open_gguf
 from ktqueue.loading.gguf.header import read_header
 from ktqueue.loading.gguf.mixes import Mix
+from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.load import load_model
+from ktqueue.loading.next_token_layer import load_next_token_layer, next_token_layer_size
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
+from ktqueue.operators.next_token_layer import NextTokenLayer
 
 
 def test_one_file_carries_config_tokenizer_template_and_licence(tiny: Path, tmp_path: Path) -> None:
@@ -171,7 +174,17 @@ def test_layers_that_predict_further_tokens_are_kept(
     np.testing.assert_array_equal(stored["blk.2.ffn_down_exps.weight"][7], down.numpy())
     served = {name for name in open_gguf(target).names() if "layers.2." in name or "nextn" in name}
     assert not served and type(load_model(str(target)).module).__name__ == "CpuDecoder"
+    written, folder = open_gguf(target, next_tokens=True), open_folder(tmp_path, next_tokens=True)
+    assert sorted(written.names()) == sorted(folder.names())
+    for name in written.names():
+        torch.testing.assert_close(written.decode(name, torch.float32), folder.decode(name, torch.float32))
+    layers = [load_next_token_layer(load_model(str(path)), path) for path in (target, tmp_path)]
+    assert {type(layer) for layer in layers} == {NextTokenLayer}
+    sizes = [next_token_layer_size(path, 2, 4096) for path in (target, tmp_path)]
+    assert sizes[0] == sizes[1]
     convert(tmp_path, target, mix="q4_k_m", next_tokens=False)
+    with pytest.raises(CheckpointError, match="has no layer that predicts further tokens"):
+        load_next_token_layer(load_model(str(target)), target)
     assert not any("blk.2." in tensor.name for tensor in gguf.GGUFReader(target).tensors)
 
 

@@ -194,7 +194,7 @@ class EngineConfig:
         "off",
         "Verify several tokens of a sequence in one step: off, lookup, model, or mtp.",
         details="lookup drafts what followed the last tokens when they occurred in the sequence before, and model what "
-        "`draft_model` would answer. mtp drafts with the layer of a folder that predicts further tokens, as of "
+        "`draft_model` would answer. mtp drafts with a layer of the model that predicts further tokens, as of "
         "DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5. The answers stay the same: see "
         "[serving](../guides/serving.md#drafts).",
         flags=("--speculation",),

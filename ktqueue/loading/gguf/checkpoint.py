@@ -79,23 +79,34 @@ def read_parts(path: Path) -> list[GgufHeader]:
     return parts
 
 
-def open_gguf(path: Path) -> Checkpoint:
-    """Open a GGUF model. Raises CheckpointError that names the file, key or tensor at fault."""
+def open_gguf(path: Path, *, next_tokens: bool = False) -> Checkpoint:
+    """Open a GGUF model. `next_tokens`: see open_folder.
+
+    Raises CheckpointError that names the file, key or tensor at fault.
+    """
     parts = read_parts(path)
-    return build_checkpoint(str(path), parts[0].metadata, _file_tensors(path, parts), [part.data for part in parts])
+    tensors, files = _file_tensors(path, parts), [part.data for part in parts]
+    return build_checkpoint(str(path), parts[0].metadata, tensors, files, next_tokens=next_tokens)
 
 
 def build_checkpoint(
-    path: str, metadata: dict[str, Any], tensors: dict[str, CheckpointTensor], files: Iterable[Bytes] = ()
+    path: str,
+    metadata: dict[str, Any],
+    tensors: dict[str, CheckpointTensor],
+    files: Iterable[Bytes] = (),
+    *,
+    next_tokens: bool = False,
 ) -> Checkpoint:
     """Build a checkpoint from GGUF metadata and tensors by GGUF name.
 
-    `tensors` is changed. `files` are the file maps that the tensors view. Raises CheckpointError, whose messages begin
-    with `path`.
+    `tensors` is changed. `files` are the file maps that the tensors view. `next_tokens`: see open_folder. Raises
+    CheckpointError, whose messages begin with `path`.
     """
     family = family_of_metadata(metadata, path)
     layout, config = family.layout, config_from_metadata(family, metadata, path)
-    _drop_layers(tensors, config["num_hidden_layers"], multi_token_layers(layout, metadata, path))
+    own, further = config["num_hidden_layers"], multi_token_layers(layout, metadata, path)
+    wanted = range(own, own + further) if next_tokens else range(own)
+    _keep_layers(tensors, wanted, all_layers=own + further)
     if layout.rope_factors and (factors := tensors.pop(FACTORS_TENSOR, None)):
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if layout.rope_lists:
@@ -110,14 +121,15 @@ def build_checkpoint(
         adapt_gemma4_tensors(path, tensors, config)
     fused = family.linear or family.heads_differ or QKV in layout.modules
     split_fused_tensors(path, tensors, config, attention=not fused)
-    layers = _check_layers(path, config["num_hidden_layers"], tensors)
+    _check_layers(path, wanted, tensors)
     single = take_single_experts(path, tensors)
-    dense, stacks = _rename_tensors(path, layout, config, tensors, layers)
-    _finish_config(path, config, metadata, dense)
+    dense, stacks = _rename_tensors(path, layout, config, tensors, wanted)
+    if not next_tokens:
+        _finish_config(path, config, metadata, dense)
     config |= {key: name in dense for key, name in layout.by_tensor.items()}
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
     if layout.mlp_kinds:
-        routed = [f"model.layers.{i}.mlp.experts" in experts for i in range(layers)]
+        routed = [f"model.layers.{i}.mlp.experts" in experts for i in range(own)]
         config["mlp_layer_types"] = ["sparse" if has_experts else "dense" for has_experts in routed]
     experts |= {name: stack_experts(path, name, parts) for name, parts in single.items()}
     return Checkpoint(path, config, dense, experts, files)
@@ -202,23 +214,24 @@ def _read_rope_lists(
     config["rope_parameters"] = {**rope, **dict.fromkeys(layout.rope_lists, scale)}
 
 
-def _drop_layers(tensors: dict[str, CheckpointTensor], first: int, count: int) -> None:
-    """Drop the tensors of `count` layers from `first` on."""
-    prefixes = tuple(f"blk.{layer}." for layer in range(first, first + min(count, MAX_LAYERS)))
-    for name in [name for name in tensors if count and name.startswith(prefixes)]:
-        del tensors[name]
+def _keep_layers(tensors: dict[str, CheckpointTensor], wanted: range, *, all_layers: int) -> None:
+    """Drop the tensors of a file's layers that are not `wanted`, and those outside of layers if the first is not."""
+    others = {*range(min(all_layers, MAX_LAYERS))} - {*wanted}
+    for name in [*tensors] if others else []:
+        layer = _BLOCK.match(name)
+        if (int(layer[1]) in others) if layer and len(layer[1]) < 8 else wanted.start > 0:
+            del tensors[name]
 
 
-def _check_layers(path: str, layers: int, tensors: dict[str, CheckpointTensor]) -> int:
+def _check_layers(path: str, wanted: range, tensors: dict[str, CheckpointTensor]) -> None:
     """Check that block_count agrees with the tensors: a wrong number would build a skeleton of any size."""
     found = {int(match[1]) for name in tensors if (match := _BLOCK.match(name)) and len(match[1]) < 8}
-    if layers > MAX_LAYERS or found != set(range(layers)):
-        raise CheckpointError(f"{path}: block_count is {layers}, but there are tensors of {len(found)} layers")
-    return layers
+    if wanted.stop > MAX_LAYERS or found != {*wanted}:
+        raise CheckpointError(f"{path}: block_count is {wanted.stop}, but there are tensors of {len(found)} layers")
 
 
 def _rename_tensors(
-    path: str, layout: GgufLayout, config: dict[str, Any], stored: dict[str, CheckpointTensor], layers: int
+    path: str, layout: GgufLayout, config: dict[str, Any], stored: dict[str, CheckpointTensor], layers: range
 ) -> tuple[dict[str, CheckpointTensor], dict[str, dict[str, CheckpointTensor]]]:
     names = gguf_names(layout, layers)
     dense: dict[str, CheckpointTensor] = {}

@@ -35,9 +35,8 @@ EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 _HALVES = re.compile(r"model\.layers\.(\d+)\.experts\.(gate|up)_proj\.weight")
 """Matrices of Gemma 4's experts, for which the library has one name for both as one tensor."""
-_NEXT_TOKENS = re.compile(
-    r"model\.layers\.(\d+)\.(eh_proj|embed_tokens|enorm|hnorm|shared_head\.(?:head|norm))\.weight"
-)
+_FURTHER_MODULES = "eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm"
+_NEXT_TOKENS = re.compile(rf"model\.layers\.(\d+)\.({'|'.join(map(re.escape, _FURTHER_MODULES))})\.weight")
 """Tensors that only layers have which predict further tokens. The library knows them for some architectures."""
 
 
@@ -67,20 +66,23 @@ class TensorNameMap:
         return f"{found}.weight" if found and name.endswith(".sinks") else found
 
 
-def gguf_names(layout: GgufLayout, layers: int) -> dict[str, str]:
-    """Map each GGUF tensor name that a model of `layers` layers may have to its transformers name.
+def gguf_names(layout: GgufLayout, layers: range) -> dict[str, str]:
+    """Map each GGUF tensor name that these layers may have, or a model outside of layers, to its transformers name.
+
+    Layers that do not begin at 0 are those that predict further tokens.
 
     The three expert tensors of a layer appear as `...experts.gate_proj.weight`, `up_proj` and `down_proj`.
     """
-    names = TensorNameMap(layout, layers)
-    modules = [*MODEL_MODULES, *(f"model.layers.{i}.{m}" for i in range(layers) for m in layout.modules)]
+    names = TensorNameMap(layout, layers.stop)
+    of_layer = (*layout.modules, *(_FURTHER_MODULES if layers.start else ()))
+    modules = [*MODEL_MODULES, *(f"model.layers.{i}.{m}" for i in layers for m in of_layer)]
     transformers_names: dict[str, str] = {}
     for module in modules:
         for part in ("weight", "bias"):
             name = names.find(f"{module}.{part}")
             if name is not None:
                 transformers_names[name] = f"{module}.{part}"
-    for tensor in (f"model.layers.{i}.{t}" for i in range(layers) for t in layout.tensors):
+    for tensor in (f"model.layers.{i}.{t}" for i in layers for t in layout.tensors):
         if (name := names.find(tensor)) is not None:
             transformers_names[name] = tensor
     return transformers_names

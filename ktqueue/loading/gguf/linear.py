@@ -27,7 +27,9 @@ CONVOLUTION = "linear_attn.conv1d.weight"
 Change = Callable[[Floats], Floats]
 _SECTIONS = (11, 11, 10)  # pairs of columns of a head that a position in time, height and width turns, if not stated
 _INTERVAL = 4  # every fourth layer has keys and values, if a file does not say
-_NORM = re.compile(r"(output_norm|blk\.\d+\.(attn|post_attention|attn_q|attn_k)_norm)\.weight")
+_NORM = re.compile(
+    r"(output_norm|blk\.\d+\.((attn|post_attention|attn_q|attn_k|nextn\.shared_head)_norm|nextn\.[eh]norm))\.weight"
+)
 _DECAY = re.compile(r"blk\.\d+\.ssm_a")
 _CONVOLUTION = re.compile(r"blk\.\d+\.ssm_conv1d\.weight")
 _BOTH_SCALARS = re.compile(r"(blk\.\d+)\.ssm_ba\.weight")
