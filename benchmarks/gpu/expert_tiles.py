@@ -123,30 +123,13 @@ CHOICES: dict[str, Choice] = {
     "dots 8 of some, 8x64x3, 8x64x3": _dots(8, DotTile(8, 64, 3, 168), DotTile(8, 64, 3), skips=True, least=16),
     "dots 8 of some, 16x32x2, 8x32x2": _dots(8, DotTile(16, 32, 2, 168), DotTile(8, 32, 2), skips=True, least=16),
     # Matrices of int8 on tensor cores.
-    "matrices 8, 8 and 4 warps": _matrices(MatrixTile(8, 8, 1), MatrixTile(8, 4, 1), most=64),
-    "matrices 8, 8 and 4 warps, 4 slabs": _matrices(
-        MatrixTile(8, 8, 1, unroll=4), MatrixTile(8, 4, 1, unroll=4), most=64
-    ),
-    "matrices 8, 8 and 4 warps, 2 slabs": _matrices(
-        MatrixTile(8, 8, 1, unroll=2), MatrixTile(8, 4, 1, unroll=2), most=64
-    ),
-    "matrices 8, 4 warps": _matrices(MatrixTile(8, 4, 1), MatrixTile(8, 4, 1), most=64),
-    "matrices 8, 4 warps, 2 slabs": _matrices(MatrixTile(8, 4, 1, unroll=2), MatrixTile(8, 4, 1, unroll=2), most=64),
-    "matrices 16, 12 warps": _matrices(MatrixTile(16, 12, 1), MatrixTile(16, 12, 1), least=64),
-    "matrices 16, 12 warps, 2 slabs": _matrices(
-        MatrixTile(16, 12, 1, unroll=2), MatrixTile(16, 12, 1, unroll=2), least=64
-    ),
-    "matrices 24, 12 warps": _matrices(MatrixTile(24, 12, 1), MatrixTile(24, 12, 1), least=64, most=512),
-    "matrices 24, 12 warps, 4 slabs": _matrices(
-        MatrixTile(24, 12, 1, unroll=4), MatrixTile(24, 12, 1, unroll=4), least=64
-    ),
-    "matrices 24, 12 warps, 2 slabs": _matrices(
-        MatrixTile(24, 12, 1, unroll=2), MatrixTile(24, 12, 1, unroll=2), least=64
-    ),
-    "matrices 32, 12 warps": _matrices(MatrixTile(32, 12, 1), MatrixTile(32, 12, 1), least=64, most=512),
-    "matrices 32, 12 warps, 2 slabs": _matrices(
-        MatrixTile(32, 12, 1, unroll=2), MatrixTile(32, 12, 1, unroll=2), least=64
-    ),
+    "matrices 8, 8 and 4 warps": _matrices(MatrixTile(8, 8), MatrixTile(8, 4), most=64),
+    "matrices 8, 4 warps": _matrices(MatrixTile(8, 4), MatrixTile(8, 4), most=64),
+    "matrices 8, 16 and 12 warps": _matrices(MatrixTile(8, 16), MatrixTile(8, 12), most=64),
+    "matrices 16, 6 warps": _matrices(MatrixTile(16, 6), MatrixTile(16, 6), least=64),
+    "matrices 16, 12 warps": _matrices(MatrixTile(16, 12), MatrixTile(16, 12), least=64),
+    "matrices 24, 12 and 13 warps": _matrices(MatrixTile(24, 12), MatrixTile(24, 13), least=64, most=512),
+    "matrices 32, 12 and 11 warps": _matrices(MatrixTile(32, 12), MatrixTile(32, 11), least=64, most=512),
     # Tensor cores.
     "cores 16x64, scanned": _cores(CoreTile(16, 64, 3, 4, permuted=False), scans=True, least=4, most=64),
     "cores 16x64": _cores(CoreTile(16, 64, 3, 4, permuted=False), most=256),

@@ -167,8 +167,8 @@ def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[
 
 
 MATRICES = [
-    MatrixTiles(MatrixTile(8, warps=4, rounds=1), MatrixTile(8, warps=4, rounds=2, unroll=2)),
-    MatrixTiles(MatrixTile(24, warps=4, rounds=2, stages=3, unroll=2), MatrixTile(24, warps=3, rounds=1)),
+    MatrixTiles(MatrixTile(8, warps=4), MatrixTile(8, warps=4)),
+    MatrixTiles(MatrixTile(24, warps=4, stages=3), MatrixTile(24, warps=3)),
 ]
 
 
@@ -180,7 +180,7 @@ def test_matrices_of_int8_equal_rounded_products(
     """Also where a row's last superblock is short, an expert is absent, and an expert has more pairs than a tile."""
     for quants, hidden, intermediate in (small(quant), ((quant,) * 3, 2048, 768)):
         pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
-        assert expert_matrices.fitting_tiles(pool.record, matrices, torch.device("cuda")) == matrices
+        assert expert_matrices.fitting_tiles(pool.record, EXPERTS, matrices, torch.device("cuda")) == matrices
         offsets = pool.offsets.clone()
         offsets[1] = -1
         for tokens in (1, 13, 90):
@@ -202,7 +202,7 @@ def test_matrices_of_int8_keep_what_is_no_number_to_its_row(random_weights: Call
     x, (ids, weights) = torch.randn(40, 512).bfloat16().cuda(), (one.cuda() for one in route(40, EXPERTS, SLOTS))
     there = on_gpu(pool.pairs(ids))
     assert (tiles := TILES.matrix_tiles(ids.numel(), EXPERTS))
-    assert expert_matrices.fitting_tiles(pool.record, tiles, x.device) == tiles
+    assert expert_matrices.fitting_tiles(pool.record, EXPERTS, tiles, x.device) == tiles
     whole = products.experts(there, there.offsets, x, weights, native.SILU)
     x[3, 7] = torch.nan
     broken = products.experts(there, there.offsets, x, weights, native.SILU)

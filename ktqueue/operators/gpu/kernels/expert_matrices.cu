@@ -26,8 +26,9 @@ constexpr int BLOCKS = (SLABS + 7) / 8;
 constexpr int LAST_SLABS = SLABS - 8 * (BLOCKS - 1);
 constexpr int QUADS = PAIRS / 4;
 constexpr int TILES = HALVES ? QUADS : QUADS / 2;  // of eight places
-constexpr int PANEL_COUNT = (ROWS + 15) / 16;
-constexpr int COUPLES = activation == NONE ? (PANEL_COUNT + 1) / 2 : PANEL_COUNT;  // of panels of a warp
+static_assert(ROWS % 32 == 0 && COLUMNS % 32 == 0);
+constexpr int COUPLES = ROWS / (activation == NONE ? 32 : 16);  // of panels of a warp
+constexpr int GROUPS = (COUPLES + WARPS - 1) / WARPS;           // of couples of a program
 constexpr uint32_t FIRST_SUM = 0x4B400000;
 constexpr float FIRST_SUM_AS_FLOAT = 12582912.0f;
 
@@ -69,7 +70,7 @@ using Values = float[QUADS][2];
 template <int slabs, int LIVE>
 __device__ inline void add_codes(Values values[2], const uint8_t* const blocks[2], const uint8_t* x_codes,
                                  const float* x_scales, int g, int t) {
-#pragma unroll UNROLL
+#pragma unroll
   for (int slab = 0; slab < slabs; slab++) {
     uint32_t codes[2][4];
     float scale[2][PARTS][2];
@@ -188,19 +189,32 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
+// Wait for the warp that has the other rows of a slab.
+__device__ inline void sync_slab(int warp) { asm volatile("bar.sync %0, 64;" ::"r"(1 + warp / 2) : "memory"); }
+
 // Bring the codes of `live` rows of x to shared memory, and what scales them.
 __device__ inline void stage_rows(uint8_t* x_codes, float* x_scales, float* x_sums, const int* x_rows, int live,
                                   const uint8_t* codes, const float* scales, const int* sums) {
-  const int quads = (live + 3) / 4, threads = 32 * WARPS;
-  const uint32_t codes_at = static_cast<uint32_t>(__cvta_generic_to_shared(x_codes));
-  for (int i = threadIdx.x; i < quads * SLABS * 8; i += threads) {
-    const int part = i % 2, slab = i / 8 % SLABS, pair = i / (8 * SLABS) * 4 + i / 2 % 4;
-    if (pair >= live) continue;
-    const int to = (slab * TILES * 8 + place_of(pair)) * 32 + 16 * part;
-    copy(codes_at + to + (HALVES ? 32 * part : 0), codes + int64(x_rows[pair]) * COLUMNS + 32 * slab + 16 * part);
-    if constexpr (HALVES) *reinterpret_cast<uint4*>(x_codes + to + 32 - 32 * part) = make_uint4(0, 0, 0, 0);
-  }
+  const int threads = 32 * WARPS, sixteens = (live + 3) / 4 * SLABS * 8;
   constexpr int AT_ONCE = 4;  // loads before their use
+  for (int first = threadIdx.x; first < sixteens; first += AT_ONCE * threads) {
+    uint4 half[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int i = min(first + k * threads, sixteens - 1), pair = min(i / (8 * SLABS) * 4 + i / 2 % 4, live - 1);
+      half[k] =
+          *reinterpret_cast<const uint4*>(codes + int64(x_rows[pair]) * COLUMNS + 32 * (i / 8 % SLABS) + i % 2 * 16);
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int i = first + k * threads;
+      if (i >= sixteens) break;
+      const int part = i % 2, slab = i / 8 % SLABS, pair = i / (8 * SLABS) * 4 + i / 2 % 4;
+      uint4* to = reinterpret_cast<uint4*>(x_codes + (slab * TILES * 8 + place_of(pair)) * 32 + 16 * part);
+      to[HALVES ? 2 * part : 0] = half[k];
+      if constexpr (HALVES) to[2 - 2 * part] = make_uint4(0, 0, 0, 0);
+    }
+  }
   for (int first = threadIdx.x; first < live * SLABS; first += AT_ONCE * threads) {
     float scale[AT_ONCE];
     int both[AT_ONCE];
@@ -226,7 +240,6 @@ __device__ inline void stage_rows(uint8_t* x_codes, float* x_scales, float* x_su
       }
     }
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Multiply what the ring brings by LIVE quads. `take()` waits for two superblocks, and `release()` begins to copy others
@@ -258,9 +271,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
     multiply_experts(const uint8_t* pool, const int64* offsets, const int64* ids, const uint8_t* codes,
                      const float* scales, const int* sums, const float* pair_weights, const float* bias,
                      const float* up_bias, void* out, float* out_scales, int* out_sums, const int* sorted_pairs,
-                     const int* starts, const int* counts, int pairs, int slots, int start, int zero_pairs) {
+                     const int* starts, const int* counts, int pairs, int slots, int start) {
   extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ int64 records[EXPERTS];
+  __shared__ int starts_of[EXPERTS], counts_of[EXPERTS], ends[EXPERTS];
   __shared__ int pair_of[PAIRS], x_rows[PAIRS];
+  __shared__ float weight_of[PAIRS];
   __shared__ float largest_of[WARPS][PAIRS], broken_of[WARPS][PAIRS];
   __shared__ int sum_of[WARPS][PAIRS];
   uint8_t* x_codes = memory;
@@ -268,164 +284,191 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
   float* x_sums = reinterpret_cast<float*>(memory + CODE_BYTES + SCALE_BYTES);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint8_t* ring = memory + CODE_BYTES + SCALE_BYTES + SUM_BYTES + warp * STAGES * STAGE_BYTES;
-  const int expert = blockIdx.y, first_couple = blockIdx.x * WARPS * ROUNDS + warp;
+
   // Rows of down come from the kernel before it. What else is read was there when that one let this one begin.
   if constexpr (activation != NONE) wait_for_previous();
-  const int count = __ldcg(counts + expert), first_pair = __ldcg(starts + expert);
-  const uint8_t* record = pool + offsets[expert] + start;
-  // Couples of this warp: first_couple, first_couple + WARPS and so on.
-  int rounds = first_couple < COUPLES ? (COUPLES - first_couple + WARPS - 1) / WARPS : 0;
-  rounds = min(rounds, ROUNDS);
+  for (int expert = threadIdx.x; expert < EXPERTS; expert += 32 * WARPS) {
+    counts_of[expert] = __ldcg(counts + expert), starts_of[expert] = __ldcg(starts + expert);
+    records[expert] = offsets[expert];
+  }
+  __syncthreads();
+  // Up to PAIRS pairs of an expert are a list. ends: of the lists of an expert, counted over all experts.
+  if (warp == 0) {
+    int before = 0;
+    for (int first = 0; first < EXPERTS; first += 32) {
+      const int expert = first + lane;
+      int end = expert < EXPERTS ? (counts_of[expert] + PAIRS - 1) / PAIRS : 0;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(0xFFFFFFFF, end, distance);
+        if (lane >= distance) end += other;
+      }
+      end += before;
+      if (expert < EXPERTS) ends[expert] = end;
+      before = __shfl_sync(0xFFFFFFFF, end, 31);
+    }
+  }
+  __syncthreads();
+  const auto expert_of = [&](int list) {
+    int first = 0, last = EXPERTS - 1;
+    while (first < last) {
+      const int middle = (first + last) / 2;
+      if (ends[middle] > list)
+        last = middle;
+      else
+        first = middle + 1;
+    }
+    return first;
+  };
+
+  // A job is a group of a list. Each program has a run of jobs, and its warps copy those that follow without a pause.
+  const int jobs = ends[EXPERTS - 1] * GROUPS;
+  const int first_job = int64(blockIdx.x) * jobs / gridDim.x, last_job = int64(blockIdx.x + 1) * jobs / gridDim.x;
+  const auto couple_of = [&](int job) { return job % GROUPS * WARPS + warp; };
   constexpr int LAST_BYTES = PANEL_BYTES - (BLOCKS - 1) * SUPERBLOCK_BYTES;
   const uint32_t ring_at_lane = static_cast<uint32_t>(__cvta_generic_to_shared(ring)) + place_of_byte(16 * lane);
-  const uint8_t* const begin = record + int64(first_couple) * 2 * PANEL_BYTES + 16 * lane;
-  const uint8_t* from = begin;
-  int block = 0, slot = 0, missing = 0;  // of the next superblocks to copy; and how many follow, with them
-  auto fetch = [&] {
-    if (missing > 0) {
+  int job_ahead = first_job, block = 0, slot = 0;  // of the next superblocks to copy
+  int list_ahead = -1;
+  const uint8_t *record = nullptr, *from = nullptr;
+  const auto seek = [&] {  // the next job in which this warp has panels
+    while (job_ahead < last_job && couple_of(job_ahead) >= COUPLES) job_ahead++;
+    if (job_ahead >= last_job) return;
+    if (job_ahead / GROUPS != list_ahead) {
+      list_ahead = job_ahead / GROUPS;
+      record = pool + records[expert_of(list_ahead)] + start + 16 * lane;
+    }
+    from = record + int64(couple_of(job_ahead)) * 2 * PANEL_BYTES;
+  };
+  const auto fetch = [&] {
+    if (job_ahead < last_job) {
       const uint32_t to = ring_at_lane + slot * STAGE_BYTES;
-      const bool has_second = activation != NONE || PANEL_COUNT % 2 == 0 || missing > BLOCKS ||
-                              first_couple + (rounds - 1) * WARPS < COUPLES - 1;
       const bool is_whole = LAST_BYTES == SUPERBLOCK_BYTES || block < BLOCKS - 1;
-      for (int side = 0; side < (has_second ? 2 : 1); side++)
+      for (int side = 0; side < 2; side++)
         if (is_whole)
           copy_block<SUPERBLOCK_BYTES>(to + side * SLOT_BYTES, from + side * PANEL_BYTES, lane);
         else
           copy_block<LAST_BYTES>(to + side * SLOT_BYTES, from + side * PANEL_BYTES, lane);
-      from += is_whole ? SUPERBLOCK_BYTES : LAST_BYTES;
+      from += SUPERBLOCK_BYTES;
       slot = slot == STAGES - 1 ? 0 : slot + 1;
-      missing--;
-      if (++block == BLOCKS) block = 0, from += (2 * WARPS - 1) * PANEL_BYTES;
+      if (++block == BLOCKS) block = 0, job_ahead++, seek();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
-
-  auto fetch_first = [&] {
-    from = begin, block = slot = 0, missing = rounds * BLOCKS;
-    for (int i = 0; i < STAGES; i++) fetch();
+  seek();
+  for (int i = 0; i < STAGES; i++) fetch();
+  int used = 0;  // the ring's slot of the next superblocks to multiply
+  const auto take = [&] {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    __syncwarp();
+    return ring + used * STAGE_BYTES;
   };
-  if (count > 0) fetch_first();
+  const auto release = [&] {
+    used = used == STAGES - 1 ? 0 : used + 1;
+    __syncwarp();
+    fetch();
+  };
 
   if constexpr (activation == NONE) {
     wait_for_previous();
-    // Rows of pairs that nobody computes are zero.
-    const int first_row = blockIdx.x * WARPS * ROUNDS * 32, rows = min(WARPS * ROUNDS * 32, ROWS - first_row);
-    for (int i = 0; i < zero_pairs; i++) {
-      const int pair = expert * zero_pairs + i;
-      if (pair >= pairs) break;
+    for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {  // rows of pairs that nobody computes are zero
       const int64 wanted = ids[pair];
-      if (wanted < 0 || offsets[wanted] < 0)
-        for (int row = threadIdx.x; row < rows; row += 32 * WARPS)
-          static_cast<float*>(out)[int64(pair) * ROWS + first_row + row] = 0.0f;
+      if (wanted < 0 || records[wanted] < 0)
+        for (int row = threadIdx.x; row < ROWS; row += 32 * WARPS)
+          static_cast<float*>(out)[int64(pair) * ROWS + row] = 0.0f;
     }
   }
 
-  for (int done = 0; done < count; done += PAIRS) {
-    const int live = min(PAIRS, count - done);
-    if (done > 0) fetch_first();
-    if (threadIdx.x < live) {
-      const int pair = __ldcg(sorted_pairs + first_pair + done + threadIdx.x);
-      pair_of[threadIdx.x] = pair, x_rows[threadIdx.x] = pair / slots;
-    }
-    __syncthreads();
-    stage_rows(x_codes, x_scales, x_sums, x_rows, live, codes, scales, sums);
-    __syncthreads();
-    int used = 0;  // the ring's slot of the next superblocks to multiply
-    const auto take = [&] {
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
-      __syncwarp();
-      return ring + used * STAGE_BYTES;
-    };
-    const auto release = [&] {
-      used = used == STAGES - 1 ? 0 : used + 1;
-      __syncwarp();
-      fetch();
-    };
-    for (int round = 0; round < ROUNDS; round++) {
-      const int couple = first_couple + round * WARPS;
-      const bool is_active = round < rounds;
-      float values[2][QUADS][2] = {};
-      if (is_active) multiply<QUADS>(values, (live + 3) / 4, x_codes, x_scales, x_sums, g, t, take, release);
-      if constexpr (activation == NONE) {
-        if (!is_active) continue;
-#pragma unroll
-        for (int quad = 0; quad < QUADS; quad++) {
-          const int column = 4 * quad + t;
-          if (column >= live) continue;
-          const int64 pair = pair_of[column];
-          const float weight = WEIGHTED ? pair_weights[pair] : 1.0f;
-#pragma unroll
-          for (int side = 0; side < 2; side++) {
-            const int row = 32 * couple + 16 * side + 2 * g;
-            float* to = static_cast<float*>(out) + pair * ROWS + row;
-            const float* added = bias + int64(expert) * ROWS + row;
-#pragma unroll
-            for (int r = 0; r < 2; r++)
-              if (ROWS % 32 == 0 || row + r < ROWS)
-                to[r] = (values[side][quad][r] + (BIASED ? added[r] : 0.0f)) * weight;
-          }
-        }
-      } else {  // two warps have the rows of a slab
-        const int row = 16 * couple + 2 * g;
-        float joined[QUADS][2];
-        if (is_active) {
-#pragma unroll
-          for (int quad = 0; quad < QUADS; quad++) {
-            if (4 * quad >= live) continue;
-            const int column = 4 * quad + t;
-            const float weight = WEIGHTED ? pair_weights[pair_of[min(column, live - 1)]] : 1.0f;
-            float largest = 0.0f, broken = 0.0f;
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-              const int64 at = int64(expert) * ROWS + row + r;
-              const float gate = values[0][quad][r] * weight + (BIASED ? bias[at] : 0.0f);
-              const float up = values[1][quad][r] * weight + (BIASED ? up_bias[at] : 0.0f);
-              joined[quad][r] = join(gate, up);
-              largest = fmaxf(largest, fabsf(joined[quad][r])), broken += joined[quad][r] * 0.0f;
-            }
-#pragma unroll
-            for (int other = 4; other < 32; other *= 2) {
-              largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, other));
-              broken += __shfl_xor_sync(0xFFFFFFFF, broken, other);
-            }
-            if (g == 0) largest_of[warp][column] = largest, broken_of[warp][column] = broken;
-          }
-        }
-        __syncthreads();
-        if (is_active) {
-#pragma unroll
-          for (int quad = 0; quad < QUADS; quad++) {
-            if (4 * quad >= live) continue;
-            const int column = 4 * quad + t;
-            const float largest = fmaxf(largest_of[warp][column], largest_of[warp ^ 1][column]);
-            const float broken = broken_of[warp][column] + broken_of[warp ^ 1][column];
-            const float inverse = largest > 0.0f ? __fdiv_rn(127.0f, largest) : 0.0f;
-            int code[2], sum = 0;
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-              code[r] = broken == 0.0f ? __float2int_rn(joined[quad][r] * inverse) : 0;
-              sum += code[r];
-            }
-#pragma unroll
-            for (int other = 4; other < 32; other *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
-            if (g == 0) sum_of[warp][column] = sum;
-            if (column < live) {
-              const int64 pair = pair_of[column];
-              *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(out) + pair * ROWS + row) =
-                  (code[0] & 255) | (code[1] & 255) << 8;
-              if (g == 0 && warp % 2 == 0)
-                out_scales[pair * (ROWS / 32) + couple / 2] = __fdiv_rn(largest, 127.0f) + broken;
-            }
-          }
-        }
-        __syncthreads();
-        if (is_active && warp % 2 == 0)
-          for (int column = lane; column < live; column += 32)
-            out_sums[int64(pair_of[column]) * (ROWS / 32) + couple / 2] =
-                sum_of[warp][column] + 65536 * sum_of[warp + 1][column];
+  int list = -1, expert = 0, live = 0;
+  for (int job = first_job; job < last_job; job++) {
+    if (job / GROUPS != list) {
+      list = job / GROUPS, expert = expert_of(list);
+      const int done = (list - (expert > 0 ? ends[expert - 1] : 0)) * PAIRS;
+      live = min(PAIRS, counts_of[expert] - done);
+      __syncthreads();  // all have multiplied by the rows before
+      if (threadIdx.x < live) {
+        const int pair = __ldcg(sorted_pairs + starts_of[expert] + done + threadIdx.x);
+        pair_of[threadIdx.x] = pair, x_rows[threadIdx.x] = pair / slots;
+        weight_of[threadIdx.x] = WEIGHTED ? pair_weights[pair] : 1.0f;
       }
+      __syncthreads();
+      stage_rows(x_codes, x_scales, x_sums, x_rows, live, codes, scales, sums);
+      __syncthreads();
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
+    const int couple = couple_of(job);
+    if (couple >= COUPLES) continue;
+    float values[2][QUADS][2] = {};
+    multiply<QUADS>(values, (live + 3) / 4, x_codes, x_scales, x_sums, g, t, take, release);
+    if constexpr (activation == NONE) {
+#pragma unroll
+      for (int quad = 0; quad < QUADS; quad++) {
+        const int column = 4 * quad + t;
+        if (column >= live) continue;
+        const int64 pair = pair_of[column];
+        const float weight = weight_of[column];
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const int row = 32 * couple + 16 * side + 2 * g;
+          float2 added = {};
+          if constexpr (BIASED) added = *reinterpret_cast<const float2*>(bias + int64(expert) * ROWS + row);
+          const float (&sum)[2] = values[side][quad];
+          *reinterpret_cast<float2*>(static_cast<float*>(out) + pair * ROWS + row) =
+              make_float2((sum[0] + added.x) * weight, (sum[1] + added.y) * weight);
+        }
+      }
+    } else {  // two warps have the rows of a slab
+      const int row = 16 * couple + 2 * g;
+      float joined[QUADS][2];
+#pragma unroll
+      for (int quad = 0; quad < QUADS; quad++) {
+        if (4 * quad >= live) continue;
+        const int column = 4 * quad + t;
+        const float weight = weight_of[min(column, live - 1)];
+        float largest = 0.0f, broken = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int64 at = int64(expert) * ROWS + row + r;
+          const float gate = values[0][quad][r] * weight + (BIASED ? bias[at] : 0.0f);
+          const float up = values[1][quad][r] * weight + (BIASED ? up_bias[at] : 0.0f);
+          joined[quad][r] = join(gate, up);
+          largest = fmaxf(largest, fabsf(joined[quad][r])), broken += joined[quad][r] * 0.0f;
+        }
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, other));
+          broken += __shfl_xor_sync(0xFFFFFFFF, broken, other);
+        }
+        if (g == 0) largest_of[warp][column] = largest, broken_of[warp][column] = broken;
+      }
+      sync_slab(warp);
+#pragma unroll
+      for (int quad = 0; quad < QUADS; quad++) {
+        if (4 * quad >= live) continue;
+        const int column = 4 * quad + t;
+        const float largest = fmaxf(largest_of[warp][column], largest_of[warp ^ 1][column]);
+        const float broken = broken_of[warp][column] + broken_of[warp ^ 1][column];
+        const float inverse = largest > 0.0f ? __fdiv_rn(127.0f, largest) : 0.0f;
+        int code[2], sum = 0;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          code[r] = broken == 0.0f ? __float2int_rn(joined[quad][r] * inverse) : 0;
+          sum += code[r];
+        }
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, other);
+        if (g == 0) sum_of[warp][column] = sum;
+        if (column < live) {
+          const int64 pair = pair_of[column];
+          *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(out) + pair * ROWS + row) =
+              (code[0] & 255) | (code[1] & 255) << 8;
+          if (g == 0 && warp % 2 == 0)
+            out_scales[pair * (ROWS / 32) + couple / 2] = __fdiv_rn(largest, 127.0f) + broken;
+        }
+      }
+      sync_slab(warp);
+      if (warp % 2 == 0)
+        for (int column = lane; column < live; column += 32)
+          out_sums[int64(pair_of[column]) * (ROWS / 32) + couple / 2] =
+              sum_of[warp][column] + 65536 * sum_of[warp + 1][column];
+    }
   }
 }

@@ -20,7 +20,7 @@ from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
 from ktqueue.operators.gpu.kernels.operation import launch_options
-from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS, ExpertRecord
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB, SLABS, ExpertRecord
 from ktqueue.operators.native import GateFacts
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -39,7 +39,7 @@ _SMALLEST_CAPABILITY = (8, 0)
 """Copies to shared memory that do not wait, and these products of int8, are in every GPU from here on."""
 
 
-def fitting_tiles(record: ExpertRecord, tiles: MatrixTiles, device: torch.device) -> MatrixTiles | None:
+def fitting_tiles(record: ExpertRecord, experts: int, tiles: MatrixTiles, device: torch.device) -> MatrixTiles | None:
     """`tiles`, as `fitting_tile` changes them. None: the kernel cannot multiply such experts on such a device."""
     if not is_gpu(device) or record.gate != record.up or {record.gate, record.down} & {*panel_layout.FLOAT_PRODUCTS}:
         return None
@@ -47,18 +47,18 @@ def fitting_tiles(record: ExpertRecord, tiles: MatrixTiles, device: torch.device
         return None
     # torch's type stubs do not have this property.
     largest = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
-    gate_up = fitting_tile(record.gate, record.hidden, tiles.gate_up, largest)
-    down = fitting_tile(record.down, record.intermediate, tiles.down, largest)
+    gate_up = fitting_tile(record.gate, experts, record.hidden, tiles.gate_up, largest)
+    down = fitting_tile(record.down, experts, record.intermediate, tiles.down, largest)
     return MatrixTiles(gate_up, down) if gate_up and down else None
 
 
-def fitting_tile(quant: str, columns: int, tile: MatrixTile, shared_bytes: int) -> MatrixTile | None:
+def fitting_tile(quant: str, experts: int, columns: int, tile: MatrixTile, shared_bytes: int) -> MatrixTile | None:
     """`tile` with fewer warps or fewer pairs, where a program's shared memory is short. None: not even that fits."""
     fewest = min(tile.warps, _FEWEST_WARPS)
     for pairs in range(tile.pairs, 0, -8):
         for warps in range(tile.warps, fewest - 1, -2):
             smaller = tile._replace(pairs=pairs, warps=warps)
-            if _shared_bytes(quant, columns, smaller) + _own_bytes(smaller) - _OWN_BYTES <= shared_bytes:
+            if _shared_bytes(quant, columns, smaller) + _own_bytes(experts, smaller) - _OWN_BYTES <= shared_bytes:
                 return smaller
     return None
 
@@ -73,13 +73,21 @@ def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
     return rows + tile.warps * tile.stages * 2 * slot
 
 
-def _own_bytes(tile: MatrixTile) -> int:
+def _own_bytes(experts: int, tile: MatrixTile) -> int:
     """Shared memory for lists of pairs and for what warps tell each other, and for the GPU itself."""
-    return _OWN_BYTES + tile.pairs * (8 + 12 * tile.warps)
+    return _OWN_BYTES + 20 * experts + tile.pairs * (12 + 12 * tile.warps)
 
 
 def constants(
-    quant: str, columns: int, rows: int, gate: GateFacts | None, tile: MatrixTile, *, has_bias: bool, is_weighted: bool
+    quant: str,
+    experts: int,
+    columns: int,
+    rows: int,
+    gate: GateFacts | None,
+    tile: MatrixTile,
+    *,
+    has_bias: bool,
+    is_weighted: bool,
 ) -> dict[str, str | int]:
     """What the kernel is compiled for: matrices [rows, columns] of `quant`. gate None: one, otherwise gate and up."""
     shape, shared = panel_layout.constants(quant, columns), _shared_bytes(quant, columns, tile)
@@ -98,12 +106,11 @@ def constants(
         "LIMIT": f"float({gate.limit if gate else 0.0!r})",
         "WEIGHTED": int(is_weighted),
         "BIASED": int(has_bias),
+        "EXPERTS": experts,
         "PAIRS": tile.pairs,
         "WARPS": tile.warps,
-        "ROUNDS": tile.rounds,
         "STAGES": tile.stages,
-        "UNROLL": tile.unroll,
-        "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(tile)), _WARPS // tile.warps)),
+        "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(experts, tile)), _WARPS // tile.warps)),
     }
 
 
@@ -114,11 +121,20 @@ def options(facts: dict[str, str | int]) -> list[str]:
 
 @cache
 def _kernel(
-    quant: str, columns: int, rows: int, gate: GateFacts | None, tile: MatrixTile, *, has_bias: bool, is_weighted: bool
-) -> CudaKernel:
-    """Compile the kernel: see `constants`."""
-    facts = constants(quant, columns, rows, gate, tile, has_bias=has_bias, is_weighted=is_weighted)
-    return CudaKernel(SOURCE, NAME, options(facts), 32 * tile.warps, _shared_bytes(quant, columns, tile))
+    quant: str,
+    experts: int,
+    columns: int,
+    rows: int,
+    gate: GateFacts | None,
+    tile: MatrixTile,
+    *,
+    has_bias: bool,
+    is_weighted: bool,
+) -> tuple[CudaKernel, int]:
+    """Compile the kernel: see `constants`. Returns it and the programs that a multiprocessor can hold."""
+    facts = constants(quant, experts, columns, rows, gate, tile, has_bias=has_bias, is_weighted=is_weighted)
+    kernel = CudaKernel(SOURCE, NAME, options(facts), 32 * tile.warps, _shared_bytes(quant, columns, tile))
+    return kernel, int(facts["PROGRAMS"])
 
 
 def gate_up(
@@ -164,14 +180,15 @@ def _launch(
     number, rows = outs[0].shape
     tokens, columns = x.codes.shape
     experts = pairs.offsets.numel()
-    kernel = _kernel(quant, columns, rows, gate, tile, has_bias=biases is not None, is_weighted=weights is not None)
-    rows_of_program = PANEL_ROWS * tile.warps * tile.rounds * (1 if gate else 2)
+    kernel, programs = _kernel(
+        quant, experts, columns, rows, gate, tile, has_bias=biases is not None, is_weighted=weights is not None
+    )
     kernel.launch(
-        (-(-rows // rows_of_program), experts),
+        (programs * torch.cuda.get_device_properties(x.codes.device).multi_processor_count, 1),
         [
             pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
             x.scales if weights is None else weights, *(biases or (x.scales, x.scales)), *outs, *lists,
-            number, number // tokens, start, -(-number // experts),
+            number, number // tokens, start,
         ],
         early=launch_options()["WAITS"],
     )  # fmt: skip

@@ -46,7 +46,7 @@ def experts(
     number, experts = pairs.ids.numel(), pairs.offsets.numel()
     matrices = tiles.matrix_tiles(number, experts)
     if matrices:
-        matrices = expert_matrices.fitting_tiles(record, matrices, x.device)
+        matrices = expert_matrices.fitting_tiles(record, experts, matrices, x.device)
     few = number <= (MAX_MATRIX_PAIRS if matrices else min(MAX_FEW_PAIRS, tiles.few_pairs * experts))
     if not few or not _may_round(record, x.dtype, exact):
         return down(down_pairs, gate_up(pairs, x, gate, of_input, tiles=tiles), of_output, tiles=tiles)

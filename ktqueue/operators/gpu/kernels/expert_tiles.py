@@ -53,16 +53,14 @@ class CoreTile(NamedTuple):
 
 
 class MatrixTile(NamedTuple):
-    """A product of expert_matrices.py. A program's `warps` have two panels of 16 rows each at once, `rounds` times."""
+    """A product of expert_matrices.py. Each of a program's `warps` has two panels of 16 rows at a time."""
 
     pairs: int
     """Of an expert that are multiplied at once, a multiple of 8. Further pairs read the weights again."""
     warps: int
-    rounds: int
+    """Even for gate and up."""
     stages: int = 2
     """Superblocks of each of a warp's panels in shared memory. All but one are on their way."""
-    unroll: int = 8
-    """Slabs whose instructions follow each other without a loop."""
 
 
 class MatrixTiles(NamedTuple):
@@ -128,9 +126,9 @@ TILES = ExpertTiles(
     dots=DotTiles(2, *_SMALL),
     matrices=(
         (0.75, None),
-        (6, MatrixTiles(MatrixTile(8, warps=8, rounds=1), MatrixTile(8, warps=4, rounds=1))),
-        (12, MatrixTiles(MatrixTile(16, warps=12, rounds=1), MatrixTile(16, warps=12, rounds=1))),
-        (22, MatrixTiles(MatrixTile(32, warps=12, rounds=1), MatrixTile(32, warps=12, rounds=1))),
+        (6, MatrixTiles(MatrixTile(8, warps=8), MatrixTile(8, warps=4))),
+        (12, MatrixTiles(MatrixTile(16, warps=12), MatrixTile(16, warps=12))),
+        (22, MatrixTiles(MatrixTile(24, warps=12), MatrixTile(24, warps=13))),
         (INFINITE, None),
     ),
     cores=(

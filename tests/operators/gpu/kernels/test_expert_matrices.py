@@ -48,17 +48,14 @@ def machine_code(compiler: ctypes.CDLL, constants: dict[str, str | int], archite
 @pytest.mark.compiled
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_format_compiles(architecture: str, compiler: ctypes.CDLL) -> None:
-    """Rows end in a whole superblock and in a short one."""
+    """Rows end in a short superblock, and in a whole one."""
     tiles = TILES.matrix_tiles(4, 1)
     assert tiles
     for quant in QUANTS:
-        for columns, rows in ((256, 512), (384, 96)):
-            both = expert_matrices.constants(
-                quant, columns, rows, SILU, tiles.gate_up, has_bias=False, is_weighted=False
-            )
-            one = expert_matrices.constants(quant, columns, rows, None, tiles.down, has_bias=True, is_weighted=True)
-            for constants in (both, one):
-                assert expert_matrices.NAME.encode() in machine_code(compiler, constants, architecture)
+        both = expert_matrices.constants(quant, 8, 384, 96, SILU, tiles.gate_up, has_bias=False, is_weighted=False)
+        one = expert_matrices.constants(quant, 8, 256, 512, None, tiles.down, has_bias=True, is_weighted=True)
+        for constants in (both, one):
+            assert expert_matrices.NAME.encode() in machine_code(compiler, constants, architecture)
 
 
 @pytest.mark.compiled
@@ -68,14 +65,14 @@ def test_every_gate_and_tile_compiles(compiler: ctypes.CDLL) -> None:
         assert tiles
         for gate in GATES:
             constants = expert_matrices.constants(
-                "Q4_K", 2048, 768, gate, tiles.gate_up, has_bias=True, is_weighted=gate.weighted_input
+                "Q4_K", 128, 2048, 768, gate, tiles.gate_up, has_bias=True, is_weighted=gate.weighted_input
             )
             assert machine_code(compiler, constants, "sm_90")
 
 
 def test_tiles_are_smaller_where_shared_memory_is_short() -> None:
-    tile, memory = MatrixTile(32, warps=12, rounds=1), 227 << 10
-    assert expert_matrices.fitting_tile("Q4_K", 2048, tile, memory) == tile
-    assert expert_matrices.fitting_tile("Q4_K", 4096, tile, memory) == tile._replace(pairs=24, warps=10)
-    assert expert_matrices.fitting_tile("Q4_K", 7168, tile, memory) == tile._replace(pairs=16, warps=8)
-    assert expert_matrices.fitting_tile("Q4_K", 2048, tile, 48 << 10) is None
+    tile, memory = MatrixTile(32, warps=12), 227 << 10
+    assert expert_matrices.fitting_tile("Q4_K", 128, 2048, tile, memory) == tile
+    assert expert_matrices.fitting_tile("Q4_K", 128, 4096, tile, memory) == tile._replace(pairs=24, warps=10)
+    assert expert_matrices.fitting_tile("Q4_K", 128, 7168, tile, memory) == tile._replace(pairs=16, warps=8)
+    assert expert_matrices.fitting_tile("Q4_K", 128, 2048, tile, 48 << 10) is None
