@@ -1,6 +1,6 @@
-"""Compares ways to compute a step that are still off: `python -m benchmarks.gpu.trials [--model M] [--results DIR]`.
+"""Compares ways to compute a step: `python -m benchmarks.gpu.trials [--model M] [--results DIR]`.
 
-Each trial is turned on alone, or with others as in `one+other`, between runs with none
+Each way is changed alone, or with others as in `one+other`, between runs with none changed
 (ktqueue/operators/gpu/settings.py). The model is loaded once, and the engine is built again for each run. Decode is
 greedy, and its tokens are compared with those of the first run. They may differ where a trial rounds in another way. A
 trace of some steps counts kernels, gaps and what the kernels are for.
@@ -60,7 +60,8 @@ def main() -> None:
     result |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "runs": []}
     known: dict[int, dict[str, list[int]]] = {}
     for name in ("", *(name for name in arguments.trials.split(",") if name), ""):
-        loaded.rebuild(Trials(**{part: True for part in name.split("+") if part}), **experts)
+        changed = {part: not getattr(Trials(), part) for part in name.split("+") if part}
+        loaded.rebuild(Trials(**changed), **experts)
         run: dict[str, Any] = {"trial": name or "none", "decode": [], "prefill": [], "traced": []}
         result["runs"].append(run)
         for rows in arguments.rows:

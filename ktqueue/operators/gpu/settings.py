@@ -7,13 +7,12 @@ from ktqueue.core.settings.engine import AutoOnOff, HandoffMethod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Ways to compute a step that are not measured on a GPU yet, and therefore off. No user sees them; benchmarks and
-    tests turn them on.
+    """Ways to compute a step. No user sees them; benchmarks and tests change them.
 
     shared_beside_experts: in decode steps a second stream computes shared experts (side_stream.py).
     """
 
-    shared_beside_experts: bool = False
+    shared_beside_experts: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,8 +71,9 @@ def test_shared_experts_beside_the_others_change_nothing(
     model = make_model(family)
     plain = make_decoder(model, "Q8_0")
     memory = int(share * record_bytes(plain))
-    expected = fed(make_decoder(model, "Q8_0", expert_memory_bytes=memory))
-    decoder = make_decoder(model, "Q8_0", expert_memory_bytes=memory, trials=Trials(shared_beside_experts=True))
+    behind = Trials(shared_beside_experts=False)
+    expected = fed(make_decoder(model, "Q8_0", expert_memory_bytes=memory, trials=behind))
+    decoder = make_decoder(model, "Q8_0", expert_memory_bytes=memory)
     begun: list[int] = []
 
     def noted(stream: SideStream, work: Any, x: torch.Tensor) -> Any:
