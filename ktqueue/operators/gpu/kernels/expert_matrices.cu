@@ -7,8 +7,8 @@
 // they belong. So a lane takes rows and columns that lie together in the packed planes: see superblock.cuh.
 //
 // The right operand has eight *places*. Of a lane's two results in a row, one is in an even place and one in an odd
-// place. Four pairs are a *quad*, and places alternate between two of them. So a lane leaves out the second one if
-// nobody needs it. By HALVES, each half of a slab is a product of its own: mma.m16n8k16.
+// place. Four pairs are a *quad*. By HALVES, the places are the two halves of a quad's slabs, each with zeros in place
+// of the other half. Otherwise they are two quads, so that a lane leaves out the second one if nobody needs it.
 //
 // Minimums are a product too: of all slabs of a superblock at once, with the sums of x over these slabs. It is that of
 // tf32, which has 11 significant bits. So sums are split into two numbers, and their product has 22.
@@ -25,7 +25,7 @@ constexpr int SLABS = COLUMNS / 32;
 constexpr int BLOCKS = (SLABS + 7) / 8;
 constexpr int LAST_SLABS = SLABS - 8 * (BLOCKS - 1);
 constexpr int QUADS = PAIRS / 4;
-constexpr int TILES = QUADS / 2;  // of eight places
+constexpr int TILES = HALVES ? QUADS : QUADS / 2;  // of eight places
 static_assert(ROWS % 32 == 0 && COLUMNS % 32 == 0);
 constexpr int COUPLES = ROWS / (activation == NONE ? 32 : 16);  // of panels of a warp
 constexpr int GROUPS = (COUPLES + WARPS - 1) / WARPS;           // of couples of a program
@@ -41,25 +41,14 @@ constexpr int SUM_BYTES = MINIMUMS ? BLOCKS * PAIRS * LINES * 4 : 0;
 constexpr int SLOT_BYTES = (SUPERBLOCK_BYTES + 127) / 128 * 128;
 constexpr int STAGE_BYTES = 2 * SLOT_BYTES;
 
-__device__ inline int place_of(int pair) { return pair / 8 * 8 + pair % 4 * 2 + pair / 4 % 2; }
+// The first place of a pair. By HALVES, that of its other half follows.
+__device__ inline int place_of(int pair) { return HALVES ? 2 * pair : pair / 8 * 8 + pair % 4 * 2 + pair / 4 % 2; }
 
-__device__ inline void multiply_half(int sums[4], uint32_t first, uint32_t second, uint32_t x) {
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+__device__ inline void multiply_codes(int sums[4], const uint32_t codes[4], uint2 x) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
       : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
-      : "r"(first), "r"(second), "r"(x), "r"(FIRST_SUM));
-}
-
-// sums[part]: of the codes of a part of a slab. sums[part][2r + c]: row 2g + r, place 2t + c.
-__device__ inline void multiply_codes(int sums[PARTS][4], const uint32_t codes[4], uint2 x) {
-  if constexpr (HALVES) {
-    multiply_half(sums[0], codes[0], codes[1], x.x);
-    multiply_half(sums[PARTS - 1], codes[2], codes[3], x.y);
-  } else {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %10, %10, %10};"
-        : "=r"(sums[0][0]), "=r"(sums[0][1]), "=r"(sums[0][2]), "=r"(sums[0][3])
-        : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(x.x), "r"(x.y), "r"(FIRST_SUM));
-  }
+      : "r"(codes[0]), "r"(codes[1]), "r"(codes[2]), "r"(codes[3]), "r"(x.x), "r"(x.y), "r"(FIRST_SUM));
 }
 
 // Add products of eight lines: left[2i + r] is row 2g + r and line 2t + i; right.x and right.y are these lines.
@@ -91,26 +80,29 @@ __device__ inline void add_codes(Values values[2], const uint8_t* const blocks[2
       for (int part = 0; part < PARTS; part++) scales_of(blocks[side], slab, part, slabs, g, scale[side][part]);
     }
 #pragma unroll
-    for (int tile = 0; tile < (LIVE + 1) / 2; tile++) {
+    for (int tile = 0; tile < (HALVES ? LIVE : (LIVE + 1) / 2); tile++) {
       const uint2 x = *reinterpret_cast<const uint2*>(x_codes + (slab * TILES + tile) * 256 + g * 32 + 8 * t);
-      const float* x_scale_at = x_scales + slab * PAIRS + tile * 8 + 2 * t;
-      float2 x_scale = {};
-      if (2 * tile + 1 < LIVE)
-        x_scale = *reinterpret_cast<const float2*>(x_scale_at);
-      else
-        x_scale.x = *x_scale_at;
+      float x_scale[2];
+      if constexpr (HALVES) {
+        x_scale[0] = x_scale[1] = x_scales[slab * PAIRS + tile * 4 + t];
+      } else if (2 * tile + 1 < LIVE) {
+        *reinterpret_cast<float2*>(x_scale) =
+            *reinterpret_cast<const float2*>(x_scales + slab * PAIRS + tile * 8 + 2 * t);
+      } else {
+        x_scale[0] = x_scales[slab * PAIRS + tile * 8 + 2 * t];
+      }
 #pragma unroll
       for (int side = 0; side < 2; side++) {
-        int sums[PARTS][4];
+        int sums[4];
         multiply_codes(sums, codes[side], x);
 #pragma unroll
-        for (int i = 0; i < 4 * PARTS; i++) {
-          const int part = i / 4, r = i / 2 % 2, quad = 2 * tile + i % 2;
+        for (int i = 0; i < 4; i++) {
+          const int r = i / 2, place = i % 2, quad = HALVES ? tile : 2 * tile + place;
           if (quad >= LIVE) continue;
-          const float factor = i % 2 == 0 ? x_scale.x : x_scale.y;
           // Exact, since stage_rows leaves 22 bits to scales of x.
-          const float sum = __fmaf_rn(__int_as_float(sums[part][i % 4]), factor, -FIRST_SUM_AS_FLOAT * factor);
-          values[side][quad][r] = __fmaf_rn(scale[side][part][r], sum, values[side][quad][r]);
+          const float none = -FIRST_SUM_AS_FLOAT * x_scale[place];
+          const float sum = __fmaf_rn(__int_as_float(sums[i]), x_scale[place], none);
+          values[side][quad][r] = __fmaf_rn(scale[side][HALVES ? place : 0][r], sum, values[side][quad][r]);
         }
       }
     }
@@ -131,8 +123,9 @@ __device__ inline void subtract_minimums(Values values[2], const uint8_t* const 
       if (slabs == 8 || line + i % 2 < slabs * PARTS)
         *reinterpret_cast<float2*>(minimum[i / 2] + i % 2 * 2) = minimums_of(blocks[i / 2], line + i % 2, slabs, g);
 #pragma unroll
-    for (int tile = 0; tile < (LIVE + 1) / 2; tile++) {
-      float2 x = *reinterpret_cast<const float2*>(x_sums + (tile * 8 + g) * LINES + line);
+    for (int tile = 0; tile < (HALVES ? LIVE : (LIVE + 1) / 2); tile++) {
+      const int place = HALVES ? tile * 4 + g / 2 : tile * 8 + g;  // by HALVES, two places have the same pair
+      float2 x = *reinterpret_cast<const float2*>(x_sums + place * LINES + line);
       if (slabs < 8 && line >= slabs * PARTS) x.x = 0.0f;
       if (slabs < 8 && line + 1 >= slabs * PARTS) x.y = 0.0f;
       const float2 upper = make_float2(upper_bits(x.x), upper_bits(x.y));
@@ -149,8 +142,8 @@ __device__ inline void subtract_minimums(Values values[2], const uint8_t* const 
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int r = i / 2, quad = 2 * tile + i % 2;
-          if (quad >= LIVE) continue;
+          const int r = i / 2, quad = HALVES ? tile : 2 * tile + i % 2;
+          if (quad >= LIVE || (HALVES && i % 2 == 1)) continue;
           values[side][quad][r] =
               __fmaf_rn(r == 0 ? -factors[side].x : -factors[side].y, sums[i], values[side][quad][r]);
         }
@@ -217,13 +210,9 @@ __device__ inline void stage_rows(uint8_t* x_codes, float* x_scales, float* x_su
       const int i = first + k * threads;
       if (i >= sixteens) break;
       const int part = i % 2, slab = i / 8 % SLABS, pair = i / (8 * SLABS) * 4 + i / 2 % 4;
-      uint8_t* to = x_codes + (slab * TILES * 8 + place_of(pair)) * 32;
-      if constexpr (HALVES) {  // four columns of both halves lie together
-        uint32_t* words = reinterpret_cast<uint32_t*>(to) + part;
-        words[0] = half[k].x, words[2] = half[k].y, words[4] = half[k].z, words[6] = half[k].w;
-      } else {
-        *reinterpret_cast<uint4*>(to + 16 * part) = half[k];
-      }
+      uint4* to = reinterpret_cast<uint4*>(x_codes + (slab * TILES * 8 + place_of(pair)) * 32 + 16 * part);
+      to[HALVES ? 2 * part : 0] = half[k];
+      if constexpr (HALVES) to[2 - 2 * part] = make_uint4(0, 0, 0, 0);
     }
   }
   for (int first = threadIdx.x; first < live * SLABS; first += AT_ONCE * threads) {
@@ -240,7 +229,7 @@ __device__ inline void stage_rows(uint8_t* x_codes, float* x_scales, float* x_su
     for (int k = 0; k < AT_ONCE; k++) {
       const int i = first + k * threads;
       if (i >= live * SLABS) break;
-      const int pair = i / SLABS, slab = i % SLABS, place = place_of(pair);
+      const int pair = i / SLABS, slab = i % SLABS, place = HALVES ? pair : place_of(pair);
       scale[k] = __uint_as_float(__float_as_uint(scale[k]) & 0xFFFFFFFC);  // 22 bits: see add_codes
       x_scales[slab * PAIRS + place] = scale[k] * (1.0f / UNIT);
       if constexpr (MINIMUMS) {
@@ -253,8 +242,8 @@ __device__ inline void stage_rows(uint8_t* x_codes, float* x_scales, float* x_su
   }
 }
 
-// Multiply what the ring brings by LIVE quads. `take()` waits for two superblocks, and `release()` begins to copy
-// others in their place.
+// Multiply what the ring brings by LIVE quads. `take()` waits for two superblocks, and `release()` begins to copy others
+// in their place.
 template <int LIVE, typename Take, typename Release>
 __device__ inline void multiply(Values values[2], int quads, const uint8_t* x_codes, const float* x_scales,
                                 const float* x_sums, int g, int t, const Take& take, const Release& release) {

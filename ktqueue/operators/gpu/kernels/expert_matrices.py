@@ -68,7 +68,7 @@ def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
     form, slabs = panel_layout.panel_format(quant), columns // SLAB
     parts = 2 if dots.halves(form) else 1
     sums = -(-slabs // SLABS) * SLABS * parts if dots.minimums(form) else 0
-    rows = tile.pairs * (slabs * (SLAB + 4) + 4 * sums)
+    rows = tile.pairs * (slabs * (SLAB * parts + 4) + 4 * sums)
     slot = -(-panel_layout.superblock_bytes(quant) // _LINE_BYTES) * _LINE_BYTES
     return rows + tile.warps * tile.stages * 2 * slot
 

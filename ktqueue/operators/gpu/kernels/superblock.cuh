@@ -1,5 +1,5 @@
 // What one lane takes from a superblock of packed weights: codes, scales and minimums. csrc/formats/panel_layout.h has
-// the layout. Lane 4g + t has rows 2g and 2g + 1 of a panel.
+// the layout. Lane 4g + t has rows 2g and 2g + 1 of a panel, of a slab columns 8t .. 8t + 7.
 //
 // All codes become signed bytes, so that no offset is left to subtract from sums. Some are made larger by a power of
 // two, UNIT, since that makes them signed for nothing.
@@ -66,13 +66,14 @@ __device__ inline float signed_byte_times(uint32_t word, int byte, float factor)
 
 __device__ inline uint32_t spread(uint32_t nibble) { return ((nibble & 15) * 0x00204081) & 0x01010101; }
 
-// The entries of a table of 16 bytes for four nibbles of a word: the low ones of its bytes, or the high ones.
-__device__ inline uint32_t look_up(uint32_t word, int are_high, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3) {
+__device__ inline void look_up(uint32_t word, uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3, uint32_t& low,
+                               uint32_t& high) {
   uint32_t index = word & 0x77777777, upper = 0x32103210 | ((word >> 1) & 0x44444444);
   uint32_t first = __byte_perm(__byte_perm(t0, t1, index), __byte_perm(t2, t3, index), upper);
   index >>= 16;
   uint32_t second = __byte_perm(__byte_perm(t0, t1, index), __byte_perm(t2, t3, index), upper >> 16);
-  return __byte_perm(first, second, are_high ? 0x7531 : 0x6420);
+  low = __byte_perm(first, second, 0x6420);
+  high = __byte_perm(first, second, 0x7531);
 }
 
 __device__ inline uint32_t signed_magnitudes(uint32_t pairs, uint32_t negative) {
@@ -97,54 +98,62 @@ __device__ inline uint32_t without_offset(uint32_t bytes) {
   return (bytes + 0x01010101u * (128 - OFFSET)) ^ 0x80808080;
 }
 
-// The codes of rows 2g and 2g + 1 in a slab. By HALVES, columns 4t .. 4t + 3 are in codes[r], and those behind by 16 in
-// codes[2 + r]. Otherwise columns 8t .. 8t + 3 are in codes[r], and the next four in codes[2 + r].
+// The codes of a slab: of row 2g + r, columns 8t .. 8t + 3 in codes[r], and the next four in codes[2 + r].
 __device__ inline void decode(const uint8_t* block, int slab, int slabs, int g, int t, uint32_t codes[4]) {
+  if constexpr (quant == Q8_0) {
+    const int first = slab * 512 + t * 128 + 8 * g;
+    const uint2 even = at<uint2>(block, first), odd = at<uint2>(block, first + 64);
+    const uint32_t sign = 0x80808080;
+    codes[0] = even.x ^ sign, codes[1] = even.y ^ sign, codes[2] = odd.x ^ sign, codes[3] = odd.y ^ sign;
+    return;
+  }
+  constexpr bool are_pairs = quant == Q2_K || quant == Q3_K || quant == IQ2_S || quant == IQ1_M;
+  const uint2 words = at<uint2>(block, (are_pairs ? slab * 128 + t / 2 * 64 : slab * 256 + t * 64) + 8 * g);
+  uint2 upper = {};  // Q6_K: the upper two bits of codes
+  if constexpr (quant == Q6_K) upper = at<uint2>(block, 256 * slabs + slab * 128 + t / 2 * 64 + 8 * g);
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    // A line has four columns of each row.
-    const int line = HALVES ? 4 * half + t : 2 * t + half;
-    constexpr bool are_pairs = quant == Q2_K || quant == Q3_K || quant == IQ2_S || quant == IQ1_M;
-    const uint2 words = at<uint2>(block, 8 * g + (quant == Q8_0 ? slab * 512 + line * 64
-                                                  : are_pairs   ? slab * 128 + half * 64
-                                                                : slab * 256 + (HALVES ? line / 2 : t) * 64));
-    uint2 upper = {};  // Q6_K: the upper two bits of codes
-    if constexpr (quant == Q6_K) upper = at<uint2>(block, 256 * slabs + slab * 128 + half * 64 + 8 * g);
-    const int bits = (are_pairs ? 128 : 256) * slabs + slab * 64 + line * 8 + g;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const uint32_t word = r == 0 ? words.x : words.y;
-      uint32_t code;
-      if constexpr (quant == Q8_0) {
-        code = word ^ 0x80808080;
-      } else if constexpr (are_pairs) {
-        code = (word >> 2 * t) & 0x03030303;
+  for (int r = 0; r < 2; r++) {
+    uint32_t word = r == 0 ? words.x : words.y, low, high;
+    if constexpr (are_pairs) {
+      word >>= t % 2 * 4;
+      low = word & 0x03030303, high = (word >> 2) & 0x03030303;
+      if constexpr (quant == Q3_K || quant == IQ2_S) {
+        const int bits = 128 * slabs + slab * 64 + t * 16 + g;
+        uint32_t even = spread(at<uint8_t>(block, bits) >> 4 * r), odd = spread(at<uint8_t>(block, bits + 8) >> 4 * r);
         if constexpr (quant == Q3_K) {
-          code = without_offset(code | spread(at<uint8_t>(block, bits) >> 4 * r) << 2);
-        } else if constexpr (quant == IQ2_S) {
-          code = signed_magnitudes(code, spread(at<uint8_t>(block, bits) >> 4 * r));
-        } else if constexpr (quant == IQ1_M) {
-          const uint32_t deltas = at<uint8_t>(block, 128 * slabs + slab * 8 + line / 2 * 2 + g / 4);
-          code = without_offset((code << 3) + ((deltas >> (2 * g % 8 + r)) & 1) * 0x02020202);
+          low = without_offset(low | even << 2), high = without_offset(high | odd << 2);
+        } else {
+          low = signed_magnitudes(low, even), high = signed_magnitudes(high, odd);
         }
-      } else if constexpr (quant == IQ4_NL || quant == IQ4_XS) {
-        code = look_up(word, HALVES ? line % 2 : half, 0xBFAD9881, 0xF6EADDCF, 0x26190D01, 0x71594535);
-      } else if constexpr (quant == IQ3_XXS) {
-        code = look_up(word, HALVES ? line % 2 : half, 0xEEEAE6E1, 0xFEFAF6F2, 0x0E0A0602, 0x1F1A1612);
-      } else if constexpr (quant == MXFP4 || quant == NVFP4) {
-        code = look_up(word, HALVES ? line % 2 : half, 0x03020100, 0x0C080604, 0xFDFEFF00, 0xF4F8FAFC);
-      } else if constexpr (quant == Q4_0) {  // 16 * (code - 8)
-        code = masked_xor(half ? word : word << 4, 0xF0F0F0F0, 0x80808080);
-      } else if constexpr (quant == Q6_K) {  // 4 * (code - 32)
-        const uint32_t twos = masked_xor((r == 0 ? upper.x : upper.y) << (6 - 2 * t), 0xC0C0C0C0, 0x80808080);
-        code = masked_or(__funnelshift_l(word, word, t % 2 ? 30 : 2), 0x3C3C3C3C, twos);
-      } else {
-        code = (half ? word >> 4 : word) & 0x0F0F0F0F;
-        if constexpr (quant == IQ3_S) code = without_offset(code << 1);
-        if constexpr (quant == Q5_K || quant == Q5_1) code |= spread(at<uint8_t>(block, bits) >> 4 * r) << 4;
+      } else if constexpr (quant == IQ1_M) {
+        uint32_t bits = at<uint8_t>(block, 128 * slabs + slab * 8 + t * 2 + g / 4);
+        uint32_t delta = ((bits >> (2 * g % 8 + r)) & 1) * 0x02020202;
+        low = without_offset((low << 3) + delta), high = without_offset((high << 3) + delta);
       }
-      codes[2 * half + r] = code;
+    } else if constexpr (quant == IQ4_NL || quant == IQ4_XS) {
+      look_up(word, 0xBFAD9881, 0xF6EADDCF, 0x26190D01, 0x71594535, low, high);
+    } else if constexpr (quant == IQ3_XXS) {
+      look_up(word, 0xEEEAE6E1, 0xFEFAF6F2, 0x0E0A0602, 0x1F1A1612, low, high);
+    } else if constexpr (quant == MXFP4 || quant == NVFP4) {
+      look_up(word, 0x03020100, 0x0C080604, 0xFDFEFF00, 0xF4F8FAFC, low, high);
+    } else if constexpr (quant == Q4_0) {  // 16 * (code - 8)
+      low = masked_xor(word << 4, 0xF0F0F0F0, 0x80808080), high = masked_xor(word, 0xF0F0F0F0, 0x80808080);
+    } else if constexpr (quant == Q6_K) {  // 4 * (code - 32)
+      const uint32_t twos = r == 0 ? upper.x : upper.y;
+      const int shift = 6 - t % 2 * 4;
+      low = masked_or(word << 2, 0x3C3C3C3C, masked_xor(twos << shift, 0xC0C0C0C0, 0x80808080));
+      high = masked_or(word >> 2, 0x3C3C3C3C, masked_xor(twos << (shift - 2), 0xC0C0C0C0, 0x80808080));
+    } else {
+      low = word & 0x0F0F0F0F, high = (word >> 4) & 0x0F0F0F0F;
+      if constexpr (quant == IQ3_S) {
+        low = without_offset(low << 1), high = without_offset(high << 1);
+      } else if constexpr (quant == Q5_K || quant == Q5_1) {
+        const int bits = 256 * slabs + slab * 64 + t * 16 + g;
+        low |= spread(at<uint8_t>(block, bits) >> 4 * r) << 4, high |= spread(at<uint8_t>(block, bits + 8) >> 4 * r)
+                                                                       << 4;
+      }
     }
+    codes[r] = low, codes[2 + r] = high;
   }
 }
 
