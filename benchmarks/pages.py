@@ -73,6 +73,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "chaos": queue.chaos,
             "fairness": queue.fairness,
             "backlog-*": gpu.backlog,
+            "overlap*": gpu.overlap,
             "tenants": queue.tenants,
             "crew": queue.fleet,
         },

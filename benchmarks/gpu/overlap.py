@@ -63,8 +63,8 @@ class Load:
             "rows": rows,
             "batch_tokens_per_second": self._batch_tokens / took,
             "interactive_tokens_per_second": (len(self._first) + len(self._between)) / took,
-            **(percentiles(self._first, 50, 95, prefix="first_token_") if self._first else {}),
-            **(percentiles(self._between, 50, 95, prefix="between_tokens_") if self._between else {}),
+            **_milliseconds(self._first, "first_token_"),
+            **_milliseconds(self._between, "between_tokens_"),
             "dram_gb_s": machine.bandwidth(),
         }
 
@@ -87,6 +87,10 @@ class Load:
             if output.request_done:
                 del self._live[output.request_id]
                 self._ask()
+
+
+def _milliseconds(seconds: list[float], prefix: str) -> dict[str, float]:
+    return percentiles([1e3 * value for value in seconds], 50, 95, prefix=prefix) if seconds else {}
 
 
 def main() -> None:
@@ -116,8 +120,7 @@ def main() -> None:
 
     measure(Load(loaded), "alone", arguments.rows)
     measure(with_batch(), "overlapping", [*arguments.rows, 0])
-    loaded.rebuild()
-    loaded.engine.never_overlap()
+    loaded.rebuild(interactive_share=0.0)
     measure(with_batch(), "shared", arguments.rows)
     loaded.engine.close()
 

@@ -1,5 +1,6 @@
 """The page of a GPU's engine: sections for gpu*, placement, residency*, profile*, attention*, served-* and others."""
 
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -139,7 +140,8 @@ def residency(result: dict[str, Any]) -> list[str]:
         f"{result['share']:.0%} of the experts are there. Cold: a start with any experts; learned: the last of some "
         "rounds; known: a start with the experts that were used most in these. Found: share of uses there; CPU: what "
         f"its experts read in the round; bus: what came to the GPU. Rounds of {result['output_tokens']} tokens after "
-        f"random prompts of {result['prompt_tokens']}; {graphics(result)}; {taken(result)}. `{result['command']}`",
+        f"random prompts of {result['prompt_tokens']}; {graphics(result)}; {taken(result)}. {result.get('note', '')} "
+        f"`{result['command']}`",
         {
             "routing": "{routing}", "start": "{start}", **_STEP, **_FASTEST,
             "found": lambda row: "-" if row["found"] is None else f"{row['found']:.1%}",
@@ -311,6 +313,32 @@ def backlog(result: dict[str, Any]) -> list[str]:
             *table(ROWS_ALONE, [{**row, **_reading(row, whole)} for row in result["rows_alone"]]),
         ]
     return lines
+
+
+def overlap(result: dict[str, Any]) -> list[str]:
+    """Interactive rows alone, and beside a batch in two ways."""
+
+    def both(name: str) -> Callable[[Row], str]:
+        shown = f"{{{name}_p50_ms:.0f}}, {{{name}_p95_ms:.0f}} ms"
+        return lambda row: shown.format(**row) if f"{name}_p50_ms" in row else "-"
+
+    columns: Columns = {
+        "way": "{way}", "interactive rows": "{rows}",
+        "first token p50, p95": both("first_token"), "between tokens p50, p95": both("between_tokens"),
+        "tok/s of them": "{interactive_tokens_per_second:.1f}", "of the batch": "{batch_tokens_per_second:.0f}",
+        **_PROBE,
+    }  # fmt: skip
+    return section(
+        f"{result['model']}, interactive rows beside a batch",
+        f"The engine alone, experts in host memory; a batch of {result['batch']:,} rows that decode. So many "
+        f"interactive rows at any time, with prompts of {result['prompt_tokens']} tokens and {result['output_tokens']} "
+        "more. Overlapping: steps of both classes at the same time; shared: steps of both together. The first prompts "
+        f"of a way come at once, and compile. {graphics(result)}; {taken(result)}. {result.get('note', '')} "
+        f"`{result['command']}`",
+        columns,
+        result["figures"],
+        words=1,
+    )
 
 
 ROWS_ALONE: Columns = {

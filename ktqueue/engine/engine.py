@@ -126,7 +126,7 @@ class Engine:
         self._sampler = StepSampler(parts.selector, self._masks, self._next)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._results = StepResults(self._rows, self._requests, self.drafts, vocabulary.special_token_bytes)
-        may_overlap = not layout.linear and not layout.original_length
+        may_overlap = config.interactive_share > 0 and not layout.linear and not layout.original_length
         self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner if may_overlap else None)
         self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
@@ -345,10 +345,6 @@ class Engine:
         if self.recorder is not None:
             sampled, prompt_tokens = sum(not ahead for _, _, ahead in ready), self._results.prompt_tokens
             self.recorder.record(moments, plan, sampled=sampled, prompt_tokens=prompt_tokens)
-
-    def never_overlap(self) -> None:
-        """Let all classes share steps, as where steps cannot overlap. For benchmarks."""
-        self._overlap.give_up()
 
     def close(self) -> None:
         """Release what the model has on a device. No step follows."""

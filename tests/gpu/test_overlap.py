@@ -156,6 +156,12 @@ def test_interactive_tokens_come_while_a_batch_step_is_computed(device: str, mak
     assert min(between[1:]) >= 2  # its prompt was computed with the first
 
 
+def test_without_a_share_for_interactive_steps_all_are_shared(make_engine: Any) -> None:
+    engine = make_engine("cpu", interactive_share=0.0)
+    run(engine, asked_for(34, 30), 1)
+    assert engine.stats().overlapped_steps == 0
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_pages_of_a_running_batch_step_are_given_to_nobody(device: str, make_engine: Any, alone: Any) -> None:
     """There are too few pages for all, so interactive sequences would take those of the batch."""

@@ -236,7 +236,8 @@ class EngineConfig:
     interactive_share: float = setting(
         0.05,
         "Part of the time for small steps of interactive jobs, while batch jobs run too.",
-        details="More makes the tokens of interactive jobs come faster, and takes throughput from batch jobs.",
+        details="More makes the tokens of interactive jobs come faster, and takes throughput from batch jobs. "
+        "With 0 all steps are shared, also on a GPU where steps could overlap.",
         at_least=0,
         at_most=0.9,
         flags=("--interactive-share",),
