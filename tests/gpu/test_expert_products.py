@@ -167,7 +167,7 @@ def test_few_tokens_equal_rounded_products(quant: str, random_weights: Callable[
 
 
 MATRICES = [
-    MatrixTiles(MatrixTile(8, warps=4), MatrixTile(8, warps=4)),
+    MatrixTiles(MatrixTile(8, warps=4, has_runs=False), MatrixTile(8, warps=4, has_runs=False)),
     MatrixTiles(MatrixTile(24, warps=4, stages=3), MatrixTile(24, warps=3)),
 ]
 

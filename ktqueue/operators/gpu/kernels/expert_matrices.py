@@ -20,7 +20,7 @@ from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
 from ktqueue.operators.gpu.kernels.operation import launch_options
-from ktqueue.operators.gpu.kernels.panel_layout import SLAB, SLABS, ExpertRecord
+from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS, ExpertRecord
 from ktqueue.operators.native import GateFacts
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -110,6 +110,7 @@ def constants(
         "PAIRS": tile.pairs,
         "WARPS": tile.warps,
         "STAGES": tile.stages,
+        "RUNS": int(tile.has_runs),
         "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(experts, tile)), _WARPS // tile.warps)),
     }
 
@@ -183,8 +184,12 @@ def _launch(
     kernel, programs = _kernel(
         quant, experts, columns, rows, gate, tile, has_bias=biases is not None, is_weighted=weights is not None
     )
+    if tile.has_runs:
+        grid = programs * torch.cuda.get_device_properties(x.codes.device).multi_processor_count, 1
+    else:
+        grid = -(-rows // (PANEL_ROWS * tile.warps * (1 if gate else 2))), experts
     kernel.launch(
-        (programs * torch.cuda.get_device_properties(x.codes.device).multi_processor_count, 1),
+        grid,
         [
             pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
             x.scales if weights is None else weights, *(biases or (x.scales, x.scales)), *outs, *lists,

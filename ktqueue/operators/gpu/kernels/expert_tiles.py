@@ -61,6 +61,8 @@ class MatrixTile(NamedTuple):
     """Even for gate and up."""
     stages: int = 2
     """Superblocks of each of a warp's panels in shared memory. All but one are on their way."""
+    has_runs: bool = True
+    """Whether as many programs begin as fit, each with a run of work. Otherwise each expert has programs of its own."""
 
 
 class MatrixTiles(NamedTuple):
@@ -126,9 +128,11 @@ TILES = ExpertTiles(
     dots=DotTiles(2, *_SMALL),
     matrices=(
         (0.75, None),
-        (6, MatrixTiles(MatrixTile(8, warps=8), MatrixTile(8, warps=4))),
+        (2.5, MatrixTiles(MatrixTile(8, warps=8, has_runs=False), MatrixTile(8, warps=4, has_runs=False))),
+        (6, MatrixTiles(MatrixTile(8, warps=4, has_runs=False), MatrixTile(8, warps=4, has_runs=False))),
         (12, MatrixTiles(MatrixTile(16, warps=12), MatrixTile(16, warps=12))),
         (22, MatrixTiles(MatrixTile(24, warps=12), MatrixTile(24, warps=13))),
+        (48, MatrixTiles(MatrixTile(32, warps=12), MatrixTile(32, warps=11))),
         (INFINITE, None),
     ),
     cores=(

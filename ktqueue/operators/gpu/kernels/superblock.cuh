@@ -4,6 +4,8 @@
 // All codes become signed bytes, so that no offset is left to subtract from sums. Some are made larger by a power of
 // two, UNIT, since that makes them signed for nothing.
 
+#pragma once
+
 enum Quant {
   Q8_0,
   Q4_0,
