@@ -32,6 +32,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/.cache/torchinductor
 export ZIG_GLOBAL_CACHE_DIR := $(CURDIR)/.cache/zig
 export ZIG_LOCAL_CACHE_DIR := $(CURDIR)/.cache/zig
 export HF_HUB_OFFLINE := 1
+unexport PYTHONDONTWRITEBYTECODE # else each of the many processes compiles all of our modules again
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 

@@ -33,6 +33,8 @@ from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.config import BrokerConfig
 from ktqueue.operators import native
 
+TESTS = Path(__file__).parent
+WAITING = ("broker", "gateway", "workers")  # folders of tests that wait for other processes most of their time
 LONG = 20_000  # milliseconds that a server of a fleet may be silent: these tests want no failover
 
 # Offsets of the halfs in a block, and their size for weights of about 0.1. All other bytes may be anything.
@@ -65,14 +67,21 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach the processes under test, also where the tests run in a background that ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)  # several processes run tests, and idle threads of torch spin on the CPUs of the others
     gc.disable()  # a third of the time of collecting tests is the garbage collector's walk over a million objects
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests if `--without-long` asks for that."""
+    """Leave out the long tests if `--without-long` asks for that, and mix files that wait with files that compute."""
     if config.getoption("--without-long"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    places: dict[Path, float] = {}
+    files = list(dict.fromkeys(item.path for item in items))
+    waiting = [path for path in files if any((TESTS / folder) in path.parents for folder in WAITING)]
+    for group in (waiting, [path for path in files if path not in waiting]):
+        places |= {path: (index + 0.5) / len(group) for index, path in enumerate(group)}
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:

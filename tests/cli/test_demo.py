@@ -26,6 +26,7 @@ def _processes_of(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_the_story_survives_its_worker_and_nothing_is_left_behind(ktqueue: Run, tmp_path: Path) -> None:
     done = ktqueue("demo", env={"DEMO_MARK": str(tmp_path)})
     assert done.returncode == 0, done.stderr
