@@ -93,7 +93,7 @@ DRAFTS: dict[str, Mutation] = {
     "on a device further drafts forget what the layer computed": Mutation(
         "a layer that predicts further tokens computes its formula",
         "ktqueue/operators/gpu/next_token_layer.py",
-        "        kept.index_copy_(0, step.next_slots(), residual)\n",
+        "        kept.index_copy_(0, step.next_slots(), x if facts.normed_further else residual)\n",
         "",
         (f"{MTP}::test_drafts_are_those_of_the_twin[glm4_moe-cpu]",),
     ),
