@@ -124,8 +124,12 @@ CHOICES: dict[str, Choice] = {
     "dots 8 of some, 16x32x2, 8x32x2": _dots(8, DotTile(16, 32, 2, 168), DotTile(8, 32, 2), skips=True, least=16),
     # Matrices of int8 on tensor cores.
     "matrices 8, 8 and 4 warps, runs": _matrices(MatrixTile(8, 8), MatrixTile(8, 4), most=64),
-    "matrices 8, 8 and 4 warps": _matrices(MatrixTile(8, 8, has_runs=False), MatrixTile(8, 4, has_runs=False), most=64),
-    "matrices 8, 4 warps": _matrices(MatrixTile(8, 4, has_runs=False), MatrixTile(8, 4, has_runs=False), most=64),
+    "matrices 8, 8 and 4 warps, without runs": _matrices(
+        MatrixTile(8, 8, has_runs=False), MatrixTile(8, 4, has_runs=False), most=64
+    ),
+    "matrices 8, 4 warps, without runs": _matrices(
+        MatrixTile(8, 4, has_runs=False), MatrixTile(8, 4, has_runs=False), most=64
+    ),
     "matrices 8, 16 and 12 warps, runs": _matrices(MatrixTile(8, 16), MatrixTile(8, 12), most=64),
     "matrices 16, 6 warps, runs": _matrices(MatrixTile(16, 6), MatrixTile(16, 6), least=64),
     "matrices 16, 12 warps, runs": _matrices(MatrixTile(16, 12), MatrixTile(16, 12), least=64),
