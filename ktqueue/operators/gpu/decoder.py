@@ -65,6 +65,7 @@ class GpuDecoder(Operator):
         self._routed: list[RoutedLayer] = []
         self._bounds: list[CacheBound] = []
         self._dense_bytes = 0
+        self._decodes = False  # dense matrices, to memory that all steps share
         self._further_bytes = 0  # of experts of a layer that predicts further tokens
         self._experts: ExpertMemory | None = None
         self.tables: Rotary | None = None
@@ -114,6 +115,7 @@ class GpuDecoder(Operator):
         self._head = self._embedding if facts.tied else dense.linear("lm_head")
         self._bounds = cache_bounds(facts, weights)
         self._dense_bytes = dense.bytes
+        self._decodes = dense.decodes
 
     def cache_bounds(self) -> list[CacheBound]:
         """The largest keys and values of each layer that has them. Call it after all of the model is loaded."""
@@ -297,10 +299,8 @@ class GpuDecoder(Operator):
     def may_overlap(self) -> bool:
         """Whether a step can run while others are computed: it streams all experts, and has nothing in common with
         them but weights and cache."""
-        shares = (
-            self._choices is not None or self._hidden is not None or any(layer.chooses for layer in self.facts.layers)
-        )
-        return self._experts is not None and self._experts.may_overlap and not shares
+        memory, own = self._experts, self._choices is None and self._hidden is None and not self._decodes
+        return own and memory is not None and memory.may_overlap and not any(one.chooses for one in self.facts.layers)
 
     def forward_in_parts(
         self,

@@ -189,6 +189,11 @@ class DenseWeights:
         self._warned: set[str] = set()  # formats that were decoded although quantised weights are wanted
         self.bytes = 0
 
+    @property
+    def decodes(self) -> bool:
+        """Whether matrices are decoded to memory that they share, in steps of more than a few rows."""
+        return self._buffer.weights.numel() > 0
+
     def vector(self, name: str) -> torch.Tensor:
         """A one-dimensional tensor, [size]."""
         return self._count(torch.from_numpy(self._weights.vector(name)).to(self._device, self._dtype, copy=True))

@@ -180,6 +180,14 @@ def test_a_captured_step_fetches_nothing_while_another_streams_all_experts(make_
     assert [*found, left.tolist()] == [[[-1, -1]], [[1, 3]], [[-1, -1]]]
 
 
+@pytest.mark.parametrize(("dense", "may"), [("dequantised", True), ("both", True), ("quantised", False)])
+def test_steps_that_decode_to_the_same_memory_do_not_overlap(
+    dense: str, may: bool, make_decoder: Callable[..., Any]
+) -> None:
+    assert make_decoder(make_model("qwen3_moe"), "Q8_0", dense=dense, expert_streaming="on").may_overlap == may
+    assert not make_decoder(make_model("qwen3_moe"), "Q8_0", dense=dense).may_overlap
+
+
 @pytest.mark.parametrize(("one_token", "several_tokens"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
 def test_steps_of_one_token_have_their_own_share(
     one_token: float, several_tokens: float, make_decoder: Callable[..., Any]
