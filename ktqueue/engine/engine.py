@@ -301,22 +301,24 @@ class Engine:
 
         Returns what the sequences gained, those of the batch class once their step is done.
         """
-        overlap = self._overlap
+        overlap, ran = self._overlap, None
+        plan, impossible = overlap.plan()
+        outputs = [self._requests.fail(sequence, self._rows.too_long(sequence)) for sequence in impossible]
         try:
-            plan, impossible = overlap.plan()
-            outputs = [self._requests.fail(sequence, self._rows.too_long(sequence)) for sequence in impossible]
+            overlap.begin()
             with overlap.beside():
                 if plan.rows:
-                    outputs += self._complete(plan, *overlap.run(plan))
+                    ran = overlap.run(plan)
                 elif not overlap.is_done:
                     overlap.wait_a_moment()
-        except torch.OutOfMemoryError as error:
-            # What is computed was not recorded, so it is computed again, in other steps.
-            log.warning("out of memory while steps overlap, which they will not any more: %s", error)
+        except torch.OutOfMemoryError:
+            overlap.is_out_of_memory = True
+        if ran is not None:
+            with overlap.beside():
+                outputs += self._complete(plan, *ran)
+        if overlap.is_out_of_memory:
             self._out_of_memory += 1
             overlap.give_up()
-            torch.cuda.empty_cache()
-            return []
         return outputs + (self._finish_overlapped() if overlap.is_done else [])
 
     def _finish_overlapped(self) -> list[SequenceOutput]:

@@ -5,6 +5,7 @@ experts, which the CPU computes. So neither waits for the other. The device comp
 interactive steps launch goes first.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence as Many
@@ -20,6 +21,8 @@ from ktqueue.engine.runner import LaunchedStep, OverlappingRunner, Runner
 from ktqueue.engine.scheduler import Scheduler
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.step_plan import StepPlan
+
+log = logging.getLogger(__name__)
 
 PROMPT_WAITS_SECONDS = 0.45  # a prompt waits for an overlapped step that will be done within this time
 KEPT = 9  # last overlapped steps whose time is known
@@ -42,7 +45,10 @@ class Overlap:
         self._builder = builder
         self._runner = runner if isinstance(runner, OverlappingRunner) else None
         self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._planned: StepPlan | None = None
         self._running: tuple[StepPlan, Batch, LaunchedStep, float] | None = None
+        self.is_out_of_memory = False
+        """Whether the overlapped step cannot go on: call `give_up`."""
 
     def is_wanted(self, next_step: NextStep) -> bool:
         """Whether the next step overlaps one of the batch class, which runs or should begin. A prepared step is dropped
@@ -66,19 +72,33 @@ class Overlap:
         return self._runner.beside()
 
     def plan(self) -> tuple[StepPlan, Many[Sequence]]:
-        """Plan a step of the interactive class, perhaps of no rows. If no step is overlapped, one begins first.
+        """Plan a step of the interactive class, perhaps of no rows, and the one that it overlaps, if none runs.
 
         Returns also the sequences that need more pages than the cache has.
         """
         if self._running is None:
             plan = self._scheduler.plan_beside(prompts=False)  # they are computed with the batch
-            return plan, [*plan.can_never_run, *self._begin(plan)]
+            self._rows.in_flight = plan.rows  # which the other step must not preempt
+            self._planned = self._scheduler.plan_overlapped()
+            self._rows.in_flight = ()
+            return plan, [*plan.can_never_run, *self._planned.can_never_run]
         with self.beside():  # a shared page may be copied
             plan = self._scheduler.plan_beside(prompts=not self._next_is_soon(self._running[3]))
         return plan, plan.can_never_run
 
+    def begin(self) -> None:
+        """Begin the overlapped step that `plan` planned, if it did. Raises torch.OutOfMemoryError."""
+        plan, self._planned = self._planned, None
+        if plan is not None and plan.rows and self._runner is not None:
+            began, batch = time.monotonic(), self._builder.build(plan.rows)
+            self._running = plan, batch, self._runner.begin(batch), began
+            self._rows.in_flight = plan.rows
+            self.steps += 1
+
     def run(self, plan: StepPlan) -> tuple[Batch, torch.Tensor, float]:
-        """Run a step that `plan` gave. Returns its batch, its logits and when it began."""
+        """Run a step that `plan` gave. Returns its batch, its logits and when it began.
+
+        Raises torch.OutOfMemoryError, of either step."""
         began = time.monotonic()
         self._scheduler.begin(plan)
         batch = self._builder.build(plan.rows)
@@ -89,11 +109,15 @@ class Overlap:
 
     def launch_more(self, *_: object) -> None:
         """Launch more of the overlapped step, while the host would wait for what is queued on the current stream."""
-        if self._running is not None:
-            self._running[2].keep_ahead(until_idle=True)
+        if self._running is not None and not self.is_out_of_memory:
+            try:
+                self._running[2].keep_ahead(until_idle=True)
+            except torch.OutOfMemoryError:  # the caller's own step is complete
+                self.is_out_of_memory = True
 
     def wait_a_moment(self) -> None:
-        """Wait until the overlapped step is done, but not so long that a request which arrives waits."""
+        """Wait until the overlapped step is done, but not so long that a request which arrives waits. Raises
+        torch.OutOfMemoryError."""
         end = time.monotonic() + WAIT_SECONDS
         if self._running is not None:
             self._running[2].keep_ahead()
@@ -106,11 +130,15 @@ class Overlap:
         return self._running is not None and self._running[2].is_done
 
     def finish(self) -> Overlapped | None:
-        """Wait for the overlapped step, if one runs. Its tokens are to be chosen next."""
+        """Wait for the overlapped step, if one runs. Its tokens are to be chosen next. None also if memory runs out."""
         if self._running is None or self._runner is None:
             return None
         plan, batch, step, began = self._running
-        logits = step.finish()
+        try:
+            logits = step.finish()
+        except torch.OutOfMemoryError:
+            self.give_up()
+            return None
         self._runner.end_overlap()
         self._running = None
         self._rows.in_flight = ()
@@ -118,28 +146,19 @@ class Overlap:
         return plan, batch, logits, began
 
     def give_up(self) -> None:
-        """Never overlap steps again. What the running one computes is dropped."""
-        if self._runner is not None and self._runner.may_overlap:
+        """Never overlap steps again, since memory ran out. What they compute is not recorded, so others compute it."""
+        log.warning("out of memory while steps overlap, which they will not any more")
+        if self._runner is not None:
+            with self._runner.beside():
+                self._runner.wait()
             self._runner.wait()
             self._runner.end_overlap()
-        self._running = self._runner = None
+        self._running = self._planned = self._runner = None
+        self.is_out_of_memory = False
+        torch.cuda.empty_cache()
         self._rows.in_flight = ()
 
     def _next_is_soon(self, began: float) -> bool:
         """Whether a prompt should wait for the next overlapped step, which computes it with the same experts."""
         usual = median(self._seconds) if self._seconds else 0.0
         return began + 2 * usual - time.monotonic() < PROMPT_WAITS_SECONDS
-
-    def _begin(self, interactive: StepPlan) -> Many[Sequence]:
-        """Begin a step beside that of planned interactive sequences, none of which it preempts. Returns sequences that
-        can never run."""
-        assert self._runner is not None
-        self._rows.in_flight = interactive.rows
-        plan = self._scheduler.plan_overlapped()
-        self._rows.in_flight = ()
-        if plan.rows:
-            began, batch = time.monotonic(), self._builder.build(plan.rows)
-            self._running = plan, batch, self._runner.begin(batch), began
-            self._rows.in_flight = plan.rows
-            self.steps += 1
-        return plan.can_never_run

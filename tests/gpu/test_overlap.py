@@ -4,7 +4,7 @@ Each test also runs on CPU tensors, where a step is overlapped layer by layer.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from ktqueue.engine import scheduler
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators import native
+from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.workers.startup import gpu_memory
 
@@ -181,6 +182,34 @@ def test_a_request_can_be_aborted_while_its_step_is_computed(device: str, make_e
     assert all(found[name] == tokens for name, tokens in expected.items() if name not in ended)
     assert any(len(found[name]) < len(expected[name]) for name in ended)
     assert engine.stats().overlapped_steps > 5
+
+
+@pytest.mark.parametrize("begun", [1, 4])  # overlapped steps before that which fails
+@pytest.mark.parametrize("part", [0, 1, 3])  # the part that fails: the first when a step begins, others later
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_share_again_once_memory_runs_out(
+    device: str, part: int, begun: int, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 0
+
+    def parts(decoder: GpuDecoder, *inputs: Any, overlapped: bool = False) -> Generator[None, None, Any]:
+        nonlocal steps
+        steps += overlapped
+        launched = launch(decoder, *inputs, overlapped=overlapped)
+        for _ in range(part if overlapped and steps == begun else 100):
+            try:
+                next(launched)
+            except StopIteration as end:
+                return end.value
+            yield
+        raise torch.OutOfMemoryError
+
+    launch = GpuDecoder.forward_in_parts
+    monkeypatch.setattr(GpuDecoder, "forward_in_parts", parts)
+    asked = asked_for(46, 30)
+    engine = make_engine(device)
+    assert run(engine, asked, 1) == alone(device, asked)
+    assert engine.stats().out_of_memory == 1 and steps == begun
 
 
 @pytest.mark.parametrize("device", DEVICES)
