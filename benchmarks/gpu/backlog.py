@@ -175,10 +175,14 @@ def main() -> None:
     parser.add_argument("--table-tokens", type=int, default=24, help="tokens of each row where rows are compared")
     parser.add_argument("--profile", help="folder for profiles of the served part")
     parser.add_argument("--served-only", action="store_true", help="leave the engine alone out")
+    parser.add_argument("--interactive-share", type=float, help="as the worker's flag; 0: no steps overlap")
+    parser.add_argument("--max-num-seqs", type=int, help="as the worker's flag, by default auto")
     parser.add_argument("--name", default="", help="end of the result's name, by default the device")
     parser.add_argument("--vocabulary", type=int, default=500, help="ids that prompts are drawn from")
     arguments = parser.parse_args()
-    engine = EngineConfig(model=arguments.model, device=arguments.device)
+    engine = EngineConfig(model=arguments.model, device=arguments.device, max_num_seqs=arguments.max_num_seqs)
+    if arguments.interactive_share is not None:
+        engine = replace(engine, interactive_share=arguments.interactive_share)
     result = {"format": 1, "model": arguments.model, "device": arguments.device, "environment": environment(),
               "prompt_tokens": arguments.prompt, "tokens": arguments.tokens, "chat_tokens": arguments.chat_tokens,
               "rate": arguments.rate}  # fmt: skip
