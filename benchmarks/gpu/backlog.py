@@ -8,6 +8,7 @@ the engine alone, in this process, runs the lines of a batch, and decodes with s
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -47,8 +48,16 @@ def batch_file(model: str, asked: list[list[int]], tokens: int) -> bytes:
     return b"\n".join(dumps(line) for line in lines)
 
 
-async def run_batch(http: httpx.AsyncClient, content: bytes) -> dict[str, Any]:
-    """Submit a batch and wait for its end. Seconds count from its creation, after the upload."""
+async def batch_tokens(http: httpx.AsyncClient) -> float:
+    """Tokens that were generated for batch jobs so far, by the gateway's metrics."""
+    metrics = (await http.get("/metrics")).text
+    return sum(float(value) for value in re.findall(r"^\S*batch_tokens_total\S* (\S+)$", metrics, re.MULTILINE))
+
+
+async def run_batch(http: httpx.AsyncClient, content: bytes, most_seconds: float) -> dict[str, Any]:
+    """Submit a batch and wait for its end, or cancel it after `most_seconds`. Seconds count from its creation, after
+    the upload."""
+    before = await batch_tokens(http)
     uploaded = await http.post("/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"})
     uploaded.raise_for_status()
     body = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -56,13 +65,21 @@ async def run_batch(http: httpx.AsyncClient, content: bytes) -> dict[str, Any]:
     made = await http.post("/v1/batches", json=body)
     made.raise_for_status()
     state = made.json()
-    while state["status"] not in ENDED:
+    while state["status"] not in ENDED and time.monotonic() - began < most_seconds:
         await asyncio.sleep(POLL_SECONDS)
         state = (await http.get(f"/v1/batches/{state['id']}")).json()
     seconds = time.monotonic() - began
-    tokens = state["usage"]["output_tokens"]
+    if is_whole := state["status"] in ENDED:
+        tokens = state["usage"]["output_tokens"]
+    else:
+        tokens = await batch_tokens(http) - before
+        seconds = time.monotonic() - began
+        (await http.post(f"/v1/batches/{state['id']}/cancel")).raise_for_status()
+    while state["status"] not in ENDED:
+        await asyncio.sleep(POLL_SECONDS)
+        state = (await http.get(f"/v1/batches/{state['id']}")).json()
     return {"status": state["status"], **state["request_counts"], "output_tokens": tokens, "seconds": seconds,
-            "tokens_per_second": tokens / seconds}  # fmt: skip
+            "is_whole": is_whole, "tokens_per_second": tokens / seconds}  # fmt: skip
 
 
 @asynccontextmanager
@@ -123,10 +140,10 @@ async def served(engine: EngineConfig, arguments: argparse.Namespace) -> dict[st
             asked = prompts(lines, arguments.prompt, arguments.vocabulary, seed=len(key))
             content = batch_file(name, asked, arguments.tokens)
             if key == "batch_alone":
-                result[key] = await run_batch(http, content)
+                result[key] = await run_batch(http, content, arguments.most_seconds)
             else:
                 async with chatting(http, name, arguments.rate, arguments, seed=3) as streams:
-                    result[key] = await run_batch(http, content)
+                    result[key] = await run_batch(http, content, arguments.most_seconds)
                 result["chat_beside_batch"] = latency(streams)
                 sys.stderr.write(f"chat beside it: {result['chat_beside_batch']}\n")
             result["probe_gb_s"].append(machine.bandwidth())
@@ -166,6 +183,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--lines", type=int, default=2000, help="of the batch alone, and of the engine alone")
     parser.add_argument("--lines-beside", type=int, default=1000, help="of the batch beside interactive requests")
+    parser.add_argument("--most-seconds", type=float, default=600.0, help="of a batch, which is cancelled then")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer in the batch")
     parser.add_argument("--chat-tokens", type=int, default=32, help="tokens of each interactive answer")
