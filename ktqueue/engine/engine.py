@@ -161,7 +161,7 @@ class Engine:
             preemptions=rows.preemptions,
             prefix_queries=rows.prefixes.queries,
             prefix_hits=rows.prefixes.hits,
-            out_of_memory=self._out_of_memory + self._sampler.out_of_memory,
+            out_of_memory=self._out_of_memory + self._sampler.out_of_memory + self._overlap.out_of_memory,
             replayed_steps=self._runner.replayed,
             prepared_steps=self._next.taken,
             steps_ahead=self._next.ahead,
@@ -317,7 +317,6 @@ class Engine:
             with overlap.beside():
                 outputs += self._complete(plan, *ran)
         if overlap.is_out_of_memory:
-            self._out_of_memory += 1
             overlap.give_up()
         return outputs + (self._finish_overlapped() if overlap.is_done else [])
 

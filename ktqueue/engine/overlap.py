@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence as Many
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 
 import torch
@@ -35,11 +35,11 @@ Overlapped = tuple[StepPlan, Batch, torch.Tensor, float]
 class Overlap:
     """The step of the batch class that runs, if one does. runner: None if no step can be overlapped.
 
-    steps: number of overlapped steps that have begun.
+    steps: number of overlapped steps that have begun. out_of_memory: how often memory ran out, after which none begins.
     """
 
     def __init__(self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner | None) -> None:
-        self.steps = 0
+        self.steps = self.out_of_memory = 0
         self._rows = rows
         self._scheduler = scheduler
         self._builder = builder
@@ -67,9 +67,8 @@ class Overlap:
         return self._running is not None and any(one.request.id == request_id for one in self._running[0].rows)
 
     def beside(self) -> AbstractContextManager[object]:
-        """Inside of it, work overtakes the overlapped step."""
-        assert self._runner is not None
-        return self._runner.beside()
+        """Inside of it, work overtakes the overlapped step. If none runs, nothing differs."""
+        return nullcontext() if self._running is None or self._runner is None else self._runner.beside()
 
     def plan(self) -> tuple[StepPlan, Many[Sequence]]:
         """Plan a step of the interactive class, perhaps of no rows, and the one that it overlaps, if none runs.
@@ -148,6 +147,7 @@ class Overlap:
     def give_up(self) -> None:
         """Never overlap steps again, since memory ran out. What they compute is not recorded, so others compute it."""
         log.warning("out of memory while steps overlap, which they will not any more")
+        self.out_of_memory += 1
         if self._runner is not None:
             with self._runner.beside():
                 self._runner.wait()

@@ -16,7 +16,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine import scheduler
+from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.gpu.graph_runner import GraphRunner
+from ktqueue.engine.gpu.parted_step import PartedStep
+from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
@@ -173,6 +177,48 @@ def test_pages_of_a_running_batch_step_are_given_to_nobody(device: str, make_eng
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_only_a_step_that_has_begun_is_overtaken(
+    device: str, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interactive sequences hold nearly all pages, so none of the batch class can begin. Their own steps then follow
+    what was launched before."""
+    begun = False
+
+    def begin(runner: GraphRunner, batch: Batch) -> PartedStep:
+        nonlocal begun
+        begun = True
+        return begin_step(runner, batch)
+
+    def beside(runner: GraphRunner) -> Any:
+        assert begun
+        return enter(runner)
+
+    def end_overlap(runner: GraphRunner) -> None:
+        nonlocal begun
+        begun = False
+        end(runner)
+
+    begin_step, enter, end = GraphRunner.begin, GraphRunner.beside, GraphRunner.end_overlap
+    monkeypatch.setattr(GraphRunner, "begin", begin)
+    monkeypatch.setattr(GraphRunner, "beside", beside)
+    monkeypatch.setattr(GraphRunner, "end_overlap", end_overlap)
+    prompt = [number % VOCABULARY for number in range(440)]
+    asked = asked_for(4, 4, seed=5)
+    asked["long"] = prompt, SamplingParams(max_tokens=24, temperature=0.0), JobClass.INTERACTIVE
+    engine = make_engine(device, num_pages=30)
+    engine.add("long", *asked["long"][:2])
+    outputs: list[SequenceOutput] = []
+    while not outputs:
+        outputs = engine.step()
+    for name in asked.keys() - {"long"}:
+        engine.add(name, *asked[name][:2], job_class=JobClass.BATCH)
+    while engine.has_work:
+        outputs += engine.step()
+    found = {name: [token for one in outputs if one.request_id == name for token in one.token_ids] for name in asked}
+    assert found == alone(device, asked)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_request_can_be_aborted_while_its_step_is_computed(device: str, make_engine: Any, alone: Any) -> None:
     asked = asked_for(90, 36, seed=3)
     engine = make_engine(device, num_pages=90)  # so others get the pages at once
@@ -210,6 +256,29 @@ def test_steps_share_again_once_memory_runs_out(
     engine = make_engine(device)
     assert run(engine, asked, 1) == alone(device, asked)
     assert engine.stats().out_of_memory == 1 and steps == begun
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_that_runs_out_while_an_abort_waits_is_counted(
+    device: str, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(step: PartedStep) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    asked = asked_for(31, 30)
+    engine, expected = make_engine(device), alone(device, asked)
+    for name, (prompt, sampling, job_class) in asked.items():
+        engine.add(name, prompt, sampling, job_class=job_class)
+    while not engine.stats().overlapped_steps:
+        engine.step()
+    monkeypatch.setattr(PartedStep, "finish", finish)
+    engine.abort("0")
+    assert engine.stats().out_of_memory == 1
+    found: dict[str, list[int]] = {name: [] for name in asked}
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+    assert found == expected | {"0": []}
 
 
 @pytest.mark.parametrize("device", DEVICES)

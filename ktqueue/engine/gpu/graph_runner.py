@@ -147,6 +147,8 @@ class GraphRunner:
     def end_overlap(self) -> None:
         """See OverlappingRunner."""
         assert self._parted is not None
+        if self._fast is not None:  # pages may have been copied there for a step that was not planned after all
+            torch.cuda.current_stream(self._device).wait_stream(self._fast)
         self._parted.end_overlap()
 
     def wait(self) -> None:
