@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 TESTS = "tests/gpu/test_overlap.py"
+STEPS = "tests/operators/gpu/experts/test_overlapped_steps.py"
 
 OVERLAP: dict[str, Mutation] = {
     "pages of an overlapped step are given away": Mutation(
@@ -35,5 +36,33 @@ OVERLAP: dict[str, Mutation] = {
         "[sequence for sequence in running if sequence not in in_flight]",
         "list(running)",
         (f"{TESTS}::test_both_classes_get_the_tokens_that_they_get_alone[cpu-False]",),
+    ),
+    "an overlapped step begins while experts move": Mutation(
+        "the CPU computes no expert of an overlapped step",
+        "ktqueue/operators/gpu/experts/memory.py",
+        "self._placement.finish_moves()",
+        "pass",
+        (f"{STEPS}::test_an_overlapped_step_leaves_the_cpu_alone_while_experts_move[cpu]",),
+    ),
+    "an overlapped step uses the hand-off": Mutation(
+        "one stream at a time uses the hand-off to the CPU's experts",
+        "ktqueue/operators/gpu/experts/memory.py",
+        "self._streaming.begin_all(self._resident), None, decoded=decoded",
+        "self._streaming.begin_all(self._resident), self.handoff, decoded=decoded",
+        (f"{STEPS}::test_an_overlapped_step_leaves_the_cpu_alone_where_one_layer_is_on_the_gpu[cpu-1]",),
+    ),
+    "copies outlive the step that is given up": Mutation(
+        "nothing writes to the memory for streamed experts once steps share again",
+        "ktqueue/operators/gpu/experts/memory.py",
+        "        self._copies.finish()  # a step",
+        "        # a step",
+        (f"{STEPS}::test_a_step_that_is_given_up_leaves_no_copies_behind[cpu]",),
+    ),
+    "steps overtake where none is overlapped": Mutation(
+        "a step waits for what was launched before it, unless it runs beside an overlapped one",
+        "ktqueue/engine/overlap.py",
+        "nullcontext() if self._running is None or self._runner is None else self._runner.beside()",
+        "self._runner.beside()",
+        (f"{TESTS}::test_only_a_step_that_has_begun_is_overtaken[cpu]",),
     ),
 }

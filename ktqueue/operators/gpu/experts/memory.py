@@ -228,7 +228,10 @@ class ExpertMemory:
             self._is_overlapped = True
             if self._fetched is not None:
                 self._fetched.allowed.zero_()
-            return StepExperts(self._layers, self._streaming.begin_all(self._resident), self.handoff, decoded=decoded)
+            if self._placement is not None:
+                self._placement.finish_moves()
+            # It has no way to the CPU, so that two streams never use the hand-off at the same time.
+            return StepExperts(self._layers, self._streaming.begin_all(self._resident), None, decoded=decoded)
         residency = short = self._residency_of_short_step(tokens)
         if self._is_overlapped:
             residency, decoded = self._resident, None
@@ -252,7 +255,8 @@ class ExpertMemory:
 
     @torch.inference_mode()
     def end_overlap(self) -> None:
-        """Note that the overlapped step and all others are done."""
+        """Note that the overlapped step and all others are done, or that it was given up."""
+        self._copies.finish()  # a step that was given up has not waited for them, and others fetch to their memory
         self._is_overlapped = False
         if self._fetched is not None:
             self._fetched.allowed.fill_(1)

@@ -109,11 +109,9 @@ class Placement:
     def after_step(self) -> None:
         """Publish experts that have arrived, read the counts, and start new copies. Call it between two steps."""
         self._steps += 1
-        arrived: list[tuple[_Move, int]] = []
-        if self._moved is not None and self._moved.passed():
-            arrived, self._moving, self._moved = self._moving, [], None
-        for move, offset in arrived:
-            self._pool.host[move.layer, move.expert] = offset
+        has_arrived = self._moved is not None and self._moved.passed()
+        if has_arrived:
+            self._end_moves()
         if self._reading is not None and self._reading.passed():
             self._reading = None
             self._count()
@@ -121,7 +119,7 @@ class Placement:
             self._read_counts.copy_(self.counts, non_blocking=True)
             self._reading = self._copies.mark_step()
         started = [] if self._moving else self._make_room()
-        if arrived or started:
+        if has_arrived or started:
             self._pool.publish()
         if started:
             # Steps launched before this still read the slots. Steps launched from now on do not.
@@ -130,6 +128,20 @@ class Placement:
                 self._pool.upload(move.layer, move.expert, offset)
             self._moving, self._moved = started, self._copies.mark()
             self.moves += len(started)
+
+    def finish_moves(self) -> None:
+        """Wait for the experts that are being copied, and publish them. So every slot has an expert. Call it between
+        two steps."""
+        if self._moving:
+            self._copies.finish()
+            self._end_moves()
+            self._pool.publish()
+
+    def _end_moves(self) -> None:
+        """Enter the experts that have arrived into the host's table."""
+        for move, offset in self._moving:
+            self._pool.host[move.layer, move.expert] = offset
+        self._moving, self._moved = [], None
 
     def _count(self) -> None:
         """Count the uses that have been read, and learn from those of READ_EVERY_STEPS steps or more."""

@@ -119,6 +119,11 @@ class Streamer(ExpertResidency):
         """Number of layers whose experts are streamed in this step."""
         return sum(count > 0 for count in self._plan.counts)
 
+    @property
+    def needs_cpu(self) -> bool:
+        """Whether the CPU computes experts of a layer whose other experts are streamed."""
+        return any(self._plan.on_cpu)
+
     def seconds(self) -> tuple[float, float] | None:
         """Mean seconds for a layer: of its copies, and of the GPU between the experts of the layer before and its own;
         0: not known. None if the step is not finished."""
@@ -248,9 +253,13 @@ class StreamingSteps:
         return resident if streamed is None else streamed
 
     def begin_all(self, resident: ExpertResidency) -> ExpertResidency:
-        """Where a step finds its experts that streams all of them, so that the CPU is free. Nothing is learned."""
+        """Where a step finds its experts that streams all of them, so that the CPU is free. Nothing is learned.
+
+        No expert may be on its way to a slot."""
         self.steps += 1
-        return self._streamer.begin(resident, 1.0, last_too=True)
+        streamed = self._streamer.begin(resident, 1.0, last_too=True)
+        assert not streamed.needs_cpu, "an expert is neither in a slot nor streamed"
+        return streamed
 
     def after_step(self) -> None:
         """Learn from the step that the device has just finished, if it was a long one.
