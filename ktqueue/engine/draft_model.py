@@ -20,6 +20,7 @@ import torch
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.draft_progress import DraftProgress
 from ktqueue.engine.gpu.device_model import device_model
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.runner import Model, Runner
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_selector import Selector
@@ -171,7 +172,7 @@ class DraftModel:
         self._runner.execute(self._batch([(sequence, first, token_ids)], is_scored=False))
         self._runner.wait()  # the plan of its attention must not change while it runs
 
-    def _pass(self, sequences: Many[Sequence], ahead: int, token_ids: Many[int]) -> torch.Tensor:
+    def _pass(self, sequences: Many[Sequence], ahead: int, token_ids: Many[int]) -> Logits:
         """Compute the last token of each sequence, after `ahead` drafts. Returns the logits [sequences, vocab]."""
         places = [sequence.length - self.unread + ahead for sequence in sequences]
         rows = [(one, place, [token]) for one, place, token in zip(sequences, places, token_ids, strict=True)]

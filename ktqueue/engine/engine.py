@@ -24,6 +24,7 @@ from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
 from ktqueue.engine.overlap import Overlap
 from ktqueue.engine.pages import Pages
@@ -281,7 +282,7 @@ class Engine:
         ready, complete = self._results.commit(plan, batch)
         committed = time.monotonic()
         ahead = None if plan.drafts else never if batch.prompts or self.routing else launch_next  # read below
-        selection = self._sample(logits if batch.next_rows is None else logits[batch.next_rows], ready, ahead)
+        selection = self._sample(logits, ready, ahead)
         self._model.after_step()
         if self.routing is not None:
             self.routing.add(batch, ready)
@@ -325,14 +326,13 @@ class Engine:
         overlapped = self._overlap.finish()
         return [] if overlapped is None else self._complete(*overlapped)
 
-    def _complete(self, plan: StepPlan, batch: Batch, logits: torch.Tensor, began: float) -> list[SequenceOutput]:
+    def _complete(self, plan: StepPlan, batch: Batch, logits: Logits, began: float) -> list[SequenceOutput]:
         """Choose the tokens of a step that overlaps another or is overlapped. Returns what its sequences gained."""
         launched = time.monotonic()
         self._masks.begin(plan.rows)
         ready, complete = self._results.commit(plan, batch)
         committed = time.monotonic()
-        scored = logits if batch.next_rows is None else logits[batch.next_rows]
-        selection = self._sample(scored, ready, None, self._overlap.launch_more)
+        selection = self._sample(logits, ready, None, self._overlap.launch_more)
         self._model.after_step()
         sampled = time.monotonic()
         outputs = self._results.outputs(plan, batch, logits, ready, complete, selection)
@@ -362,7 +362,7 @@ class Engine:
         if named is not None:
             name_parts(named, self._scheduler, self._builder, self._runner, self._sampler)
 
-    def _run_model(self, batch: Batch, plan: StepPlan) -> tuple[Batch, torch.Tensor | None]:
+    def _run_model(self, batch: Batch, plan: StepPlan) -> tuple[Batch, Logits | None]:
         """Run the model, and halve the rows while the device is out of memory.
 
         Returns the batch that ran and its logits, or None if one row is still too much. That row is then the only one
@@ -382,7 +382,7 @@ class Engine:
             batch = self._builder.build(plan.rows, plan.drafts)
 
     def _sample(
-        self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
+        self, logits: Logits, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
     ) -> TokenSelection:
         """Choose a token for each ready sequence. Without any, wait for the device. See StepSampler.sample."""
         if ready:

@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from ktqueue.engine.batch import Batch, BatchBuilder
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.prepared_step import NextStep
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import LaunchedStep, OverlappingRunner, Runner
@@ -28,7 +29,7 @@ PROMPT_WAITS_SECONDS = 0.45  # a prompt waits for an overlapped step that will b
 KEPT = 9  # last overlapped steps whose time is known
 WAIT_SECONDS, POLL_SECONDS = 0.005, 0.0005  # without an interactive step: so long until requests can arrive
 
-Overlapped = tuple[StepPlan, Batch, torch.Tensor, float]
+Overlapped = tuple[StepPlan, Batch, Logits, float]
 """Plan, batch, logits [scored, vocab] and beginning, in seconds, of a step of the batch class."""
 
 
@@ -94,7 +95,7 @@ class Overlap:
             self._rows.in_flight = plan.rows
             self.steps += 1
 
-    def run(self, plan: StepPlan) -> tuple[Batch, torch.Tensor, float]:
+    def run(self, plan: StepPlan) -> tuple[Batch, Logits, float]:
         """Run a step that `plan` gave. Returns its batch, its logits and when it began.
 
         Raises torch.OutOfMemoryError, of either step."""

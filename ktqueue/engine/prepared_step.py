@@ -9,6 +9,7 @@ import torch
 
 from ktqueue.engine.batch import Batch, BatchBuilder
 from ktqueue.engine.drafts import Drafts
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import DeviceTokens, Runner
 from ktqueue.engine.scheduler import Scheduler
@@ -41,7 +42,7 @@ class PreparedStep:
     batch: Batch
     version: int
     launches_at_once: bool
-    logits: torch.Tensor | None = None
+    logits: Logits | None = None
     launched: float = 0.0
 
     def is_next(self, version: int) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ktqueue.core.events import PositionLogprobs
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.logprobs import log_probabilities, position_logprobs
 from ktqueue.engine.sequence import Sequence
 
@@ -29,7 +30,7 @@ class PromptRows:
 
 
 def prompt_logprobs(
-    logits: torch.Tensor, scored: PromptRows, token_bytes: Callable[[int], bytes]
+    logits: Logits, scored: PromptRows, token_bytes: Callable[[int], bytes]
 ) -> tuple[PositionLogprobs, ...] | None:
     """The log probabilities of tokens `positions` + 1, by the model's own distribution.
 

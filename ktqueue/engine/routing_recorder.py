@@ -51,13 +51,12 @@ class RoutingRecorder:
             return
         found = self._model.choices(batch.scored.numpy(), batch.input_ids.shape[1])
         for row, sequence in rows:
-            place = row if batch.next_rows is None else batch.next_rows[row]
             position = sequence.num_computed_tokens - 1
             if self._next.get(sequence) != position:
                 self._parts[sequence] = []
             self._next[sequence] = position + 1
             part = self._parts[sequence]
-            part.append(found[place])
+            part.append(found[row])
             if len(part) == SEGMENT:
                 if len(self.segments) < MOST_SEGMENTS:
                     self.segments.append(np.stack(part))

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ktqueue.engine.batch import Batch
+from ktqueue.engine.logits import Logits
 
 Model = Callable[..., Any]
 """`model(input_ids, position_ids, use_cache=False, logits_to_keep=..., step=...)`, whose result has `.logits`
@@ -32,7 +33,7 @@ class Runner(Protocol):
     def replayed(self) -> int:
         """Number of steps that replayed a captured step."""
 
-    def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
+    def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> Logits:
         """Logits of the batch's scored tokens, [scored, vocab] float32 on the model's device.
 
         `tokens` replaces the token ids of a batch for which `prepare` returned True. The device may still be computing
@@ -57,7 +58,7 @@ class Runner(Protocol):
 class LaunchedStep(Protocol):
     """A step that is launched in parts: see PartedStep."""
 
-    logits: torch.Tensor | None
+    logits: Logits | None
 
     @property
     def is_done(self) -> bool:
@@ -67,7 +68,7 @@ class LaunchedStep(Protocol):
         """Launch until the device has enough to do. until_idle: or has done what is queued on the current stream
         now."""
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> Logits:
         """Launch what is left, and wait for the logits."""
 
 
@@ -85,7 +86,7 @@ class OverlappingRunner(Runner, Protocol):
     def beside(self) -> AbstractContextManager[object]:
         """Inside of it, work is not queued behind the overlapped step, and overtakes it."""
 
-    def execute_beside(self, batch: Batch, overlapped: LaunchedStep) -> torch.Tensor:
+    def execute_beside(self, batch: Batch, overlapped: LaunchedStep) -> Logits:
         """As `execute`, inside `beside`."""
 
     def end_overlap(self) -> None:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-import torch
-
 from ktqueue.core.errors import EngineFailure
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.drafts import Drafts
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.engine.prompt_logprobs import prompt_logprobs
 from ktqueue.engine.request_table import RequestTable, no_token
@@ -34,7 +33,7 @@ class StepResults:
     def commit(self, plan: StepPlan, batch: Batch) -> tuple[Ready, list[Sequence]]:
         """Record which tokens the step computes, except drafts. Call it before the tokens of the step are chosen.
 
-        Returns the rows of sequences that get a token, and the sequences that end with their prompt.
+        Returns the rows of logits of sequences that get a token, and the sequences that end with their prompt.
         """
         ready: list[tuple[int, Sequence, int]] = []
         complete, row = [], 0
@@ -57,9 +56,11 @@ class StepResults:
                 row += 1 + drafts
             else:
                 complete += finished
+        if batch.next_rows is not None:
+            ready = [(batch.next_rows[row], sequence, ahead) for row, sequence, ahead in ready]
         return ready, complete
 
-    def _score_prompts(self, batch: Batch, logits: torch.Tensor) -> list[SequenceOutput]:
+    def _score_prompts(self, batch: Batch, logits: Logits) -> list[SequenceOutput]:
         """Compute the log probabilities of prompt tokens that this step gives."""
         outputs = []
         for scored in batch.prompts:
@@ -79,7 +80,7 @@ class StepResults:
         self,
         plan: StepPlan,
         batch: Batch,
-        logits: torch.Tensor,
+        logits: Logits,
         ready: Ready,
         complete: list[Sequence],
         selection: TokenSelection,

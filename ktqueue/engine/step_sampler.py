@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.memory_plan import SAMPLED_ROWS
 from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
 from ktqueue.engine.sequence import Sequence
@@ -31,7 +32,7 @@ class StepSampler:
         self._next = next_step
 
     def sample(
-        self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
+        self, logits: Logits, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
     ) -> TokenSelection:
         """Choose tokens from `logits` [scored, vocab] float32. The next step may be launched if all are chosen at once.
 
@@ -49,7 +50,7 @@ class StepSampler:
         return selection
 
     def _sample(
-        self, logits: torch.Tensor, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
+        self, logits: Logits, ready: Ready, launch_next: MayLaunch | None, meanwhile: Meanwhile = do_nothing
     ) -> TokenSelection:
         """Choose tokens, and prepare the next step meanwhile, unless `launch_next` is None."""
         rows, sequences = [row for row, _, _ in ready], [sequence for _, sequence, _ in ready]

@@ -13,6 +13,7 @@ import torch
 
 from ktqueue.core.events import PositionLogprobs
 from ktqueue.engine.logit_edits import edit, flat_edits
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.logprobs import logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW, Sampler, SamplingRows, Uniform, greedy
@@ -64,7 +65,7 @@ class Selector(Protocol):
 
     def select(
         self,
-        logits: torch.Tensor,
+        logits: Logits,
         rows: Many[int],
         sequences: Many[Sequence],
         meanwhile: Meanwhile = do_nothing,
@@ -93,7 +94,7 @@ class HostSelector:
 
     def select(
         self,
-        logits: torch.Tensor,
+        logits: Logits,
         rows: Many[int],
         sequences: Many[Sequence],
         meanwhile: Meanwhile = do_nothing,
@@ -101,8 +102,8 @@ class HostSelector:
         ahead: Many[int] = (),
     ) -> TokenSelection:
         """See Selector. The CPU never waits, so `meanwhile` is not called."""
-        array = logits.numpy()
-        if len(rows) != len(array):  # choices that share the last logits of their prompt, or a part of the rows
+        array = logits[:].numpy()
+        if are_some(rows, len(array)):
             array = array[list(rows)]
         samplings = [sequence.request.sampling for sequence in sequences]
         with_logprobs = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
@@ -132,6 +133,11 @@ class HostSelector:
                 if finite[row]
             },
         )
+
+
+def are_some(rows: Many[int], scored: int) -> bool:
+    """Whether `rows` are not all `scored` rows in order. Choices of a request share the last row of their prompt."""
+    return len(rows) != scored or any(row != place for place, row in enumerate(rows))
 
 
 def sampling_rows(sequences: Many[Sequence], ahead: Many[int], drawn: Many[int]) -> SamplingRows:

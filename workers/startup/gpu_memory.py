@@ -21,6 +21,7 @@ from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
+    SAMPLED_ROWS,
     DeviceUse,
     MemoryPlan,
     estimate_graphs,
@@ -222,7 +223,7 @@ def run_largest_step(
             buckets=[],
             max_pages=batch.step.page_table.shape[1],
         )
-        runner.execute(batch)
+        runner.execute(batch)[:SAMPLED_ROWS]
         runner.wait()
 
     draft_bytes = 0

@@ -10,7 +10,7 @@ from torch import nn
 from ktqueue.core.expert_work import CountsExperts
 from ktqueue.engine.runner import Model
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.step import DecoderOutput, StepContext
+from ktqueue.operators.step import StepContext
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class StreamingModel(Protocol):
 
 @runtime_checkable
 class OverlappingModel(Protocol):
-    """A model that launches steps in parts, so that others can run before a step is done."""
+    """A model that launches steps in parts, so that others can run before a step is done, and its head apart."""
 
     @property
     def may_overlap(self) -> bool:
@@ -56,7 +56,10 @@ class OverlappingModel(Protocol):
         step: StepContext,
         *,
         overlapped: bool = False,
-    ) -> Generator[None, None, DecoderOutput]:
+    ) -> Generator[None, None, torch.Tensor]:
+        """See GpuDecoder."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See GpuDecoder."""
 
     def end_overlap(self) -> None:

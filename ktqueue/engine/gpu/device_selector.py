@@ -26,12 +26,13 @@ from ktqueue.engine.gpu.device_sampler import (
 )
 from ktqueue.engine.gpu.staging import ResultFetcher, Staging
 from ktqueue.engine.logit_edits import flat_edits
+from ktqueue.engine.logits import Logits
 from ktqueue.engine.logprobs import log_probabilities, position_logprobs
 from ktqueue.engine.noise import uniform
 from ktqueue.engine.sampler import GREEDY_BELOW, Uniform
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_masks import MaskedRows
-from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing, sampling_rows
+from ktqueue.engine.token_selector import Meanwhile, TokenSelection, are_some, do_nothing, sampling_rows
 
 _WORD = 32  # bits
 
@@ -69,7 +70,7 @@ class DeviceSelector:
 
     def select(
         self,
-        logits: torch.Tensor,
+        logits: Logits,
         rows: Many[int],
         sequences: Many[Sequence],
         meanwhile: Meanwhile = do_nothing,
@@ -82,14 +83,14 @@ class DeviceSelector:
 
     def _select(
         self,
-        logits: torch.Tensor,
+        scored: Logits,
         rows: Many[int],
         sequences: Many[Sequence],
         meanwhile: Meanwhile,
         masked: MaskedRows | None,
         ahead: Many[int],
     ) -> TokenSelection:
-        work = _collect(rows, sequences, ahead, logits.shape, self._uniform)
+        work = _collect(rows, sequences, ahead, scored.shape, self._uniform)
         arrays = work.arrays
         if masked is not None:
             assert masked.late is None, "a device checks no greedy tokens"
@@ -99,8 +100,7 @@ class DeviceSelector:
         on_device: dict[str, torch.Tensor] = {}
         if arrays:
             on_device = dict(zip(arrays, self._staging.put(list(arrays.values())), strict=True))
-        if "rows" in on_device:
-            logits = logits[on_device["rows"]]
+        logits = scored[on_device["rows"] if "rows" in on_device else slice(None)]
         chosen, finite = greedy(logits)
         if masked is not None:
             logits = _apply_masks(logits, on_device["masks"], on_device.get("grammar_rows"))
@@ -221,7 +221,7 @@ def _collect(
     work = _StepArrays()
     arrays = work.arrays
     samplings = [sequence.request.sampling for sequence in sequences]
-    if len(rows) != scored:
+    if are_some(rows, scored):
         arrays["rows"] = np.array(rows, dtype=np.int64)
     work.with_logprobs = [row for row, params in enumerate(samplings) if params.logprobs is not None]
     if work.with_logprobs:

@@ -16,11 +16,13 @@ from ktqueue.engine.gpu.device_model import OverlappingModel, StreamingModel
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.parted_step import PartedStep
 from ktqueue.engine.gpu.staging import Staging
+from ktqueue.engine.logits import Logits, LogitsInParts
+from ktqueue.engine.memory_plan import SAMPLED_ROWS
 from ktqueue.engine.runner import DeviceTokens, LaunchedStep, Model
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import StepContext, result_of
 
 Progress = Callable[[int, int, str], None]
 """progress(done, total, description)"""
@@ -63,8 +65,9 @@ class GraphRunner:
         self._planner = planner
         self._device = torch.device(device)
         self._staging = Staging(device)
-        self._parted = model if isinstance(model, OverlappingModel) and model.may_overlap else None
-        self._overlapped_inputs = (Staging(device), planner.another()) if self._parted else None
+        self._parted = model if isinstance(model, OverlappingModel) else None
+        may_overlap = self._parted is not None and self._parted.may_overlap
+        self._overlapped_inputs = (Staging(device), planner.another()) if may_overlap else None
         self._fast = torch.cuda.Stream(device, priority=-1) if is_gpu(device) else None  # type: ignore[no-untyped-call]
         self._prepared: Batch | None = None
         self._streams = model.streams if isinstance(model, StreamingModel) else _never
@@ -85,7 +88,7 @@ class GraphRunner:
         )  # other memory may have been freed meanwhile
         """Device memory of the captured steps, in bytes."""
 
-    def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
+    def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> Logits:
         """See Runner."""
         with torch.inference_mode():
             prepared, self._prepared = self._prepared, None
@@ -115,7 +118,7 @@ class GraphRunner:
     @property
     def may_overlap(self) -> bool:
         """See OverlappingRunner."""
-        return self._parted is not None and self._parted.may_overlap
+        return self._parted is not None and self._overlapped_inputs is not None and self._parted.may_overlap
 
     def begin(self, batch: Batch) -> PartedStep:
         """See OverlappingRunner."""
@@ -129,7 +132,7 @@ class GraphRunner:
         """See OverlappingRunner."""
         return nullcontext() if self._fast is None else torch.cuda.stream(self._fast)
 
-    def execute_beside(self, batch: Batch, overlapped: LaunchedStep) -> torch.Tensor:
+    def execute_beside(self, batch: Batch, overlapped: LaunchedStep) -> Logits:
         """See OverlappingRunner."""
         with torch.inference_mode():
             bucket = self._bucket(batch)
@@ -168,17 +171,25 @@ class GraphRunner:
         rows = batch.scored.shape[0]
         return next((bucket for bucket in self.buckets if bucket.rows >= rows), None) if batch.decodes else None
 
-    def _eager(self, batch: Batch) -> torch.Tensor:
+    def _eager(self, batch: Batch) -> Logits:
+        if self._parted is not None and len(batch.scored) > SAMPLED_ROWS:
+            return result_of(self._in_parts(batch, self._staging, self._planner, overlapped=False))
         return self._forward(*self._staged(batch, self._staging, self._planner))
 
     def _in_parts(
         self, batch: Batch, staging: Staging, planner: AttentionPlanner, *, overlapped: bool
-    ) -> Generator[None, None, torch.Tensor]:
-        """Launch an eager step a layer at a time. Returns the logits [scored, vocab]."""
-        assert self._parted is not None
+    ) -> Generator[None, None, Logits]:
+        """Launch an eager step a layer at a time. Returns the logits [scored, vocab]. They are computed when they are
+        sampled, if there are more rows than are sampled at once."""
+        model, vocab = self._parted, self._vocab
+        assert model is not None
         inputs = self._staged(batch, staging, planner)
-        output = yield from self._parted.forward_in_parts(*inputs, overlapped=overlapped)
-        return output.logits[0, :, : self._vocab].float()
+        x = yield from model.forward_in_parts(*inputs, overlapped=overlapped)
+
+        def head(x: torch.Tensor) -> torch.Tensor:
+            return model.logits(x)[:, :vocab].float()
+
+        return LogitsInParts(x, head, vocab) if len(x) > SAMPLED_ROWS else head(x)
 
     @staticmethod
     def _staged(

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ktqueue.engine.logits import Logits
 from ktqueue.operators.gpu.device import is_gpu
 
 AHEAD = 3
@@ -19,11 +20,11 @@ class PartedStep:
     `parts` launches what comes before the first layer, then a layer each time, and returns the logits [scored, vocab].
     """
 
-    def __init__(self, parts: Generator[None, None, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, parts: Generator[None, None, Logits], device: torch.device) -> None:
         self._parts = parts
         self._stream = torch.cuda.current_stream(device) if is_gpu(device) else None
         self._unfinished: deque[torch.cuda.Event] = deque()  # ends of parts that the device has not done
-        self.logits: torch.Tensor | None = None
+        self.logits: Logits | None = None
         """None until all is launched."""
         self.launch()
 
@@ -55,7 +56,7 @@ class PartedStep:
             if queued is not None and queued.query():
                 return
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> Logits:
         """Launch what is left, and wait for the logits."""
         while self.launch():
             pass

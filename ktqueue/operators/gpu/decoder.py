@@ -293,7 +293,7 @@ class GpuDecoder(Operator):
         is_short = step.live_tokens is not None and input_ids.shape[1] <= EARLY_TOKENS
         parts = self.forward_in_parts(input_ids, position_ids, logits_to_keep, step)
         with dependent_launches(self._launches_early and is_short):
-            return result_of(parts)
+            return DecoderOutput(self.logits(result_of(parts))[None])
 
     @property
     def may_overlap(self) -> bool:
@@ -310,9 +310,10 @@ class GpuDecoder(Operator):
         step: StepContext,
         *,
         overlapped: bool = False,
-    ) -> Generator[None, None, DecoderOutput]:
-        """Launch one step a layer at a time. See `forward`, and ExpertMemory.step for `overlapped`. After that step,
-        and the others that ran meanwhile, call `end_overlap`."""
+    ) -> Generator[None, None, torch.Tensor]:
+        """Launch one step a layer at a time. Returns the input of the head, [scored, hidden], for `logits`. See
+        `forward`, and ExpertMemory.step for `overlapped`. After that step, and the others that ran meanwhile, call
+        `end_overlap`."""
         rotary, memory = self.tables, self._experts
         if memory is None or rotary is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
@@ -325,10 +326,7 @@ class GpuDecoder(Operator):
         experts = memory.step(tokens, reaching, decodes=decodes, captured=captured, overlapped=overlapped)
         kept = logits_to_keep if scored < tokens else None
         yield
-        x = yield from self._run_layers(residual, positions, rotary, step, kept, experts)
-        if scored == 0:
-            return DecoderOutput(torch.empty(1, 0, self.facts.vocabulary, device=x.device))
-        return DecoderOutput(self.logits(x)[None])
+        return (yield from self._run_layers(residual, positions, rotary, step, kept, experts))
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [tokens] int64 -> the input of the first layer [tokens, hidden]."""
@@ -337,6 +335,8 @@ class GpuDecoder(Operator):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [scored, hidden], the output of a last norm -> [scored, vocabulary] float32."""
+        if len(x) == 0:
+            return torch.empty(0, self.facts.vocabulary, device=x.device)
         logits = self._head(x, dtype=torch.float32)
         if self.facts.logit_scale != 1:
             logits.mul_(self.facts.logit_scale)

@@ -1,0 +1,117 @@
+"""A step of many rows computes the logits of some of them at a time, and no token changes.
+
+Each test also runs on CPU tensors.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_engine import on_device
+
+from ktqueue.core.config import EngineConfig
+from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine import scheduler, step_sampler
+from ktqueue.engine.engine import Engine
+from ktqueue.engine.gpu import graph_runner
+from ktqueue.loading.load import load_model
+from ktqueue.operators import native
+from ktqueue.operators.gpu.decoder import GpuDecoder
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+AT_ONCE = 17  # one more than the rows that log probabilities of a prompt take at once
+MORE: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 2}, {"presence_penalty": 1.0}]
+Found = dict[tuple[str, int], tuple[list[int], list[Any]]]
+
+
+@pytest.fixture(autouse=True)
+def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.set_threads()
+    monkeypatch.setattr(scheduler, "LEAST_OVERLAPPED", 8)
+    if "cuda" in request.node.name and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[Any]:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+    made: list[Engine] = []
+
+    def make(device: str, **given: Any) -> Engine:
+        config = EngineConfig(
+            device=device,
+            max_num_seqs=60,
+            max_num_batched_tokens=300,
+            dtype="float32",
+            num_pages=600,
+            speculation="off",
+            cuda_graphs=False,
+            **given,
+        )
+        made.append(on_device(load_model("demo", rules=str(rules), device=device, dtype=torch.float32), config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def serve(engine: Engine, *, interactive: int) -> Found:
+    """Tokens and log probabilities of each choice: greedy and sampled ones, siblings, and scored prompts.
+
+    The first `interactive` requests are of that class. They arrive one by one, in the steps of the others."""
+    noise, asked = random.Random(1), []
+    for number in range(50):
+        prompt = [noise.randrange(512) for _ in range(noise.randrange(2, 40))]
+        drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95} if number % 2 else {"temperature": 0.0}
+        more = MORE[number % len(MORE)]
+        asked.append((str(number), prompt, SamplingParams(seed=number, max_tokens=12, **drawn, **more)))
+    for one in asked[interactive:]:
+        engine.add(*one, job_class=JobClass.BATCH)
+    waiting, found = asked[:interactive], Found()
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(*waiting.pop())
+        for output in engine.step():
+            assert output.error is None, output.error
+            tokens, logprobs = found.setdefault((output.request_id, output.index), ([], []))
+            tokens += output.token_ids
+            logprobs += [*output.logprobs, *output.prompt_logprobs]
+        engine.check()
+    return found
+
+
+def rounded(found: Found) -> dict[tuple[str, int], tuple[list[int], list[Any]]]:
+    """Log probabilities to four digits: a matrix product may depend on the number of its rows in the last bits."""
+    return {
+        name: (
+            tokens,
+            [one and [(entry.token_id, round(entry.logprob, 4)) for entry in (one.chosen, *one.top)] for one in scores],
+        )
+        for name, (tokens, scores) in found.items()
+    }
+
+
+@pytest.mark.parametrize("interactive", [0, 6])
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_token_changes(device: str, interactive: int, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = serve(make_engine(device), interactive=interactive)
+    sizes: list[int] = []
+
+    def logits(decoder: GpuDecoder, x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return head(decoder, x)
+
+    head = GpuDecoder.logits
+    monkeypatch.setattr(GpuDecoder, "logits", logits)
+    monkeypatch.setattr(step_sampler, "SAMPLED_ROWS", AT_ONCE)
+    monkeypatch.setattr(graph_runner, "SAMPLED_ROWS", AT_ONCE)
+    engine = make_engine(device)
+    sizes.clear()
+    assert rounded(serve(engine, interactive=interactive)) == rounded(expected)
+    assert max(sizes) == AT_ONCE
+    assert (engine.stats().overlapped_steps > 3) == (interactive > 0)
