@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.engine import page as engine
 from benchmarks.gpu import page as gpu
+from benchmarks.gpu import turns_page
 from benchmarks.quality import page as quality
 from benchmarks.queue import page as queue
 from benchmarks.tables import own_section
@@ -49,7 +50,8 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "profile*": gpu.profile,
             "launches*": gpu.launches,
             "trials*": gpu.trials,
-            "drafts-*": gpu.drafts,
+            "drafts-*": turns_page.drafts,
+            "prefill-*": turns_page.prefill,
             "expert-tiles-*": gpu.expert_tiles,
         },
     ),

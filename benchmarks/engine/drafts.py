@@ -40,9 +40,15 @@ class ReplacedText:
         self._forward = model.forward
         model.forward = self.forward
 
-    def write(self, repeated: float) -> None:
-        """Write texts in which `repeated` of the tokens repeat earlier ones."""
+    def write(self, repeated: float, right: float | None = None) -> None:
+        """Write texts in which `repeated` of the tokens repeat earlier ones.
+
+        right: so many tokens are those of the text and the others are not, as a draft model would say it.
+        """
         texts = [[_token(row, place, repeated) for place in range(POSITIONS)] for row in range(len(self._texts))]
+        if right is not None:
+            draw = random.Random(right)
+            texts = [[token if draw.random() < right else token ^ 1 for token in text] for text in texts]
         self._texts.copy_(torch.tensor(texts))
 
     def prompt(self, row: int) -> list[int]:

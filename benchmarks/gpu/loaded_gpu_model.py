@@ -10,9 +10,11 @@ import torch
 from benchmarks.command import command_line, integers
 from ktqueue.bench.engine import prompts
 from ktqueue.core.config import EngineConfig
+from ktqueue.engine.draft_model import DraftSource
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import Trials
-from ktqueue.workers.startup.build import assemble, build
+from ktqueue.workers.startup.build import assemble, build, cache_dtype, compute_dtype
+from ktqueue.workers.startup.draft_model import load_draft_model
 
 PROMPT_TOKENS = 128
 GIB = 1 << 30
@@ -59,8 +61,17 @@ class LoadedGpuModel:
         """Prompts of random tokens."""
         return prompts(rows, tokens, self._built.tokenizer.size, seed=seed)
 
-    def rebuild(self, trials: Trials | None = None, **settings: Any) -> None:
-        """Replace the engine by one with other settings than at first, and with the trials that are turned on."""
+    def load_draft_model(self, name: str) -> DraftSource | None:
+        """Load a model that drafts for this one."""
+        config = replace(self._config, draft_model=name)
+        dtype = compute_dtype(config)
+        return load_draft_model(config, self._built.tokenizer, dtype, cache_dtype(config, dtype))
+
+    def rebuild(self, trials: Trials | None = None, draft: DraftSource | None = None, **settings: Any) -> None:
+        """Replace the engine by one with other settings than at first, and with the trials that are turned on.
+
+        draft: what makes its drafts, if `speculation` is model. It serves one engine.
+        """
         model, tokenizer = self._built.model, self._built.tokenizer
         self.engine.close()
         del self._built, self.engine  # frees the memory of its cache
@@ -68,5 +79,5 @@ class LoadedGpuModel:
         torch.cuda.empty_cache()
         if isinstance(model.module, GpuDecoder):
             model.module.trials = trials or Trials()
-        self._built = assemble(replace(self._config, **settings), model, tokenizer)
+        self._built = assemble(replace(self._config, **settings), model, tokenizer, draft=draft)
         self.engine = self._built.engine

@@ -212,25 +212,6 @@ def _of_runs(result: dict[str, Any], part: str) -> list[dict[str, Any]]:
     return [{"trial": run["trial"], **row} for run in result["runs"] for row in run[part]]
 
 
-def drafts(result: dict[str, Any]) -> list[str]:
-    """Drafts by lookup, by the part of a text that repeats."""
-    points: dict[tuple[float, int], dict[str, Any]] = {}
-    for row in result["decode"]:
-        point = points.setdefault((row["repeated"], row["rows"]), {"repeated": row["repeated"], "rows": row["rows"]})
-        point[row["speculation"]] = row
-    return section(
-        f"{result['model']}: drafts from the sequence itself",
-        f"Rows repeat a known part of their text. All experts on the GPU; the best of turns, {result['output_tokens']} "
-        f"tokens a row. {graphics(result)}; {taken(result)}. {result.get('note', '')} `{result['command']}`",
-        {
-            "repeated": "{repeated:.0%}", "rows": "{rows}", "tok/s off": "{off[tokens_per_second]:.0f}",
-            "lookup": "{lookup[tokens_per_second]:.0f}", "steps off": "{off[steps]}", "with lookup": "{lookup[steps]}",
-            "right of drafts": "{lookup[accepted]} of {lookup[drafted]}", "launched ahead": "{lookup[steps_ahead]}",
-        },
-        points.values(),
-    )  # fmt: skip
-
-
 def expert_tiles(result: dict[str, Any]) -> list[str]:
     """The fastest tiles of packed experts, by rows."""
     best: list[dict[str, Any]] = []
