@@ -17,7 +17,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.request import JobClass
 
-LEAST_WINDOW, LARGEST_WINDOW = 16, 4096
+LEAST_WINDOW, LARGEST_WINDOW = 16, 8192
 SKIPS_PER_PAUSE = 1_000  # finished lines that are skipped before other tasks run
 
 Line = BatchLine | LineFault

@@ -17,8 +17,8 @@ ROW_TOKENS = 4096
 """Tokens of cache for each row: more than most requests have, and less than the context length of most models."""
 _LOGITS = 8  # float32 rows of the vocabulary that a sampled row needs at once
 SAMPLED_ROWS = 256  # most rows that are sampled at once, so that their workspace stays small
-MOST_AUTO_ROWS = 1024
-_LOGITS_SHARE = 0.02  # of the memory, for logits of all rows where the number of rows is auto
+MOST_AUTO_ROWS = 2048
+_LOGITS_SHARE = 0.02  # of the memory, for logits of all rows where the number of rows is auto and they are held at once
 _STATES_SHARE = 0.1  # likewise, for states of linear attention
 
 
@@ -142,12 +142,14 @@ def estimate_step(tokens: int, rows: int, *, hidden: int, vocabulary: int, exper
     return 4 * (tokens * hidden * (_ACTIVATIONS + experts_per_token) + rows * vocabulary) + _LIBRARY_BYTES
 
 
-def auto_rows(memory: int, *, step_tokens: int, vocabulary: int, row_state_bytes: int) -> int:
-    """Most rows of an engine where that is auto: 1,024, or what fits a step and a small part of `memory` bytes.
+def auto_rows(memory: int, *, step_tokens: int, vocabulary: int, row_state_bytes: int, in_parts: bool = False) -> int:
+    """Most rows of an engine where that is auto: 2,048, or what fits a step and a small part of `memory` bytes.
 
-    `row_state_bytes`: states of linear attention that a row needs. Pages are no limit: rows wait for them.
+    `row_state_bytes`: states of linear attention that a row needs. `in_parts`: whether logits are LogitsInParts, whose
+    memory does not grow with the rows. Pages are no limit: rows wait for them.
     """
-    by_logits = int(_LOGITS_SHARE * memory) // (3 * 4 * vocabulary)  # two copies of float32, and one of half the size
+    by_logits = int(_LOGITS_SHARE * memory) // (3 * 4 * vocabulary)  # of float32, of 16 bits, and what sampling copies
+    by_logits = MOST_AUTO_ROWS if in_parts else by_logits
     by_states = int(_STATES_SHARE * memory) // row_state_bytes if row_state_bytes else MOST_AUTO_ROWS
     return max(min(LEAST_AUTO_ROWS, step_tokens), min(MOST_AUTO_ROWS, step_tokens, by_logits, by_states))
 

@@ -1,5 +1,6 @@
 """Memory plans use all memory and no byte twice. Errors name what does not fit."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,7 +65,8 @@ def test_estimates_grow_with_their_settings() -> None:
     ("memory", "step_tokens", "vocabulary", "row_state_bytes", "rows"),
     [
         (80 * GIB, 8192, 151_936, 0, 942),
-        (141 * GIB, 8192, 151_936, 0, 1024),
+        (141 * GIB, 8192, 151_936, 0, 1660),
+        (200 * GIB, 8192, 151_936, 0, 2048),
         (141 * GIB, 512, 151_936, 0, 512),
         (8 * GIB, 8192, 151_936, 0, 94),
         (80 * GIB, 8192, 151_936, 150 << 20, 54),
@@ -77,3 +79,9 @@ def test_the_number_of_rows_suits_the_memory(
 ) -> None:
     found = auto_rows(memory, step_tokens=step_tokens, vocabulary=vocabulary, row_state_bytes=row_state_bytes)
     assert found == rows
+
+
+def test_logits_in_parts_do_not_limit_the_rows() -> None:
+    rows = partial(auto_rows, 8 * GIB, step_tokens=8192, vocabulary=151_936, in_parts=True)
+    assert rows(row_state_bytes=0) == 2048
+    assert rows(row_state_bytes=8 << 20) == 102

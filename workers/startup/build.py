@@ -21,6 +21,7 @@ from ktqueue.core.settings.engine import LEAST_AUTO_ROWS, Dtype
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
+from ktqueue.engine.gpu.device_model import OverlappingModel
 from ktqueue.engine.memory_plan import auto_rows, host_cache_bytes
 from ktqueue.engine.states import SLOTS_PER_ROW, slots_for
 from ktqueue.loading.identity import ModelFiles, digest_settings
@@ -164,6 +165,7 @@ def assemble(
             step_tokens=config.step_tokens,
             vocabulary=model.card_facts.vocab_size,
             row_state_bytes=SLOTS_PER_ROW * layout.state_bytes,
+            in_parts=config.on_gpu and isinstance(model.module, OverlappingModel),
         )
         config = replace(config, max_num_seqs=rows)
     if memory:

@@ -21,16 +21,18 @@ from ktqueue.operators.step import StepContext
 def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> Batch:
     """A batch with the largest number of tokens, rows and rows of logits, all of token 0, and its own cache.
 
-    With an indexer the page table is as wide as for the longest sequence, because the memory of its scores is, too.
+    Rows of few tokens share pages, so that the cache is small. With an indexer the page table is as wide as for the
+    longest sequence, because the memory of its scores is, too.
     """
     rows = min(config.rows, config.step_tokens)
     tokens = min(config.step_tokens // rows, model.card_facts.max_position_embeddings)
-    pages = -(-tokens // layout.page_size)
+    pages, together = -(-tokens // layout.page_size), max(1, layout.page_size // tokens)
     states = rows if layout.linear else 0
-    kv = KVCache(layout, rows * pages, config.device, slots=states)
-    table = torch.arange(rows * pages, dtype=torch.int32).view(rows, pages)
+    kv = KVCache(layout, -(-rows // together) * pages, config.device, slots=states)
+    row = torch.arange(rows, dtype=torch.int32)[:, None]
+    table = row // together * pages + torch.arange(pages, dtype=torch.int32)
     starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32)
-    slots = (table.long()[:, :, None] * layout.page_size + torch.arange(layout.page_size)).view(rows, -1)[:, :tokens]
+    slots = table[:, :1] * layout.page_size + row % together * tokens + torch.arange(tokens)
     if layout.index:
         widest = -(-(config.max_model_len or model.card_facts.max_position_embeddings) // layout.page_size)
         table = torch.nn.functional.pad(table, (0, max(0, widest - pages)))
@@ -42,7 +44,7 @@ def largest_batch(model: LoadedModel, layout: KVLayout, config: EngineConfig) ->
             query_starts=starts,
             context_lengths=torch.full((rows,), tokens, dtype=torch.int32),
             page_table=table,
-            slot_mapping=slots.reshape(-1).contiguous(),  # of one token a row, reshape gives a view
+            slot_mapping=slots.long().reshape(-1),
             kv=kv,
             state_sources=torch.arange(states, dtype=torch.int32),
             state_targets=torch.arange(states, dtype=torch.int32),

@@ -11,7 +11,7 @@ from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 
 WARM_UPS = (2, 4, 16)  # rows for which a GPU has kernels that other probes do not compile
-ROWS = (1, 8, 32, 128, 512, 1024)
+ROWS = (1, 8, 32, 128, 512, 1024, 2048)
 PROMPT_TOKENS = 2
 OUTPUT_TOKENS = 3
 FULL_PROMPT_TOKENS = 15  # of a full step's prompts: one fewer than a page has
