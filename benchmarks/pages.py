@@ -63,6 +63,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "quantisers": quality.quantisers,
             "deferral": own_section,
             "cache-*": own_section,
+            "step-perplexity-*": own_section,
         },
     ),
     "floods": ("Hostile sockets", {"floods": queue.floods}),

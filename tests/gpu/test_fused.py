@@ -48,6 +48,8 @@ def same(
 
 
 def on_gpu(x: Any) -> Any:
+    if isinstance(x, CacheScale):
+        return x
     if isinstance(x, tuple):
         return tuple(on_gpu(one) for one in x)
     return x.cuda() if isinstance(x, torch.Tensor) else x
