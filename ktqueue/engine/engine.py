@@ -127,8 +127,7 @@ class Engine:
         self._sampler = StepSampler(parts.selector, self._masks, self._next)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._results = StepResults(self._rows, self._requests, self.drafts, vocabulary.special_token_bytes)
-        may_overlap = config.interactive_share > 0 and not layout.linear and not layout.original_length
-        self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner if may_overlap else None)
+        self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner)
         self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
 

@@ -109,7 +109,13 @@ def _device_parts(
     device = config.device
 
     def captured(
-        model: Model, kv: KVCache, planner: AttentionPlanner, rows: int, progress: Progress | None = None
+        model: Model,
+        kv: KVCache,
+        planner: AttentionPlanner,
+        rows: int,
+        progress: Progress | None = None,
+        *,
+        overlaps: bool = False,
     ) -> GraphRunner:
         """A runner whose decode steps of up to `rows` rows are captured, if the settings allow it."""
         return GraphRunner(
@@ -122,12 +128,14 @@ def _device_parts(
             buckets=buckets_up_to(rows) if config.cuda_graphs else [],
             max_pages=-(-max_model_len // layout.page_size),
             progress=progress,
+            overlaps=overlaps,
         )
 
     if draft is not None:
         draft.keep_hidden(num_pages + 1, device)
     kv = KVCache(layout, num_pages, device, slots=_slots(layout, config), scratch=True)
-    runner = captured(model, kv, planner, captured_rows(config), progress)
+    overlaps = may_overlap(config, state_bytes=layout.state_bytes, original_length=layout.original_length)
+    runner = captured(model, kv, planner, captured_rows(config), progress, overlaps=overlaps)
     selector = DeviceSelector(vocabulary.token_bytes, device)
     draft_model, graph_bytes = None, runner.graph_bytes
     if draft is not None:
@@ -171,6 +179,12 @@ def captured_rows(config: EngineConfig) -> int:
     rows = min(config.rows, config.step_tokens)
     drafts = min(MOST_OF_A_STEP, rows * config.max_draft_tokens) if config.drafts else 0
     return min(rows + drafts, config.step_tokens)
+
+
+def may_overlap(config: EngineConfig, *, state_bytes: int, original_length: int) -> bool:
+    """Whether steps may overlap, if the model's can: see Overlap. state_bytes, original_length: see KVLayout."""
+    has_small_steps = config.interactive_share > 0 and config.interactive_step_seconds != 0
+    return has_small_steps and not state_bytes and not original_length
 
 
 def _may_draft(layout: KVLayout, config: EngineConfig) -> bool:

@@ -11,6 +11,8 @@ from ktqueue.core.units import format_bytes
 
 CONTEXT_BYTES = 600 << 20  # of the CUDA context with its kernels, measured on an H200
 _LIBRARY_BYTES = 512 << 20  # workspaces of matrix and attention libraries
+PLANNER_BYTES = 300 << 20
+"""Of an attention planner on an H200, if 16 query heads share a key head: partial results, and indices of a plan."""
 _GRAPH_BYTES = 16 << 20  # of a captured step: nodes and arguments of some hundred kernels
 _ACTIVATIONS = 10  # float32 rows of the hidden size that a token needs at once, without those of its experts
 ROW_TOKENS = 4096
@@ -152,6 +154,15 @@ def auto_rows(memory: int, *, step_tokens: int, vocabulary: int, row_state_bytes
     by_logits = MOST_AUTO_ROWS if in_parts else by_logits
     by_states = int(_STATES_SHARE * memory) // row_state_bytes if row_state_bytes else MOST_AUTO_ROWS
     return max(min(LEAST_AUTO_ROWS, step_tokens), min(MOST_AUTO_ROWS, step_tokens, by_logits, by_states))
+
+
+def estimate_beside(step_bytes: int, tokens: int, rows: int, *, few: int, vocabulary: int, planner_bytes: int) -> int:
+    """Device memory in bytes of a step of `few` tokens beside an overlapped one, and of what the latter has apart.
+
+    The overlapped step, of `tokens` tokens and `rows` rows, needs `step_bytes`. planner_bytes: of an attention planner.
+    """
+    few = min(few, tokens)
+    return step_bytes * few // tokens + 4 * min(rows, few, SAMPLED_ROWS) * vocabulary + planner_bytes
 
 
 def estimate_selection(rows: int, vocabulary: int) -> int:

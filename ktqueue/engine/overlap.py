@@ -34,12 +34,12 @@ Overlapped = tuple[StepPlan, Batch, Logits, float]
 
 
 class Overlap:
-    """The step of the batch class that runs, if one does. runner: None if no step can be overlapped.
+    """The step of the batch class that runs, if one does. None begins if `runner` is not an OverlappingRunner.
 
     steps: number of overlapped steps that have begun. out_of_memory: how often memory ran out, after which none begins.
     """
 
-    def __init__(self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner | None) -> None:
+    def __init__(self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner) -> None:
         self.steps = self.out_of_memory = 0
         self._rows = rows
         self._scheduler = scheduler

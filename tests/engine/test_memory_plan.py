@@ -9,6 +9,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.engine.memory_plan import (
     DeviceUse,
     auto_rows,
+    estimate_beside,
     estimate_graphs,
     estimate_selection,
     estimate_step,
@@ -57,6 +58,9 @@ def test_estimates_grow_with_their_settings() -> None:
     assert GIB // 2 < small < large < 4 * GIB
     assert estimate_step(512, 64, **sizes) > small
     assert 0 < estimate_selection(64, 151_936) < GIB
+    for few, rows, part, scored in ((512, 64, 16, 64), (512, 2048, 16, 256), (16, 64, 512, 16), (9000, 64, 1, 64)):
+        beside = estimate_beside(large, 8192, rows, few=few, vocabulary=151_936, planner_bytes=7)
+        assert beside == large // part + 4 * scored * 151_936 + 7
     assert estimate_graphs(0, large, 8192, 64) == 0
     assert 100 << 20 < estimate_graphs(9, large, 8192, 64) < GIB
 

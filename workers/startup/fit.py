@@ -239,8 +239,12 @@ def _most_expert_bytes(planned: Callable[[int], MemoryPlan], movable: int, setti
     if "gpu_expert_memory_bytes" in fixed:
         planned(setting)
         return setting
-    planned(0)
     low, high = 0, -(-movable // EXPERT_STEP)  # in steps; `low` fits
+    try:  # with all of them, nothing is streamed and no steps overlap, which takes memory
+        planned(high * EXPERT_STEP)
+        return high * EXPERT_STEP
+    except ConfigError:
+        planned(0)
     while low < high:
         middle = (low + high + 1) // 2
         try:

@@ -15,22 +15,24 @@ from ktqueue.core.units import format_bytes
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.drafts import MOST_OF_A_STEP
-from ktqueue.engine.engine_parts import captured_rows, captured_steps
-from ktqueue.engine.gpu.device_model import device_model
+from ktqueue.engine.engine_parts import captured_rows, captured_steps, may_overlap
+from ktqueue.engine.gpu.device_model import can_overlap, device_model
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
+    PLANNER_BYTES,
     SAMPLED_ROWS,
     DeviceUse,
     MemoryPlan,
+    estimate_beside,
     estimate_graphs,
     estimate_selection,
     estimate_step,
     plan_memory,
 )
 from ktqueue.engine.runner import Model
-from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
+from ktqueue.engine.scheduler import MAX_PROMPT_ROWS, MOST_BESIDE
 from ktqueue.engine.states import slots_for
 from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.model_report import ModelReport
@@ -139,10 +141,13 @@ def prepare_gpu(
     step = max(0, memory.peak() - cache)
     vocabulary = model.card_facts.vocab_size
     graphs = config.cuda_graphs and can_be_captured(model, planner)
+    overlaps = can_overlap(model.module) and _may_overlap(config, layout)
+    beside = _beside_bytes(step, config, vocabulary, planner.workspace_bytes) if overlaps else 0
+    others = estimate_selection(captured, vocabulary) + max(0, memory.used() - weights - experts)
     use = DeviceUse(
         weights=weights,
         experts=experts,
-        workspaces=step + estimate_selection(captured, vocabulary) + max(0, memory.used() - weights - experts),
+        workspaces=step + beside + others,
         graphs=estimate_graphs(captured_steps(config) if graphs else 0, step, config.step_tokens, captured),
         states=slots_for(rows, drafts=config.drafts) * layout.state_bytes,
     )
@@ -263,6 +268,8 @@ def plan_before_loading(
         experts_per_token=report.experts_per_token,
     )
     captured = captured_rows(config)
+    streams = _hands_over(report, config) and config.expert_streaming != "off"
+    overlaps = streams and config.rules != "quantised" and _may_overlap(config, report)
     return plan_memory(
         device_bytes,
         DeviceUse(
@@ -270,6 +277,7 @@ def plan_before_loading(
             experts=_expert_bytes(report, config) + report.position_bytes * _positions(report, config),
             workspaces=CONTEXT_BYTES
             + step
+            + (_beside_bytes(step, config, vocabulary, PLANNER_BYTES) if overlaps else 0)
             + estimate_selection(captured, vocabulary)
             + (_decoded_bytes(report, config, device_bytes) if decodes else 0),
             graphs=estimate_graphs(captured_steps(config), step, tokens, captured),
@@ -288,6 +296,17 @@ def host_memory_before_loading(report: ModelReport, config: EngineConfig) -> dic
     hands_over = _hands_over(report, config)
     pinned = pinned_bytes(report.hidden, report.experts_per_token, config.step_tokens) if hands_over else 0
     return {"weights": report.device_bytes.get("cpu", 0), "hand-off": pinned}
+
+
+def _may_overlap(config: EngineConfig, model: KVLayout | ModelReport) -> bool:
+    """Whether steps may overlap, if the model's experts and its dense weights allow it."""
+    return may_overlap(config, state_bytes=model.state_bytes, original_length=model.original_length)
+
+
+def _beside_bytes(step: int, config: EngineConfig, vocabulary: int, planner_bytes: int) -> int:
+    """Bytes for steps that overlap the largest, of `step` bytes."""
+    tokens, rows = config.step_tokens, min(config.rows, config.step_tokens)
+    return estimate_beside(step, tokens, rows, few=MOST_BESIDE, vocabulary=vocabulary, planner_bytes=planner_bytes)
 
 
 def _hands_over(report: ModelReport, config: EngineConfig) -> bool:

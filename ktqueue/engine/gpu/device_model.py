@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Generator, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
@@ -93,6 +93,11 @@ class _PlainModel:
 def device_model(model: Model) -> DeviceModel:
     """The model itself if it is a DeviceModel, else a stand-in that closes its operators."""
     return model if isinstance(model, DeviceModel) else _PlainModel(model)
+
+
+def can_overlap(model: Model) -> TypeGuard[OverlappingModel]:
+    """Whether steps of the model may overlap."""
+    return isinstance(model, OverlappingModel) and model.may_overlap
 
 
 def expert_counts(model: DeviceModel) -> CountsExperts | None:

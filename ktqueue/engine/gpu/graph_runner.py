@@ -12,7 +12,7 @@ import torch
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.capture_choice import CaptureChoice
 from ktqueue.engine.gpu.decode_bucket import DecodeBucket
-from ktqueue.engine.gpu.device_model import OverlappingModel, StreamingModel
+from ktqueue.engine.gpu.device_model import OverlappingModel, StreamingModel, can_overlap
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.parted_step import PartedStep
 from ktqueue.engine.gpu.staging import Staging
@@ -44,7 +44,8 @@ class GraphRunner:
     """Runner of a model on `device`, with attention by `planner`.
 
     `buckets`: row counts to capture, the largest first. Without any, every step runs eagerly; with any, `kv` needs a
-    scratch page. `max_pages`: the most pages of a row. `progress` is called after each capture.
+    scratch page. `max_pages`: the most pages of a row. `progress` is called after each capture. `overlaps`: whether
+    steps may be overlapped, if the model allows it, for which inputs and plans of their own take memory.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class GraphRunner:
         buckets: list[int],
         max_pages: int,
         progress: Progress | None = None,
+        overlaps: bool = False,
     ) -> None:
         self._model = model
         self._vocab = vocab
@@ -66,8 +68,7 @@ class GraphRunner:
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._parted = model if isinstance(model, OverlappingModel) else None
-        may_overlap = self._parted is not None and self._parted.may_overlap
-        self._overlapped_inputs = (Staging(device), planner.another()) if may_overlap else None
+        self._overlapped_inputs = (Staging(device), planner.another()) if overlaps and can_overlap(model) else None
         self._fast = torch.cuda.Stream(device, priority=-1) if is_gpu(device) else None  # type: ignore[no-untyped-call]
         self._prepared: Batch | None = None
         self._streams = model.streams if isinstance(model, StreamingModel) else _never

@@ -13,6 +13,7 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.engine import AutoOnOff
+from ktqueue.engine.memory_plan import PLANNER_BYTES
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.model_report import report_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
@@ -197,6 +198,41 @@ def test_a_plan_counts_decoded_experts_if_the_gpu_decodes(placed: int, tmp_path:
     plans = [plan_before_loading(report, config, 80 << 30, decodes=decodes) for decodes in (False, True)]
     assert plans[1].use.total - plans[0].use.total == taken[1] - taken[0]
     assert (taken[1] > taken[0]) == (placed > 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counted"),
+    [
+        ({}, True),
+        ({"interactive_share": 0.0}, False),
+        ({"interactive_step_ms": 0.0}, False),
+        ({"expert_streaming": "off"}, False),
+        ({"gpu_expert_memory_bytes": 1 << 40}, False),
+    ],
+    ids=str,
+)
+def test_memory_for_overlapping_steps_is_planned_where_they_overlap(
+    settings: dict[str, Any], counted: bool, tmp_path: Path
+) -> None:
+    """The step beside the overlapped one has as many tokens as the largest, and the planner of a CPU has no memory."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
+    shared = replace(CONFIG, device="cuda", **settings | {"interactive_share": 0.0})
+    overlapping = replace(CONFIG, device="cuda", **settings)
+    report = report_model("demo", device="cuda", dtype=torch.bfloat16)
+    before = [plan_before_loading(report, config, 80 << 30).use.workspaces for config in (shared, overlapping)]
+    measured = []
+    for config in (shared, overlapping):
+        model = load_model("demo", rules=str(rules))
+        asked = replace(config, device="cpu")
+        measured.append(prepare_gpu(model, model.kv_layout(16), asked, MadeUpMemory()).plan.use.workspaces)
+        assert isinstance(model.module, GpuDecoder)
+        model.module.close()
+    logits = 4 * 3 * report.facts.vocab_size
+    assert (measured[1] > measured[0], before[1] > before[0]) == (counted, counted)
+    if counted:
+        assert measured[1] - measured[0] == 64 * MIB - 9 * model.kv_layout(16).page_bytes + logits
+        assert before[1] - before[0] > PLANNER_BYTES + logits
 
 
 @pytest.mark.parametrize(("placed", "handed_over"), [(0, True), (5 * MIB, True), (1 << 40, False)])
