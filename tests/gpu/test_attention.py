@@ -318,6 +318,28 @@ def test_steps_may_be_planned_while_the_device_is_behind(backend: str) -> None:
         same(eager, step, query, 128**-0.5, 0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plans_of_another_planner_run_at_the_same_time(backend: str) -> None:
+    """They are on two streams, as are steps that overlap."""
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=torch.bfloat16)
+    plans = planner(layout, backend, 32, torch.bfloat16, {0})
+    kv = random_cache(layout, 800)
+    steps = [make_step(kv, *STEPS[name]) for name in ("mixed", "decode")]
+    queries = [torch.randn(int(step.query_starts[-1]), 32, 128, device="cuda").to(torch.bfloat16) for step in steps]
+    both = list(zip(steps, queries, (plans, plans.another()), strict=True))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[], []]
+    for _ in range(20):
+        for found, stream, (step, query, own) in zip(results, streams, both, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(own.plan(step).attend(0, query, kv, ScoreOptions(128**-0.5)))
+    torch.cuda.synchronize()
+    for found, (step, query, _) in zip(results, both, strict=True):
+        for result in found:
+            same(result, step, query, 128**-0.5, 0)
+
+
 def test_auto_falls_back_to_our_kernels_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,4 +65,25 @@ OVERLAP: dict[str, Mutation] = {
         "self._runner.beside()",
         (f"{TESTS}::test_only_a_step_that_has_begun_is_overtaken[cpu]",),
     ),
+    "experts move beside an overlapped step": Mutation(
+        "the places of experts stay as an overlapped step has found them",
+        "ktqueue/operators/gpu/experts/memory.py",
+        "if self._is_overlapped:  # its tables must stay as they are",
+        "if False:",
+        (f"{STEPS}::test_interactive_steps_move_no_experts_beside_another[cpu]",),
+    ),
+    "two steps decode experts to the same memory": Mutation(
+        "steps beside an overlapped one decode no experts",
+        "ktqueue/operators/gpu/experts/memory.py",
+        "residency, decoded = self._resident, None",
+        "residency = self._resident",
+        (f"{STEPS}::test_steps_beside_an_overlapped_one_decode_no_experts[cpu]",),
+    ),
+    "both steps plan attention in the same memory": Mutation(
+        "the plans of two steps have memory apart",
+        "ktqueue/operators/gpu/attention/triton.py",
+        "return type(self)(self._shape)",
+        "return self",
+        ("tests/operators/gpu/attention/test_triton.py::test_another_planner_has_memory_of_its_own",),
+    ),
 }

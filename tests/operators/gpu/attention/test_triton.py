@@ -118,6 +118,17 @@ def test_memory_is_shared_between_buckets() -> None:
     assert ours.workspace_bytes == held + small.bytes
 
 
+def test_another_planner_has_memory_of_its_own() -> None:
+    """Plans of both are in use at the same time."""
+    kv = make_cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, pages=20)
+    ours = planner(kv, 8)
+    steps = [make_step(kv, [1] * 3, contexts) for contexts in ([40, 7, 90], [90, 33, 12])]
+    plans = ours.plan(steps[0]), ours.another().plan(steps[1])
+    assert not {*buffers(plans[0])} & {*buffers(plans[1])}
+    for plan, step in zip(plans, steps, strict=True):
+        check_plan(plan, step, random_query(step, 8))
+
+
 def test_splits_keep_the_processors_busy() -> None:
     assert split_count(1, 4, 131072, 132) == 128
     assert split_count(4, 8, 131072, 132) == 17

@@ -108,3 +108,36 @@ def test_a_step_that_is_given_up_leaves_no_copies_behind(
     assert copies.queued
     decoder.end_overlap()
     assert not copies.queued
+
+
+def test_interactive_steps_move_no_experts_beside_another(make_decoder: Callable[..., Any]) -> None:
+    """The overlapped step has copied their places."""
+    model = make_model("qwen3_moe", num_hidden_layers=LAYERS)
+    plain = make_decoder(model)
+    decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 3, expert_streaming="on")
+    expected = logits(plain, plain.device)
+
+    def run_steps() -> int:
+        for _ in range(4 * READ_EVERY_STEPS):
+            torch.testing.assert_close(logits(decoder, decoder.device), expected, atol=1e-4, rtol=1e-4)
+            decoder.after_step()
+        return int(decoder.statistics()["expert_moves"])
+
+    logits(Overlapped(decoder, parts=1), decoder.device)
+    assert run_steps() == 0
+    decoder.end_overlap()
+    assert run_steps() > 0
+
+
+def test_steps_beside_an_overlapped_one_decode_no_experts(make_decoder: Callable[..., Any]) -> None:
+    """The overlapped step decodes its own to that memory."""
+    model = make_model("qwen3_moe", num_hidden_layers=LAYERS).to(torch.bfloat16)
+    settings = {"decode_experts_from": len(PROMPT), "expert_streaming": "on", "streaming_tokens": 64}
+    decoder = make_decoder(model, expert_memory_bytes=record_bytes(make_decoder(model)) // 2, **settings)
+    decoded = decoder._experts._decoded.memory.fill_(7)
+    logits(Overlapped(decoder, parts=1), decoder.device)
+    logits(decoder, decoder.device)
+    assert (decoded == 7).all()
+    decoder.end_overlap()
+    logits(decoder, decoder.device)
+    assert not (decoded == 7).all()
