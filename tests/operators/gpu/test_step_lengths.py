@@ -65,7 +65,7 @@ def test_rounding_beside_the_router_changes_no_bit(
     given: set[tuple[bool, bool]] = set()
 
     def noted(pairs: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        given.add((pairs.ids.numel() <= TILES.own_pairs, options["rows"] is not None))
+        given.add((pairs.ids.numel() <= TILES.own_limit(pairs.offsets.numel()), options["rows"] is not None))
         return experts(pairs, *rest, **options)
 
     monkeypatch.setattr(step_module, "experts", noted)

@@ -55,7 +55,7 @@ def experts(
     if runs_kernel(x) and number:
         lists = None
         if rows is None:
-            rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_pairs)
+            rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_limit(experts))
         if matrices and lists:
             rows = expert_matrices.gate_up(pairs, lists, rows, gate, of_input, matrices.gate_up)
             return expert_matrices.down(down_pairs, lists, rows, of_output, matrices.down)
@@ -73,7 +73,7 @@ def rounds_each_pair(
     record: ExpertRecord, pairs: int, experts: int, dtype: torch.dtype, *, exact: bool, tiles: ExpertTiles = TILES
 ) -> bool:
     """Whether `experts` quantises x of type `dtype` in a step of `pairs` pairs, and sorts none of them."""
-    few = min(tiles.own_pairs, tiles.few_pairs * experts)
+    few = min(tiles.own_limit(experts), tiles.few_pairs * experts)
     return 0 < pairs <= few and _may_round(record, dtype, exact)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 INFINITE = float("inf")
+SMALLEST_LIMIT = 32
+"""Pairs of a step that have programs of their own however few experts there are."""
 Choice = TypeVar("Choice")
 
 
@@ -78,9 +80,10 @@ class ExpertTiles:
     below it.
 
     few_pairs: average pairs of an expert up to which the integer kernel is used, where that for matrices is not.
-    own_pairs: pairs of a step up to which each has programs of its own. own: their tiles, by pairs of the step. dots:
-    the tiles of more pairs. matrices, cores: by average pairs of an expert. scanned_pairs: pairs of a step up to which
-    programs on tensor cores find their pairs by themselves, at most 512; for more, pairs are sorted first.
+    own_pairs: pairs of a step up to which each has programs of its own, if there are experts enough: see `own_limit`.
+    own: their tiles, by pairs of the step. dots: the tiles of more pairs. matrices, cores: by average pairs of an
+    expert. scanned_pairs: pairs of a step up to which programs on tensor cores find their pairs by themselves, at most
+    512; for more, pairs are sorted first.
     """
 
     few_pairs: float
@@ -90,6 +93,13 @@ class ExpertTiles:
     matrices: Sequence[tuple[float, MatrixTiles | None]]
     cores: Sequence[tuple[float, CoreTile]]
     scanned_pairs: int
+
+    def own_limit(self, experts: int) -> int:
+        """Pairs of a step up to which each has programs of its own: half as many as experts, or SMALLEST_LIMIT.
+
+        With more pairs of an expert, each would decode weights that others decode too.
+        """
+        return min(self.own_pairs, max(SMALLEST_LIMIT, experts // 2))
 
     def matrix_tiles(self, pairs: int, experts: int) -> MatrixTiles | None:
         """The tiles of the int8 kernel on tensor cores for a step of `pairs` pairs. None: another kernel is faster."""
@@ -122,7 +132,7 @@ _SMALL = DotTile(slabs=16, rows=32), DotTile(slabs=8, rows=32)
 
 TILES = ExpertTiles(
     few_pairs=12,
-    own_pairs=32,  # a weight that two of them read comes from the cache
+    own_pairs=64,  # a weight that two of them read comes from the cache
     # Between one row of 8 pairs and four rows, nothing was measured.
     own=((12, DotTiles(1, *_LARGE)), (INFINITE, DotTiles(1, *_SMALL))),
     dots=DotTiles(2, *_SMALL),

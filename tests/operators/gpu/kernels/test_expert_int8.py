@@ -161,8 +161,10 @@ def test_rows_may_be_quantised_before(random_weights: Callable[..., Bytes]) -> N
             run(products.experts, pairs, pool.offsets, x, weights, native.SILU, rows=given) for given in (rows, None)
         )
         assert_close(found, expected)
-    assert products.rounds_each_pair(pool.record, TILES.own_pairs, 128, x.dtype, exact=False)
-    assert not products.rounds_each_pair(pool.record, TILES.own_pairs + 1, 128, x.dtype, exact=False)
+    for experts, most in ((4, 32), (64, 32), (128, 64), (256, 64)):
+        assert TILES.own_limit(experts) == most
+        assert products.rounds_each_pair(pool.record, most, experts, x.dtype, exact=False)
+        assert not products.rounds_each_pair(pool.record, most + 1, experts, x.dtype, exact=False)
     assert not products.rounds_each_pair(pool.record, 8, 128, torch.float32, exact=False)
     assert not products.rounds_each_pair(pool.record, 8, 128, x.dtype, exact=True)
 
