@@ -73,23 +73,31 @@ class BatchBuilder:
         targets: list[int] = []
         has_states = self._kv.slots > 0
         for sequence, count in rows.items():
+            first, pages = sequence.num_computed_tokens, sequence.page_count
+            context = first + count
+            if count == 1 and context >= sequence.length and sequence.samples:  # most rows: it decodes
+                table[len(contexts), :pages] = sequence.pages[:pages]
+                next_rows.append(len(scored))
+                scored.append(len(input_ids))
+                input_ids.append(sequence.tokens.item(first))  # Python's numbers make arrays faster than numpy's do
+                positions.append(first + sequence.rotary_offset)
+                slots.append(sequence.pages.item(first // page_size) * page_size + first % page_size)
+                starts.append(len(input_ids))
+                contexts.append(context)
+                if has_states:
+                    sources.append(_source(sequence))
+                    targets.append(sequence.next_state)
+                continue
             more_rows = len(apart.get(sequence, ()))
             first_row = len(contexts)
-            table[first_row : first_row + 1 + more_rows, : sequence.page_count] = sequence.pages[: sequence.page_count]
+            table[first_row : first_row + 1 + more_rows, :pages] = sequence.pages[:pages]
             row = table[first_row]
-            first, context = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-            offset = sequence.rotary_offset
             drafted = drafts.get(sequence, ()) if drafts else ()
-            if count == 1:
-                input_ids.append(sequence.tokens.item(first))  # Python's numbers make arrays faster than numpy's do
-                positions.append(first + offset)
-                slots.append(row.item(first // page_size) * page_size + first % page_size)
-            else:
-                computed = np.arange(first, context)
-                input_ids += sequence.tokens[first : context - len(drafted)].tolist()
-                input_ids += drafted
-                positions += (computed + offset).tolist()
-                slots += (row[computed // page_size] * page_size + computed % page_size).tolist()
+            computed = np.arange(first, context)
+            input_ids += sequence.tokens[first : context - len(drafted)].tolist()
+            input_ids += drafted
+            positions += (computed + sequence.rotary_offset).tolist()
+            slots += (row[computed // page_size] * page_size + computed % page_size).tolist()
             if positions_of_prompt := sequence.scored_positions(count):
                 start = starts[-1] - first
                 prompts.append(

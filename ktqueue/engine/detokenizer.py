@@ -62,6 +62,9 @@ class Detokenizer:
         else:
             text = self._utf8.decode(data)
             self._open = bool(self._utf8.getstate()[0])
+        if self._stops is None:
+            self.emitted += len(text)
+            return text
         return self._advance(text, may_stop)
 
     def finish(self) -> str:

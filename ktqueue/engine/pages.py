@@ -67,7 +67,7 @@ class Pages:
 
     def is_kept(self, page: int) -> bool:
         """Whether the page's content must stay: several sequences use it, or it is registered."""
-        return self.is_shared(page) or self._digest_of[page] is not None
+        return self._users[page] > 1 or self._digest_of[page] is not None
 
     def release(self, page: int) -> None:
         """Remove a user. After the last one a registered page is idle, any other page is free."""

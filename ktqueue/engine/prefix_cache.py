@@ -79,9 +79,9 @@ class PrefixCache:
 
     def register(self, sequence: Sequence, count: int) -> None:
         """Register the pages that a sequence has filled by computing `count` more tokens, and its state if wanted."""
-        if not self._enabled:
-            return
         computed = sequence.num_computed_tokens
+        if not self._enabled or computed % self._page_size >= count:  # no page is full that was not before
+            return
         full = computed // self._page_size
         if full > sequence.registered_pages:
             digests = sequence.page_digests(full, self._page_size)

@@ -55,10 +55,10 @@ class RequestTable:
         except GrammarFailed as fault:
             return self.fail(sequence, fault)
         if logprobs is None:
-            return self.output(sequence, tuple(token_ids), text, finish)
+            return self.output(sequence, token_ids, text, finish)
         alternatives = sequence.request.sampling.logprobs or 0
         forced = (forced_logprobs(token_id, alternatives, self._token_bytes) for token_id in token_ids[1:])
-        return self.output(sequence, tuple(token_ids), text, finish, (logprobs, *forced))
+        return self.output(sequence, token_ids, text, finish, (logprobs, *forced))
 
     def output(
         self,

@@ -111,10 +111,8 @@ class Rows:
     @property
     def rows_wanted(self) -> int:
         """Rows that batch sequences may fill: as many as raise the tokens computed in a second."""
-        return min(
-            self.max_num_seqs,
-            max(self._batch_floor, self._costs.best_tokens()) if self._auto_rows else self.max_num_seqs,
-        )
+        wanted = max(self._batch_floor, self._costs.best_tokens()) if self._auto_rows else self.max_num_seqs
+        return min(self.max_num_seqs, wanted)
 
     def has(self, job_class: JobClass) -> bool:
         """Whether the class has a sequence here, running or waiting."""
@@ -289,14 +287,17 @@ class Rows:
         Preempts sequences of lower rank if necessary. Returns False if there are no pages; the sequence then skips
         this step. `may_repeat`: see States.plan.
         """
-        pages = self.pages
+        pages, first = self.pages, sequence.num_computed_tokens // self.page_size
+        end = sequence.num_computed_tokens + count
+        has_pages = max(end, sequence.length) <= sequence.page_count * self.page_size
+        if has_pages and self.states is None and not pages.is_kept(sequence.pages.item(first)):
+            return True  # most rows that decode
         if self.can_never_run(sequence):
             plan.can_never_run.append(sequence)
             return False
-        first = sequence.num_computed_tokens // self.page_size
         while True:
             copies = first < sequence.page_count and pages.is_shared(int(sequence.pages[first]))
-            missing = self._pages_for(sequence.num_computed_tokens + count) - sequence.page_count
+            missing = self._pages_for(end) - sequence.page_count
             if pages.available >= missing + copies:
                 break
             if (victim := self._lowest()) is None or self.rank(victim) <= self.rank(sequence):
@@ -353,8 +354,7 @@ class Rows:
 
     def _preempt_lower_class(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt the running sequence of the lowest rank if its class is lower than that of `sequence`."""
-        victim = self._lowest()
-        if victim is None or self._class_rank(victim) <= self._class_rank(sequence):
+        if (victim := self._lowest()) is None or self._class_rank(victim) <= self._class_rank(sequence):
             return False
         self.preempt(victim, plan)
         return True

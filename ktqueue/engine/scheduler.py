@@ -126,7 +126,7 @@ class Scheduler:
         plan = StepPlan(is_shared=self._is_shared())
         if not all(self._prepare_rows(plan, classes, budget) for classes, budget in self._budgets(plan)):
             return None
-        if plan.is_prefill or not plan.rows or (plan.ending and (self._rows.num_waiting or self._both_classes())):
+        if plan.is_prefill or not plan.rows:
             return None
         missing = sum(
             sequence.num_computed_tokens // self._rows.page_size == sequence.page_count for sequence in plan.rows
@@ -206,8 +206,11 @@ class Scheduler:
         for sequence in running:
             if plan.is_prefill and sequence.request.job_class is JobClass.BATCH:
                 break
-            if sequence.remaining == 1 and plan.tokens < budget:
-                self._plan_row(sequence, plan, budget)
+            decodes = sequence.length - sequence.num_computed_tokens == 1
+            if not decodes or plan.tokens >= budget or sequence.status is not SequenceStatus.RUNNING:
+                continue  # it may have been preempted for a row before
+            if self._rows.allocate(sequence, 1, plan):
+                plan.add(sequence, 1)
         for sequence in running:
             if plan.tokens >= budget:
                 break
@@ -285,14 +288,17 @@ class Scheduler:
         for sequence in self._running_of(classes):
             if plan.tokens >= budget:
                 return True
-            left = sequence.remaining  # 0 if the current step computes it, 1 if that step leaves it out
+            # 0 if the current step computes it, 1 if that step leaves it out
+            left = sequence.length - sequence.num_computed_tokens
             if not left and sequence.ends_next:
+                if self._rows.num_waiting or self._both_classes():
+                    return False
                 plan.ending += 1
                 continue
             if left > 1 or (not left and sequence.length == sequence.original_length):
                 return False
             place = sequence.num_computed_tokens // self._rows.page_size
-            if place < sequence.page_count and self._rows.pages.is_shared(int(sequence.pages[place])):
+            if place < sequence.page_count and self._rows.pages.is_shared(sequence.pages.item(place)):
                 return False
             plan.add(sequence, 1)
         first = self._rows.first_waiting(classes) if plan.tokens < budget else None

@@ -247,7 +247,7 @@ class Sequence:
                 finish = FinishReason.STOP
         return text, finish
 
-    def advance_and_jump(self, token_id: int, least_jump: int) -> tuple[list[int], str, FinishReason | None]:
+    def advance_and_jump(self, token_id: int, least_jump: int) -> tuple[tuple[int, ...], str, FinishReason | None]:
         """Add a generated token, and the tokens that the grammar forces after it, if these are at least `least_jump`.
 
         Returns the tokens, and what `advance` returns.
@@ -255,16 +255,16 @@ class Sequence:
         The forced tokens belong to the event of the token, so a resumed choice never begins between them.
         """
         text, finish = self.advance(token_id)
-        token_ids = [token_id]
-        if self.matcher is not None and finish is None:
-            jump = self.matcher.forced_tokens()
-            for forced in jump if len(jump) >= least_jump else ():
-                piece, finish = self.advance(forced)
-                text += piece
-                token_ids.append(forced)
-                if finish is not None:
-                    break
-        return token_ids, text, finish
+        if self.matcher is None or finish is not None:
+            return (token_id,), text, finish
+        token_ids, jump = [token_id], self.matcher.forced_tokens()
+        for forced in jump if len(jump) >= least_jump else ():
+            piece, finish = self.advance(forced)
+            text += piece
+            token_ids.append(forced)
+            if finish is not None:
+                break
+        return tuple(token_ids), text, finish
 
     def resume(self, token_ids: Many[int], text_length: int) -> FinishReason | None:
         """Add token ids from the journal, whose text there has `text_length` characters.

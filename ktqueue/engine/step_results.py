@@ -44,12 +44,17 @@ class StepResults:
             uncomputed_prompt = len(sequence.request.prompt) - sequence.num_computed_tokens
             if uncomputed_prompt > 0:
                 self.prompt_tokens += min(count, uncomputed_prompt)
-            drafts = len(plan.drafts.get(sequence, ()))
+            drafts = len(plan.drafts.get(sequence, ())) if plan.drafts else 0
             forks = self._rows.commit(sequence, count - drafts)
-            if sequence.remaining:  # a part of a prompt, or its grammar forced tokens after the launch
+            if sequence.length > sequence.num_computed_tokens:
+                # It is a part of a prompt, or its grammar forced tokens after the launch.
                 row += batch.decodes
                 continue
-            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)] if forks else [sequence]
+            if not forks and not drafts and sequence.samples:
+                ready.append((row, sequence, 0))
+                row += 1
+                continue
+            finished = [sequence, *(fork for fork in forks if fork.remaining == 0)]
             if sequence.samples:
                 ready += [(row, sibling, 0) for sibling in finished]
                 ready += [(row + number, sequence, number) for number in range(1, 1 + drafts)]
@@ -97,17 +102,19 @@ class StepResults:
 
     def _advance(self, plan: StepPlan, ready: Ready, selection: TokenSelection) -> list[SequenceOutput]:
         """Add the new tokens to their sequences, finish those that end, and make the outputs."""
-        outputs = []
+        outputs, tokens = [], dict.fromkeys(JobClass, 0)
         for row, (_, sequence, ahead) in enumerate(ready):
             if not sequence.is_unfinished or (ahead and not self._drafts.accept(plan, sequence, ahead - 1)):
                 continue
             if selection.finite[row]:
                 output = self._requests.advance(sequence, selection.token_ids[row], selection.logprobs.get(row))
-                self.generation_tokens += len(output.token_ids)
-                self.batch_tokens += len(output.token_ids) * (sequence.request.job_class is JobClass.BATCH)
-                if len(output.token_ids) > 1:
+                added = len(output.token_ids)
+                tokens[sequence.request.job_class] += added
+                if added > 1:
                     self._rows.jumped()
             else:
                 output = self._requests.fail(sequence, no_token(sequence))
             outputs.append(output)
+        self.generation_tokens += sum(tokens.values())
+        self.batch_tokens += tokens[JobClass.BATCH]
         return outputs

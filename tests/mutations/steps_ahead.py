@@ -51,7 +51,7 @@ STEPS_AHEAD: dict[str, Mutation] = {
     "a waiting request misses the row that is free next": Mutation(
         "a request that waits for a row gets it in the step after its end",
         "ktqueue/engine/scheduler.py",
-        " or (plan.ending and (self._rows.num_waiting or self._both_classes()))",
+        "                if self._rows.num_waiting or self._both_classes():\n                    return False\n",
         "",
         (f"{AHEAD}::test_nothing_is_launched_ahead_while_a_request_waits_for_a_row_that_ends",),
     ),
