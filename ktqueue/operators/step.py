@@ -111,3 +111,13 @@ class StepContext:
             return slots
         is_live = torch.arange(len(slots), device=slots.device) < self.live_tokens
         return torch.where(is_live, slots, self.slot_mapping)  # of one token a row
+
+
+class StepInputs(NamedTuple):
+    """What a decoder computes a step of. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64,
+    the tokens that are scored, rising. All are on the decoder's device."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logits_to_keep: torch.Tensor
+    step: StepContext

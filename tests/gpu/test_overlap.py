@@ -25,6 +25,7 @@ from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.step import StepInputs
 from ktqueue.workers.startup import gpu_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -238,10 +239,10 @@ def test_steps_share_again_once_memory_runs_out(
 ) -> None:
     steps = 0
 
-    def parts(decoder: GpuDecoder, *inputs: Any, overlapped: bool = False) -> Generator[None, None, Any]:
+    def parts(decoder: GpuDecoder, inputs: StepInputs, *, overlapped: bool = False) -> Generator[None, None, Any]:
         nonlocal steps
         steps += overlapped
-        launched = launch(decoder, *inputs, overlapped=overlapped)
+        launched = launch(decoder, inputs, overlapped=overlapped)
         for _ in range(part if overlapped and steps == begun else 100):
             try:
                 next(launched)

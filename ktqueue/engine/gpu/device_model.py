@@ -10,7 +10,7 @@ from torch import nn
 from ktqueue.core.expert_work import CountsExperts
 from ktqueue.engine.runner import Model
 from ktqueue.operators.gpu.settings import GpuSettings
-from ktqueue.operators.step import StepContext
+from ktqueue.operators.step import StepInputs
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +48,7 @@ class OverlappingModel(Protocol):
     def may_overlap(self) -> bool:
         """Whether a step may be overlapped."""
 
-    def forward_in_parts(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logits_to_keep: torch.Tensor,
-        step: StepContext,
-        *,
-        overlapped: bool = False,
-    ) -> Generator[None, None, torch.Tensor]:
+    def forward_in_parts(self, inputs: StepInputs, *, overlapped: bool = False) -> Generator[None, None, torch.Tensor]:
         """See GpuDecoder."""
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

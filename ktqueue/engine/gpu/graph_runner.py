@@ -22,7 +22,7 @@ from ktqueue.engine.runner import DeviceTokens, LaunchedStep, Model
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import StepContext, result_of
+from ktqueue.operators.step import StepContext, StepInputs, result_of
 
 Progress = Callable[[int, int, str], None]
 """progress(done, total, description)"""
@@ -185,7 +185,7 @@ class GraphRunner:
         model, vocab = self._parted, self._vocab
         assert model is not None
         inputs = self._staged(batch, staging, planner)
-        x = yield from model.forward_in_parts(*inputs, overlapped=overlapped)
+        x = yield from model.forward_in_parts(inputs, overlapped=overlapped)
 
         def head(x: torch.Tensor) -> torch.Tensor:
             return model.logits(x)[:, :vocab].float()
@@ -193,10 +193,8 @@ class GraphRunner:
         return LogitsInParts(x, head, vocab) if len(x) > SAMPLED_ROWS else head(x)
 
     @staticmethod
-    def _staged(
-        batch: Batch, staging: Staging, planner: AttentionPlanner
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, StepContext]:
-        """Token ids, positions, indices of scored tokens and the step, all on the device."""
+    def _staged(batch: Batch, staging: Staging, planner: AttentionPlanner) -> StepInputs:
+        """The inputs of the batch, on the device."""
         host = batch.step
         tensors = [batch.input_ids, batch.position_ids, batch.scored, host.query_starts, host.context_lengths]
         tensors += [host.page_table, host.slot_mapping, host.state_sources, host.state_targets]
@@ -204,7 +202,7 @@ class GraphRunner:
         input_ids, position_ids, scored, starts, contexts, table, slots, sources, targets = staged
         plan = planner.plan(host)
         step = StepContext(starts, contexts, table, slots, host.kv, plan, state_sources=sources, state_targets=targets)
-        return input_ids, position_ids, scored, step
+        return StepInputs(input_ids, position_ids, scored, step)
 
     def _forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, scored: torch.Tensor, step: StepContext

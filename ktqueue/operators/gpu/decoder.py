@@ -40,7 +40,7 @@ from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary import rotary_tables
 from ktqueue.operators.rotary_rows import in_rotary_order
-from ktqueue.operators.step import DecoderOutput, StepContext, result_of
+from ktqueue.operators.step import DecoderOutput, StepContext, StepInputs, result_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EARLY_TOKENS = 16
@@ -288,10 +288,9 @@ class GpuDecoder(Operator):
         step: StepContext,
         use_cache: bool = False,
     ) -> DecoderOutput:
-        """Compute one step. input_ids, position_ids: [1, tokens] int64; logits_to_keep: [scored] int64, rising. All are
-        on the device. Raises RuntimeError before `prepare_device`."""
+        """Compute one step: see StepInputs. Raises RuntimeError before `prepare_device`."""
         is_short = step.live_tokens is not None and input_ids.shape[1] <= EARLY_TOKENS
-        parts = self.forward_in_parts(input_ids, position_ids, logits_to_keep, step)
+        parts = self.forward_in_parts(StepInputs(input_ids, position_ids, logits_to_keep, step))
         with dependent_launches(self._launches_early and is_short):
             return DecoderOutput(self.logits(result_of(parts))[None])
 
@@ -302,23 +301,15 @@ class GpuDecoder(Operator):
         memory, own = self._experts, self._choices is None and self._hidden is None and not self._decodes
         return own and memory is not None and memory.may_overlap and not any(one.chooses for one in self.facts.layers)
 
-    def forward_in_parts(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logits_to_keep: torch.Tensor,
-        step: StepContext,
-        *,
-        overlapped: bool = False,
-    ) -> Generator[None, None, torch.Tensor]:
+    def forward_in_parts(self, inputs: StepInputs, *, overlapped: bool = False) -> Generator[None, None, torch.Tensor]:
         """Launch one step a layer at a time. Returns the input of the head, [scored, hidden], for `logits`. See
         `forward`, and ExpertMemory.step for `overlapped`. After that step, and the others that ran meanwhile, call
         `end_overlap`."""
         rotary, memory = self.tables, self._experts
         if memory is None or rotary is None:
             raise RuntimeError("GpuDecoder's device is not prepared yet")
-        ids, positions = input_ids[0], position_ids[0]
-        residual = self.embed(ids)
+        input_ids, position_ids, logits_to_keep, step = inputs
+        positions, residual = position_ids[0], self.embed(input_ids[0])
         tokens, scored = len(positions), len(logits_to_keep)
         decodes = len(step.context_lengths) == tokens == scored
         reaching = scored if self._hidden is None else tokens

@@ -10,6 +10,7 @@ NVRTC that torch brings.
 
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -78,19 +79,25 @@ def _own_bytes(experts: int, tile: MatrixTile) -> int:
     return _OWN_BYTES + 20 * experts + tile.pairs * (12 + 12 * tile.warps)
 
 
-def constants(
-    quant: str,
-    experts: int,
-    columns: int,
-    rows: int,
-    gate: GateFacts | None,
-    tile: MatrixTile,
-    *,
-    has_bias: bool,
-    is_weighted: bool,
-) -> dict[str, str | int]:
-    """What the kernel is compiled for: matrices [rows, columns] of `quant`. gate None: one, otherwise gate and up."""
-    shape, shared = panel_layout.constants(quant, columns), _shared_bytes(quant, columns, tile)
+class MatrixFacts(NamedTuple):
+    """What the kernel is compiled for: matrices [rows, columns] of `quant`. gate: of gate and up; None: it is one
+    matrix. is_weighted: whether rows of pairs are multiplied by their weights."""
+
+    quant: str
+    experts: int
+    columns: int
+    rows: int
+    gate: GateFacts | None
+    tile: MatrixTile
+    has_bias: bool = False
+    is_weighted: bool = False
+
+
+def constants(facts: MatrixFacts) -> dict[str, str | int]:
+    """The constants of the kernel's source, by name."""
+    gate, tile = facts.gate, facts.tile
+    shape = panel_layout.constants(facts.quant, facts.columns)
+    shared = _shared_bytes(facts.quant, facts.columns, tile)
     form = shape["FORMAT"]
     return {
         "QUANT": form,
@@ -99,43 +106,34 @@ def constants(
         "OFFSET": dots.offset(form),
         "SUPERBLOCK_BYTES": shape["SUPERBLOCK_BYTES"],
         "PANEL_BYTES": shape["PANEL_BYTES"],
-        "COLUMNS": columns,
-        "ROWS": rows,
+        "COLUMNS": facts.columns,
+        "ROWS": facts.rows,
         "ACTIVATION": gate.activation if gate else "NONE",
         "ALPHA": f"float({gate.alpha if gate else 0.0!r})",
         "LIMIT": f"float({gate.limit if gate else 0.0!r})",
-        "WEIGHTED": int(is_weighted),
-        "BIASED": int(has_bias),
-        "EXPERTS": experts,
+        "WEIGHTED": int(facts.is_weighted),
+        "BIASED": int(facts.has_bias),
+        "EXPERTS": facts.experts,
         "PAIRS": tile.pairs,
         "WARPS": tile.warps,
         "STAGES": tile.stages,
         "RUNS": int(tile.has_runs),
-        "PROGRAMS": max(1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(experts, tile)), _WARPS // tile.warps)),
+        "PROGRAMS": max(
+            1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(facts.experts, tile)), _WARPS // tile.warps)
+        ),
     }
 
 
-def options(facts: dict[str, str | int]) -> list[str]:
+def options(constants: dict[str, str | int]) -> list[str]:
     """The compiler's options for such constants."""
-    return [f"-I{SOURCE.parent}", *(f"-D{name}={value}" for name, value in facts.items())]
+    return [f"-I{SOURCE.parent}", *(f"-D{name}={value}" for name, value in constants.items())]
 
 
 @cache
-def _kernel(
-    quant: str,
-    experts: int,
-    columns: int,
-    rows: int,
-    gate: GateFacts | None,
-    tile: MatrixTile,
-    *,
-    has_bias: bool,
-    is_weighted: bool,
-) -> tuple[CudaKernel, int]:
-    """Compile the kernel: see `constants`. Returns it and the programs that a multiprocessor can hold."""
-    facts = constants(quant, experts, columns, rows, gate, tile, has_bias=has_bias, is_weighted=is_weighted)
-    kernel = CudaKernel(SOURCE, NAME, options(facts), 32 * tile.warps, _shared_bytes(quant, columns, tile))
-    return kernel, int(facts["PROGRAMS"])
+def _kernel(facts: MatrixFacts) -> tuple[CudaKernel, int]:
+    """Compile the kernel. Returns it and the programs that a multiprocessor can hold."""
+    known, shared = constants(facts), _shared_bytes(facts.quant, facts.columns, facts.tile)
+    return CudaKernel(SOURCE, NAME, options(known), 32 * facts.tile.warps, shared), int(known["PROGRAMS"])
 
 
 def gate_up(
@@ -181,9 +179,8 @@ def _launch(
     number, rows = outs[0].shape
     tokens, columns = x.codes.shape
     experts = pairs.offsets.numel()
-    kernel, programs = _kernel(
-        quant, experts, columns, rows, gate, tile, has_bias=biases is not None, is_weighted=weights is not None
-    )
+    facts = MatrixFacts(quant, experts, columns, rows, gate, tile, biases is not None, weights is not None)
+    kernel, programs = _kernel(facts)
     if tile.has_runs:
         grid = programs * torch.cuda.get_device_properties(x.codes.device).multi_processor_count, 1
     else:

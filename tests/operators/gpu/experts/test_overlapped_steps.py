@@ -11,7 +11,7 @@ from ktqueue.operators.gpu.copy_stream import Copy, CopyStream
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts import memory
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
-from ktqueue.operators.step import DecoderOutput, result_of
+from ktqueue.operators.step import DecoderOutput, StepInputs, result_of
 
 PROMPT = [3, 4, 5, 3, 4, 9, 8, 7]
 LAYERS = 2
@@ -30,7 +30,7 @@ class Overlapped:
         self._decoder, self._parts = decoder, parts
 
     def __call__(self, *, use_cache: bool, step: Any, **inputs: torch.Tensor) -> DecoderOutput:
-        launched = self._decoder.forward_in_parts(**inputs, step=step, overlapped=True)
+        launched = self._decoder.forward_in_parts(StepInputs(**inputs, step=step), overlapped=True)
         if self._parts is None:
             return DecoderOutput(self._decoder.logits(result_of(launched))[None])
         for _ in range(self._parts):

@@ -8,6 +8,7 @@ import pytest
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_matrices, panel_layout
+from ktqueue.operators.gpu.kernels.expert_matrices import MatrixFacts
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, MatrixTile
 from ktqueue.operators.native import SILU
 
@@ -52,10 +53,11 @@ def test_every_format_compiles(architecture: str, compiler: ctypes.CDLL) -> None
     tiles = TILES.matrix_tiles(4, 1)
     assert tiles
     for quant in QUANTS:
-        both = expert_matrices.constants(quant, 8, 384, 96, SILU, tiles.gate_up, has_bias=False, is_weighted=False)
-        one = expert_matrices.constants(quant, 8, 256, 512, None, tiles.down, has_bias=True, is_weighted=True)
-        for constants in (both, one):
-            assert expert_matrices.NAME.encode() in machine_code(compiler, constants, architecture)
+        both = MatrixFacts(quant, 8, 384, 96, SILU, tiles.gate_up)
+        one = MatrixFacts(quant, 8, 256, 512, None, tiles.down, has_bias=True, is_weighted=True)
+        for facts in (both, one):
+            code = machine_code(compiler, expert_matrices.constants(facts), architecture)
+            assert expert_matrices.NAME.encode() in code
 
 
 @pytest.mark.compiled
@@ -64,10 +66,8 @@ def test_every_gate_and_tile_compiles(compiler: ctypes.CDLL) -> None:
         tiles = TILES.matrix_tiles(pairs, 1)
         assert tiles
         for gate in GATES:
-            constants = expert_matrices.constants(
-                "Q4_K", 128, 2048, 768, gate, tiles.gate_up, has_bias=True, is_weighted=gate.weighted_input
-            )
-            assert machine_code(compiler, constants, "sm_90")
+            facts = MatrixFacts("Q4_K", 128, 2048, 768, gate, tiles.gate_up, True, gate.weighted_input)
+            assert machine_code(compiler, expert_matrices.constants(facts), "sm_90")
 
 
 def test_tiles_are_smaller_where_shared_memory_is_short() -> None:
