@@ -8,7 +8,7 @@ again.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from ktqueue.engine.draft_model import DraftModel, DraftSource
 from ktqueue.engine.runner import Runner
 from ktqueue.engine.token_selector import Selector
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import DecoderOutput, StepContext
+from ktqueue.operators.step import DecoderOutput
 
 
 class NextTokenModel(Protocol):
@@ -33,15 +33,7 @@ class NextTokenModel(Protocol):
     def keep_hidden(self, hidden: torch.Tensor) -> None:
         """Let the model write the input of its head to `hidden`, and read it there."""
 
-    def __call__(
-        self,
-        *,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logits_to_keep: torch.Tensor,
-        step: StepContext,
-        use_cache: bool = False,
-    ) -> DecoderOutput:
+    def __call__(self, *_: Any, **inputs: Any) -> DecoderOutput:
         """See runner.Model."""
 
 
