@@ -221,8 +221,8 @@ def expert_tiles(result: dict[str, Any]) -> list[str]:
         best += [figure for place, figure in enumerate(ordered) if place < SHOWN or figure["choice"] == "as used"]
     return section(
         f"Tiles of packed experts, {result['shape']}",
-        f"Microseconds of a layer's experts in a graph of {result['layers']} layers, and the bytes that they read in a "
-        f"second, each used expert once. As used: the tiles of that commit. The {SHOWN} fastest of all choices; error: "
+        f"Microseconds of a layer's experts, in a graph of {result['layers']} layers. GB/s: what they read, each used "
+        f"expert once. As used: the tiles of that commit. Beside them the {SHOWN} fastest choices are shown. Error: "
         f"the largest of a pair, relative. A sum over memory read {result['probe']['read_gb_s']:.0f} GB/s. "
         f"{graphics(result)}; {taken(result)}. {result.get('note', '')} `{result['command']}`",
         {
@@ -287,9 +287,9 @@ def backlog(result: dict[str, Any]) -> list[str]:
         lines += [
             "",
             f"The engine alone computes {whole['lines']:,} such lines at {whole['tokens_per_second']:.0f} tok/s, with "
-            f"{whole['rows']:,} rows; the batch alone reached {100 * result['share_of_engine']:.0f} % of that. Decode "
-            "steps of the engine, and what a step takes that reads every expert once from host memory at the probed "
-            "rate, if that is known. On a GPU larger steps stream experts over the bus, too.",
+            f"{whole['rows']:,} rows; the batch alone reached {100 * result['share_of_engine']:.0f} % of that. These "
+            "are decode steps of the engine. Reading experts once: from host memory, at the probed rate, if their size "
+            "is known. On a GPU larger steps stream experts over the bus, too.",
             "",
             *table(ROWS_ALONE, [{**row, **_reading(row, whole)} for row in result["rows_alone"]]),
         ]
