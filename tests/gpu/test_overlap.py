@@ -146,6 +146,16 @@ def test_both_classes_get_the_tokens_that_they_get_alone(
     assert engine.stats().overlapped_steps > 5
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_move_between_overlapped_steps(device: str, make_engine: Any, alone: Any) -> None:
+    """Half of the experts are in GPU memory. Those that move are on their way when a step begins."""
+    asked = asked_for(90, 30, tokens=40)
+    engine = make_engine(device, gpu_expert_memory_bytes=400_000)
+    assert run(engine, asked, 1) == alone(device, asked)
+    assert engine.stats().overlapped_steps > 5
+    assert engine.model_stats()["expert_moves"] > 0
+
+
 @pytest.mark.parametrize("device", ["cpu"])  # where it is known how many layers a step launches
 def test_interactive_tokens_come_while_a_batch_step_is_computed(device: str, make_engine: Any) -> None:
     engine, asked = make_engine(device), asked_for(31, 30)
@@ -259,7 +269,7 @@ def test_steps_share_again_once_memory_runs_out(
     assert engine.stats().out_of_memory == 1 and steps == begun
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu"])  # where a step is not done after its first part
 def test_memory_that_runs_out_while_an_abort_waits_is_counted(
     device: str, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
