@@ -26,7 +26,7 @@ from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
 from ktqueue.engine.logits import Logits
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
-from ktqueue.engine.overlap import Overlap
+from ktqueue.engine.overlap import MOST_LOSS, BatchLoss, Overlap
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
 from ktqueue.engine.request_table import RequestTable, usage_of
@@ -127,7 +127,8 @@ class Engine:
         self._sampler = StepSampler(parts.selector, self._masks, self._next)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._results = StepResults(self._rows, self._requests, self.drafts, vocabulary.special_token_bytes)
-        self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner)
+        loss = BatchLoss(max(MOST_LOSS, config.interactive_share))
+        self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner, loss)
         self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
 
@@ -191,6 +192,7 @@ class Engine:
         *,
         job_class: JobClass = JobClass.INTERACTIVE,
         arrival: float | None = None,
+        waited: float = 0.0,
         emitted: Many[EmittedChoice] = (),
         prompt_entries: int = 0,
         bad_words: Many[Many[int]] = (),
@@ -198,6 +200,7 @@ class Engine:
         owner: Owner = NOBODY,
     ) -> None:
         """Add a request. `emitted[index]` is what an earlier worker wrote to the journal for that choice.
+        `waited`: seconds since it came to this process.
 
         `prompt_entries`: number of prompt tokens whose log probabilities are in the journal. `bad_words`: token ids of
         each spelling of the words that must not appear. `matcher`: at the beginning of the grammar of each choice.
@@ -213,6 +216,7 @@ class Engine:
             sampling,
             job_class=job_class,
             arrival=self._clock() if arrival is None else arrival,
+            since=time.monotonic() - waited,
             emitted=emitted,
             prompt_entries=prompt_entries,
             bad_words=bad_words,

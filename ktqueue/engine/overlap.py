@@ -3,11 +3,15 @@
 A step that copies all experts to the device needs the bus, and leaves the CPU idle. Interactive sequences need few
 experts, which the CPU computes. So neither waits for the other. The device computes both at the same time; what the
 interactive steps launch goes first.
+
+Both read host memory, so the overlapped step takes longer than alone. Where that costs the batch class too much, steps
+are shared for a while.
 """
 
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
@@ -26,11 +30,47 @@ from ktqueue.engine.step_plan import StepPlan
 log = logging.getLogger(__name__)
 
 PROMPT_WAITS_SECONDS = 0.45  # a prompt waits for an overlapped step that will be done within this time
+MOST_LOSS = 0.3  # of its time that the batch class may lose, if `interactive_share` is not more
+MOST_LOST_SECONDS = 2.0  # beyond that, before steps are shared
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 600.0  # for which they are shared then
 KEPT = 9  # last overlapped steps whose time is known
 WAIT_SECONDS, POLL_SECONDS = 0.005, 0.0005  # without an interactive step: so long until requests can arrive
 
 Overlapped = tuple[StepPlan, Batch, Logits, float]
 """Plan, batch, logits [scored, vocab] and beginning, in seconds, of a step of the batch class."""
+
+
+class BatchLoss:
+    """How much time the batch class loses by overlapped steps, and whether steps may overlap. Pure.
+
+    `most`: part of the time that it may lose, from 0 to 1. If it loses more, steps are shared for PAUSE_SECONDS, and
+    for twice as long each time that they overlapped for less time than the pause before. `clock` gives seconds.
+    """
+
+    def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._lost = 0.0  # seconds, less what may be lost
+        self._noted = clock()
+        self._pause = PAUSE_SECONDS
+        self._pause_ends = -LONGEST_PAUSE_SECONDS
+
+    def note(self, seconds: float, alone: float) -> None:
+        """Note that an overlapped step took `seconds`, and would have taken `alone`; 0: nobody knows."""
+        now = self._clock()
+        self._lost = max(0.0, self._lost - self._most * (now - self._noted))
+        self._noted = now
+        if alone > 0:
+            self._lost += max(0.0, seconds - alone)
+        if self._lost > MOST_LOST_SECONDS:
+            is_soon = now - self._pause_ends < self._pause
+            self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause) if is_soon else PAUSE_SECONDS
+            self._pause_ends, self._lost = now + self._pause, 0.0
+
+    @property
+    def is_borne(self) -> bool:
+        """Whether steps may overlap."""
+        return self._clock() >= self._pause_ends
 
 
 class Overlap:
@@ -39,12 +79,15 @@ class Overlap:
     steps: number of overlapped steps that have begun. out_of_memory: how often memory ran out, after which none begins.
     """
 
-    def __init__(self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner) -> None:
+    def __init__(
+        self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner, loss: BatchLoss
+    ) -> None:
         self.steps = self.out_of_memory = 0
         self._rows = rows
         self._scheduler = scheduler
         self._builder = builder
         self._runner = runner if isinstance(runner, OverlappingRunner) else None
+        self._loss = loss
         self._seconds: deque[float] = deque(maxlen=KEPT)
         self._planned: StepPlan | None = None
         self._running: tuple[StepPlan, Batch, LaunchedStep, float] | None = None
@@ -58,7 +101,7 @@ class Overlap:
             return True
         if self._runner is None or next_step.is_launched or not self._runner.may_overlap:
             return False
-        if not self._scheduler.may_overlap:
+        if not self._loss.is_borne or not self._scheduler.may_overlap:
             return False
         next_step.drop()
         return True
@@ -143,6 +186,7 @@ class Overlap:
         self._running = None
         self._rows.in_flight = ()
         self._seconds.append(time.monotonic() - began)
+        self._loss.note(self._seconds[-1], self._scheduler.seconds_alone(plan))
         return plan, batch, logits, began
 
     def give_up(self) -> None:

@@ -98,6 +98,10 @@ class Scheduler:
         self._rows.end_admission()
         return plan
 
+    def seconds_alone(self, plan: StepPlan) -> float:
+        """What the step takes if it runs alone, by the costs. 0: they are not known."""
+        return self._costs.seconds(plan.tokens)
+
     def plan_overlapped(self) -> StepPlan:
         """Plan a step that others overlap: of the batch class, and of interactive prompts."""
         self._rows.sort()
@@ -170,7 +174,11 @@ class Scheduler:
         running = self._running_of(_INTERACTIVE)
         tokens = sum(max(1, sequence.remaining) for sequence in running)
         tokens += self._rows.waiting_tokens(JobClass.INTERACTIVE, self._rows.max_num_seqs - len(running))
-        return self._shared.is_due(min(tokens, self._token_budget))
+        tokens = min(tokens, self._token_budget)
+        first = self._rows.first_waiting(_INTERACTIVE)
+        if first is not None and self._shared.is_late(first.request.since, first.length, tokens):
+            return False
+        return self._shared.is_due(tokens)
 
     def _both_classes(self) -> bool:
         return self._rows.has(JobClass.INTERACTIVE) and self._rows.has(JobClass.BATCH)
