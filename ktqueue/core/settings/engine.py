@@ -224,7 +224,7 @@ class EngineConfig:
         None,
         "Longest step, in milliseconds, while interactive jobs run or have just run: a number, or auto.",
         details="Batch jobs share the steps of interactive jobs up to this length, except the small steps of "
-        "`interactive_share`. auto is 1.75 times the step of a short prompt by measurement, from 200 to 400. "
+        "`interactive_share`. auto is twice the step of a short prompt by measurement, from 200 to 400. "
         "With 0 steps have any length, and batch jobs take part in every step.",
         shown="auto",
         none_word="auto",
@@ -237,7 +237,8 @@ class EngineConfig:
         0.05,
         "Part of the time for small steps of interactive jobs, while batch jobs run too.",
         details="More makes the tokens of interactive jobs come faster, and takes throughput from batch jobs. "
-        "With 0 all steps are shared, also on a GPU where steps could overlap.",
+        "Where steps overlap on a GPU, batch jobs lose at most this part of their time by it, or 0.3 if that is more. "
+        "With 0 all steps are shared, also there.",
         at_least=0,
         at_most=0.9,
         flags=("--interactive-share",),
