@@ -173,9 +173,14 @@ class GraphRunner:
         return next((bucket for bucket in self.buckets if bucket.rows >= rows), None) if batch.decodes else None
 
     def _eager(self, batch: Batch) -> Logits:
-        if self._parted is not None and len(batch.scored) > SAMPLED_ROWS:
-            return result_of(self._in_parts(batch, self._staging, self._planner, overlapped=False))
-        return self._forward(*self._staged(batch, self._staging, self._planner))
+        try:
+            if self._parted is not None and len(batch.scored) > SAMPLED_ROWS:
+                return result_of(self._in_parts(batch, self._staging, self._planner, overlapped=False))
+            return self._forward(*self._staged(batch, self._staging, self._planner))
+        except torch.OutOfMemoryError:
+            if is_gpu(self._device):  # experts may be on their way to memory that the next step fetches others to
+                torch.cuda.synchronize(self._device)
+            raise
 
     def _in_parts(
         self, batch: Batch, staging: Staging, planner: AttentionPlanner, *, overlapped: bool

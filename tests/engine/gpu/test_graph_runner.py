@@ -10,6 +10,7 @@ import torch
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
+from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts
 from ktqueue.engine.gpu.capture_choice import CaptureChoice
@@ -21,6 +22,7 @@ from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
+from ktqueue.operators.step import StepContext
 
 PROMPT = [5, 9, 2, 44, 17, 3, 80, 21, 9]
 
@@ -111,6 +113,26 @@ def test_a_cache_without_scratch_page_is_refused(model: Any) -> None:
         GraphRunner(
             model, 97, KVCache(layout, 8), TorchPlanner(4), RepeatedCall(), device="cpu", buckets=[1], max_pages=8
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_nothing_runs_any_more_when_a_step_has_failed() -> None:
+    """It may have begun copies of experts on another stream."""
+    copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def fail(**inputs: Any) -> Any:
+        with torch.cuda.stream(copies):
+            torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles
+        raise torch.OutOfMemoryError
+
+    kv = KVCache(KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32), 8, "cuda")
+    runner = GraphRunner(fail, 97, kv, TorchPlanner(4), RepeatedCall(), device="cuda", buckets=[], max_pages=8)
+    one, none = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    step = StepContext(torch.tensor([0, 1], dtype=torch.int32), one, one[None], none, kv)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.execute(Batch(none[None], none[None], none, step))
+    assert copies.query()
 
 
 def test_steps_that_only_decode_are_replayed(
