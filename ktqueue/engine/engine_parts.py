@@ -7,7 +7,7 @@ from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.draft_model import DraftModel, DraftSource
 from ktqueue.engine.drafts import MOST_OF_A_STEP
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
-from ktqueue.engine.gpu.graph_runner import GraphRunner, Progress, buckets_up_to
+from ktqueue.engine.gpu.graph_runner import MOST_CAPTURED_ROWS, GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.states import slots_for
 from ktqueue.engine.token_selector import HostSelector, Selector
@@ -175,10 +175,10 @@ def drafted_rows(config: EngineConfig) -> int:
 
 
 def captured_rows(config: EngineConfig) -> int:
-    """Rows of the largest decode step on a device, where each draft is a row of its own."""
+    """Rows of the largest step that is captured on a device, where each draft is a row of its own."""
     rows = min(config.rows, config.step_tokens)
     drafts = min(MOST_OF_A_STEP, rows * config.max_draft_tokens) if config.drafts else 0
-    return min(rows + drafts, config.step_tokens)
+    return min(rows + drafts, config.step_tokens, MOST_CAPTURED_ROWS)
 
 
 def may_overlap(config: EngineConfig, *, state_bytes: int, original_length: int) -> bool:

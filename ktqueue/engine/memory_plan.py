@@ -170,9 +170,9 @@ def estimate_selection(rows: int, vocabulary: int) -> int:
     return 4 * min(rows, SAMPLED_ROWS) * vocabulary * _LOGITS
 
 
-def estimate_graphs(steps: int, step_bytes: int, tokens: int, rows: int) -> int:
+def estimate_graphs(steps: int, step_bytes: int, tokens: int, rows: int, vocabulary: int) -> int:
     """Device memory in bytes of `steps` captured steps, which share their tensors.
 
-    The largest has `rows` rows. A step of `tokens` tokens needs `step_bytes`.
+    The largest has `rows` rows, all of them scored. A step of `tokens` tokens needs `step_bytes`.
     """
-    return steps * _GRAPH_BYTES + step_bytes * rows // tokens if steps else 0
+    return steps * _GRAPH_BYTES + step_bytes * rows // tokens + 4 * rows * vocabulary if steps else 0

@@ -61,8 +61,8 @@ def test_estimates_grow_with_their_settings() -> None:
     for few, rows, part, scored in ((512, 64, 16, 64), (512, 2048, 16, 256), (16, 64, 512, 16), (9000, 64, 1, 64)):
         beside = estimate_beside(large, 8192, rows, few=few, vocabulary=151_936, planner_bytes=7)
         assert beside == large // part + 4 * scored * 151_936 + 7
-    assert estimate_graphs(0, large, 8192, 64) == 0
-    assert 100 << 20 < estimate_graphs(9, large, 8192, 64) < GIB
+    assert estimate_graphs(0, large, 8192, 64, 151_936) == 0
+    assert 100 << 20 < estimate_graphs(9, large, 8192, 64, 151_936) < GIB
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def prepare_gpu(
         weights=weights,
         experts=experts,
         workspaces=step + beside + others,
-        graphs=estimate_graphs(captured_steps(config) if graphs else 0, step, config.step_tokens, captured),
+        graphs=estimate_graphs(captured_steps(config) if graphs else 0, step, config.step_tokens, captured, vocabulary),
         states=slots_for(rows, drafts=config.drafts) * layout.state_bytes,
     )
     plan = plan_memory(
@@ -260,9 +260,10 @@ def plan_before_loading(
     """
     rows, tokens = min(config.rows, config.step_tokens), config.step_tokens
     vocabulary = report.facts.vocab_size
+    scored = min(rows + MAX_PROMPT_ROWS, tokens)
     step = estimate_step(
         tokens,
-        min(rows + MAX_PROMPT_ROWS, tokens),
+        min(scored, SAMPLED_ROWS) if report.position_bytes else scored,  # GpuDecoder gives LogitsInParts
         hidden=report.hidden,
         vocabulary=vocabulary,
         experts_per_token=report.experts_per_token,
@@ -280,7 +281,7 @@ def plan_before_loading(
             + (_beside_bytes(step, config, vocabulary, PLANNER_BYTES) if overlaps else 0)
             + estimate_selection(captured, vocabulary)
             + (_decoded_bytes(report, config, device_bytes) if decodes else 0),
-            graphs=estimate_graphs(captured_steps(config), step, tokens, captured),
+            graphs=estimate_graphs(captured_steps(config), step, tokens, captured, vocabulary),
             states=slots_for(rows, drafts=config.drafts) * report.state_bytes,
         ),
         utilization=config.gpu_memory_utilization,

@@ -158,6 +158,15 @@ def test_memory_can_be_planned_before_loading() -> None:
     assert caught.value.param == "engine.gpu_memory_utilization"
 
 
+def test_the_planned_step_does_not_grow_with_rows_beyond_those_sampled_at_once() -> None:
+    report = report_model("demo", device="cuda", dtype=torch.bfloat16)
+    config = replace(CONFIG, device="cuda", max_num_batched_tokens=8192)
+    few, some, many = (
+        plan_before_loading(report, replace(config, max_num_seqs=rows), 80 << 30).use for rows in (8, 256, 2048)
+    )
+    assert few.workspaces < some.workspaces and some == many
+
+
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 @pytest.mark.parametrize("placed", [0, 5 * MIB, 1 << 40])
 def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streaming: AutoOnOff, tmp_path: Path) -> None:
