@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--chat-tokens", type=int, default=32, help="tokens of each interactive answer")
     parser.add_argument("--rate", type=float, default=2.0, help="interactive requests a second")
     parser.add_argument("--idle-seconds", type=float, default=20.0, help="of interactive requests alone")
-    parser.add_argument("--rows", type=integers, default="64,128,256,512,1024", help="of the engine alone")
+    parser.add_argument("--rows", type=integers, default="64,128,256,512,1024,2048", help="of the engine alone")
     parser.add_argument("--table-tokens", type=int, default=24, help="tokens of each row where rows are compared")
     parser.add_argument("--profile", help="folder for profiles of the served part")
     parser.add_argument("--served-only", action="store_true", help="leave the engine alone out")

@@ -26,6 +26,7 @@ This module knows nothing of sampling or tensors.
 from bisect import insort
 from collections.abc import Collection
 from heapq import nsmallest
+from operator import attrgetter
 
 from ktqueue.core.errors import EngineFailure
 from ktqueue.core.request import JobClass
@@ -41,13 +42,10 @@ LEAST_SHARED = {JobClass.INTERACTIVE: 256, JobClass.BATCH: 1}
 """Tokens of a prefix for which a sequence sits a step out. A step of a few rows takes about as long as 256 tokens of a
 prompt. The batch class need not count steps."""
 
-Rank = tuple[int, float, int, int]
-"""Class, arrival, admission number, choice. The lowest goes first."""
+Rank = tuple[int, tuple[float, int, int]]
+"""Class, and `Sequence.order`. The lowest goes first."""
 OVER_SHARE, BATCH = 1, 2  # ranks of classes after that of interactive requests
-
-
-def _arrival(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.request.arrival, sequence.request.serial, sequence.index
+_order = attrgetter("order")
 
 
 class Rows:
@@ -74,7 +72,7 @@ class Rows:
         self.states = states
         self.max_num_seqs = max_num_seqs
         self.page_size = page_size
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # by rank
         self.running_of = dict.fromkeys(JobClass, 0)  # number of running sequences of each class
         self._with_forks: set[Sequence] = set()  # running sequences that have had siblings in `forks`
         self.version = 0
@@ -123,7 +121,7 @@ class Rows:
         self.version += 1
         sequence.set_angles()
         sequence.status = SequenceStatus.WAITING
-        insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
+        insort(self._waiting[sequence.request.job_class], sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence in any state and free its pages. If siblings wait for its prompt, one takes it over."""
@@ -171,6 +169,7 @@ class Rows:
         assert self.rows_taken == sum(map(_rows, self.running)), "rows are counted wrongly"
         assert self.rows_taken <= self.max_num_seqs, "more rows than max_num_seqs"
         classes = [sequence.request.job_class for sequence in self.running]
+        assert self.running == sorted(self.running, key=self.rank), "running sequences are out of order"
         assert self.running_of == {job_class: classes.count(job_class) for job_class in JobClass}, "wrong counts"
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING, "a sequence runs that should not"
@@ -178,25 +177,24 @@ class Rows:
             assert 0 <= sequence.num_computed_tokens < sequence.length, "a running sequence has nothing to compute"
             assert not sequence.draft_states, "a draft that is verified has a state"
         for queue in self._waiting.values():
-            assert queue == sorted(queue, key=_arrival), "the queue is out of order"
+            assert queue == sorted(queue, key=_order), "the queue is out of order"
             for sequence in queue:
                 assert sequence.page_count == 0, "a waiting sequence has pages"
                 assert sequence.status is SequenceStatus.WAITING, "a sequence waits that should not"
 
     def sort(self) -> None:
-        """Sort `running` by rank, if the schedule has changed since the last time."""
+        """Rank the sequences anew, if the schedule has changed since the last time."""
         if self._sorted_version != self.version:
             batch = [sequence for sequence in self.running if sequence.request.job_class is JobClass.BATCH]
-            self._promoted = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_arrival))
+            self._promoted = set(nsmallest(self._batch_floor, batch + self._waiting[JobClass.BATCH], key=_order))
             interactive = [one for one in self.running if one.request.job_class is JobClass.INTERACTIVE]
             waiting = self._waiting[JobClass.INTERACTIVE]
-            self._over_share = over_share(interactive + waiting, sum(map(_rows, interactive)), _arrival)
+            self._over_share = over_share(interactive + waiting, sum(map(_rows, interactive)), _order)
             self.running.sort(key=self.rank)
             self._sorted_version = self.version
 
     def rank(self, sequence: Sequence) -> Rank:
-        request = sequence.request
-        return self._class_rank(sequence), request.arrival, request.serial, sequence.index
+        return self._class_rank(sequence), sequence.order
 
     def first_waiting(self, classes: Collection[JobClass]) -> Sequence | None:
         heads = [queue[0] for job_class, queue in self._waiting.items() if queue and job_class in classes]
@@ -277,7 +275,7 @@ class Rows:
     def end_admission(self) -> None:
         """Let the sequences that sat out the planned step wait for the next."""
         for sequence in self._sitting_out:
-            insort(self._waiting[sequence.request.job_class], sequence, key=_arrival)
+            insort(self._waiting[sequence.request.job_class], sequence, key=_order)
         self._sitting_out.clear()
         self._reserved_rows = self._reserved_pages = 0
 
@@ -331,7 +329,7 @@ class Rows:
         self.add(sequence)
 
     def _join_running(self, sequence: Sequence) -> None:
-        self.running.append(sequence)
+        insort(self.running, sequence, key=self.rank)
         self.running_of[sequence.request.job_class] += 1
 
     def _leave_running(self, sequence: Sequence) -> None:
@@ -361,7 +359,7 @@ class Rows:
 
     def _lowest(self) -> Sequence | None:
         """The running sequence of the lowest rank that may be preempted."""
-        return max((one for one in self.running if one not in self.in_flight), key=self.rank, default=None)
+        return next((one for one in reversed(self.running) if one not in self.in_flight), None)
 
     def _free_pages(self, sequence: Sequence) -> None:
         # The last page first: the end of a cached prefix must be evicted before its beginning.

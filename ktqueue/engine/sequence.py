@@ -124,6 +124,7 @@ class Sequence:
         "next_state",
         "noise_stream",
         "num_computed_tokens",
+        "order",
         "original_length",
         "page_count",
         "pages",
@@ -149,6 +150,7 @@ class Sequence:
         capacity = len(request.prompt) + request.max_tokens
         self.request = request
         self.index = index
+        self.order = request.arrival, request.serial, index  # the lowest goes first among sequences of equal rank
         self.detokenizer = detokenizer
         self.edits = edits
         self.lookup: Lookup | None = None  # made when the sequence may have drafts

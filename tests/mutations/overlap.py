@@ -9,8 +9,8 @@ OVERLAP: dict[str, Mutation] = {
     "pages of an overlapped step are given away": Mutation(
         "a sequence keeps its pages while the device computes its tokens",
         "ktqueue/engine/rows.py",
-        "(one for one in self.running if one not in self.in_flight)",
-        "(one for one in self.running)",
+        "(one for one in reversed(self.running) if one not in self.in_flight)",
+        "(one for one in reversed(self.running))",
         (f"{TESTS}::test_pages_of_a_running_batch_step_are_given_to_nobody[cpu]",),
     ),
     "experts are fetched over those of an overlapped step": Mutation(
