@@ -192,7 +192,6 @@ class Engine:
         *,
         job_class: JobClass = JobClass.INTERACTIVE,
         arrival: float | None = None,
-        waited: float = 0.0,
         emitted: Many[EmittedChoice] = (),
         prompt_entries: int = 0,
         bad_words: Many[Many[int]] = (),
@@ -200,7 +199,6 @@ class Engine:
         owner: Owner = NOBODY,
     ) -> None:
         """Add a request. `emitted[index]` is what an earlier worker wrote to the journal for that choice.
-        `waited`: seconds since it came to this process.
 
         `prompt_entries`: number of prompt tokens whose log probabilities are in the journal. `bad_words`: token ids of
         each spelling of the words that must not appear. `matcher`: at the beginning of the grammar of each choice.
@@ -216,7 +214,6 @@ class Engine:
             sampling,
             job_class=job_class,
             arrival=self._clock() if arrival is None else arrival,
-            since=time.monotonic() - waited,
             emitted=emitted,
             prompt_entries=prompt_entries,
             bad_words=bad_words,

@@ -4,8 +4,9 @@ A step that copies all experts to the device needs the bus, and leaves the CPU i
 experts, which the CPU computes. So neither waits for the other. The device computes both at the same time; what the
 interactive steps launch goes first.
 
-Both read host memory, so the overlapped step takes longer than alone. Where that costs the batch class too much, steps
-are shared for a while.
+Both read host memory, so the overlapped step takes longer than alone. Where that costs the batch class too much, tokens
+of interactive sequences *ride* for a while: they are computed in the overlapped step. If that is not enough, so are
+their prompts, which go on longer beside it, because they read an expert once for many tokens.
 """
 
 import logging
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from math import inf
 from statistics import median
 
 import torch
@@ -31,8 +34,7 @@ log = logging.getLogger(__name__)
 
 PROMPT_WAITS_SECONDS = 0.45  # a prompt waits for an overlapped step that will be done within this time
 MOST_LOSS = 0.3  # of its time that the batch class may lose, if `interactive_share` is not more
-MOST_LOST_SECONDS = 2.0  # beyond that, before steps are shared
-PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 600.0  # for which they are shared then
+RIDE_SECONDS, LONGEST_RIDE_SECONDS = 120.0, 600.0  # for which they do
 KEPT = 9  # last overlapped steps whose time is known
 WAIT_SECONDS, POLL_SECONDS = 0.005, 0.0005  # without an interactive step: so long until requests can arrive
 
@@ -40,37 +42,55 @@ Overlapped = tuple[StepPlan, Batch, Logits, float]
 """Plan, batch, logits [scored, vocab] and beginning, in seconds, of a step of the batch class."""
 
 
-class BatchLoss:
-    """How much time the batch class loses by overlapped steps, and whether steps may overlap. Pure.
+class Beside(IntEnum):
+    """What interactive sequences compute beside an overlapped step. The rest *rides*: it is computed in that step."""
 
-    `most`: part of the time that it may lose, from 0 to 1. If it loses more, steps are shared for PAUSE_SECONDS, and
-    for twice as long each time that they overlapped for less time than the pause before. `clock` gives seconds.
+    NOTHING = 0
+    PROMPTS = 1
+    ALL = 2
+
+
+MOST_LOST_SECONDS = {Beside.ALL: 1.5, Beside.PROMPTS: 6.0}
+"""Seconds that the batch class loses beyond its part before less is computed beside it. Prompts come in bursts."""
+
+
+class BatchLoss:
+    """How much time the batch class loses to steps beside its own, and what it can bear. Pure.
+
+    `most`: part of the time that it may lose, from 0 to 1. If it loses more, less is computed beside its steps for
+    RIDE_SECONDS, and for twice as long each time that the loss comes sooner again. `clock` gives seconds.
     """
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._clock = clock
+        self._borne = Beside.ALL
         self._lost = 0.0  # seconds, less what may be lost
         self._noted = clock()
-        self._pause = PAUSE_SECONDS
-        self._pause_ends = -LONGEST_PAUSE_SECONDS
+        self._more_at = self._noted - LONGEST_RIDE_SECONDS  # when more is borne again
+        self._ride = RIDE_SECONDS
 
     def note(self, seconds: float, alone: float) -> None:
         """Note that an overlapped step took `seconds`, and would have taken `alone`; 0: nobody knows."""
-        now = self._clock()
+        now, borne = self._clock(), self.borne
         self._lost = max(0.0, self._lost - self._most * (now - self._noted))
         self._noted = now
         if alone > 0:
             self._lost += max(0.0, seconds - alone)
-        if self._lost > MOST_LOST_SECONDS:
-            is_soon = now - self._pause_ends < self._pause
-            self._pause = min(LONGEST_PAUSE_SECONDS, 2 * self._pause) if is_soon else PAUSE_SECONDS
-            self._pause_ends, self._lost = now + self._pause, 0.0
+        if self._lost > MOST_LOST_SECONDS.get(borne, inf):
+            is_soon = now - self._more_at < self._ride
+            self._ride = min(LONGEST_RIDE_SECONDS, 2 * self._ride) if is_soon else RIDE_SECONDS
+            self._borne, self._more_at, self._lost = Beside(borne - 1), now + self._ride, 0.0
 
     @property
-    def is_borne(self) -> bool:
-        """Whether steps may overlap."""
-        return self._clock() >= self._pause_ends
+    def borne(self) -> Beside:
+        """What may be computed beside the next overlapped step."""
+        now = self._clock()
+        while self._borne < Beside.ALL and now >= self._more_at:
+            self._borne = Beside(self._borne + 1)
+            if self._borne < Beside.ALL:
+                self._more_at += RIDE_SECONDS
+        return self._borne
 
 
 class Overlap:
@@ -89,6 +109,7 @@ class Overlap:
         self._runner = runner if isinstance(runner, OverlappingRunner) else None
         self._loss = loss
         self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._beside = Beside.ALL  # of the running step
         self._planned: StepPlan | None = None
         self._running: tuple[StepPlan, Batch, LaunchedStep, float] | None = None
         self.is_out_of_memory = False
@@ -101,7 +122,7 @@ class Overlap:
             return True
         if self._runner is None or next_step.is_launched or not self._runner.may_overlap:
             return False
-        if not self._loss.is_borne or not self._scheduler.may_overlap:
+        if not self._scheduler.may_overlap:
             return False
         next_step.drop()
         return True
@@ -120,13 +141,15 @@ class Overlap:
         Returns also the sequences that need more pages than the cache has.
         """
         if self._running is None:
-            plan = self._scheduler.plan_beside(prompts=False)  # they are computed with the batch
+            self._beside = self._loss.borne
+            plan = self._scheduler.plan_beside(tokens=self._beside >= Beside.ALL, prompts=False)  # these ride
             self._rows.in_flight = plan.rows  # which the other step must not preempt
             self._planned = self._scheduler.plan_overlapped()
             self._rows.in_flight = ()
             return plan, [*plan.can_never_run, *self._planned.can_never_run]
         with self.beside():  # a shared page may be copied
-            plan = self._scheduler.plan_beside(prompts=not self._next_is_soon(self._running[3]))
+            prompts = self._beside >= Beside.PROMPTS and not self._next_is_soon(self._running[3])
+            plan = self._scheduler.plan_beside(tokens=self._beside >= Beside.ALL, prompts=prompts)
         return plan, plan.can_never_run
 
     def begin(self) -> None:

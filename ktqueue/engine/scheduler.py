@@ -33,6 +33,7 @@ MOST_GATHERING_STEPS = 16
 PREFILL_PART = 4  # prompts that fill less than one of so many parts of a prefill step get none
 LEAST_OVERLAPPED = 128  # tokens of an overlapped step: it streams all experts
 MOST_BESIDE = 512  # tokens of a step beside it, in which the CPU computes all experts
+MOST_BESIDE_ROWS = 32  # left to requests that arrive during an overlapped step, or an eighth of all rows
 _INTERACTIVE, _BATCH, _ALL = (JobClass.INTERACTIVE,), (JobClass.BATCH,), tuple(JobClass)
 
 
@@ -90,11 +91,14 @@ class Scheduler:
         tokens = sum(max(1, sequence.remaining) for sequence in self._running_of(_BATCH))
         return tokens + rows.waiting_tokens(JobClass.BATCH, rows.rows_wanted - rows.rows_taken) >= LEAST_OVERLAPPED
 
-    def plan_beside(self, *, prompts: bool) -> StepPlan:
-        """Plan a step of the interactive class beside an overlapped step. `prompts`: short ones join it."""
+    def plan_beside(self, *, tokens: bool, prompts: bool) -> StepPlan:
+        """Plan a step of the interactive class beside an overlapped step. `tokens`: sequences that decode join it;
+        `prompts`: short ones do."""
         self._rows.sort()
         plan = StepPlan(is_shared=False)
-        self._fill(plan, _INTERACTIVE, min(MOST_BESIDE, self._token_budget), longest=MOST_BESIDE if prompts else 1)
+        least, longest = 1 if tokens else 2, MOST_BESIDE if prompts else 1
+        if least <= longest:
+            self._fill(plan, _INTERACTIVE, min(MOST_BESIDE, self._token_budget), least, longest)
         self._rows.end_admission()
         return plan
 
@@ -103,9 +107,14 @@ class Scheduler:
         return self._costs.seconds(plan.tokens)
 
     def plan_overlapped(self) -> StepPlan:
-        """Plan a step that others overlap: of the batch class, and of interactive prompts."""
+        """Plan a step that others overlap: of the batch class, and of interactive prompts and tokens that ride.
+
+        Its sequences keep their rows until it is done, so it leaves some out, which requests that arrive can take.
+        """
+        self._shared.see(interactive=self._rows.has(JobClass.INTERACTIVE))
         self._rows.sort()
-        plan = StepPlan()
+        most_rows = self._rows.max_num_seqs
+        plan = StepPlan(most_rows=max(1, most_rows - min(MOST_BESIDE_ROWS, most_rows // BATCH_PART)))
         self._fill(plan, _INTERACTIVE, self._token_budget - self._token_budget // BATCH_PART)
         self._fill(plan, _BATCH, self._token_budget)
         self._rows.end_admission()
@@ -174,11 +183,7 @@ class Scheduler:
         running = self._running_of(_INTERACTIVE)
         tokens = sum(max(1, sequence.remaining) for sequence in running)
         tokens += self._rows.waiting_tokens(JobClass.INTERACTIVE, self._rows.max_num_seqs - len(running))
-        tokens = min(tokens, self._token_budget)
-        first = self._rows.first_waiting(_INTERACTIVE)
-        if first is not None and self._shared.is_late(first.request.since, first.length, tokens):
-            return False
-        return self._shared.is_due(tokens)
+        return self._shared.is_due(min(tokens, self._token_budget))
 
     def _both_classes(self) -> bool:
         return self._rows.has(JobClass.INTERACTIVE) and self._rows.has(JobClass.BATCH)
@@ -203,24 +208,31 @@ class Scheduler:
             plan.holds_prompts = prefill > 0
             yield _BATCH, min(self._token_budget, plan.tokens + self._shared.free_tokens(plan.tokens))
 
-    def _fill(self, plan: StepPlan, classes: Collection[JobClass], budget: int, longest: int | None = None) -> None:
-        """Plan rows of these classes until the step has `budget` tokens. longest: most tokens that a sequence of the
+    def _fill(
+        self,
+        plan: StepPlan,
+        classes: Collection[JobClass],
+        budget: int,
+        least: int = 1,
+        longest: int | None = None,
+    ) -> None:
+        """Plan rows of these classes until the step has `budget` tokens. least, longest: tokens that a sequence of the
         step has to compute, now or later; None: any number."""
         running = self._running_of(classes)
         if in_flight := self._rows.in_flight:
             running = [sequence for sequence in running if sequence not in in_flight]
         if longest is not None:
-            running = [sequence for sequence in running if sequence.remaining <= longest]
+            running = [sequence for sequence in running if least <= sequence.remaining <= longest]
         for sequence in running:
             if plan.is_prefill and sequence.request.job_class is JobClass.BATCH:
                 break
             decodes = sequence.length - sequence.num_computed_tokens == 1
-            if not decodes or plan.tokens >= budget or sequence.status is not SequenceStatus.RUNNING:
+            if not decodes or plan.is_full(budget) or sequence.status is not SequenceStatus.RUNNING:
                 continue  # it may have been preempted for a row before
             if self._rows.allocate(sequence, 1, plan):
                 plan.add(sequence, 1)
         for sequence in running:
-            if plan.tokens >= budget:
+            if plan.is_full(budget):
                 break
             if sequence.remaining > 1:
                 self._plan_row(sequence, plan, budget)
@@ -228,7 +240,7 @@ class Scheduler:
             self._rows.remove(sequence)
         if _BATCH[0] in classes and (plan.holds_prompts or self._gathers(plan, budget)):
             classes = [job_class for job_class in classes if job_class not in _BATCH]
-        while plan.tokens < budget and (first := self._rows.first_waiting(classes)):
+        while not plan.is_full(budget) and (first := self._rows.first_waiting(classes)):
             if longest is not None and first.length > longest:
                 break
             if not self._rows.admit(first, plan, budget):

@@ -39,8 +39,7 @@ class SequenceStatus(Enum):
 class Request:
     """What the choices of one request share.
 
-    `arrival` is in seconds; `serial` counts admitted requests and breaks ties. `since`: seconds of `time.monotonic`
-    when the request came to this process. `seed` is never None here.
+    `arrival` is in seconds; `serial` counts admitted requests and breaks ties. `seed` is never None here.
     """
 
     __slots__ = (
@@ -58,7 +57,6 @@ class Request:
         "seed",
         "sequences",
         "serial",
-        "since",
         "unfinished",
     )
 
@@ -70,7 +68,6 @@ class Request:
         *,
         job_class: JobClass,
         arrival: float,
-        since: float,
         serial: int,
         seed: int,
         max_tokens: int,
@@ -83,7 +80,6 @@ class Request:
         self.sampling = sampling
         self.job_class = job_class
         self.arrival = arrival
-        self.since = since
         self.serial = serial
         self.seed = seed
         self.max_tokens = max_tokens  # of each choice, limited by the context length

@@ -8,9 +8,6 @@ only if these cost almost nothing. Small steps get `interactive_share` of the ti
 Where experts are streamed, a step of thousands of tokens takes little longer than a step of hundreds. There the prompts
 of the batch class wait until they fill a *prefill* step, in which only interactive sequences decode.
 
-A prompt whose first token would come late in a shared step gets a small step, as long as such steps take no more than
-`PROMPT_PART` of the time. Late is after FIRST_TOKEN times the step of a short prompt.
-
 An interactive prompt that would fill a shared step or more is computed in one small step, because chunks would take far
 longer. A shared step follows.
 
@@ -34,10 +31,7 @@ LONG_SECONDS = 0.1
 AHEAD_SECONDS = 0.03  # a longer step is not launched during the step before: a few milliseconds gain too little
 RECENT_SECONDS = 10.0  # for so long after an interactive sequence, steps stay short
 PROMPT_TOKENS = 128  # of a short prompt, whose step others wait for also where there is no batch
-FIRST_TOKEN = 3.0  # a first token that takes more than so many times the step of a short prompt is late
-PROMPT_STEPS = FIRST_TOKEN - 1  # a shared step may take so many: who comes at its beginning gets a small step next
-PROMPT_PART = 0.2  # of the time, for small steps of prompts that would be late
-MOST_LATE_SECONDS = 1.0  # that are saved for such steps
+PROMPT_STEPS = 2.0  # a shared step may take so many times the step of a short prompt
 LEAST_SECONDS, MOST_SECONDS = 0.2, 0.4  # of the longest step, if it is not given
 MOST_ERROR = 2.0  # estimates are not corrected beyond this factor
 TRIAL_EVERY, TRIAL_LARGER = 16, 1.25  # one of so many shared steps is larger than the costs allow: they may be old
@@ -69,7 +63,6 @@ class SharedSteps:
         self._small_steps = 0  # since the last shared step
         self._small_seconds = 0.0
         self._small_seconds_allowed = self._ratio * self.longest_step
-        self._late_seconds = 0.0  # for small steps of prompts that would be late
         self._last_interactive = -RECENT_SECONDS
         self._shared_steps = 0
         self.since_prefill = PREFILL_SPACING
@@ -77,7 +70,6 @@ class SharedSteps:
         self._errors: deque[float] = deque(maxlen=9)  # of estimates: measured by estimated seconds
         self._error = 1.0
         self._running_step: tuple[float, float] | None = None  # a shared step's beginning, and its estimate
-        self._shared_seconds = 0.0  # of the last one that was measured
 
     @property
     def longest_step(self) -> float:
@@ -94,15 +86,6 @@ class SharedSteps:
         if seconds > self.longest_step:
             return self._small_steps > 0
         return self._small_seconds + seconds > self._small_seconds_allowed
-
-    def is_late(self, since: float, prompt_tokens: int, interactive_tokens: int) -> bool:
-        """Whether a prompt of `prompt_tokens` that waits since `since`, by the clock, needs a small step, which would
-        compute `interactive_tokens`, because its first token would be late in a shared step."""
-        seconds = self._costs.seconds(interactive_tokens)
-        if not self.enabled or seconds > min(self._late_seconds, self.longest_step):
-            return False
-        late = FIRST_TOKEN * self._costs.seconds(max(PROMPT_TOKENS, prompt_tokens))
-        return self._clock() - since + self._shared_seconds > late
 
     def most_tokens(self, interactive_rows: int) -> int:
         """Most tokens of a shared step in which `interactive_rows` decode. The batch class always gets some of them."""
@@ -143,27 +126,26 @@ class SharedSteps:
         """Whether a step is so long that launching it early gains little, while requests that arrive would wait."""
         return self.enabled and self._costs.seconds(tokens) > LONG_SECONDS
 
+    def see(self, *, interactive: bool) -> None:
+        """Note whether there are interactive sequences now."""
+        if interactive:
+            self._last_interactive = self._clock()
+
     def record(self, tokens: int, *, interactive: bool, is_shared: bool, is_prefill: bool = False) -> None:
         """Note that a step begins. `interactive`: whether there are interactive sequences, running or waiting."""
         now, seconds = self._clock(), self._costs.seconds(tokens)
         if self._running_step is not None:
             began, estimate = self._running_step
-            self._shared_seconds = now - began
-            self._errors.append(self._shared_seconds / estimate)
+            self._errors.append((now - began) / estimate)
             self._error = min(MOST_ERROR, max(1.0, median(self._errors)))
         measured = interactive and is_shared and not is_prefill and seconds > 0
         self._running_step = (now, seconds) if measured else None
-        if interactive:
-            self._last_interactive = now
+        self.see(interactive=interactive)
         if is_shared:
             self._shared_steps += 1
             self.since_prefill = 0 if is_prefill else self.since_prefill + 1
             self._small_steps, self._small_seconds = 0, 0.0
             self._small_seconds_allowed = self._ratio * seconds
-            if self._ratio > 0:
-                self._late_seconds = min(MOST_LATE_SECONDS, self._late_seconds + PROMPT_PART * seconds)
         else:
-            allowed = max(0.0, self._small_seconds_allowed - self._small_seconds)
-            self._late_seconds = max(0.0, self._late_seconds - max(0.0, seconds - allowed))
             self._small_steps += 1
             self._small_seconds += seconds

@@ -15,7 +15,7 @@ class StepPlan:
     classes. `is_prefill`: whether prompts of the batch class fill it, and its other rows are left out.
     `holds_prompts`: whether these prompts wait for such a step. `prefixes`: digests of the prefixes that the prefix
     cache will know after the step, and the sequence that computes each. `drafts`: tokens that are verified beside the
-    last token of a sequence; `rows` and `tokens` count them.
+    last token of a sequence; `rows` and `tokens` count them. `most_rows`: rows that it has at most; None: any number.
     """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
@@ -27,6 +27,11 @@ class StepPlan:
     holds_prompts: bool = False
     prefixes: dict[bytes, Sequence] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    most_rows: int | None = None
+
+    def is_full(self, budget: int) -> bool:
+        """Whether no further row may join a step of `budget` tokens."""
+        return self.tokens >= budget or (self.most_rows is not None and len(self.rows) >= self.most_rows)
 
     def add(self, sequence: Sequence, count: int, prefixes: Iterable[bytes] = ()) -> None:
         """Plan the next `count` tokens of a sequence, which complete these prefixes."""

@@ -51,7 +51,7 @@ def test_rows_are_shared_by_weight_and_then_among_callers() -> None:
             requests.append(
                 Request(
                     f"{number}", np.zeros(1, np.int32), SamplingParams(), job_class=JobClass.INTERACTIVE, arrival=0.0,
-                    since=0.0, serial=number, seed=1, max_tokens=1, end_ids=frozenset(), owner=owner,
+                    serial=number, seed=1, max_tokens=1, end_ids=frozenset(), owner=owner,
                 )
             )  # fmt: skip
         return [Sequence(request, 0, Detokenizer(lambda _: b""), None, 1) for request in requests]

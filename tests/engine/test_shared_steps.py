@@ -168,33 +168,6 @@ def test_steps_that_take_longer_than_estimated_are_made_smaller() -> None:
     assert 1.4 * hybrid(shared.most_tokens(1)) == pytest.approx(0.2, rel=0.03), "one pause changes little"
 
 
-def test_a_prompt_that_would_be_late_gets_a_small_step() -> None:
-    """A shared step takes 0.25 s, a prompt of 128 tokens alone 0.1. So its first token is late after 0.3 s."""
-    clock = Clock()
-    shared = SharedSteps(learnt(), 0.25, 0.05, clock=clock)
-    for _ in range(30):  # saves time for small steps
-        shared.record(780, interactive=True, is_shared=True)
-        clock.now += 0.25
-    shared.record(780, interactive=True, is_shared=True)
-    assert not shared.is_late(clock.now - 0.04, 128, 130), "0.04 + 0.25 s"
-    assert shared.is_late(clock.now - 0.08, 128, 130)
-    assert not shared.is_late(clock.now - 0.08, 512, 514), "alone it would take longer too"
-    assert not shared.is_late(clock.now - 9.0, 2048, 2050), "a prompt that fills a shared step has a rule of its own"
-
-
-@pytest.mark.parametrize(("longest", "share", "small"), [(0.25, 0.05, 0.2), (0.25, 0.0, 0.0), (0.0, 0.05, 0.0)])
-def test_prompts_that_would_be_late_get_a_fifth_of_the_time(longest: float, share: float, small: float) -> None:
-    clock = Clock()
-    shared = SharedSteps(learnt(), longest, share, clock=clock)
-    seconds = {True: 0.0, False: 0.0}
-    for _ in range(2000):
-        is_late = shared.is_late(clock.now - 1.0, 128, 130)
-        shared.record(130 if is_late else 780, interactive=True, is_shared=not is_late)
-        seconds[is_late] += (step := hybrid(130 if is_late else 780))
-        clock.now += step
-    assert seconds[True] / seconds[False] == pytest.approx(small, abs=0.06)
-
-
 @pytest.fixture(params=["host", "device"])
 def parts(request: pytest.FixtureRequest) -> Any:
     return request.param

@@ -15,12 +15,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
-from ktqueue.engine import scheduler
+from ktqueue.engine import overlap, scheduler
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.gpu.graph_runner import GraphRunner
 from ktqueue.engine.gpu.parted_step import PartedStep
 from ktqueue.engine.outputs import SequenceOutput
+from ktqueue.engine.overlap import BatchLoss, Beside
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
@@ -144,6 +145,54 @@ def test_both_classes_get_the_tokens_that_they_get_alone(
     engine = make_engine(device, cuda_graphs=graphs)
     assert run(engine, asked, 1) == alone(device, asked)
     assert engine.stats().overlapped_steps > 5
+
+
+@pytest.mark.parametrize("borne", [Beside.NOTHING, Beside.PROMPTS], ids=lambda borne: borne.name)
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_stay_the_same_while_they_ride(
+    device: str, borne: Beside, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BatchLoss, "borne", borne)
+    monkeypatch.setattr(overlap, "PROMPT_WAITS_SECONDS", -1e9)  # no prompt waits for the next step
+    asked = asked_for(60, 36, seed=4)
+    engine = make_engine(device)
+    assert run(engine, asked, 1) == alone(device, asked)
+    assert engine.stats().overlapped_steps > 5
+
+
+def until_the_batch(engine: Engine, name: str) -> tuple[int, int]:
+    """Run steps until the batch class gets tokens. Returns how many a request got before, and how many with them."""
+    seen = 0
+    while True:
+        outputs = engine.step()
+        now = sum(len(output.token_ids) for output in outputs if output.request_id == name)
+        if any(output.request_id.isdecimal() for output in outputs):
+            return seen, now
+        seen += now
+
+
+@pytest.mark.parametrize("borne", list(Beside), ids=lambda borne: borne.name)
+def test_a_request_that_arrives_during_a_step_takes_a_row_that_was_left(
+    borne: Beside, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch class has all rows before the others come."""
+    monkeypatch.setattr(BatchLoss, "borne", borne)
+    monkeypatch.setattr(overlap, "PROMPT_WAITS_SECONDS", -1e9)
+    engine = make_engine("cpu")
+    asked = SamplingParams(max_tokens=40, temperature=0.0)
+    for name in range(60):
+        engine.add(f"{name}", [name, 1, 2], asked, job_class=JobClass.BATCH)
+    engine.step()
+    assert engine.stats().running == 40
+    engine.add("early", [3, 1, 2], asked)
+    while engine.stats().overlapped_steps < 2:
+        engine.step()
+    if borne is not Beside.ALL:
+        assert until_the_batch(engine, "early") == (0, 1), "its token rides"
+    engine.step()  # the next overlapped step begins
+    engine.add("late", [7, 8, 9, 10], asked)
+    before, with_batch = until_the_batch(engine, "late")
+    assert (before + with_batch > 0) == (borne > Beside.NOTHING)
 
 
 @pytest.mark.parametrize("device", DEVICES)

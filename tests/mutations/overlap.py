@@ -65,6 +65,20 @@ OVERLAP: dict[str, Mutation] = {
         "self._runner.beside()",
         (f"{TESTS}::test_only_a_step_that_has_begun_is_overtaken[cpu]",),
     ),
+    "an overlapped step has all rows": Mutation(
+        "requests that arrive during an overlapped step find rows",
+        "ktqueue/engine/scheduler.py",
+        "most_rows - min(MOST_BESIDE_ROWS, most_rows // BATCH_PART)",
+        "most_rows",
+        (f"{TESTS}::test_a_request_that_arrives_during_a_step_takes_a_row_that_was_left[PROMPTS]",),
+    ),
+    "tokens never ride": Mutation(
+        "tokens are computed with those of the batch class where it would lose too much",
+        "ktqueue/engine/overlap.py",
+        "self._beside = self._loss.borne",
+        "self._beside = Beside.ALL",
+        (f"{TESTS}::test_a_request_that_arrives_during_a_step_takes_a_row_that_was_left[PROMPTS]",),
+    ),
     "experts move beside an overlapped step": Mutation(
         "the places of experts stay as an overlapped step has found them",
         "ktqueue/operators/gpu/experts/memory.py",

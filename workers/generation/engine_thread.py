@@ -94,7 +94,6 @@ class EngineThread:
                 job.request.sampling,
                 job_class=job.request.job_class,
                 arrival=job.rank,
-                waited=time.monotonic() - job.claimed_at,
                 emitted=job.emitted if job.resumed else (),
                 prompt_entries=job.prompt_entries,
                 bad_words=job.prompt.bad_words,

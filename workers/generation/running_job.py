@@ -35,8 +35,8 @@ class RunningJob:
         self.last_output_at = time.monotonic()  # of the claim, while there is no output
         self.prompt = EncodedPrompt()  # empty until it has been tokenised
         self.waited = claim.waited
-        self.claimed_at = self.last_output_at
-        self._tokenised_at = self._first_token_at = self.claimed_at
+        self._claimed_at = self.last_output_at
+        self._tokenised_at = self._first_token_at = self._claimed_at
         self.ended = False
         self.gathered_at: float | None = None  # time of the first output that waits in `_gathered`
         self._gathered: list[SequenceOutput] = []
@@ -165,7 +165,7 @@ class RunningJob:
         """The usage with the seconds of each part. Of a resumed job, only the queue is that of an earlier worker."""
         timings = Timings(
             queue=self.waited,
-            tokenise=self._tokenised_at - self.claimed_at,
+            tokenise=self._tokenised_at - self._claimed_at,
             prefill=max(0.0, self._first_token_at - self._tokenised_at),
             decode=self.last_output_at - max(self._first_token_at, self._tokenised_at),
         )

@@ -34,7 +34,6 @@ def sequence(sampling: SamplingParams, vocab: int, generated: list[int], prompt:
         sampling,
         job_class=JobClass.INTERACTIVE,
         arrival=0.0,
-        since=0.0,
         serial=0,
         seed=sampling.seed or 0,
         max_tokens=1000,
