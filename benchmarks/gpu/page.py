@@ -271,6 +271,7 @@ def backlog(result: dict[str, Any]) -> list[str]:
         [
             {"what": what, **result[key]}
             for what, key in (("alone", "batch_alone"), ("beside chat", "batch_beside_chat"))
+            if key in result
         ],
         words=1,
     )
@@ -282,12 +283,14 @@ def backlog(result: dict[str, Any]) -> list[str]:
         "between tokens p50, p95, p99": percents.format("between_tokens"),
     }
     parts = (("alone", "chat_alone"), ("beside batch", "chat_beside_batch"))
-    lines += ["", *table(chat, [{"what": what, **result[key]} for what, key in parts], words=1)]
+    lines += ["", *table(chat, [{"what": what, **result[key]} for what, key in parts if key in result], words=1)]
     if whole := result.get("engine_alone"):
+        share = result.get("share_of_engine")
+        reached = "" if share is None else f" The batch alone reached {100 * share:.0f} % of that."
         lines += [
             "",
             f"The engine alone computes {whole['lines']:,} such lines at {whole['tokens_per_second']:.0f} tok/s, with "
-            f"{whole['rows']:,} rows; the batch alone reached {100 * result['share_of_engine']:.0f} % of that. These "
+            f"{whole['rows']:,} rows.{reached} These "
             "are decode steps of the engine. Reading experts once: from host memory, at the probed rate, if their size "
             "is known. On a GPU larger steps stream experts over the bus, too.",
             "",
