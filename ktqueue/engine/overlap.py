@@ -21,6 +21,7 @@ from statistics import median
 
 import torch
 
+from ktqueue.core.request import JobClass
 from ktqueue.engine.batch import Batch, BatchBuilder
 from ktqueue.engine.logits import Logits
 from ktqueue.engine.prepared_step import NextStep
@@ -144,9 +145,12 @@ class Overlap:
             self._beside = self._loss.borne
             plan = self._scheduler.plan_beside(tokens=self._beside >= Beside.ALL, prompts=False)  # these ride
             self._rows.in_flight = plan.rows  # which the other step must not preempt
-            self._planned = self._scheduler.plan_overlapped()
+            planned = self._planned = self._scheduler.plan_overlapped()
             self._rows.in_flight = ()
-            return plan, [*plan.can_never_run, *self._planned.can_never_run]
+            impossible = [*plan.can_never_run, *planned.can_never_run]
+            if not plan.rows and all(one.request.job_class is JobClass.INTERACTIVE for one in planned.rows):
+                plan, self._planned = planned, None  # the batch class has no pages: nothing is worth overlapping
+            return plan, impossible
         with self.beside():  # a shared page may be copied
             prompts = self._beside >= Beside.PROMPTS and not self._next_is_soon(self._running[3])
             plan = self._scheduler.plan_beside(tokens=self._beside >= Beside.ALL, prompts=prompts)

@@ -236,12 +236,14 @@ def test_pages_of_a_running_batch_step_are_given_to_nobody(device: str, make_eng
     assert engine.stats().overlapped_steps > 5 and engine.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("borne", [Beside.PROMPTS, Beside.ALL], ids=lambda borne: borne.name)
 @pytest.mark.parametrize("device", DEVICES)
 def test_only_a_step_that_has_begun_is_overtaken(
-    device: str, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+    device: str, borne: Beside, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interactive sequences hold nearly all pages, so none of the batch class can begin. Their own steps then follow
-    what was launched before."""
+    what was launched before, and stream no experts."""
+    monkeypatch.setattr(BatchLoss, "borne", borne)
     begun = False
 
     def begin(runner: GraphRunner, batch: Batch) -> PartedStep:
@@ -272,6 +274,9 @@ def test_only_a_step_that_has_begun_is_overtaken(
         outputs = engine.step()
     for name in asked.keys() - {"long"}:
         engine.add(name, *asked[name][:2], job_class=JobClass.BATCH)
+    for _ in range(5):
+        outputs += engine.step()
+    assert engine.stats().overlapped_steps == 0
     while engine.has_work:
         outputs += engine.step()
     found = {name: [token for one in outputs if one.request_id == name for token in one.token_ids] for name in asked}

@@ -63,7 +63,7 @@ OVERLAP: dict[str, Mutation] = {
         "ktqueue/engine/overlap.py",
         "nullcontext() if self._running is None or self._runner is None else self._runner.beside()",
         "self._runner.beside()",
-        (f"{TESTS}::test_only_a_step_that_has_begun_is_overtaken[cpu]",),
+        (f"{TESTS}::test_only_a_step_that_has_begun_is_overtaken[cpu-ALL]",),
     ),
     "an overlapped step has all rows": Mutation(
         "requests that arrive during an overlapped step find rows",
