@@ -5,8 +5,8 @@ experts, which the CPU computes. So neither waits for the other. The device comp
 interactive steps launch goes first.
 
 Both read host memory, so the overlapped step takes longer than alone. Where that costs the batch class too much, tokens
-of interactive sequences *ride* for a while: they are computed in the overlapped step. If that is not enough, so are
-their prompts, which go on longer beside it, because they read an expert once for many tokens.
+of interactive sequences *ride* for a while: they are computed in the overlapped step. Prompts ride only if that is not
+enough, since one read of an expert serves many of their tokens.
 """
 
 import logging
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 PROMPT_WAITS_SECONDS = 0.45  # a prompt waits for an overlapped step that will be done within this time
 MOST_LOSS = 0.3  # of its time that the batch class may lose, if `interactive_share` is not more
-RIDE_SECONDS, LONGEST_RIDE_SECONDS = 120.0, 600.0  # for which they do
+RIDE_SECONDS, LONGEST_RIDE_SECONDS = 120.0, 600.0  # before more is computed beside the batch class again
 KEPT = 9  # last overlapped steps whose time is known
 WAIT_SECONDS, POLL_SECONDS = 0.005, 0.0005  # without an interactive step: so long until requests can arrive
 
@@ -76,12 +76,13 @@ class BatchLoss:
         now, borne = self._clock(), self.borne
         self._lost = max(0.0, self._lost - self._most * (now - self._noted))
         self._noted = now
-        if alone > 0:
+        if alone > 0 and borne > Beside.NOTHING:
             self._lost += max(0.0, seconds - alone)
         if self._lost > MOST_LOST_SECONDS.get(borne, inf):
             is_soon = now - self._more_at < self._ride
             self._ride = min(LONGEST_RIDE_SECONDS, 2 * self._ride) if is_soon else RIDE_SECONDS
             self._borne, self._more_at, self._lost = Beside(borne - 1), now + self._ride, 0.0
+            log.info("interactive jobs slow batch jobs down too much: %s beside them", self._borne.name.lower())
 
     @property
     def borne(self) -> Beside:
