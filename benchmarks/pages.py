@@ -77,6 +77,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "fairness": queue.fairness,
             "backlog-*": gpu.backlog,
             "overlap*": gpu.overlap,
+            "simulated-backlog": engine.simulated_backlog,
             "tenants": queue.tenants,
             "crew": queue.fleet,
         },

@@ -1,4 +1,5 @@
-"""The page of the CPU's engine: sections for the files cpu-*.json, experts-*.json and endurance-*.json."""
+"""The page of the CPU's engine: sections for the files cpu-*.json, experts-*.json, endurance-*.json and
+simulated-backlog.json."""
 
 from statistics import median
 from typing import Any
@@ -131,4 +132,33 @@ def endurance(result: dict[str, Any]) -> list[str]:
             "threads": "{threads}", "open files": "{files}",
         },
         notes,
+    )  # fmt: skip
+
+
+def simulated_backlog(result: dict[str, Any]) -> list[str]:
+    """Ways to share the engine between a batch and chats, in virtual time."""
+
+    def both(name: str) -> str:
+        return f"{{{name}_p50_ms:.0f}}, {{{name}_p95_ms:.0f}} ms"
+
+    m = result["machine"]
+    return section(
+        "A backlog beside chats, simulated",
+        "A simulation: the real engine and scheduler on a virtual clock, with a runner that computes nothing. Steps "
+        "take what they took on an H200's host with experts of Qwen3-30B-A3B in host memory, where a profile of commit "
+        f"5143b90b was made. A step beside an overlapped one is assumed to have {result['cpu_rate']:.0%} of its speed, "
+        f"and that one {result['bus_rate']:.0%} meanwhile. Alone, an overlapped step is assumed to take the "
+        f"time of another of its size, times {result['longer']:g}. {result.get('note', '')} "
+        "Prompts alone beside: the batch's "
+        f"steps compute all other tokens of chats. {result['rows']:,} rows; {result['line_tokens']} tokens after "
+        f"prompts of {result['prompt_tokens']} in the batch, {result['chat_tokens']} after as many in a chat; "
+        f"{result['seconds']:.0f} virtual seconds a row, after the batch ran alone. Alone it has "
+        f"{result['batch_alone_tokens_per_second']:,.0f} tok/s. Commit {m['commit']}, {m['taken']}. "
+        f"`{result['command']}`",
+        {
+            "arrivals": "{arrivals}", "chats a second": "{rate:g}", "way": "{way}",
+            "batch tok/s": "{batch_tokens_per_second:.0f}", "of alone": "{share_of_alone:.0%}",
+            "first token p50, p95": both("first_token"), "between tokens p50, p95": both("between_tokens"),
+        },
+        result["figures"],
     )  # fmt: skip
