@@ -128,7 +128,9 @@ class Engine:
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._results = StepResults(self._rows, self._requests, self.drafts, vocabulary.special_token_bytes)
         loss = BatchLoss(max(MOST_LOSS, config.interactive_share))
-        self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner, loss)
+        self._overlap = Overlap(
+            self._rows, self._scheduler, self._builder, self._runner, most_tokens=config.step_tokens, loss=loss
+        )
         self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
 

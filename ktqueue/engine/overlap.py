@@ -29,6 +29,7 @@ from ktqueue.engine.rows import Rows
 from ktqueue.engine.runner import LaunchedStep, OverlappingRunner, Runner
 from ktqueue.engine.scheduler import Scheduler
 from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 
 log = logging.getLogger(__name__)
@@ -98,11 +99,19 @@ class BatchLoss:
 class Overlap:
     """The step of the batch class that runs, if one does. None begins if `runner` is not an OverlappingRunner.
 
-    steps: number of overlapped steps that have begun. out_of_memory: how often memory ran out, after which none begins.
+    most_tokens: of a step. steps: number of overlapped steps that have begun. out_of_memory: how often memory ran out,
+    after which none begins.
     """
 
     def __init__(
-        self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner, loss: BatchLoss
+        self,
+        rows: Rows,
+        scheduler: Scheduler,
+        builder: BatchBuilder,
+        runner: Runner,
+        *,
+        most_tokens: int,
+        loss: BatchLoss,
     ) -> None:
         self.steps = self.out_of_memory = 0
         self._rows = rows
@@ -111,6 +120,8 @@ class Overlap:
         self._runner = runner if isinstance(runner, OverlappingRunner) else None
         self._loss = loss
         self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._alone = StepCosts(most_tokens)  # of overlapped steps beside which nothing ran
+        self._is_alone = True  # nothing has run beside the running step
         self._beside = Beside.ALL  # of the running step
         self._planned: StepPlan | None = None
         self._running: tuple[StepPlan, Batch, LaunchedStep, float] | None = None
@@ -143,7 +154,7 @@ class Overlap:
         Returns also the sequences that need more pages than the cache has.
         """
         if self._running is None:
-            self._beside = self._loss.borne
+            self._beside = self._loss.borne if self._alone.points else Beside.NOTHING  # the first one is measured
             plan = self._scheduler.plan_beside(tokens=self._beside >= Beside.ALL, prompts=False)  # these ride
             self._rows.in_flight = plan.rows  # which the other step must not preempt
             planned = self._planned = self._scheduler.plan_overlapped()
@@ -163,6 +174,7 @@ class Overlap:
         if plan is not None and plan.rows and self._runner is not None:
             began, batch = time.monotonic(), self._builder.build(plan.rows)
             self._running = plan, batch, self._runner.begin(batch), began
+            self._is_alone = True
             self._rows.in_flight = plan.rows
             self.steps += 1
 
@@ -176,6 +188,7 @@ class Overlap:
         assert self._runner is not None
         if self._running is None:
             return batch, self._runner.execute(batch), began
+        self._is_alone = False
         return batch, self._runner.execute_beside(batch, self._running[2]), began
 
     def launch_more(self, *_: object) -> None:
@@ -213,8 +226,10 @@ class Overlap:
         self._runner.end_overlap()
         self._running = None
         self._rows.in_flight = ()
-        self._seconds.append(time.monotonic() - began)
-        self._loss.note(self._seconds[-1], self._scheduler.seconds_alone(plan))
+        self._seconds.append(seconds := time.monotonic() - began)
+        if self._is_alone:
+            self._alone.observe(plan.tokens, seconds)
+        self._loss.note(seconds, self._alone.seconds(plan.tokens))
         return plan, batch, logits, began
 
     def give_up(self) -> None:

@@ -102,10 +102,6 @@ class Scheduler:
         self._rows.end_admission()
         return plan
 
-    def seconds_alone(self, plan: StepPlan) -> float:
-        """What the step takes if it runs alone, by the costs. 0: they are not known."""
-        return self._costs.seconds(plan.tokens)
-
     def plan_overlapped(self) -> StepPlan:
         """Plan a step that others overlap: of the batch class, and of interactive prompts and tokens that ride.
 

@@ -272,7 +272,7 @@ def test_only_a_step_that_has_begun_is_overtaken(
     outputs: list[SequenceOutput] = []
     while not outputs:
         outputs = engine.step()
-    for name in asked.keys() - {"long"}:
+    for name in list(asked)[:-1]:
         engine.add(name, *asked[name][:2], job_class=JobClass.BATCH)
     for _ in range(5):
         outputs += engine.step()
