@@ -57,7 +57,7 @@ MOST_LOST_SECONDS = {Beside.ALL: 1.5, Beside.PROMPTS: 6.0}
 
 
 class BatchLoss:
-    """How much time the batch class loses to steps beside its own, and what it can bear. Pure.
+    """How much time the batch class loses to steps beside its own, and what it can bear.
 
     `most`: part of the time that it may lose, from 0 to 1. If it loses more, less is computed beside its steps for
     RIDE_SECONDS, and for twice as long each time that the loss comes sooner again. `clock` gives seconds.
@@ -83,7 +83,8 @@ class BatchLoss:
             is_soon = now - self._more_at < self._ride
             self._ride = min(LONGEST_RIDE_SECONDS, 2 * self._ride) if is_soon else RIDE_SECONDS
             self._borne, self._more_at, self._lost = Beside(borne - 1), now + self._ride, 0.0
-            log.info("interactive jobs slow batch jobs down too much: %s beside them", self._borne.name.lower())
+            words = "batch jobs lose too much time to interactive ones: %s beside their steps for %.0f s"
+            log.info(words, self._borne.name.lower(), self._ride)
 
     @property
     def borne(self) -> Beside:

@@ -14,25 +14,17 @@ from device_engine import on_device
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
-from ktqueue.engine import scheduler, step_sampler
+from ktqueue.engine import step_sampler
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.gpu import graph_runner
 from ktqueue.loading.load import load_model
-from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
 
+pytestmark = pytest.mark.usefixtures("small_steps_overlap")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 AT_ONCE = 17  # one more than the rows that log probabilities of a prompt take at once
 MORE: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 2}, {"presence_penalty": 1.0}]
 Found = dict[tuple[str, int], tuple[list[int], list[Any]]]
-
-
-@pytest.fixture(autouse=True)
-def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    native.set_threads()
-    monkeypatch.setattr(scheduler, "LEAST_OVERLAPPED", 8)
-    if "cuda" in request.node.name and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
 
 
 @pytest.fixture

@@ -15,31 +15,24 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
-from ktqueue.engine import overlap, scheduler
+from ktqueue.engine import overlap
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.gpu.graph_runner import GraphRunner
 from ktqueue.engine.gpu.parted_step import PartedStep
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.engine.overlap import BatchLoss, Beside
+from ktqueue.engine.step_costs import StepCosts
 from ktqueue.loading.load import LoadedModel, load_model
-from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.step import StepInputs
 from ktqueue.workers.startup import gpu_memory
 
+pytestmark = pytest.mark.usefixtures("small_steps_overlap")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCABULARY = 512
 Asked = dict[str, tuple[list[int], SamplingParams, JobClass]]
-
-
-@pytest.fixture(autouse=True)
-def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    native.set_threads()
-    monkeypatch.setattr(scheduler, "LEAST_OVERLAPPED", 8)
-    if "cuda" in request.node.name and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +186,31 @@ def test_a_request_that_arrives_during_a_step_takes_a_row_that_was_left(
     engine.add("late", [7, 8, 9, 10], asked)
     before, with_batch = until_the_batch(engine, "late")
     assert (before + with_batch > 0) == (borne > Beside.NOTHING)
+
+
+@pytest.mark.parametrize("borne", [Beside.NOTHING, Beside.ALL], ids=lambda borne: borne.name)
+def test_a_loss_is_held_against_steps_beside_which_nothing_ran(
+    borne: Beside, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With chats, only the first overlapped step has nothing beside it, so that it can be measured."""
+    monkeypatch.setattr(BatchLoss, "borne", borne)
+    engine = make_engine("cpu")
+    alone, measured = engine._overlap._alone, 0
+
+    def observe(tokens: int, seconds: float) -> None:
+        nonlocal measured
+        measured += 1
+        StepCosts.observe(alone, tokens, seconds)
+
+    alone.observe = observe
+    asked = SamplingParams(max_tokens=24, temperature=0.0)
+    for name in range(30):
+        engine.add(f"{name}", [name, 1, 2], asked, job_class=JobClass.BATCH)
+    engine.add("chat", [7, 8, 9], asked)
+    while not any(output.request_id == "chat" and output.finish_reason for output in engine.step()):
+        pass
+    steps = engine.stats().overlapped_steps
+    assert steps > 3 and measured == (1 if borne is Beside.ALL else steps)
 
 
 @pytest.mark.parametrize("device", DEVICES)

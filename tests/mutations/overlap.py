@@ -72,6 +72,13 @@ OVERLAP: dict[str, Mutation] = {
         "most_rows",
         (f"{TESTS}::test_a_request_that_arrives_during_a_step_takes_a_row_that_was_left[PROMPTS]",),
     ),
+    "steps beside others are measured as if alone": Mutation(
+        "what a batch loses is held against steps beside which nothing ran",
+        "ktqueue/engine/overlap.py",
+        "self._is_alone = False",
+        "pass",
+        (f"{TESTS}::test_a_loss_is_held_against_steps_beside_which_nothing_ran[ALL]",),
+    ),
     "tokens never ride": Mutation(
         "tokens are computed with those of the batch class where it would lose too much",
         "ktqueue/engine/overlap.py",
