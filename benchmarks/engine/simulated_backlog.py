@@ -21,10 +21,10 @@ from benchmarks.percentiles import percentiles
 from benchmarks.results import write
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
+from ktqueue.engine.batch_loss import BatchLoss, Beside
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts
 from ktqueue.engine.outputs import SequenceOutput
-from ktqueue.engine.overlap import BatchLoss, Beside
 from ktqueue.engine.token_selector import HostSelector
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.workers.startup.step_probes import probe_steps

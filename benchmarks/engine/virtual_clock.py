@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
-from ktqueue.engine.overlap import BatchLoss
+from ktqueue.engine.batch_loss import BatchLoss
 from ktqueue.engine.shared_steps import SharedSteps
 
 EPSILON = 1e-9  # seconds: what rounding leaves

@@ -19,6 +19,7 @@ from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.admission import Admission
 from ktqueue.engine.batch import Batch, BatchBuilder
+from ktqueue.engine.batch_loss import BatchLoss
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.engine_parts import EngineParts, make_parts
@@ -26,7 +27,7 @@ from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.gpu.graph_runner import Progress
 from ktqueue.engine.logits import Logits
 from ktqueue.engine.outputs import EmittedChoice, EngineStats, SequenceOutput
-from ktqueue.engine.overlap import MOST_LOSS, BatchLoss, Overlap
+from ktqueue.engine.overlap import Overlap
 from ktqueue.engine.pages import Pages
 from ktqueue.engine.prepared_step import MayLaunch, NextStep, never
 from ktqueue.engine.request_table import RequestTable, usage_of
@@ -127,10 +128,8 @@ class Engine:
         self._sampler = StepSampler(parts.selector, self._masks, self._next)
         self._early_outputs: list[SequenceOutput] = []  # of resumed choices that have nothing left to compute
         self._results = StepResults(self._rows, self._requests, self.drafts, vocabulary.special_token_bytes)
-        loss = BatchLoss(max(MOST_LOSS, config.interactive_share))
-        self._overlap = Overlap(
-            self._rows, self._scheduler, self._builder, self._runner, most_tokens=config.step_tokens, loss=loss
-        )
+        loss = BatchLoss(config.interactive_share)
+        self._overlap = Overlap(self._rows, self._scheduler, self._builder, self._runner, loss)
         self._out_of_memory = 0
         self._before_reset: EngineStats | None = None
 

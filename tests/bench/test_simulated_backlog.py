@@ -1,6 +1,7 @@
 """A backlog is simulated with the real engine, in virtual time: steps overlap as they are told, and slow each other."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -43,6 +44,12 @@ def test_tokens_beside_overlapped_steps_come_sooner_and_all_that_is_computed_the
     assert beside["between_tokens_p50_ms"] < prompts["between_tokens_p50_ms"] / 2
     rates = [figure["batch_tokens_per_second"] for figure in (beside, prompts, nothing, alone)]
     assert rates == sorted(rates) and rates[0] > 0
+
+
+def test_a_first_token_waits_for_no_long_step_even_where_the_prompt_arrives_between_two() -> None:
+    """Overlapped steps take a second and more. A prompt beside them takes half a second."""
+    way = replace(WAY["prompts alone beside"], longer=3.0, cpu_rate=0.8)
+    assert simulate(way, 2.0, seconds=20.0, poisson=True)["first_token_p95_ms"] < 600
 
 
 def test_chats_alone_need_no_batch() -> None:

@@ -2,7 +2,18 @@
 
 import pytest
 
-from ktqueue.engine.overlap import LONGEST_RIDE_SECONDS, MOST_LOST_SECONDS, RIDE_SECONDS, BatchLoss, Beside
+from ktqueue.engine.batch_loss import (
+    LOST_TO_PROMPTS,
+    LOST_TO_TOKENS,
+    MEASURED_SECONDS,
+    NEARLY_ALL,
+    SECONDS_TO_TOKENS,
+    BatchLoss,
+    Beside,
+    StepsAlone,
+)
+
+TOKENS, ALONE = 2000, 0.36
 
 
 class Clock:
@@ -13,72 +24,103 @@ class Clock:
         return self.now
 
 
-def lose(loss: BatchLoss, clock: Clock, seconds: float, alone: float) -> float:
-    """Run overlapped steps until less is borne, an hour at most. Returns the time that they took."""
-    began, borne = clock.now, loss.borne
-    while loss.borne >= borne and clock.now < began + 3600:
-        clock.now += seconds
-        loss.note(seconds, alone)
-    return clock.now - began
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
-def ride(loss: BatchLoss, clock: Clock) -> float:
-    """Let time pass until more is borne. Returns how long that was."""
-    began, borne = clock.now, loss.borne
-    while loss.borne == borne:
-        clock.now += 0.5
-    return clock.now - began
+@pytest.fixture
+def loss(clock: Clock) -> BatchLoss:
+    """Steps of TOKENS tokens take ALONE seconds if nothing runs beside them."""
+    made = BatchLoss(0.05, clock)
+    for _ in range(2):
+        step(made, clock, ALONE, is_alone=True)
+    return made
 
 
-@pytest.mark.parametrize(("seconds", "alone"), [(0.4, 0.3), (0.29, 0.3), (9.0, 0.0)])
-def test_all_is_computed_beside_as_long_as_the_batch_class_loses_little(seconds: float, alone: float) -> None:
-    clock = Clock()
-    loss = BatchLoss(0.3, clock)
-    assert lose(loss, clock, seconds, alone) >= 3600 and loss.borne is Beside.ALL
+def step(loss: BatchLoss, clock: Clock, seconds: float, *, is_alone: bool = False, tokens: int = TOKENS) -> Beside:
+    """Run an overlapped step. Returns what was borne beside it; steps that are measured are done with, too."""
+    clock.now += seconds
+    loss.note(tokens, seconds, is_alone=is_alone)
+    return loss.borne
 
 
-def test_tokens_ride_and_then_prompts_while_the_batch_class_would_lose_more() -> None:
-    """It loses half of its time, so a fifth too much."""
-    clock = Clock()
-    loss = BatchLoss(0.3, clock)
-    for borne in (Beside.PROMPTS, Beside.NOTHING):
-        most = MOST_LOST_SECONDS[loss.borne]
-        assert lose(loss, clock, 0.6, 0.3) == pytest.approx(most / 0.2, abs=1.0)
-        assert loss.borne is borne
-    for _ in range(100):
-        clock.now += 0.6
-        loss.note(0.6, 0.3)  # nothing is left to ride
-    assert loss.borne is Beside.NOTHING
+def lose(loss: BatchLoss, clock: Clock, part: float, seconds: float) -> list[Beside]:
+    """For `seconds`, run steps that lose `part` of their time, or nothing if nothing is borne. What was borne."""
+    borne, end = [loss.borne], clock.now + seconds
+    while clock.now < end:
+        now = borne[-1]
+        borne.append(step(loss, clock, ALONE if now is Beside.NOTHING else ALONE / (1 - part), is_alone=not now))
+    return borne
 
 
-def test_more_is_computed_beside_again_step_by_step() -> None:
-    clock = Clock()
-    loss = BatchLoss(0.3, clock)
-    lose(loss, clock, 0.6, 0.3)
-    lose(loss, clock, 0.6, 0.3)
-    assert ride(loss, clock) == pytest.approx(2 * RIDE_SECONDS, abs=0.5)
-    assert ride(loss, clock) == pytest.approx(RIDE_SECONDS, abs=0.5)
+def test_all_is_computed_beside_while_the_batch_class_loses_little(loss: BatchLoss, clock: Clock) -> None:
+    borne = lose(loss, clock, LOST_TO_TOKENS - 0.02, 100.0)
+    assert set(borne) == {Beside.ALL}
+
+
+def test_tokens_ride_while_the_batch_class_loses_more(loss: BatchLoss, clock: Clock) -> None:
+    borne = lose(loss, clock, LOST_TO_PROMPTS - 0.02, 100.0)
+    assert set(borne) == {Beside.ALL, Beside.PROMPTS} and borne[-1] is Beside.PROMPTS
+    assert borne == sorted(borne, reverse=True)
+
+
+def test_prompts_ride_too_if_they_cost_too_much(loss: BatchLoss, clock: Clock) -> None:
+    borne = lose(loss, clock, 0.6, 40.0)
+    first = [borne.index(level) for level in (Beside.ALL, Beside.PROMPTS, Beside.NOTHING)]
+    assert first == sorted(first) and first[0] == 0
+
+
+def test_a_batch_never_loses_much_more_than_its_part(loss: BatchLoss, clock: Clock) -> None:
+    borne = lose(loss, clock, 0.6, 1000.0)
+    beside = sum(level > Beside.NOTHING for level in borne) * 0.6 * ALONE / 0.4
+    assert beside / 1000.0 == pytest.approx(LOST_TO_PROMPTS, abs=0.02)
+    assert borne.count(Beside.NOTHING) > 100
+
+
+def test_tokens_are_computed_beside_again_when_time_is_saved(loss: BatchLoss, clock: Clock) -> None:
+    lose(loss, clock, 0.6, 8.0)
+    assert loss.borne is Beside.PROMPTS
+    saved = 0.0
+    while loss.borne is Beside.PROMPTS:
+        saved += ALONE
+        step(loss, clock, ALONE)
+    least = NEARLY_ALL * SECONDS_TO_TOKENS / LOST_TO_TOKENS
+    assert least <= saved <= 2.2 * least  # it had lost up to SECONDS_TO_TOKENS beyond its part
+
+
+def test_time_without_overlapped_steps_is_saved_too(loss: BatchLoss, clock: Clock) -> None:
+    lose(loss, clock, 0.6, 60.0)
+    clock.now += MEASURED_SECONDS - 20.0
     assert loss.borne is Beside.ALL
 
 
-def test_rides_grow_while_they_come_soon_after_each_other() -> None:
-    clock = Clock()
-    loss = BatchLoss(0.3, clock)
-    rides = []
-    for _ in range(6):
-        lose(loss, clock, 0.6, 0.3)
-        rides.append(ride(loss, clock))
-    expected = [min(LONGEST_RIDE_SECONDS, RIDE_SECONDS * 2**place) for place in range(6)]
-    assert rides == pytest.approx(expected, abs=0.5)
-    clock.now += LONGEST_RIDE_SECONDS + 1.0  # nobody chats
-    lose(loss, clock, 0.6, 0.3)
-    assert ride(loss, clock) == pytest.approx(RIDE_SECONDS, abs=0.5)
+def test_more_may_be_lost_where_interactive_steps_get_a_larger_share(clock: Clock) -> None:
+    loss = BatchLoss(0.9, clock)
+    for _ in range(2):
+        step(loss, clock, ALONE, is_alone=True)
+    assert set(lose(loss, clock, 0.8, 100.0)) == {Beside.ALL}
 
 
-def test_a_loss_is_forgotten_with_time() -> None:
-    clock = Clock()
-    loss = BatchLoss(0.3, clock)
-    for _ in range(100):
-        loss.note(1.0 + 0.9 * MOST_LOST_SECONDS[Beside.ALL], 1.0)
-        clock.now += 20.0
-        assert loss.borne is Beside.ALL
+def test_steps_of_another_size_are_measured_first(loss: BatchLoss, clock: Clock) -> None:
+    assert step(loss, clock, 2.0, tokens=4 * TOKENS) is Beside.NOTHING
+    assert step(loss, clock, 2.0, tokens=4 * TOKENS, is_alone=True) is Beside.NOTHING
+    assert step(loss, clock, 0.4, tokens=4 * TOKENS, is_alone=True) is Beside.ALL  # the first one compiled
+    assert step(loss, clock, ALONE) is Beside.ALL
+    for _ in range(40):
+        borne = step(loss, clock, 1.0, tokens=4 * TOKENS)
+    assert borne is Beside.NOTHING
+
+
+def test_a_step_is_measured_from_time_to_time(loss: BatchLoss, clock: Clock) -> None:
+    borne = lose(loss, clock, 0.1, 3 * MEASURED_SECONDS + 10.0)
+    assert borne.count(Beside.NOTHING) == 3
+
+
+def test_one_slow_step_does_not_make_others_seem_fast(clock: Clock) -> None:
+    alone = StepsAlone(clock)
+    assert alone.seconds(TOKENS, unknown=7.0) == 7.0
+    for seconds in (1.2, 0.36, 0.38, 5.0):
+        alone.observe(TOKENS, seconds)
+    assert alone.seconds(TOKENS, unknown=7.0) == 0.38
+    assert alone.seconds(3 * TOKENS, unknown=7.0) == 7.0

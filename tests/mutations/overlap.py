@@ -2,6 +2,7 @@
 
 from mutation import Mutation
 
+SIMULATED = "tests/bench/test_simulated_backlog.py"
 TESTS = "tests/gpu/test_overlap.py"
 STEPS = "tests/operators/gpu/experts/test_overlapped_steps.py"
 
@@ -78,6 +79,20 @@ OVERLAP: dict[str, Mutation] = {
         "self._is_alone = False",
         "pass",
         (f"{TESTS}::test_a_loss_is_held_against_steps_beside_which_nothing_ran[ALL]",),
+    ),
+    "prompts ride in long steps": Mutation(
+        "a prompt that arrives between overlapped steps is computed beside the next one, if that takes long",
+        "ktqueue/engine/overlap.py",
+        "not self._is_soon(time.monotonic())",
+        "False",
+        (f"{SIMULATED}::test_a_first_token_waits_for_no_long_step_even_where_the_prompt_arrives_between_two",),
+    ),
+    "overlapped steps are never measured again": Mutation(
+        "what a batch loses is held against steps of its size that were measured not long ago",
+        "ktqueue/engine/batch_loss.py",
+        "not self._alone.is_known(self._tokens)",
+        "False",
+        ("tests/engine/test_batch_loss.py::test_a_step_is_measured_from_time_to_time",),
     ),
     "tokens never ride": Mutation(
         "tokens are computed with those of the batch class where it would lose too much",
