@@ -19,6 +19,7 @@ SECONDS_TO_TOKENS, SECONDS_TO_PROMPTS = 3.0, 6.0  # that it may lose at once; pr
 NEARLY_ALL = 0.9  # of what may be lost at once
 KEPT = 9  # last steps whose time is known
 ALIKE = 2  # steps are about as large if one has at most so many times the tokens of the other
+PATIENCE = 4  # steps of unknown sizes, in which prompts may have steps beside them, before one is measured alone
 MEASURED_SECONDS = 120.0  # for so long it is known how long a step takes alone
 
 
@@ -94,6 +95,7 @@ class BatchLoss:
     def __init__(self, least: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._alone = StepsAlone(clock)
         self._tokens = 1  # of the last overlapped step
+        self._unknown = 0  # steps since the last one of a size that is known
         self._for_tokens = Allowance(max(LOST_TO_TOKENS, least), SECONDS_TO_TOKENS, clock)
         self._for_prompts = Allowance(max(LOST_TO_PROMPTS, least), SECONDS_TO_PROMPTS, clock)
 
@@ -102,6 +104,7 @@ class BatchLoss:
         self._tokens = tokens
         if is_alone:
             self._alone.observe(tokens, seconds)
+        self._unknown = 0 if self._alone.is_known(tokens) else self._unknown + 1
         lost = max(0.0, seconds - self._alone.seconds(tokens, unknown=seconds))
         for what, allowance in (("tokens", self._for_tokens), ("prompts", self._for_prompts)):
             if allowance.spend(lost):
@@ -109,7 +112,8 @@ class BatchLoss:
 
     @property
     def borne(self) -> Beside:
-        """What may be computed beside the next overlapped step. Nothing, if steps of its size are to be measured."""
-        if self._for_prompts.is_spent or not self._alone.is_known(self._tokens):
+        """What may be computed beside the next overlapped step. Only prompts, or nothing, if its size is not known."""
+        if self._for_prompts.is_spent or self._unknown > PATIENCE:
             return Beside.NOTHING
-        return Beside.PROMPTS if self._for_tokens.is_spent else Beside.ALL
+        is_known = self._alone.is_known(self._tokens)
+        return Beside.ALL if is_known and not self._for_tokens.is_spent else Beside.PROMPTS

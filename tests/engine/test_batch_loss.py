@@ -7,6 +7,7 @@ from ktqueue.engine.batch_loss import (
     LOST_TO_TOKENS,
     MEASURED_SECONDS,
     NEARLY_ALL,
+    PATIENCE,
     SECONDS_TO_TOKENS,
     BatchLoss,
     Beside,
@@ -103,18 +104,21 @@ def test_more_may_be_lost_where_interactive_steps_get_a_larger_share(clock: Cloc
 
 
 def test_steps_of_another_size_are_measured_first(loss: BatchLoss, clock: Clock) -> None:
-    assert step(loss, clock, 2.0, tokens=4 * TOKENS) is Beside.NOTHING
-    assert step(loss, clock, 2.0, tokens=4 * TOKENS, is_alone=True) is Beside.NOTHING
-    assert step(loss, clock, 0.4, tokens=4 * TOKENS, is_alone=True) is Beside.ALL  # the first one compiled
+    more = 4 * TOKENS
+    assert [step(loss, clock, 2.0, tokens=more) for _ in range(PATIENCE)] == [Beside.PROMPTS] * PATIENCE
+    assert step(loss, clock, 2.0, tokens=more) is Beside.NOTHING
+    assert step(loss, clock, 2.0, tokens=more, is_alone=True) is Beside.NOTHING
+    assert step(loss, clock, 0.4, tokens=more, is_alone=True) is Beside.ALL  # the first one compiled
     assert step(loss, clock, ALONE) is Beside.ALL
     for _ in range(40):
-        borne = step(loss, clock, 1.0, tokens=4 * TOKENS)
+        borne = step(loss, clock, 1.0, tokens=more)
     assert borne is Beside.NOTHING
 
 
 def test_a_step_is_measured_from_time_to_time(loss: BatchLoss, clock: Clock) -> None:
+    """It is known for a while how long a step takes alone. Then tokens ride until one is measured again."""
     borne = lose(loss, clock, 0.1, 3 * MEASURED_SECONDS + 10.0)
-    assert borne.count(Beside.NOTHING) == 3
+    assert borne.count(Beside.NOTHING) == 3 and borne.count(Beside.PROMPTS) == 3 * PATIENCE
 
 
 def test_one_slow_step_does_not_make_others_seem_fast(clock: Clock) -> None:

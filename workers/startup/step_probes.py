@@ -7,13 +7,14 @@ import logging
 import random
 import time
 
-from ktqueue.core.request import SamplingParams
+from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.engine import Engine
 
 WARM_UPS = (2, 4, 16)  # rows for which a GPU has kernels that other probes do not compile
 ROWS = (1, 8, 32, 128, 512, 1024, 2048)
 PROMPT_TOKENS = 2
 OUTPUT_TOKENS = 3
+OVERLAPPED_ROWS = 256  # of the batch class, beside which an interactive sequence runs, if steps overlap
 FULL_PROMPT_TOKENS = 15  # of a full step's prompts: one fewer than a page has
 GROWTH = 2.5  # a probe of four times the rows takes at most about so many times as long, if experts dominate
 LEAST_SECONDS, MOST_SECONDS = 0.3, 3.0  # for all probes, of a fast and of a slow model
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 def probe_steps(engine: Engine, vocabulary: int, full_step: int = 0) -> None:
     """Time steps of more and more rows, as far as all take no longer than 30 times the probe of one row.
 
-    `full_step`: tokens of one more step, of prompts, however long it takes.
+    `full_step`: tokens of one more step, of prompts, however long it takes. Then also steps of all rows and steps that
+    overlap are run, since that compiles kernels of a GPU, for which a request would wait.
     """
     stats = engine.stats()
     most = min(stats.rows_limit, stats.total_pages)
@@ -48,6 +50,9 @@ def probe_steps(engine: Engine, vocabulary: int, full_step: int = 0) -> None:
     rows = min(most, full_step // FULL_PROMPT_TOKENS)
     for _ in range(2 if rows else 0):  # kernels for such a step may be compiled in the first
         _run(engine, rows, vocabulary, draw, FULL_PROMPT_TOKENS, outputs=1)
+    if full_step:
+        _run(engine, min(most, ROWS[-1]), vocabulary, draw, outputs=2)
+        _run(engine, 1, vocabulary, draw, FULL_PROMPT_TOKENS, beside=min(most - 1, OVERLAPPED_ROWS))
     engine.reset_statistics()
     points = ", ".join(f"{tokens:g} in {1e3 * seconds:.1f} ms" for tokens, seconds in engine.costs.points)
     log.info("tokens of a step: %s", points)
@@ -81,10 +86,13 @@ def _run(
     draw: random.Random,
     tokens: int = PROMPT_TOKENS,
     outputs: int = OUTPUT_TOKENS,
+    beside: int = 0,
 ) -> None:
-    """Run `rows` sequences with prompts of random tokens to their end."""
+    """Run `rows` sequences with prompts of random tokens to their end, and `beside` more of the batch class."""
     sampling = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, max_tokens=outputs)
-    for row in range(rows):
-        engine.add(f"probe-{row}", [draw.randrange(vocabulary) for _ in range(tokens)], sampling)
+    for row in range(rows + beside):
+        job_class = JobClass.INTERACTIVE if row < rows else JobClass.BATCH
+        prompt = [draw.randrange(vocabulary) for _ in range(tokens)]
+        engine.add(f"probe-{row}", prompt, sampling, job_class=job_class)
     while engine.has_work:
         engine.step()
