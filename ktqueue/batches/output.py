@@ -16,7 +16,7 @@ from typing import Any
 
 from ktqueue.batches.errors import BatchFault, OutputLocked
 from ktqueue.batches.id_set import IdSet
-from ktqueue.core.codec import CodecError, dumps, loads
+from ktqueue.core.codec import CodecError, dumps, dumps_line, loads
 
 SYNC_SECONDS = 1.0
 RUN_NAME_BYTES = 4
@@ -60,7 +60,7 @@ class RecordFile:
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line, completely or not at all. It is on disk within about a second. Raises OSError."""
-        data = memoryview(dumps(record) + b"\n")
+        data = memoryview(dumps_line(record))
         before = os.fstat(self._handle).st_size
         try:
             while data:

@@ -55,6 +55,7 @@ _CARD_FIELDS = frozenset(field.name for field in fields(ModelCard))
 _FIRST_CARD_FIELDS = (
     "name", "created", "max_model_len", "vocab_size", "architecture", "quantization", "max_num_seqs"
 )  # fmt: skip
+_LINE_ENDS = tuple((character.encode(), b"\\u%04x" % ord(character)) for character in "\x85\u2028\u2029")
 LOWEST_LOGPROB = -9999.0  # means minus infinity, for a token that could not be chosen: JSON has no infinity
 
 
@@ -74,6 +75,17 @@ class NewerFormat(CodecError):
 def dumps(value: Any) -> bytes:
     """Write plain data (str or int keys) as compact JSON bytes."""
     return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+
+
+def dumps_line(value: Any) -> bytes:
+    """Write plain data as one line of a JSON lines file, with its newline.
+
+    Characters that end a line for `str.splitlines` are escaped: clients split texts of these files with it.
+    """
+    data = dumps(value)
+    for character, escaped in _LINE_ENDS:
+        data = data.replace(character, escaped)
+    return data + b"\n"
 
 
 def loads(data: bytes | str) -> Any:

@@ -148,8 +148,9 @@ def test_a_run_keeps_its_name_until_it_is_finished(tmp_path: Path) -> None:
 def test_each_custom_id_has_one_record(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     output = BatchOutput(path)
-    for custom_id in ("a", "b", "a"):
+    for custom_id in ("a", "b\u2028", "a"):
         output.answer({"custom_id": custom_id})
+    assert len(path.read_text("utf-8").splitlines()) == 2
     output.fail({"custom_id": "c"})
     output.fail({"custom_id": "a"})
     assert (output.answered, output.failed) == (2, 1)

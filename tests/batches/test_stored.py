@@ -134,7 +134,7 @@ def test_lines_with_one_beginning_run_together() -> None:
 async def test_records_are_put_into_the_order_of_the_input(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_module, "MAX_RECORDS_BYTES", 100)  # several ranges
     count, draw = 60, random.Random(1)
-    await put(store, "in", b"\n\n".join(line(f"c{place}") for place in range(count)))
+    await put(store, "in", b"\n\n".join(line(f"c{place}\u2028") for place in range(count)))
     findings = await check_input(store, "in", COMPLETIONS, served)
     assert [findings.index.number(place) for place in range(3)] == [1, 3, 5]
     places = draw.sample(range(count), 50)
@@ -155,14 +155,14 @@ async def test_records_are_put_into_the_order_of_the_input(store: Store, monkeyp
         merged = await merge(store, findings.index, known, job)
         assert (merged.answered, merged.failed) == (len(answered), count - len(answered))
         assert await read(store, name) == b"".join(b"%d first\n" % place for place in answered)
-        errors = (await read(store, f"{name}.e")).splitlines()
+        errors = (await read(store, f"{name}.e")).decode().splitlines()
         left = [place for place in range(count) if place not in answered]
         for place, raw in zip(left, errors, strict=True):
             if place in places:
-                assert raw == b"%d first" % place
+                assert raw == f"{place} first"
             else:
                 record = json.loads(raw)
-                assert (record["custom_id"], record["error"]["code"]) == (f"c{place}", "batch_expired")
+                assert (record["custom_id"], record["error"]["code"]) == (f"c{place}\u2028", "batch_expired")
     for damaged in (b"", b"{}\n", b'{"v":1,"lines":[[1,2]]}\n', b'{"v":1,"lines":[[99,1,2,3,4,5,6]]}\n'):
         await put(store, "b/damaged", damaged)
         unreadable, missing = await again.load(["damaged", "out-0", "out-9"])

@@ -16,10 +16,12 @@ from ktqueue.core.codec import (
     decode_card,
     decode_event,
     decode_request,
+    dumps_line,
     encode_card,
     encode_card_more,
     encode_event,
     encode_request,
+    loads,
 )
 from ktqueue.core.errors import ErrorInfo, InvalidRequest
 from ktqueue.core.events import (
@@ -153,6 +155,14 @@ cards = st.builds(
     tool_parser=text,
     reasoning_parser=text,
 )
+
+
+@quick
+@given(value=json_values, ends=st.text("\r\v\x1c\x1d\x1e\x85\u2028\u2029", max_size=4))
+def test_a_line_of_json_has_no_end_of_a_line_in_it(value: Any, ends: str) -> None:
+    data = dumps_line([value, ends])
+    assert len(data.decode().splitlines()) == 1
+    assert loads(data) == [value, ends]
 
 
 @quick

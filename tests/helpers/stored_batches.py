@@ -14,13 +14,13 @@ from ktqueue.storage.store import Store
 INPUT = "file-in"
 
 
-async def put(store: Store, count: int, **body: Any) -> None:
+async def put(store: Store, count: int, suffix: str = "", **body: Any) -> None:
     async with store.create(f"files/{INPUT}") as writing:
         for number in range(count):
             values = {"model": "demo", "prompt": f"Tale {number}", "max_tokens": 4, "seed": number, **body}
             if number % 5 == 3:
                 values["temperature"] = 900
-            line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": values}
+            line = {"custom_id": f"c{number}{suffix}", "method": "POST", "url": "/v1/completions", "body": values}
             await writing.write(json.dumps(line).encode() + b"\n\n")
 
 
@@ -39,7 +39,7 @@ async def outputs(broker: Broker, store: Store, record: BatchRecord) -> tuple[li
     assert {*await store.names("files/"), *await store.names("batches/")} == {
         f"files/{name}" for name in (INPUT, *ids) if name is not None
     }
-    found = [[json.loads(line) for line in (await content(store, file_id)).splitlines()] for file_id in ids]
+    found = [[json.loads(line) for line in (await content(store, file_id)).decode().splitlines()] for file_id in ids]
     assert (record.facts.answered, record.facts.failed) == (len(found[0]), len(found[1]))
     for file_id in filter(None, ids):
         file = await broker.files.get(record.tenant, file_id)

@@ -16,7 +16,7 @@ from ktqueue.batches.stored.segments import Segments, StoredRecord
 from ktqueue.batches.stored.window import Window
 from ktqueue.broker.batches import BatchUsage
 from ktqueue.broker.broker import Broker
-from ktqueue.core.codec import dumps
+from ktqueue.core.codec import dumps_line
 from ktqueue.core.errors import Cancelled, ErrorInfo, JobNotFound, KtqueueError, Unavailable
 from ktqueue.core.events import Usage
 from ktqueue.storage.store import NotStored, Store
@@ -181,7 +181,7 @@ class Execution:
         result = await self._result(place, job_ids)
         if self._stopping and result.failure is not None and result.failure.code == Cancelled.code:
             return
-        record = StoredRecord(place, result.failure is None, dumps(result.record) + b"\n", _usage_of(result.usage))
+        record = StoredRecord(place, result.failure is None, dumps_line(result.record), _usage_of(result.usage))
         self._pending.append((record, job_ids))
         self._pending_bytes += len(record.data)
         if self._pending_bytes >= SEGMENT_BYTES:

@@ -9,7 +9,7 @@ from ktqueue.batches.line_jobs import unfinished_record
 from ktqueue.batches.stored.index import LineIndex
 from ktqueue.batches.stored.lines import stored_lines
 from ktqueue.batches.stored.segments import Segments
-from ktqueue.core.codec import dumps
+from ktqueue.core.codec import dumps_line
 from ktqueue.storage.store import NotStored, Store, Writing
 
 MAX_RECORDS_BYTES = 16 << 20  # records that are in memory at once, unless a single one is larger
@@ -66,7 +66,7 @@ async def merge(store: Store, index: LineIndex, segments: Segments, job: MergeJo
                     number = index.number(place)
                     custom_id = await _custom_id_of(custom_ids, number)
                     record = unfinished_record(f"{job.record_name}-{number}", custom_id, job.unfinished)
-                    await errors.write(dumps(record) + b"\n")
+                    await errors.write(dumps_line(record))
                     failed += 1
     output_bytes, error_bytes = (0 if writing is None else writing.size for writing in (output, errors))
     return Merged(output_bytes, error_bytes, answered, failed)

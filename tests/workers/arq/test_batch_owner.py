@@ -110,6 +110,16 @@ async def test_every_death_of_an_owner_gives_the_same_files(
     assert {BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING} <= statuses
 
 
+async def test_a_custom_id_splits_no_line_of_the_files(broker: Broker, store: Store, start_worker: Any) -> None:
+    await put(store, 4, suffix="\x85\u2028\u2029")
+    async with start_worker():
+        batch_id = await create(broker)
+        await owned(broker, store, *await taken(broker)).run()
+    answered, failed = await outputs(broker, store, await broker.batches.get("default", batch_id))
+    names = [line["custom_id"] for line in answered + failed]
+    assert names == [f"c{number}\x85\u2028\u2029" for number in range(4)]
+
+
 async def test_a_cancelled_batch_keeps_what_is_done(
     broker: Broker, store: Store, start_worker: Any, tmp_path: Path
 ) -> None:
