@@ -74,7 +74,7 @@ class BatchFacts:
 
     `total`, `answered` and `failed` count lines, once their records are stored. `errors` has a few objects {code,
     message, param, line}. `segments` are (name, count) of the stored records. `outcome`: the status in which the batch
-    ends, once that is known. `tokens_per_second` and `seconds_left` are None while they are not known.
+    ends, once that is known.
     """
 
     model: str | None = None
@@ -87,6 +87,12 @@ class BatchFacts:
     outcome: str = ""
     output_file_id: str | None = None
     error_file_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpeed:
+    """How fast a batch runs, as its owner last said. Both are None while no line has ended."""
+
     tokens_per_second: float | None = None
     seconds_left: float | None = None
 
@@ -109,6 +115,7 @@ class BatchRecord:
     expires_at: float
     times: Mapping[BatchStatus, float] = field(default_factory=dict)
     facts: BatchFacts = field(default_factory=BatchFacts)
+    speed: BatchSpeed = field(default_factory=BatchSpeed)
     failures_without_progress: int = 0
     now: float | None = None
 
@@ -130,7 +137,8 @@ class BatchLease:
 class BatchLoad:
     """The batches that have not ended: how many by status, how many without a living owner, and what they still need.
 
-    `lines_left`: of those whose lines are counted. `seconds_left`: of the one that needs longest, None while unknown.
+    `lines_left`: of those whose lines are counted. `seconds_left`: of the running one that needs longest, None while
+    unknown.
     Only 256 batches are looked at.
     """
 
@@ -234,7 +242,7 @@ class Batches:
         by_status: dict[BatchStatus, int] = {}
         unowned = lines_left = 0
         seconds: list[float] = []
-        for word, described, is_owned in await self._scripts.call("open_batches"):
+        for word, described, is_owned, speed in await self._scripts.call("open_batches"):
             status = BatchStatus(word.decode())
             if status.ended:  # only its objects are left
                 continue
@@ -242,8 +250,9 @@ class Batches:
             by_status[status] = by_status.get(status, 0) + 1
             unowned += not is_owned
             lines_left += facts.total - facts.answered - facts.failed
-            if facts.seconds_left is not None:
-                seconds.append(facts.seconds_left)
+            left = _speed(speed).seconds_left
+            if left is not None and status is BatchStatus.IN_PROGRESS and is_owned:
+                seconds.append(left)
         return BatchLoad(
             by_status=by_status, unowned=unowned, lines_left=lines_left, seconds_left=max(seconds, default=None)
         )
@@ -276,11 +285,12 @@ class Batches:
         *,
         change: tuple[BatchStatus, BatchStatus] | None = None,
         failures: int = 0,
+        speed: BatchSpeed | None = None,
     ) -> BatchRecord:
-        """Renew the lease, and store facts and a change of the status, from one to another.
+        """Renew the lease, and store facts, the speed, and a change of the status, from one to another.
 
-        Facts are progress, after which the batch has so many `failures` without progress. If the status is not the
-        first of `change`, nothing is stored. The record that is returned shows that.
+        Facts are progress, after which the batch has so many `failures` without progress; a speed is not. If the status
+        is not the first of `change`, nothing is stored. The record that is returned shows that.
         """
         before, after = change or ("", "")
         reply = await self._scripts.call(
@@ -292,6 +302,7 @@ class Batches:
             after,
             "" if facts is None else dumps({"v": 1, **asdict(facts)}),
             failures,
+            "" if speed is None else dumps(asdict(speed)),
         )
         return _decoded(lease.id, reply[1], reply[0])
 
@@ -348,6 +359,7 @@ def _decoded(batch_id: str, described: Sequence[bytes], now: bytes | None = None
             if name.startswith("at:")
         },
         facts=_facts(values.get("facts", b"{}")),
+        speed=_speed(values.get("speed")),
         failures_without_progress=int(values.get("failures", 0)),
         now=None if now is None else int(now) / MICROSECONDS,
     )
@@ -359,6 +371,10 @@ def _facts(data: bytes) -> BatchFacts:
     value["errors"] = tuple(value.get("errors", ()))
     value["segments"] = tuple((name, count) for name, count in value.get("segments", ()))
     return BatchFacts(**_known(BatchFacts, value))
+
+
+def _speed(data: bytes | None) -> BatchSpeed:
+    return BatchSpeed(**_known(BatchSpeed, loads(data or b"{}")))
 
 
 def _known(kind: type, value: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ The scripts build the same names from the tag (`KEYS[1]`).
 | files:bytes              | hash       | bytes of each tenant's files                  | while there are any       |
 | files:expiry             | zset       | ids of files by the end of their life         | while there are any       |
 | installation             | string     | the name that the store of files has          | for ever                  |
-| batch:ID                 | hash       | a batch's request, status and facts           | batch_ttl after the end   |
+| batch:ID                 | hash       | a batch's request, status, facts and speed    | batch_ttl after the end   |
 | batches                  | zset       | ids of batches by the end of their owner's lease | until they have ended  |
 | batches:open:TENANT      | set        | ids of its batches that have not ended        | while there are any       |
 | batches:of:TENANT        | zset       | ids of its batches by their creation          | batch_ttl; 1,000 entries  |

@@ -1,6 +1,7 @@
 """POST /v1/batches: its body, and the batch object. Source: OpenAI's API reference, Batch."""
 
 import re
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -78,7 +79,7 @@ def batch_json(record: BatchRecord) -> Json:
     errors = {"object": "list", "data": [dict(error) for error in facts.errors]} if facts.errors else None
     more: Json = {} if facts.model is None else {"model": facts.model}
     if record.status is BatchStatus.IN_PROGRESS:
-        more["progress"] = {"tokens_per_second": facts.tokens_per_second, "seconds_left": facts.seconds_left}
+        more["progress"] = asdict(record.speed)
     return {
         "id": record.id,
         "object": "batch",

@@ -19,9 +19,10 @@ from ktqueue.batches.stored.index import LineIndex, beginning_key
 from ktqueue.batches.stored.lines import stored_lines
 from ktqueue.batches.stored.merge import MergeJob, merge
 from ktqueue.batches.stored.segments import FIRST_READ_BYTES, READS_AT_ONCE, Segments, StoredRecord
+from ktqueue.batches.stored.speed import Speed
 from ktqueue.batches.stored.validation import MAX_FAULTS, check_input
 from ktqueue.batches.stored.window import MAX_BYTES, Window
-from ktqueue.broker.batches import BatchUsage
+from ktqueue.broker.batches import BatchSpeed, BatchUsage
 from ktqueue.storage.folder import FolderStore
 from ktqueue.storage.store import Store
 
@@ -283,3 +284,19 @@ async def test_a_group_gets_its_share_of_a_window_that_others_have_filled() -> N
     want("b", 3, MAX_BYTES // 4)
     held.clear()
     assert await settled() == {"b": 2}
+
+
+def test_speed_counts_from_the_beginning_and_over_whole_pauses() -> None:
+    speed = Speed()
+    assert speed.measured(0.0, 100) == BatchSpeed()
+    speed.add(0.0, 0, 0)
+    assert speed.measured(9.0, 100) == BatchSpeed()  # nothing has ended
+    speed.add(10.0, 20, 200)
+    assert speed.measured(10.0, 100) == BatchSpeed(20.0, 40.0)
+    assert speed.measured(20.0, 100) == BatchSpeed(20.0, 40.0)  # the next lines may take as long
+    assert speed.measured(30.0, 100) == BatchSpeed(10.0, 80.0)
+    for wave in range(1, 4):  # longer than the minute that is looked at
+        for second in (0, 1):
+            lines = 20 * wave + 10 * (second + 1)
+            speed.add(10.0 + 100.0 * wave + second, lines, 10 * lines)
+    assert speed.measured(311.0, 100) == BatchSpeed(2.0, 100.0)

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from ktqueue.broker.batches import Batches, BatchFacts, BatchLease, BatchLoad, BatchRequest, BatchStatus, BatchUsage
+from ktqueue.broker.batches import (
+    Batches,
+    BatchFacts,
+    BatchLease,
+    BatchLoad,
+    BatchRequest,
+    BatchSpeed,
+    BatchStatus,
+    BatchUsage,
+)
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
 from ktqueue.core.config import BrokerConfig
@@ -222,6 +231,7 @@ async def test_progress_or_time_ends_a_trial(
         die(*[(await begin(batches, owner))[2] for _ in range(2)])
     name, _, lease = await begin(batches, "three")
     assert name == first
+    await batches.update(lease, speed=BatchSpeed(1.0, 1.0))  # is no progress
     assert await batches.take("three") is None
     await batches.update(lease, BatchFacts(total=1))
     name, _, other = await begin(batches, "three")
@@ -263,7 +273,7 @@ async def test_facts_and_status_change_together_or_not_at_all(batches: Batches) 
     lease = await taken(batches)
     facts = BatchFacts(
         model="demo", total=3, answered=2, failed=1, usage=BatchUsage(prompt=4, completion=5),
-        errors=({"code": "c", "message": "m", "param": None, "line": 1},), segments=(("t", 2),), tokens_per_second=1.5,
+        errors=({"code": "c", "message": "m", "param": None, "line": 1},), segments=(("t", 2),),
     )  # fmt: skip
     await batches.update(lease, facts, change=(BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
     record = await batches.get("a", batch_id)
@@ -280,8 +290,9 @@ async def test_open_batches_are_counted(batches: Batches) -> None:
     assert (await batches.load()) == BatchLoad()
     for answered, seconds in ((4, 7.0), (5, None)):
         await create(batches, str(answered))
-        facts = BatchFacts(total=9, answered=answered, failed=1, seconds_left=seconds)
-        await batches.update(await taken(batches), facts, change=(BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
+        lease, facts = await taken(batches), BatchFacts(total=9, answered=answered, failed=1)
+        change = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+        await batches.update(lease, facts, change=change, speed=BatchSpeed(1.0, seconds))
     await create(batches)
     load = await batches.load()
     assert load == BatchLoad(

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from served_gateway import Conforms, serving
 
-from ktqueue.broker.batches import BatchFacts, BatchStatus, BatchUsage
+from ktqueue.broker.batches import BatchFacts, BatchSpeed, BatchStatus, BatchUsage
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 
@@ -30,7 +30,7 @@ async def upload(http: httpx.AsyncClient) -> dict[str, Any]:
     [
         [(BatchStatus.IN_PROGRESS, {}), (BatchStatus.FINALIZING, {}), (BatchStatus.COMPLETED, WRITTEN)],
         [(BatchStatus.FAILED, {"errors": (FAULT, FAULT | {"line": 3, "param": "method"})})],
-        [(BatchStatus.IN_PROGRESS, {"tokens_per_second": 7.5}), (BatchStatus.EXPIRED, WRITTEN)],
+        [(BatchStatus.IN_PROGRESS, {}), (BatchStatus.EXPIRED, WRITTEN)],
         [(BatchStatus.IN_PROGRESS, {}), (BatchStatus.CANCELLING, {}), (BatchStatus.CANCELLED, {})],
     ],
     ids=["completed", "failed", "expired", "cancelled"],
@@ -47,6 +47,11 @@ async def test_a_batch_has_openais_type_in_each_status(
     lease, facts, before = found[0], FACTS, BatchStatus.VALIDATING
     for status, more in changes:
         facts = replace(facts, **more)
+        if before is BatchStatus.IN_PROGRESS:
+            await broker.batches.update(lease, speed=BatchSpeed(7.5, 90.0))
+            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+            conforms(batch, "Batch")
+            assert batch["progress"] == {"tokens_per_second": 7.5, "seconds_left": 90.0}
         if status is BatchStatus.CANCELLING:
             conforms((await http.post(f"/v1/batches/{batch['id']}/cancel")).json(), "Batch")
         else:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -192,6 +193,7 @@ class StoredBatch:
             self._segments = await self._patiently(
                 lambda: load_segments(self._owner.store, self._folder, index, self._former)
             )
+            self._speed.add(time.monotonic(), self._segments.done, self._segments.usage.completion)
             parts = ExecutionParts(
                 broker=self._owner.broker,
                 store=self._owner.store,
@@ -229,23 +231,20 @@ class StoredBatch:
         """Store that the segments up to this number exist, and the counts that follow from all segments."""
         assert self._segments is not None
         assert self._index is not None
-        done = self._segments.answered + self._segments.failed
-        self._speed.add(done, self._segments.usage.completion)
+        self._speed.add(time.monotonic(), self._segments.done, self._segments.usage.completion)
         facts = replace(
             self._facts,
             segments=(*self._former, (self._token, written)),
             answered=self._segments.answered,
             failed=self._segments.failed,
             usage=self._segments.usage,
-            tokens_per_second=self._speed.tokens_per_second(),
-            seconds_left=self._speed.seconds_left(len(self._index) - done),
         )
         await self._update(facts)
 
     def _is_done(self) -> bool:
         assert self._segments is not None
         assert self._index is not None
-        return self._segments.answered + self._segments.failed == len(self._index)
+        return self._segments.done == len(self._index)
 
     # Status finalizing or cancelling
 
@@ -263,7 +262,7 @@ class StoredBatch:
                 expired = not self._is_done()
             end, unfinished = (BatchStatus.EXPIRED if expired else BatchStatus.COMPLETED), "batch_expired"
         facts = await self._add_files(unfinished)
-        await self._update(replace(facts, tokens_per_second=None, seconds_left=None), (status, end))
+        await self._update(facts, (status, end))
 
     async def _give_up(self) -> None:
         """End the batch: its owners failed again and again. What is done goes into the files, unless that fails too."""
@@ -279,7 +278,7 @@ class StoredBatch:
             "the logs of its control workers have the details"
         )
         error = {"code": KtqueueError.code, "message": message, "param": None, "line": None}
-        facts = replace(facts, errors=(error,), tokens_per_second=None, seconds_left=None)
+        facts = replace(facts, errors=(error,))
         await self._update(facts, (self._record.status, end), failures)
 
     async def _add_files(self, unfinished: str) -> BatchFacts:
@@ -336,10 +335,11 @@ class StoredBatch:
     # The lease
 
     async def _beat(self) -> None:
-        """Renew the lease, and notice that the batch is cancelled or late. Raises LeaseLost."""
+        """Renew the lease and the speed, and notice that the batch is cancelled or late. Raises LeaseLost."""
         while True:
             try:
-                self._notice(await self._owner.broker.batches.update(self._lease))
+                speed = self._speed.measured(time.monotonic(), self._facts.total)
+                self._notice(await self._owner.broker.batches.update(self._lease, speed=speed))
             except Unavailable as error:
                 self._say(error)
             await asyncio.sleep(min(1.0, self._owner.broker.batches.lease_seconds / BEATS))

@@ -47,6 +47,11 @@ class Segments:
         self.answered = self.failed = 0
         self.usage = BatchUsage()
 
+    @property
+    def done(self) -> int:
+        """Number of lines that have a record."""
+        return self.answered + self.failed
+
     def has(self, place: int) -> bool:
         """Whether the line has a record."""
         return self._state[place] != _OPEN

@@ -1,36 +1,35 @@
 """How fast a batch runs, over its last minute."""
 
-import time
 from collections import deque
+from itertools import pairwise
+
+from ktqueue.broker.batches import BatchSpeed
 
 SECONDS = 60.0
 
 
 class Speed:
-    """Lines and tokens that were done at times of the monotonic clock."""
+    """Lines and tokens that were done at times of one clock, from the beginning of the run."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque(maxlen=128)
 
-    def add(self, lines: int, tokens: int) -> None:
-        """Note the sums up to now."""
-        now = time.monotonic()
+    def add(self, now: float, lines: int, tokens: int) -> None:
+        """Note the sums up to now. The first ones are those with which the run begins."""
         self._seen.append((now, lines, tokens))
-        while len(self._seen) > 2 and self._seen[0][0] < now - SECONDS:
+        while len(self._seen) > 2 and self._seen[1][0] < now - SECONDS:
             self._seen.popleft()
 
-    def tokens_per_second(self) -> float | None:
-        """Tokens of answers a second, or None while that is not known."""
-        seconds, _, tokens = self._difference()
-        return tokens / seconds if seconds else None
+    def measured(self, now: float, total: int) -> BatchSpeed:
+        """The tokens of answers a second, and the time until all lines are done, of which there are `total`.
 
-    def seconds_left(self, lines: int) -> float | None:
-        """Seconds until `lines` more are done, or None while that is not known."""
-        seconds, done, _ = self._difference()
-        return lines * seconds / done if done else None
-
-    def _difference(self) -> tuple[float, int, int]:
+        Lines that run together may end together, so a pause counts only if it is longer than those between the others.
+        """
         if len(self._seen) < 2:
-            return 0.0, 0, 0
-        first, last = self._seen[0], self._seen[-1]
-        return last[0] - first[0], last[1] - first[1], last[2] - first[2]
+            return BatchSpeed()
+        (first, lines_before, tokens_before), (last, lines, tokens) = self._seen[0], self._seen[-1]
+        longest = max(later[0] - earlier[0] for earlier, later in pairwise(self._seen))
+        seconds = last - first + max(0.0, now - last - longest)
+        if seconds <= 0 or lines == lines_before:
+            return BatchSpeed()
+        return BatchSpeed((tokens - tokens_before) / seconds, (total - lines) * seconds / (lines - lines_before))

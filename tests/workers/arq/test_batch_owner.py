@@ -110,6 +110,20 @@ async def test_every_death_of_an_owner_gives_the_same_files(
     assert {BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING} <= statuses
 
 
+async def test_a_batch_that_stands_still_says_that_it_takes_longer(
+    broker: Broker, store: Store, start_worker: Any
+) -> None:
+    await put(store, 300, max_tokens=16)
+    async with start_worker():
+        batch_id = await create(broker)
+        running = asyncio.create_task(owned(broker, store, *await taken(broker)).run())
+        await until(broker, batch_id, lambda record: record.speed.seconds_left is not None)
+    left = (await broker.batches.get("default", batch_id)).speed.seconds_left or 0.0
+    await until(broker, batch_id, lambda record: (record.speed.seconds_left or 0.0) > 2 * left)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_custom_id_splits_no_line_of_the_files(broker: Broker, store: Store, start_worker: Any) -> None:
     await put(store, 4, suffix="\x85\u2028\u2029")
     async with start_worker():
