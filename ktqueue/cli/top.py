@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -203,14 +204,22 @@ def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
 
 
 def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: Sequence["WorkerInfo"]) -> "Table":
-    listing = _table(("queue", "class", "digest"), ("waiting", "running", "oldest wait"))
+    listing = _table(("queue", "class", "digest"), ("waiting", "running", "wanted", "oldest wait", "tok/s"))
     digests: dict[str, set[str]] = {}
+    rates: Counter[tuple[str, str]] = Counter()
+    wanted: Counter[str] = Counter()
     for worker in workers:
         digests.setdefault(worker.model, set()).add(worker.digest[:SHORT_DIGEST])
+        wanted[worker.model] += int(worker.stats.get("rows_wanted", 0))
+        batch = worker.stats.get("batch_tokens_per_second", 0.0)
+        rates[worker.model, "batch"] += batch
+        rates[worker.model, "interactive"] += worker.stats.get("generation_tokens_per_second", 0.0) - batch
     for model, job_class, waiting, running, wait in queues:
         oldest = "" if wait is None else span(wait, digits=1)
         served = " ".join(sorted(digests.get(model, ())))
-        listing.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", oldest)
+        rows = f"{wanted[model]:,}" if job_class == "batch" and wanted[model] else ""
+        rate = _rate(rates[model, job_class])
+        listing.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", rows, oldest, rate)
     return listing
 
 

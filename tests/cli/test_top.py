@@ -126,7 +126,7 @@ def worker(number: int) -> WorkerInfo:
         max_num_seqs=256, running=255, host="long-host-name.rack-7.example", started_at=0.0,
         process=f"boot:1:{1000000 + number}",
         stats={"running": 256, "free_pages": 0, "total_pages": 9, "draining": 1,
-               "generation_tokens_per_second": 12345.6},
+               "generation_tokens_per_second": 12345.6, "batch_tokens_per_second": 12000.0, "rows_wanted": 178},
         lease_left=119.0, step_age=3.0,
     )  # fmt: skip
 
@@ -150,6 +150,16 @@ def test_a_frame_fits_a_small_terminal(workers: int, models: int) -> None:
         assert figure in text
     assert "1000000-a" in text
     assert ("lines do not fit" in text) == (workers + models > 2)
+
+
+def test_classes_have_tokens_a_second_and_the_batch_class_its_rows() -> None:
+    workers = [worker(1), worker(2)]
+    depths = [QueueDepth(name, 1, 2, 3, 1, None, None) for name in (workers[0].model, "other")]
+    written = io.StringIO()
+    console = Console(file=written, width=120)
+    console.print(frame(Snapshot(taken_at=0.0, workers=workers, depths=depths, memory_used=1, memory_limit=0)))
+    shown = [line.split()[3:] for line in written.getvalue().partition("queue ")[2].splitlines()[1:3]]
+    assert shown == [["1", "2", "691"], ["2", "1", "356", "24,000"]]
 
 
 def test_jobs_that_no_worker_can_take_are_shown() -> None:
