@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -206,7 +206,7 @@ def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
 def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: Sequence["WorkerInfo"]) -> "Table":
     listing = _table(("queue", "class", "digest"), ("waiting", "running", "wanted", "oldest wait", "tok/s"))
     digests: dict[str, set[str]] = {}
-    rates: Counter[tuple[str, str]] = Counter()
+    rates: defaultdict[tuple[str, str], float] = defaultdict(float)
     wanted: Counter[str] = Counter()
     for worker in workers:
         digests.setdefault(worker.model, set()).add(worker.digest[:SHORT_DIGEST])
