@@ -13,7 +13,7 @@ from ktqueue.openai.validation import must_be
 
 Json = dict[str, Any]
 SHORTEST_WINDOW, LONGEST_WINDOW = 1, 14 * 86_400  # seconds
-_WINDOW = re.compile(r"(\d{1,7})([smhd])")
+_WINDOW = re.compile(r"([0-9]{1,7})([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
@@ -40,7 +40,7 @@ class BatchBody(BaseModel):
 
     input_file_id: str = Field(min_length=1, max_length=64)
     endpoint: str
-    completion_window: Annotated[str, BeforeValidator(_window)] = Field(pattern=r"^\d{1,7}[smhd]$")
+    completion_window: Annotated[str, BeforeValidator(_window)] = Field(pattern=r"^[0-9]{1,7}[smhd]$")
     metadata: Metadata = None
     output_expires_after: OutputExpiresAfter | None = None
 

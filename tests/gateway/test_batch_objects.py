@@ -109,6 +109,7 @@ WRONG_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"endpoint": f"http://127.0.0.1:8000/v1/{'x' * 99}"}, "endpoint", "must be one of /v1/chat/completions, "),
     ({"endpoint": ""}, "endpoint", "must be one of /v1/chat/completions, "),
     ({"completion_window": "15d"}, "completion_window", "must be a time from 1s to 14d, such as 24h, got '15d'"),
+    ({"completion_window": "٢٤h"}, "completion_window", "must be a time from 1s to 14d, such as 24h, got '٢٤h'"),
     ({"completion_window": 24}, "completion_window", "must be a time from 1s to 14d, such as 24h, got 24"),
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "must be an object of at most 16 strings"),
     ({"metadata": {"k" * 65: ""}}, "metadata", "keys up to 64"),
