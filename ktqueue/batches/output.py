@@ -116,7 +116,9 @@ class OutputPaths:
 
     @classmethod
     def of(cls, path: Path) -> "OutputPaths":
-        """The files of the output `path`."""
+        """The files of the output `path`. Raises BatchFault for `-`: two kinds of lines fit in no single stream."""
+        if str(path) == "-":
+            raise BatchFault("a batch needs a file as output, got -: failed lines go to another file beside it")
         return cls(
             answers=path,
             failures=path.with_name(f"{path.stem}.errors{path.suffix or '.jsonl'}"),

@@ -182,6 +182,11 @@ def test_no_part_of_a_record_is_written_to_a_full_disk(tmp_path: Path) -> None:
     again.close(finished=False)
 
 
+def test_the_output_is_never_a_file_named_minus() -> None:
+    with pytest.raises(BatchFault, match="needs a file as output, got -"):
+        OutputPaths.of(Path("-"))
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "out.errors.jsonl", "out.jsonl.run", "out.jsonl.run.new"])
 def test_no_output_may_be_the_input(tmp_path: Path, name: str) -> None:
     source = tmp_path / "in.jsonl"
