@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.engine import simulated_backlog
 from benchmarks.engine.simulated_backlog import BATCH_ALONE, WAYS
-from benchmarks.engine.simulated_runner import BUS_RATE, CPU_RATE, step_seconds
+from benchmarks.engine.simulated_runner import step_seconds
 from benchmarks.engine.virtual_clock import VirtualClock
 
 WAY = {way.name: way for way in WAYS}
@@ -19,11 +19,11 @@ simulate = partial(simulated_backlog.simulate, seconds=SECONDS, rows=256, alone=
 def test_both_steps_are_slower_while_both_are_computed() -> None:
     clock = VirtualClock()
     clock.left = 1.0  # of an overlapped step
-    clock.compute(0.26, CPU_RATE, BUS_RATE)
-    assert clock.monotonic() == pytest.approx(0.5) and clock.left == pytest.approx(1 - 0.5 * BUS_RATE)
-    clock.compute(0.52, CPU_RATE, BUS_RATE)  # the overlapped step is done before it
-    both = (1 - 0.5 * BUS_RATE) / BUS_RATE
-    assert clock.left == 0 and clock.monotonic() == pytest.approx(0.5 + both + 0.52 - CPU_RATE * both)
+    clock.compute(0.26, 0.52, 0.68)
+    assert clock.monotonic() == pytest.approx(0.5) and clock.left == pytest.approx(1 - 0.5 * 0.68)
+    clock.compute(0.52, 0.52, 0.68)  # the overlapped step is done before it
+    both = (1 - 0.5 * 0.68) / 0.68
+    assert clock.left == 0 and clock.monotonic() == pytest.approx(0.5 + both + 0.52 - 0.52 * both)
 
 
 def test_a_step_takes_what_lies_between_two_points() -> None:
@@ -48,7 +48,7 @@ def test_tokens_beside_overlapped_steps_come_sooner_and_all_that_is_computed_the
 
 def test_a_first_token_waits_for_no_long_step_even_where_the_prompt_arrives_between_two() -> None:
     """Overlapped steps take a second and more. A prompt beside them takes half a second."""
-    way = replace(WAY["prompts alone beside"], longer=3.0, cpu_rate=0.8)
+    way = replace(WAY["prompts alone beside"], longer=3.0, cpu_rate=0.8, bus_rate=0.68)
     assert simulate(way, 2.0, seconds=20.0, poisson=True)["first_token_p95_ms"] < 600
 
 
