@@ -19,7 +19,7 @@ ROW_TOKENS = 4096
 """Tokens of cache for each row: more than most requests have, and less than the context length of most models."""
 _LOGITS = 8  # float32 rows of the vocabulary that a sampled row needs at once
 SAMPLED_ROWS = 256  # most rows that are sampled at once, so that their workspace stays small
-MOST_AUTO_ROWS = 2048
+MOST_AUTO_ROWS = 2048 + 64  # of a batch, and of requests beside it
 _LOGITS_SHARE = 0.02  # of the memory, for logits of all rows where the number of rows is auto and they are held at once
 _STATES_SHARE = 0.1  # likewise, for states of linear attention
 
@@ -145,7 +145,7 @@ def estimate_step(tokens: int, rows: int, *, hidden: int, vocabulary: int, exper
 
 
 def auto_rows(memory: int, *, step_tokens: int, vocabulary: int, row_state_bytes: int, in_parts: bool = False) -> int:
-    """Most rows of an engine where that is auto: 2,048, or what fits a step and a small part of `memory` bytes.
+    """Most rows of an engine where that is auto: 2,112, or what fits a step and a small part of `memory` bytes.
 
     `row_state_bytes`: states of linear attention that a row needs. `in_parts`: whether logits are LogitsInParts, whose
     memory does not grow with the rows. Pages are no limit: rows wait for them.

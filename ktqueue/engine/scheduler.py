@@ -17,7 +17,8 @@ beyond the original length is restarted with other rotary angles, as in transfor
 This module knows nothing of sampling or tensors.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 
 from ktqueue.core.request import JobClass
 from ktqueue.engine.drafts import Drafts
@@ -34,6 +35,7 @@ PREFILL_PART = 4  # prompts that fill less than one of so many parts of a prefil
 LEAST_OVERLAPPED = 128  # tokens of an overlapped step: it streams all experts
 MOST_BESIDE = 512  # tokens of a step beside it, in which the CPU computes all experts
 MOST_BESIDE_ROWS = 32  # left to requests that arrive during an overlapped step, or an eighth of all rows
+NOBODY: Mapping[Sequence, int] = MappingProxyType({})
 _INTERACTIVE, _BATCH, _ALL = (JobClass.INTERACTIVE,), (JobClass.BATCH,), tuple(JobClass)
 
 
@@ -56,6 +58,8 @@ class Scheduler:
         original_length: int = 0,
         drafts: Drafts | None = None,
     ) -> None:
+        self._overlapped_steps = 0
+        self._left_out: dict[Sequence, int] = {}  # the last overlapped step that left a running batch sequence out
         self._gathering_steps = 0  # for which batch prompts have waited for others
         self.rows_left_out = 0  # batch rows that the last step left out because of interactive sequences
         self._rows = rows
@@ -106,13 +110,18 @@ class Scheduler:
         """Plan a step that others overlap: of the batch class, and of interactive prompts and tokens that ride.
 
         Its sequences keep their rows until it is done, so it leaves some out, which requests that arrive can take.
+        Those that are left out take turns.
         """
         self._shared.see(interactive=self._rows.has(JobClass.INTERACTIVE))
         self._rows.sort()
         most_rows = self._rows.max_num_seqs
         plan = StepPlan(most_rows=max(1, most_rows - min(MOST_BESIDE_ROWS, most_rows // BATCH_PART)))
         self._fill(plan, _INTERACTIVE, self._token_budget - self._token_budget // BATCH_PART)
-        self._fill(plan, _BATCH, self._token_budget)
+        self._fill(plan, _BATCH, self._token_budget, left_out=self._left_out)
+        self._overlapped_steps += 1
+        now = [sequence for sequence in self._running_of(_BATCH) if sequence not in plan.rows]
+        before = {sequence: step for sequence, step in self._left_out.items() if sequence in plan.rows}
+        self._left_out = before | dict.fromkeys(now, self._overlapped_steps)
         self._rows.end_admission()
         return plan
 
@@ -211,14 +220,17 @@ class Scheduler:
         budget: int,
         least: int = 1,
         longest: int | None = None,
+        left_out: Mapping[Sequence, int] = NOBODY,
     ) -> None:
         """Plan rows of these classes until the step has `budget` tokens. least, longest: tokens that a sequence of the
-        step has to compute, now or later; None: any number."""
+        step has to compute, now or later; None: any number. `left_out`: those with higher numbers come first."""
         running = self._running_of(classes)
         if in_flight := self._rows.in_flight:
             running = [sequence for sequence in running if sequence not in in_flight]
         if longest is not None:
             running = [sequence for sequence in running if least <= sequence.remaining <= longest]
+        if left_out:
+            running.sort(key=lambda sequence: -left_out.get(sequence, 0))
         for sequence in running:
             if plan.is_prefill and sequence.request.job_class is JobClass.BATCH:
                 break
@@ -236,12 +248,12 @@ class Scheduler:
             self._rows.remove(sequence)
         if _BATCH[0] in classes and (plan.holds_prompts or self._gathers(plan, budget)):
             classes = [job_class for job_class in classes if job_class not in _BATCH]
-        while not plan.is_full(budget) and (first := self._rows.first_waiting(classes)):
-            if longest is not None and first.length > longest:
+        while not plan.is_full(budget) and (waiting := self._rows.first_waiting(classes)):
+            if longest is not None and waiting.length > longest:
                 break
-            if not self._rows.admit(first, plan, budget):
+            if not self._rows.admit(waiting, plan, budget):
                 break
-            self._plan_row(first, plan, budget)
+            self._plan_row(waiting, plan, budget)
 
     def _plan_prefill(self, plan: StepPlan, budget: int) -> None:
         """Decide whether a shared step is a prefill step of `budget` tokens, and if not, whether prompts wait for one.

@@ -70,7 +70,7 @@ def test_estimates_grow_with_their_settings() -> None:
     [
         (80 * GIB, 8192, 151_936, 0, 942),
         (141 * GIB, 8192, 151_936, 0, 1660),
-        (200 * GIB, 8192, 151_936, 0, 2048),
+        (200 * GIB, 8192, 151_936, 0, 2112),
         (141 * GIB, 512, 151_936, 0, 512),
         (8 * GIB, 8192, 151_936, 0, 94),
         (80 * GIB, 8192, 151_936, 150 << 20, 54),
@@ -87,5 +87,5 @@ def test_the_number_of_rows_suits_the_memory(
 
 def test_logits_in_parts_do_not_limit_the_rows() -> None:
     rows = partial(auto_rows, 8 * GIB, step_tokens=8192, vocabulary=151_936, in_parts=True)
-    assert rows(row_state_bytes=0) == 2048
+    assert rows(row_state_bytes=0) == 2112
     assert rows(row_state_bytes=8 << 20) == 102

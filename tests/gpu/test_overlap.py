@@ -187,6 +187,27 @@ def test_a_request_that_arrives_during_a_step_takes_a_row_that_was_left(
     assert (before + with_batch > 0) == (borne > Beside.NOTHING)
 
 
+def test_rows_that_an_overlapped_step_leaves_out_take_turns(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """38 rows of a batch run when a chat arrives. A step has 35 of 40 rows then, and the chat rides in one."""
+    monkeypatch.setattr(BatchLoss, "borne", Beside.NOTHING)
+    engine = make_engine("cpu")
+    asked = SamplingParams(max_tokens=80, temperature=0.0)
+    for name in range(38):
+        engine.add(f"{name}", [name, 1, 2], asked, job_class=JobClass.BATCH)
+    given: dict[str, int] = {}
+
+    def run_until(tokens: int) -> None:
+        while max(given.values(), default=0) < tokens:
+            for output in engine.step():
+                given[output.request_id] = given.get(output.request_id, 0) + len(output.token_ids)
+
+    run_until(2)
+    assert len(given) == 38
+    engine.add("chat", [7, 8, 9], asked)
+    run_until(52)
+    assert len(given) == 39 and min(given.values()) >= 42
+
+
 @pytest.mark.parametrize("borne", [Beside.NOTHING, Beside.ALL], ids=lambda borne: borne.name)
 def test_a_loss_is_held_against_steps_beside_which_nothing_ran(
     borne: Beside, make_engine: Any, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,13 @@ OVERLAP: dict[str, Mutation] = {
         "pass",
         (f"{TESTS}::test_a_loss_is_held_against_steps_beside_which_nothing_ran[ALL]",),
     ),
+    "the same rows are left out of each overlapped step": Mutation(
+        "rows that an overlapped step leaves out take turns",
+        "ktqueue/engine/scheduler.py",
+        "left_out=self._left_out",
+        "left_out=NOBODY",
+        (f"{TESTS}::test_rows_that_an_overlapped_step_leaves_out_take_turns",),
+    ),
     "prompts ride in long steps": Mutation(
         "a prompt that arrives between overlapped steps is computed beside the next one, if that takes long",
         "ktqueue/engine/overlap.py",

@@ -142,7 +142,7 @@ class EngineConfig:
     max_num_seqs: int | None = setting(
         None,
         "Sequences that run at once: a number, or auto.",
-        details="auto takes as many as memory, `max_num_batched_tokens` and 2,048 allow. Of these, batch jobs fill as "
+        details="auto takes as many as memory, `max_num_batched_tokens` and 2,112 allow. Of these, batch jobs fill as "
         "many as raise the tokens computed in a second, by measurement.",
         shown="auto",
         none_word="auto",
