@@ -61,6 +61,14 @@ def test_a_batch_is_submitted_followed_listed_and_fetched(ktqueue: Run, stack: S
     assert cancelled.returncode == 1 and "completed" in cancelled.stderr
 
 
+@pytest.mark.parametrize(("name", "text"), [(".", "is not a regular file"), ("in.jsonl", "no such file")])
+def test_a_missing_input_and_one_that_cannot_be_read_twice_differ(
+    name: str, text: str, ktqueue: Run, tmp_path: Path
+) -> None:
+    done = ktqueue("batch", "submit", tmp_path / name)
+    assert (done.returncode, done.stderr) == (2, f"ktqueue: {tmp_path / name}: {text}\n")
+
+
 @pytest.mark.parametrize(
     ("change", "words", "text"),
     [

@@ -83,8 +83,8 @@ def submit(
     """
     from ktqueue.cli.terminal.progress import Bar
 
-    if not source.is_file():
-        raise UsageFault(f"{source}: no such file")
+    if not source.is_file():  # it is read to be checked, and again to be sent
+        raise UsageFault(f"{source}: {'is not a regular file' if source.exists() else 'no such file'}")
     entries = _metadata(metadata or [])
     called = _check_input(source, endpoint)
     with server.connect() as service:
