@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from ktqueue.engine.batch_loss import BatchLoss
 from ktqueue.engine.shared_steps import SharedSteps
+from ktqueue.engine.step_costs import StepCosts
 
 EPSILON = 1e-9  # seconds: what rounding leaves
 
@@ -52,11 +53,9 @@ class VirtualClock:
 @contextmanager
 def virtual_time(clock: VirtualClock, loss: Callable[..., BatchLoss]) -> Iterator[None]:
     """Inside of it, the modules of the engine see `clock` as the time. `loss`: makes the BatchLoss of an engine."""
-    shared = partial(SharedSteps, clock=clock.monotonic)
+    timed = {made.__name__: partial(made, clock=clock.monotonic) for made in (SharedSteps, StepCosts)}
     with (
-        patch.multiple(
-            "ktqueue.engine.engine", time=clock, SharedSteps=shared, BatchLoss=partial(loss, clock=clock.monotonic)
-        ),
+        patch.multiple("ktqueue.engine.engine", time=clock, BatchLoss=partial(loss, clock=clock.monotonic), **timed),
         patch("ktqueue.engine.overlap.time", clock),
         patch("ktqueue.engine.prepared_step.time", clock),
         patch("ktqueue.workers.startup.step_probes.time", clock),

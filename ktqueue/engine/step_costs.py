@@ -4,12 +4,15 @@ Sizes are numbers of tokens. Steps of about the same size share a group, whose l
 the groups are the points of a curve. So one slow step, such as the first, changes little.
 """
 
+import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 
 KEPT = 5  # last steps of a group
 FAR_MORE = 1.5
+RETRY_SECONDS = 60.0  # after which a larger size is tried again: it may have been slow for a moment
 AS_FAST = 0.95  # a size is as fast as another that computes at most so much fewer tokens a second
 
 Point = tuple[float, float]
@@ -17,10 +20,13 @@ Point = tuple[float, float]
 
 
 class StepCosts:
-    """Seconds of a step by its number of tokens, up to `most`. Without observations every step costs nothing."""
+    """Seconds of a step by its number of tokens, up to `most`. Without observations every step costs nothing. `clock`
+    gives seconds."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
+        self._clock = clock
+        self._observed: dict[int, float] = {}  # when the groups were observed last, by their places
         self._ends = _group_ends(most)
         self._groups: list[deque[Point]] = [deque(maxlen=KEPT) for _ in self._ends]
         self._middles: dict[int, Point] = {}  # of the groups that were observed, by their places
@@ -35,12 +41,13 @@ class StepCosts:
         """Forget all observations."""
         for group in self._groups:
             group.clear()
-        self._middles, self._points = {}, []
+        self._middles, self._points, self._observed = {}, [], {}
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Add the time of a step of `tokens` tokens, at least one."""
         place = min(bisect_left(self._ends, tokens), len(self._ends) - 1)
         self._groups[place].append((tokens, seconds))
+        self._observed[place] = self._clock()
         self._middles[place] = _middle(self._groups[place])
         self._points = [self._middles[place] for place in sorted(self._middles)]
 
@@ -81,14 +88,18 @@ class StepCosts:
     def best_tokens(self) -> int:
         """The smallest step that computes about as many tokens a second as any.
 
-        While the largest step that was observed is the fastest, larger ones may be faster still.
+        While the largest step that was observed is the fastest, larger ones may be faster still. The next larger size
+        is tried again if it was not observed for RETRY_SECONDS.
         """
-        rates = [(tokens / max(seconds, 1e-9), tokens) for tokens, seconds in self._points]
+        places = sorted(self._middles)
+        rates = [tokens / max(seconds, 1e-9) for tokens, seconds in self._points]
         if not rates:
             return self.most
-        best = max(rate for rate, _ in rates)
-        tokens = next(tokens for rate, tokens in rates if rate >= AS_FAST * best)
-        return self.most if tokens == rates[-1][1] else int(tokens)
+        fast = next(number for number, rate in enumerate(rates) if rate >= AS_FAST * max(rates))
+        if fast == len(rates) - 1:
+            return self.most
+        is_old = self._clock() - self._observed[places[fast + 1]] > RETRY_SECONDS
+        return int(self._points[fast + is_old][0])
 
 
 def _group_ends(most: int) -> list[int]:

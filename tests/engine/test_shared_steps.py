@@ -29,6 +29,14 @@ def learnt(cost: Callable[[float], float] = hybrid, most: int = 8192, upto: int 
     return costs
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_costs_are_estimated_between_and_beyond_the_sizes_that_were_observed() -> None:
     costs = learnt()
     assert costs.seconds(1) == pytest.approx(0.010)
@@ -58,6 +66,31 @@ def test_rows_are_wanted_as_long_as_they_raise_the_tokens_of_a_second() -> None:
     assert flat.best_tokens() == 64, "more rows take proportionally longer"
 
 
+def test_a_size_that_was_slow_for_a_moment_is_tried_again() -> None:
+    clock = Clock()
+    costs = StepCosts(8192, clock)
+
+    def observe(tokens: int, seconds: float) -> None:
+        for _ in range(5):
+            costs.observe(tokens, seconds)
+
+    for tokens in (64, 128, 256, 512):
+        observe(tokens, 0.1 if tokens == 64 else 1.0)
+    assert costs.best_tokens() == 64
+    for _ in range(70):
+        clock.now += 1.0
+        costs.observe(64, 0.1)
+    assert costs.best_tokens() == 128, "nobody knows whether it is still slow"
+    observe(128, 0.4)
+    assert costs.best_tokens() == 64, "it is"
+    clock.now += 61.0
+    observe(128, 0.11)
+    assert costs.best_tokens() == 256
+    observe(256, 0.12)
+    observe(512, 0.13)
+    assert costs.best_tokens() == 8192
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_estimates_stay_within_what_was_observed(seed: int) -> None:
     noise = random.Random(seed)
@@ -72,14 +105,6 @@ def test_estimates_stay_within_what_was_observed(seed: int) -> None:
         assert min(times) - 1e-9 <= estimate <= max(times) * max(1.0, size / sizes[-1]) + 1e-9
         assert 0 <= costs.most_tokens(estimate) <= 4096
     assert 1 <= costs.best_tokens() <= 4096
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def shares(shared: SharedSteps, tokens: int, steps: int = 400) -> tuple[float, list[bool]]:
