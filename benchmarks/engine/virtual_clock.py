@@ -7,6 +7,7 @@ this process only. The product gets no parameter for that, because nobody else w
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 from ktqueue.engine.batch_loss import BatchLoss
@@ -53,7 +54,7 @@ class VirtualClock:
 @contextmanager
 def virtual_time(clock: VirtualClock, loss: Callable[..., BatchLoss]) -> Iterator[None]:
     """Inside of it, the modules of the engine see `clock` as the time. `loss`: makes the BatchLoss of an engine."""
-    timed = {made.__name__: partial(made, clock=clock.monotonic) for made in (SharedSteps, StepCosts)}
+    timed: dict[str, Any] = {made.__name__: partial(made, clock=clock.monotonic) for made in (SharedSteps, StepCosts)}
     with (
         patch.multiple("ktqueue.engine.engine", time=clock, BatchLoss=partial(loss, clock=clock.monotonic), **timed),
         patch("ktqueue.engine.overlap.time", clock),

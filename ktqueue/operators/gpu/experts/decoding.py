@@ -61,7 +61,10 @@ class DecodedExperts:
             return None
         memory = torch.empty(weights, dtype=dtype, device=device)
         if least_tokens is None:
-            least_tokens = _measure(layers[0], pool, memory, max_tokens) if layers else None
+            kinds = {layer.record: layer for layer in layers}  # whose kernels are compiled here, too
+            measured = [_measure(layer, pool, memory, max_tokens) for layer in kinds.values()]
+            pays = [tokens for tokens in measured if tokens is not None]
+            least_tokens = max(pays) if pays and len(pays) == len(measured) else None
         return None if least_tokens is None else cls(memory, least_tokens)
 
     def memory_for(self, tokens: int) -> torch.Tensor | None:
