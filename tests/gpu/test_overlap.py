@@ -27,6 +27,7 @@ from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.step import StepInputs
 from ktqueue.workers.startup import gpu_memory
+from ktqueue.workers.startup.step_probes import probe_steps
 
 pytestmark = pytest.mark.usefixtures("small_steps_overlap")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -185,6 +186,15 @@ def test_a_request_that_arrives_during_a_step_takes_a_row_that_was_left(
     engine.add("late", [7, 8, 9, 10], asked)
     before, with_batch = until_the_batch(engine, "late")
     assert (before + with_batch > 0) == (borne > Beside.NOTHING)
+
+
+def test_steps_overlap_at_start_up_and_leave_nothing_in_the_cache(make_engine: Any) -> None:
+    """What such steps compile, no request waits for."""
+    engine = make_engine("cpu")
+    probe_steps(engine, VOCABULARY, full_step=256)
+    assert engine._overlap.steps > 0 and not engine.has_work
+    assert engine.stats().overlapped_steps == 0  # they are no statistics
+    assert not engine._rows.pages._page_of
 
 
 def test_rows_that_an_overlapped_step_leaves_out_take_turns(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def probe_steps(engine: Engine, vocabulary: int, full_step: int = 0) -> None:
         _run(engine, rows, vocabulary, draw, FULL_PROMPT_TOKENS, outputs=1)
     if full_step:
         _run(engine, min(most, ROWS[-1]), vocabulary, draw)
-        _run(engine, 1, vocabulary, draw, FULL_PROMPT_TOKENS, beside=min(most - 1, OVERLAPPED_ROWS))
+        _run(engine, 1, vocabulary, draw, beside=min(most - 1, OVERLAPPED_ROWS))
     engine.reset_statistics()
     points = ", ".join(f"{tokens:g} in {1e3 * seconds:.1f} ms" for tokens, seconds in engine.costs.points)
     log.info("tokens of a step: %s", points)
