@@ -36,7 +36,8 @@ def test_ctrl_c_at_any_moment_leaves_no_traceback(
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
         codes.add(process.returncode)
-        assert err == "" or err.startswith("cancelled job-"), f"moment {moment}: {err}"
+        is_done = process.returncode == 0 and err == "no jobs\n"  # it was faster than the signal
+        assert err == "" or is_done or err.startswith("cancelled job-"), f"moment {moment}: {err}"
     assert codes <= {-signal.SIGINT, 130, 0}
 
 
