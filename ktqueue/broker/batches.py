@@ -138,8 +138,7 @@ class BatchLoad:
     """The batches that have not ended: how many by status, how many without a living owner, and what they still need.
 
     `lines_left`: of those whose lines are counted. `seconds_left`: of the running one that needs longest, None while
-    unknown.
-    Only 256 batches are looked at.
+    unknown. Only 256 batches are looked at.
     """
 
     by_status: Mapping[BatchStatus, int] = field(default_factory=dict)

@@ -43,7 +43,7 @@ class StepsAlone:
         self._kept.append((tokens, seconds, self._clock()))
 
     def seconds(self, tokens: int, *, unknown: float) -> float:
-        """What a step of about so many tokens takes. `unknown`: if nobody knows."""
+        """What a step of about so many tokens takes, by the last three. `unknown`: if there is none."""
         last = [seconds for _, seconds, _ in self._alike(tokens)][-3:]
         return median_low(last) if last else unknown  # of two the faster one, since the first of a size may compile
 

@@ -18,7 +18,6 @@ This module knows nothing of sampling or tensors.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
 
 from ktqueue.core.request import JobClass
 from ktqueue.engine.drafts import Drafts
@@ -35,7 +34,6 @@ PREFILL_PART = 4  # prompts that fill less than one of so many parts of a prefil
 LEAST_OVERLAPPED = 128  # tokens of an overlapped step: it streams all experts
 MOST_BESIDE = 512  # tokens of a step beside it, in which the CPU computes all experts
 MOST_BESIDE_ROWS = 32  # left to requests that arrive during an overlapped step, or an eighth of all rows
-NOBODY: Mapping[Sequence, int] = MappingProxyType({})
 _INTERACTIVE, _BATCH, _ALL = (JobClass.INTERACTIVE,), (JobClass.BATCH,), tuple(JobClass)
 
 
@@ -220,17 +218,18 @@ class Scheduler:
         budget: int,
         least: int = 1,
         longest: int | None = None,
-        left_out: Mapping[Sequence, int] = NOBODY,
+        left_out: Mapping[Sequence, int] | None = None,
     ) -> None:
         """Plan rows of these classes until the step has `budget` tokens. least, longest: tokens that a sequence of the
-        step has to compute, now or later; None: any number. `left_out`: those with higher numbers come first."""
+        step has to compute, now or later; None: any number. left_out: the last step that did not
+        compute a sequence. The latest come first."""
         running = self._running_of(classes)
         if in_flight := self._rows.in_flight:
             running = [sequence for sequence in running if sequence not in in_flight]
         if longest is not None:
             running = [sequence for sequence in running if least <= sequence.remaining <= longest]
         if left_out:
-            running.sort(key=lambda sequence: -left_out.get(sequence, 0))
+            running.sort(key=lambda sequence: left_out.get(sequence, 0), reverse=True)
         for sequence in running:
             if plan.is_prefill and sequence.request.job_class is JobClass.BATCH:
                 break

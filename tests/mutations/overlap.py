@@ -84,7 +84,7 @@ OVERLAP: dict[str, Mutation] = {
         "rows that an overlapped step leaves out take turns",
         "ktqueue/engine/scheduler.py",
         "left_out=self._left_out",
-        "left_out=NOBODY",
+        "left_out=None",
         (f"{TESTS}::test_rows_that_an_overlapped_step_leaves_out_take_turns",),
     ),
     "prompts ride in long steps": Mutation(
