@@ -78,6 +78,17 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlight:
+    """Lines that run now. tokens: of all answers so far.
+
+    most_tokens: that an answer may have, in the mean; None: any number.
+    """
+
+    tokens: int = 0
+    most_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LineResult:
     """A line that has ended: its output record, and its tokens. `failure` is None if it has an answer."""
 
@@ -113,6 +124,7 @@ class LineRunner:
         self._broker = broker
         self._options = options
         self._card_seen: ModelCard | None = None
+        self._jobs: dict[str, int | None] = {}  # of the lines in flight, and the most tokens of each
         self._submitting = asyncio.Semaphore(MAX_SUBMITTING)
 
     async def run(self, line: BatchLine, name: str, job_ids: list[str] | None = None) -> LineResult:
@@ -121,12 +133,23 @@ class LineRunner:
         Raises Unavailable if Redis does not answer for the patience, and KtqueueError if a journal is lost repeatedly.
         """
         self.statistics.in_flight += 1
+        job_ids = [] if job_ids is None else job_ids
         try:
-            return await self._answer(line, name, [] if job_ids is None else job_ids)
+            return await self._answer(line, name, job_ids)
         except (InvalidRequest, ModelNotFound, RequestTooLarge) as error:
             return LineResult(failure_record(name, line.custom_id, error.info(), line.url), error.info())
         finally:
             self.statistics.in_flight -= 1
+            for job in job_ids:
+                self._jobs.pop(job, None)
+
+    async def in_flight(self) -> InFlight:
+        """What the lines that run now have so far. Raises Unavailable if Redis does not answer."""
+        jobs = dict(self._jobs)
+        limits = [most for most in jobs.values() if most is not None]
+        lines = max(1, self.statistics.in_flight)
+        events = await self._broker.journal.lengths(list(jobs))
+        return InFlight(sum(events), sum(limits) / lines if limits and len(limits) == len(jobs) else None)
 
     async def _answer(self, line: BatchLine, name: str, job_ids: list[str]) -> LineResult:
         model, job_class = self._options.model, self._options.job_class
@@ -156,9 +179,12 @@ class LineRunner:
 
     async def _job(self, name: str, place: int, request: GenerationRequest, job_ids: list[str]) -> JobHistory:
         """Run one job to its end."""
+        sampling = request.sampling
+        most = None if sampling.max_tokens is None else sampling.max_tokens * sampling.n
         for attempt in range(MAX_ATTEMPTS):
             job = job_id(name, place, attempt)
             job_ids.append(job)
+            self._jobs[job] = most
             try:
                 created = await self._submit(request, job)
                 events = await self._broker.journal.whole(job)

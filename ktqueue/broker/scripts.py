@@ -23,6 +23,7 @@ REFUSABLE = (
     "tenant_loads",
     "read_journal",
     "ended_jobs",
+    "count_events",
     "list_models",
     "list_workers",
     "server_memory",

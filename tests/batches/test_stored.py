@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.input import MAX_LINE_BYTES
+from ktqueue.batches.line_runner import InFlight
 from ktqueue.batches.stored import merge as merge_module
 from ktqueue.batches.stored.index import LineIndex, beginning_key
 from ktqueue.batches.stored.lines import stored_lines
@@ -286,17 +287,50 @@ async def test_a_group_gets_its_share_of_a_window_that_others_have_filled() -> N
     assert await settled() == {"b": 2}
 
 
-def test_speed_counts_from_the_beginning_and_over_whole_pauses() -> None:
+def test_speed_counts_lines_in_flight_too() -> None:
     speed = Speed()
-    assert speed.measured(0.0, 100) == BatchSpeed()
+    assert speed.measured(100) == BatchSpeed()
+    speed.add(0.0, 0, 0, InFlight(0, 16.0))
+    assert speed.measured(100) == BatchSpeed()  # no tokens yet
+    speed.add(10.0, 0, 0, InFlight(200, 16.0))
+    assert speed.measured(100) == BatchSpeed(20.0, 70.0)  # no line has ended: each may have 16 tokens
+    speed.add(20.0, 10, 80, InFlight(320, 16.0))
+    assert speed.measured(100) == BatchSpeed(20.0, (90 * 16 - 320) / 20)  # 40 tokens for each ended line: too many
+    speed.add(40.0, 50, 400, InFlight(200, 16.0))
+    assert speed.measured(100) == BatchSpeed(15.0, (50 * 12 - 200) / 15)
+    speed.add(42.0, 100, 1200)
+    assert speed.measured(100) == BatchSpeed(1200 / 42, 0.0)
+
+
+def test_speed_of_answers_without_a_limit_is_known_before_the_time_left() -> None:
+    speed = Speed()
     speed.add(0.0, 0, 0)
-    assert speed.measured(9.0, 100) == BatchSpeed()  # nothing has ended
-    speed.add(10.0, 20, 200)
-    assert speed.measured(10.0, 100) == BatchSpeed(20.0, 40.0)
-    assert speed.measured(20.0, 100) == BatchSpeed(20.0, 40.0)  # the next lines may take as long
-    assert speed.measured(30.0, 100) == BatchSpeed(10.0, 80.0)
-    for wave in range(1, 4):  # longer than the minute that is looked at
-        for second in (0, 1):
-            lines = 20 * wave + 10 * (second + 1)
-            speed.add(10.0 + 100.0 * wave + second, lines, 10 * lines)
-    assert speed.measured(311.0, 100) == BatchSpeed(2.0, 100.0)
+    speed.add(10.0, 0, 0, InFlight(200))
+    assert speed.measured(100) == BatchSpeed(20.0, None)
+    speed.add(20.0, 20, 200, InFlight(200))
+    assert speed.measured(100) == BatchSpeed(20.0, (80 * 20 - 200) / 20)
+
+
+def test_a_batch_that_stands_still_gets_slower() -> None:
+    speed = Speed()
+    for second in range(0, 100, 2):
+        speed.add(float(second), min(second, 20), 10 * min(second, 20))
+        measured = speed.measured(100)
+        if 20 <= second <= 60:
+            assert measured == BatchSpeed(200 / second, 80 * second / 20)
+    assert measured == BatchSpeed()  # nothing in the last minute: who knows
+
+
+def test_speed_of_answers_without_tokens_follows_their_lines() -> None:
+    speed = Speed()
+    speed.add(0.0, 0, 0)
+    speed.add(10.0, 20, 0)
+    assert speed.measured(100) == BatchSpeed(None, 40.0)
+
+
+def test_answers_that_are_stored_just_now_do_not_lower_the_speed() -> None:
+    speed = Speed()
+    for second, lines, tokens, in_flight in ((0, 0, 0, 0), (10, 0, 0, 1000), (12, 0, 0, 0), (20, 100, 1200, 800)):
+        speed.add(float(second), lines, tokens, InFlight(in_flight, 12.0))
+        rate = speed.measured(200).tokens_per_second
+        assert second == 0 or rate == max(1000, tokens + in_flight) / second

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -193,7 +192,6 @@ class StoredBatch:
             self._segments = await self._patiently(
                 lambda: load_segments(self._owner.store, self._folder, index, self._former)
             )
-            self._speed.add(time.monotonic(), self._segments.done, self._segments.usage.completion)
             parts = ExecutionParts(
                 broker=self._owner.broker,
                 store=self._owner.store,
@@ -231,7 +229,6 @@ class StoredBatch:
         """Store that the segments up to this number exist, and the counts that follow from all segments."""
         assert self._segments is not None
         assert self._index is not None
-        self._speed.add(time.monotonic(), self._segments.done, self._segments.usage.completion)
         facts = replace(
             self._facts,
             segments=(*self._former, (self._token, written)),
@@ -338,7 +335,9 @@ class StoredBatch:
         """Renew the lease and the speed, and notice that the batch is cancelled or late. Raises LeaseLost."""
         while True:
             try:
-                speed = self._speed.measured(time.monotonic(), self._facts.total)
+                if self._execution is not None:
+                    await self._speed.look(self._execution, self._runner)
+                speed = self._speed.measured(self._facts.total)
                 self._notice(await self._owner.broker.batches.update(self._lease, speed=speed))
             except Unavailable as error:
                 self._say(error)

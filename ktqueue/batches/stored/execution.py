@@ -91,6 +91,13 @@ class Execution:
         """Number of lines that run now."""
         return len(self._running)
 
+    @property
+    def ended(self) -> tuple[int, int]:
+        """How many lines have ended, whether stored yet or not, and the tokens of their answers."""
+        records = [record for record, _ in self._pending if not self._segments.has(record.place)]
+        tokens = sum(record.usage.completion for record in records)
+        return self._segments.done + len(records), self._segments.usage.completion + tokens
+
     async def run(self, stop: asyncio.Event) -> None:
         """Run until every line has a record, or until `stop`, when the jobs in flight are cancelled.
 

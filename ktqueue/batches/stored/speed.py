@@ -1,35 +1,60 @@
-"""How fast a batch runs, over its last minute."""
+"""How fast a batch runs, over its last minute, and how long it still needs."""
 
+import time
 from collections import deque
-from itertools import pairwise
 
+from ktqueue.batches.line_runner import InFlight, LineRunner
+from ktqueue.batches.stored.execution import Execution
 from ktqueue.broker.batches import BatchSpeed
 
-SECONDS = 60.0
+SECONDS, LOOK_SECONDS = 60.0, 2.0
+NOTHING = InFlight()
 
 
 class Speed:
-    """Lines and tokens that were done at times of one clock, from the beginning of the run."""
+    """Lines that have ended, and tokens of all answers so far, at times of one clock."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque(maxlen=128)
+        self._in_flight = NOTHING
 
-    def add(self, now: float, lines: int, tokens: int) -> None:
-        """Note the sums up to now. The first ones are those with which the run begins."""
-        self._seen.append((now, lines, tokens))
+    async def look(self, execution: Execution, runner: LineRunner) -> None:
+        """Note how far the lines are, if that was not done just now. Raises Unavailable."""
+        now = time.monotonic()
+        if not self._seen or now - self._seen[-1][0] >= LOOK_SECONDS:
+            lines, tokens = execution.ended
+            self.add(now, lines, tokens, await runner.in_flight())
+
+    def add(self, now: float, lines: int, tokens: int, in_flight: InFlight = NOTHING) -> None:
+        """Note the sums up to now: `lines` have ended with `tokens` tokens, others are in flight."""
+        self._in_flight = in_flight
+        least = self._seen[-1][2] if self._seen else 0  # answers that are stored just now may be missed
+        self._seen.append((now, lines, max(least, tokens + in_flight.tokens)))
         while len(self._seen) > 2 and self._seen[1][0] < now - SECONDS:
             self._seen.popleft()
 
-    def measured(self, now: float, total: int) -> BatchSpeed:
-        """The tokens of answers a second, and the time until all lines are done, of which there are `total`.
-
-        Lines that run together may end together, so a pause counts only if it is longer than those between the others.
-        """
+    def measured(self, total: int) -> BatchSpeed:
+        """The tokens of answers a second, and the time until all `total` lines have ended."""
         if len(self._seen) < 2:
             return BatchSpeed()
         (first, lines_before, tokens_before), (last, lines, tokens) = self._seen[0], self._seen[-1]
-        longest = max(later[0] - earlier[0] for earlier, later in pairwise(self._seen))
-        seconds = last - first + max(0.0, now - last - longest)
-        if seconds <= 0 or lines == lines_before:
-            return BatchSpeed()
-        return BatchSpeed((tokens - tokens_before) / seconds, (total - lines) * seconds / (lines - lines_before))
+        seconds = last - first
+        if seconds > 0 and tokens > tokens_before:
+            made = tokens - tokens_before
+            expected = self._tokens_of_a_line(lines, tokens)
+            left = None if expected is None else max(0.0, (total - lines) * expected - self._in_flight.tokens)
+            return BatchSpeed(made / seconds, None if left is None else left * seconds / made)
+        if seconds > 0 and lines > lines_before:  # answers without tokens
+            return BatchSpeed(None, (total - lines) * seconds / (lines - lines_before))
+        return BatchSpeed()
+
+    def _tokens_of_a_line(self, lines: int, tokens: int) -> float | None:
+        """The mean tokens of an answer: those so far for each line that has ended, but not more than allowed.
+
+        If each token is the last one with the same chance, this is the likeliest mean, whatever is in flight. Lines
+        that have ended first are short ones, so their own mean would be too low.
+        """
+        most = self._in_flight.most_tokens
+        if not lines:
+            return most
+        return tokens / lines if most is None else min(tokens / lines, most)
