@@ -79,13 +79,16 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Lines that run now. tokens: of all answers so far.
+    """Lines in flight. tokens: of all answers so far. most_tokens: that one may have, in the mean; None: any number.
 
-    most_tokens: that an answer may have, in the mean; None: any number.
+    running, waiting: their jobs that have tokens, and those that have none. held_by: what keeps workers from more rows.
     """
 
     tokens: int = 0
     most_tokens: float | None = None
+    running: int = 0
+    waiting: int = 0
+    held_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +151,17 @@ class LineRunner:
         jobs = dict(self._jobs)
         limits = [most for most in jobs.values() if most is not None]
         lines = max(1, self.statistics.in_flight)
+        most = sum(limits) / lines if limits and len(limits) == len(jobs) else None
         events = await self._broker.journal.lengths(list(jobs))
-        return InFlight(sum(events), sum(limits) / lines if limits and len(limits) == len(jobs) else None)
+        running = sum(map(bool, events))
+        held = await self._held_by() if running < len(events) else ""
+        return InFlight(sum(events), most, running, len(events) - running, held)
+
+    async def _held_by(self) -> str:
+        """What keeps jobs of the last line's model from more rows, of the workers for which something does."""
+        name = self._card_seen.name if self._card_seen is not None else ""
+        workers = await self._broker.models.workers()
+        return ", ".join(sorted({worker.rows_held_by for worker in workers if worker.model == name} - {""}))
 
     async def _answer(self, line: BatchLine, name: str, job_ids: list[str]) -> LineResult:
         model, job_class = self._options.model, self._options.job_class

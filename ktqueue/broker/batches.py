@@ -91,10 +91,17 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpeed:
-    """How fast a batch runs, as its owner last said. Both are None while no line has ended."""
+    """How fast a batch runs, as its owner last said. None: not known.
+
+    running: its requests that have begun. waiting: those in the queue. held_by: what keeps these from rows, of the
+    reasons of WorkerInfo.
+    """
 
     tokens_per_second: float | None = None
     seconds_left: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    held_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ RETRY_NO_WORKER = 5.0  # seconds
 FRESH_CARDS = 1.0  # seconds in which `Models.card` does not ask again for a model that it knows
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs after each start of each machine; proc(5)
 NAMESPACE = Path("/proc/self/ns/pid")  # the namespace of our process ids; pid_namespaces(7)
+HELD_BY = "rows_held_by_"
+"""Before the reason, in the name of a statistic that is 1. Statistics are numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,11 @@ class WorkerInfo:
     def pid(self) -> int:
         """Its process id on its own machine or container."""
         return int(self.process.rpartition(":")[2])
+
+    @property
+    def rows_held_by(self) -> str:
+        """What keeps its batch jobs from more rows: see EngineStats. '' if nothing does."""
+        return next((name.removeprefix(HELD_BY) for name in self.stats if name.startswith(HELD_BY)), "")
 
 
 def process_name(pid: int, namespace: Path = NAMESPACE) -> str:

@@ -208,9 +208,11 @@ def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: 
     digests: dict[str, set[str]] = {}
     rates: defaultdict[tuple[str, str], float] = defaultdict(float)
     wanted: Counter[str] = Counter()
+    held: defaultdict[str, set[str]] = defaultdict(set)
     for worker in workers:
         digests.setdefault(worker.model, set()).add(worker.digest[:SHORT_DIGEST])
         wanted[worker.model] += int(worker.stats.get("rows_wanted", 0))
+        held[worker.model] |= {worker.rows_held_by} - {""}
         batch = worker.stats.get("batch_tokens_per_second", 0.0)
         rates[worker.model, "batch"] += batch
         rates[worker.model, "interactive"] += worker.stats.get("generation_tokens_per_second", 0.0) - batch
@@ -218,6 +220,8 @@ def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: 
         oldest = "" if wait is None else span(wait, digits=1)
         served = " ".join(sorted(digests.get(model, ())))
         rows = f"{wanted[model]:,}" if job_class == "batch" and wanted[model] else ""
+        if rows and waiting and held[model]:
+            rows += f" ({', '.join(sorted(held[model]))})"
         rate = _rate(rates[model, job_class])
         listing.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", rows, oldest, rate)
     return listing

@@ -155,6 +155,7 @@ class Engine:
             rows_limit=rows.max_num_seqs,
             rows_wanted=rows.rows_wanted,
             rows_left_out=self._scheduler.rows_left_out,
+            rows_held_by=self._scheduler.rows_held_by,
             free_pages=rows.pages.available,
             total_pages=rows.pages.total,
             prompt_tokens=self._results.prompt_tokens,

@@ -49,7 +49,9 @@ class EngineStats:
 
     over_share: interactive ones that give their rows to other owners. rows_limit: most rows. rows_wanted: rows that
     batch sequences may fill, as more would not raise the tokens computed in a second. rows_left_out: batch rows
-    that the last step left out for interactive sequences. prompt_tokens: computed prompt tokens, including recomputed
+    that the last step left out for interactive sequences. rows_held_by: what keeps batch sequences from more rows:
+    `rows` (max_num_seqs), `costs` (more would not raise the tokens of a second), `pages` of the cache, `interactive`
+    sequences, or '': nothing. prompt_tokens: computed prompt tokens, including recomputed
     ones but not cached ones. batch_tokens: those of `generation_tokens` that are of the batch class. prefix_queries,
     prefix_hits: tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller
     because the device had too little memory. replayed_steps: steps that replayed a captured graph. prepared_steps:
@@ -65,6 +67,7 @@ class EngineStats:
     rows_limit: int
     rows_wanted: int
     rows_left_out: int
+    rows_held_by: str
     free_pages: int
     total_pages: int
     prompt_tokens: int

@@ -255,6 +255,7 @@ class Rows:
             self._preempt_lower_class(sequence, plan)
         while self.pages.available - self.pages.count_idle(cached) - self._reserved_pages < needed:
             if not self._preempt_lower_class(sequence, plan):
+                plan.lacks_pages = True
                 return False
         self.version += 1
         self._waiting[sequence.request.job_class].remove(sequence)

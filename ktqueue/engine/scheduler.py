@@ -59,6 +59,7 @@ class Scheduler:
         self._overlapped_steps = 0
         self._left_out: dict[Sequence, int] = {}  # the last overlapped step that left a running batch sequence out
         self._gathering_steps = 0  # for which batch prompts have waited for others
+        self._step_held_by = ""  # see `rows_held_by`, without the limits of rows
         self.rows_left_out = 0  # batch rows that the last step left out because of interactive sequences
         self._rows = rows
         self._shared = shared
@@ -83,6 +84,14 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.add(plan, max(0, budget - plan.tokens))
         return plan
+
+    @property
+    def rows_held_by(self) -> str:
+        """What keeps batch sequences from more rows; '' if those that wait join the next steps. See EngineStats."""
+        rows = self._rows
+        if rows.rows_taken >= rows.rows_wanted:
+            return "rows" if rows.rows_wanted == rows.max_num_seqs else "costs"
+        return self._step_held_by
 
     @property
     def may_overlap(self) -> bool:
@@ -127,6 +136,10 @@ class Scheduler:
         """Note that this step begins."""
         rows = len(self._rows.running)
         interactive = self._rows.has(JobClass.INTERACTIVE)
+        if not interactive or plan.is_shared:  # other steps are not for the batch class
+            waits = self._rows.waiting_tokens(JobClass.BATCH, 1) > 0
+            held_by = "pages" if plan.lacks_pages else "interactive" if interactive else ""
+            self._step_held_by = held_by if waits else ""
         self.rows_left_out = max(0, rows - len(plan.rows)) if interactive else 0
         self._shared.record(plan.tokens, interactive=interactive, is_shared=plan.is_shared, is_prefill=plan.is_prefill)
 

@@ -16,6 +16,7 @@ class StepPlan:
     `holds_prompts`: whether these prompts wait for such a step. `prefixes`: digests of the prefixes that the prefix
     cache will know after the step, and the sequence that computes each. `drafts`: tokens that are verified beside the
     last token of a sequence; `rows` and `tokens` count them. `most_rows`: rows that it has at most; None: any number.
+    `lacks_pages`: whether a waiting sequence found too few pages.
     """
 
     rows: dict[Sequence, int] = field(default_factory=dict)
@@ -28,6 +29,7 @@ class StepPlan:
     prefixes: dict[bytes, Sequence] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     most_rows: int | None = None
+    lacks_pages: bool = False
 
     def is_full(self, budget: int) -> bool:
         """Whether no further row may join a step of `budget` tokens."""

@@ -123,16 +123,19 @@ def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:
     fetched = gauge(
         "expert_fetched_share", "Share of missing experts that short steps fetch, 0 to 1.", (*labels, "tokens")
     )
+    held = gauge("rows_held_by", "What keeps batch jobs from more rows: 1 for this reason.", (*labels, "by"))
     seconds = counter("step_seconds", "Wall time of all steps, by part.", (*labels, "part"))
     for worker in workers:
         if worker.stats.get("total_pages"):
             used = 1 - worker.stats.get("free_pages", 0) / worker.stats["total_pages"]
             usage.add_metric((worker.model, worker.worker_id), used)
+        if worker.rows_held_by:
+            held.add_metric((worker.model, worker.worker_id, worker.rows_held_by), 1)
         for part, value in _known(worker.stats, "{}_seconds", _PARTS):
             seconds.add_metric((worker.model, worker.worker_id, part), value)
         for tokens, value in _known(worker.stats, "expert_fetched_share_{}", _STEPS):
             fetched.add_metric((worker.model, worker.worker_id, tokens), value)
-    return [*result, usage, fetched, seconds]
+    return [*result, usage, held, fetched, seconds]
 
 
 def _known(stats: Mapping[str, float], key: str, labels: Sequence[str]) -> Iterable[tuple[str, float]]:

@@ -52,10 +52,16 @@ class BatchUsage(Shape):
 
 
 class BatchProgress(Shape):
-    """Speed of a batch that runs, and the seconds that it still needs; null while they are not known."""
+    """Speed of a batch that runs, the seconds that it still needs, and its requests that run or wait for a row.
+
+    held_by: what keeps workers from more rows. Null: not known.
+    """
 
     tokens_per_second: float | None
     seconds_left: float | None
+    running: int | None
+    waiting: int | None
+    held_by: str | None
 
 
 class Batch(Shape):

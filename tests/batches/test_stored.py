@@ -287,28 +287,36 @@ async def test_a_group_gets_its_share_of_a_window_that_others_have_filled() -> N
     assert await settled() == {"b": 2}
 
 
+def known(rate: float | None = None, left: float | None = None) -> BatchSpeed:
+    """The speed of a batch of which nothing is in flight at the end."""
+    return BatchSpeed(rate, left, 0, 0, None)
+
+
 def test_speed_counts_lines_in_flight_too() -> None:
     speed = Speed()
     assert speed.measured(100) == BatchSpeed()
     speed.add(0.0, 0, 0, InFlight(0, 16.0))
     assert speed.measured(100) == BatchSpeed()  # no tokens yet
     speed.add(10.0, 0, 0, InFlight(200, 16.0))
-    assert speed.measured(100) == BatchSpeed(20.0, 70.0)  # no line has ended: each may have 16 tokens
+    assert speed.measured(100) == known(20.0, 70.0)  # no line has ended: each may have 16 tokens
     speed.add(20.0, 10, 80, InFlight(320, 16.0))
-    assert speed.measured(100) == BatchSpeed(20.0, (90 * 16 - 320) / 20)  # 40 tokens for each ended line: too many
+    assert speed.measured(100) == known(20.0, (90 * 16 - 320) / 20)  # 40 tokens for each ended line: too many
     speed.add(40.0, 50, 400, InFlight(200, 16.0))
-    assert speed.measured(100) == BatchSpeed(15.0, (50 * 12 - 200) / 15)
+    assert speed.measured(100) == known(15.0, (50 * 12 - 200) / 15)
+    speed.add(41.0, 50, 400, InFlight(200, 16.0, 20, 30, "pages"))
+    found = speed.measured(100)
+    assert (found.running, found.waiting, found.held_by) == (20, 30, "pages")
     speed.add(42.0, 100, 1200)
-    assert speed.measured(100) == BatchSpeed(1200 / 42, 0.0)
+    assert speed.measured(100) == known(1200 / 42, 0.0)
 
 
 def test_speed_of_answers_without_a_limit_is_known_before_the_time_left() -> None:
     speed = Speed()
     speed.add(0.0, 0, 0)
     speed.add(10.0, 0, 0, InFlight(200))
-    assert speed.measured(100) == BatchSpeed(20.0, None)
+    assert speed.measured(100) == known(20.0, None)
     speed.add(20.0, 20, 200, InFlight(200))
-    assert speed.measured(100) == BatchSpeed(20.0, (80 * 20 - 200) / 20)
+    assert speed.measured(100) == known(20.0, (80 * 20 - 200) / 20)
 
 
 def test_a_batch_that_stands_still_gets_slower() -> None:
@@ -317,15 +325,15 @@ def test_a_batch_that_stands_still_gets_slower() -> None:
         speed.add(float(second), min(second, 20), 10 * min(second, 20))
         measured = speed.measured(100)
         if 20 <= second <= 60:
-            assert measured == BatchSpeed(200 / second, 80 * second / 20)
-    assert measured == BatchSpeed()  # nothing in the last minute: who knows
+            assert measured == known(200 / second, 80 * second / 20)
+    assert measured == known()  # nothing in the last minute: who knows
 
 
 def test_speed_of_answers_without_tokens_follows_their_lines() -> None:
     speed = Speed()
     speed.add(0.0, 0, 0)
     speed.add(10.0, 20, 0)
-    assert speed.measured(100) == BatchSpeed(None, 40.0)
+    assert speed.measured(100) == known(None, 40.0)
 
 
 def test_answers_that_are_stored_just_now_do_not_lower_the_speed() -> None:

@@ -126,7 +126,8 @@ def worker(number: int) -> WorkerInfo:
         max_num_seqs=256, running=255, host="long-host-name.rack-7.example", started_at=0.0,
         process=f"boot:1:{1000000 + number}",
         stats={"running": 256, "free_pages": 0, "total_pages": 9, "draining": 1,
-               "generation_tokens_per_second": 12345.6, "batch_tokens_per_second": 12000.0, "rows_wanted": 178},
+               "generation_tokens_per_second": 12345.6, "batch_tokens_per_second": 12000.0, "rows_wanted": 178,
+               "rows_held_by_interactive": 1},
         lease_left=119.0, step_age=3.0,
     )  # fmt: skip
 
@@ -159,7 +160,7 @@ def test_classes_have_tokens_a_second_and_the_batch_class_its_rows() -> None:
     console = Console(file=written, width=120)
     console.print(frame(Snapshot(taken_at=0.0, workers=workers, depths=depths, memory_used=1, memory_limit=0)))
     shown = [line.split()[3:] for line in written.getvalue().partition("queue ")[2].splitlines()[1:3]]
-    assert shown == [["1", "2", "691"], ["2", "1", "356", "24,000"]]
+    assert shown == [["1", "2", "691"], ["2", "1", "356", "(interactive)", "24,000"]]
 
 
 def test_jobs_that_no_worker_can_take_are_shown() -> None:

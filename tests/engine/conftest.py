@@ -219,6 +219,7 @@ def make_engine(parts: str) -> Callable[..., Engine]:
         max_prompt_rows: int = MAX_PROMPT_ROWS,
         draft: Any = None,
         draft_length: int = 0,
+        auto_rows: bool = False,
         **settings: Any,
     ) -> Engine:
         layout = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=page_size, dtype=torch.float32)
@@ -240,6 +241,7 @@ def make_engine(parts: str) -> Callable[..., Engine]:
             parts=made,
             clock=clock,
             max_prompt_rows=max_prompt_rows,
+            auto_rows=auto_rows,
         )
 
     return make

@@ -200,7 +200,7 @@ def parts(request: pytest.FixtureRequest) -> Any:
 
 def started(engine: Engine, costs: StepCosts) -> None:
     """Replace what the engine has learnt. It goes on learning nothing."""
-    engine.costs._points = costs.points
+    engine.costs._points, engine.costs._middles, engine.costs._observed = costs.points, costs._middles, costs._observed
     engine.costs.observe = lambda tokens, seconds: None  # type: ignore[method-assign]
 
 
@@ -241,6 +241,36 @@ def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
         assert stats.prepared_steps > 50
     results = run(engine)
     assert all(len(results[f"b{i}", 0].token_ids) > 0 for i in range(24))
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings"),
+    [
+        ("", {}),
+        ("rows", {"max_num_seqs": 4}),
+        ("costs", {"auto_rows": True}),
+        ("pages", {"num_pages": 40}),
+        ("interactive", {"interactive_step_ms": 20}),
+    ],
+)
+def test_an_engine_says_what_keeps_batch_sequences_from_more_rows(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, reason: str, settings: dict[str, Any]
+) -> None:
+    defaults = {"num_pages": 4000, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    engine = make_engine(model, vocabulary, **(defaults | settings))
+    started(engine, learnt(lambda tokens: 0.01 * max(4, tokens), most=128, upto=128))
+    assert engine.stats().rows_held_by == ""
+    if reason == "interactive":
+        engine.add("chat", [7, 8, 9], SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+        engine.step()
+    for i in range(10):
+        long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        engine.add(f"b{i}", list(range(i, i + 20)), long, job_class=BATCH)
+    for _ in range(4):
+        engine.step()
+    assert engine.stats().rows_held_by == reason
+    run(engine)
+    assert engine.stats().rows_held_by == "", "nothing waits any more"
 
 
 def streamed(tokens: float) -> float:

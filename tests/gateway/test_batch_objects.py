@@ -48,10 +48,11 @@ async def test_a_batch_has_openais_type_in_each_status(
     for status, more in changes:
         facts = replace(facts, **more)
         if before is BatchStatus.IN_PROGRESS:
-            await broker.batches.update(lease, speed=BatchSpeed(7.5, 90.0))
+            await broker.batches.update(lease, speed=BatchSpeed(7.5, 90.0, 3, 4, "pages"))
             batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
             conforms(batch, "Batch")
-            assert batch["progress"] == {"tokens_per_second": 7.5, "seconds_left": 90.0}
+            progress = {"tokens_per_second": 7.5, "seconds_left": 90.0, "running": 3, "waiting": 4, "held_by": "pages"}
+            assert batch["progress"] == progress
         if status is BatchStatus.CANCELLING:
             conforms((await http.post(f"/v1/batches/{batch['id']}/cancel")).json(), "Batch")
         else:

@@ -30,9 +30,8 @@ def samples(*workers: WorkerInfo) -> dict[tuple[str, tuple[str, ...]], float]:
 
 def test_worker_metrics_have_only_what_workers_report() -> None:
     on_gpu = worker("a", experts=8, expert_fetched_share_one=0.0, expert_fetched_share_several=0.25, steps=3)
-    found = samples(
-        on_gpu, worker("b", forward_seconds=1.5, free_pages=1, total_pages=4, rows_wanted=64, batch_tokens=7)
-    )
+    more = {"rows_wanted": 64, "rows_held_by_pages": 1, "batch_tokens": 7}
+    found = samples(on_gpu, worker("b", forward_seconds=1.5, free_pages=1, total_pages=4, **more))
     assert found == {
         ("ktqueue:workers", ()): 2,
         ("ktqueue:experts", ("a",)): 8,
@@ -41,6 +40,7 @@ def test_worker_metrics_have_only_what_workers_report() -> None:
         ("ktqueue:steps_total", ("a",)): 3,
         ("ktqueue:step_seconds_total", ("b", "forward")): 1.5,
         ("ktqueue:rows_wanted", ("b",)): 64,
+        ("ktqueue:rows_held_by", ("b", "pages")): 1,
         ("ktqueue:batch_tokens_total", ("b",)): 7,
         ("ktqueue:kv_cache_free_pages", ("b",)): 1,
         ("ktqueue:kv_cache_total_pages", ("b",)): 4,

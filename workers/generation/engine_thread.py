@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
+from ktqueue.broker.models import HELD_BY
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.thread_names import name_thread
 from ktqueue.engine.engine import Engine
@@ -108,6 +109,8 @@ class EngineThread:
     def _take_stats(self) -> None:
         stats = asdict(self._engine.stats()) | dict(self._engine.model_stats())
         self.stats = {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
+        if held_by := stats["rows_held_by"]:
+            self.stats[f"{HELD_BY}{held_by}"] = 1.0
         self._stats_taken_at = time.monotonic()
 
 

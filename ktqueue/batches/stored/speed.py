@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from dataclasses import replace
 
 from ktqueue.batches.line_runner import InFlight, LineRunner
 from ktqueue.batches.stored.execution import Execution
@@ -34,19 +35,22 @@ class Speed:
             self._seen.popleft()
 
     def measured(self, total: int) -> BatchSpeed:
-        """The tokens of answers a second, and the time until all `total` lines have ended."""
+        """The tokens of answers a second, the time until all `total` lines have ended, and what is in flight."""
         if len(self._seen) < 2:
             return BatchSpeed()
+        flight = self._in_flight
+        found = BatchSpeed(None, None, flight.running, flight.waiting, flight.held_by or None)
         (first, lines_before, tokens_before), (last, lines, tokens) = self._seen[0], self._seen[-1]
         seconds = last - first
         if seconds > 0 and tokens > tokens_before:
             made = tokens - tokens_before
             expected = self._tokens_of_a_line(lines, tokens)
             left = None if expected is None else max(0.0, (total - lines) * expected - self._in_flight.tokens)
-            return BatchSpeed(made / seconds, None if left is None else left * seconds / made)
+            seconds_left = None if left is None else left * seconds / made
+            return replace(found, tokens_per_second=made / seconds, seconds_left=seconds_left)
         if seconds > 0 and lines > lines_before:  # answers without tokens
-            return BatchSpeed(None, (total - lines) * seconds / (lines - lines_before))
-        return BatchSpeed()
+            return replace(found, seconds_left=(total - lines) * seconds / (lines - lines_before))
+        return found
 
     def _tokens_of_a_line(self, lines: int, tokens: int) -> float | None:
         """The mean tokens of an answer: those so far for each line that has ended, but not more than allowed.

@@ -80,6 +80,9 @@ def _fields(batch: Json) -> Iterator[tuple[str, str]]:
         yield "speed", f"{progress['tokens_per_second']:.0f} tok/s"
     if progress.get("seconds_left"):
         yield "time left", span(progress["seconds_left"])
+    if progress.get("running") or progress.get("waiting"):
+        reason = f" (for {progress['held_by']})" if progress.get("held_by") else ""
+        yield "in flight", f"{progress.get('running') or 0} running, {progress.get('waiting') or 0} waiting{reason}"
     created, now = batch.get("created_at"), time.time()
     if created:
         yield "created", f"{span(now - created)} ago"
