@@ -9,7 +9,9 @@ cannot be launched ahead (docs/adr/0058).
 
 **Loss.** Costs and chances are estimates, and on a machine with other work they may be wrong. So the time that drafts
 really saved or lost is kept as a balance, in steps. It begins at FIRST_BALANCE and grows by ALLOWED_LOSS a step. A step
-gets no more drafts than the balance could pay for if all of them were wrong.
+gets no more drafts than the balance could pay for if all of them were wrong. The step that follows drafts is not
+launched ahead either, which is part of their loss. Tokens that a draft model has to read first are paid by
+ALLOWED_LOSS alone. Otherwise no draft model would begin.
 """
 
 from collections import deque
@@ -19,7 +21,8 @@ from statistics import median
 from ktqueue.engine.step_costs import StepCosts
 
 LEAST_GAIN = 1.05  # times the tokens a second without drafts
-FIRST_BALANCE, MOST_BALANCE = 1.0, 4.0  # steps
+FIRST_BALANCE = 1.0  # steps
+MOST_ALLOWED, MOST_SAVED = 4.0, 32.0  # of the balance, by allowed losses alone and by what drafts saved; steps
 ALLOWED_LOSS = 0.01  # steps that drafts may lose for each step
 MOST_SURPRISE = 1.0  # steps that are counted beyond the loss that was foreseen: a step may be slow for another reason
 UNDRAFTED_EVERY = 32  # of so many steps with drafts in a row, the last has none, to learn what it costs
@@ -32,11 +35,14 @@ class DraftCosts:
     def __init__(self, costs: StepCosts) -> None:
         self._all = costs
         self._decode = StepCosts(costs.most)
-        self._between: deque[float] = deque(maxlen=KEPT)  # seconds from the end of a step to one without drafts
-        self._before_drafts: deque[float] = deque(maxlen=KEPT)  # and to one with drafts
+        # Seconds from the end of a step to one without drafts, where neither has any, and to one with drafts.
+        self._between: deque[float] = deque(maxlen=KEPT)
+        self._before_drafts: deque[float] = deque(maxlen=KEPT)
         self._balance = FIRST_BALANCE
+        self._owed = 0.0  # steps that were spent on reading known tokens, which the allowed loss pays for first
         self._foreseen = 0.0  # steps that the drafts of the last step lose if all are wrong
         self._in_a_row = 0  # steps with drafts
+        self._usual = 0.0  # seconds that the last step with drafts would have taken without them
 
     def best(self, tokens: int, chances: Many[float], *, decodes: bool, making: Many[float] = ()) -> int:
         """How many drafts to add to a step of `tokens` tokens.
@@ -72,29 +78,39 @@ class DraftCosts:
         *,
         decodes: bool,
         making: float = 0.0,
+        reading: float = 0.0,
     ) -> None:
         """Learn from a step of `tokens` tokens that took `seconds`.
 
         drafted, accepted: those of its tokens that were drafts, and right ones. between: seconds from the end of the
-        step before to its beginning, without those for `making` drafts; None: the engine had no work.
+        step before to its beginning, without those for `making` drafts and for `reading` known tokens before; None: the
+        engine had no work.
         """
         alone = max(1, tokens - drafted)
+        follows_drafts = self._in_a_row > 0
         if decodes:
             self._decode.observe(tokens, seconds)
-            if between is not None:
+            if between is not None and (drafted or not follows_drafts):
                 (self._before_drafts if drafted else self._between).append(between)
         self._in_a_row = self._in_a_row + 1 if drafted else 0
-        saved = 0.0
-        if drafted:
-            usual = (self._decode if decodes else self._all).seconds(alone) + self._seconds_between()
-            taken = seconds + making + (self._seconds_between() if between is None else between)
-            saved = usual * (alone + accepted) / alone - taken
-            saved = max(-self._foreseen - MOST_SURPRISE, saved / max(usual, 1e-9))
-        self._balance = min(MOST_BALANCE, self._balance + ALLOWED_LOSS + saved)
+        saved, before = 0.0, self._seconds_between()
+        if drafted or making:
+            self._usual = (self._decode if decodes else self._all).seconds(alone) + before
+            saved = (
+                self._usual * (alone + accepted) / alone - seconds - making - (before if between is None else between)
+            )
+        elif follows_drafts and between is not None:
+            saved = min(0.0, before - between)
+        saved = max(-self._foreseen - MOST_SURPRISE, saved / max(self._usual, 1e-9))
+        self._owed = min(MOST_SAVED, self._owed + reading / max(self._usual, 1e-9))
+        self._balance = min(MOST_SAVED, self._balance + saved)
+        paid = min(self._owed, ALLOWED_LOSS)
+        self._owed -= paid
+        self._balance = max(self._balance, min(MOST_ALLOWED, self._balance + ALLOWED_LOSS - paid))
 
     def begin_again(self) -> None:
         """Forget what drafts lost, and keep the costs. For probes, whose drafts are wrong."""
-        self._balance, self._in_a_row = FIRST_BALANCE, 0
+        self._balance, self._owed, self._in_a_row = FIRST_BALANCE, 0.0, 0
 
     def _seconds_between(self) -> float:
         return median(self._between) if self._between else 0.0

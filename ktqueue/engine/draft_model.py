@@ -8,11 +8,9 @@ not the likeliest.
 
 import logging
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.logits import Logits
 from ktqueue.engine.runner import Model, Runner
 from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.token_selector import Selector
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache, KVLayout
@@ -30,11 +29,15 @@ from ktqueue.operators.step import StepContext
 
 log = logging.getLogger(__name__)
 
-FIRST_RATE = 0.6  # how often a draft is right after right ones, before any was seen
-LEARNING, COMMON_LEARNING = 1 / 16, 1 / 64  # part that one draft has in the rate of its sequence, and of new ones
-RECOVERY = 1 / 256  # part of FIRST_RATE that a rate gets back with each step, since others are learnt only by drafts
+# How often a draft is right after right ones, before any was seen. It is high, so that drafts are tried at all: only
+# drafts tell how often they are right, and the balance limits what they lose.
+FIRST_RATE = 0.9
+LEARNING, COMMON_LEARNING = 1 / 32, 1 / 64  # part that one draft has in the rate of its sequence, and of new ones
+FIRST_DRAFTS = 4  # that FIRST_RATE counts for in the common rate
+RECOVERY, COMMON_RECOVERY = 1 / 256, 1 / 1024  # part of its loss that a rate gets back with each step without drafts
+MOST_OF_A_STEP = 64  # drafts of all sequences, and rows of a pass that drafts, since each needs logits
 LEAST_CHANCE = 0.05  # less likely drafts are not made
-KEPT = 9  # last times of a pass
+JOINED = 15  # see DraftModel.joined; more are read in a pass of their own, which is eager on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,9 @@ class DraftModel:
     """Drafts for sequences of up to `source.longest` tokens. `most_tokens`: of one pass. runner: of `source.model`."""
 
     unread = 1
-    """Known tokens at the end of a sequence that the first pass computes."""
+    """Place of a sequence's last token in its cache, counted from the end of the sequence."""
+    joined = JOINED
+    """Known tokens before that one which the first pass may compute too."""
 
     def __init__(self, source: DraftSource, runner: Runner, kv: KVCache, selector: Selector, most_tokens: int) -> None:
         self.kv = kv
@@ -76,13 +81,17 @@ class DraftModel:
         self._longest = source.longest
         self._most_tokens = most_tokens
         self._rate = FIRST_RATE
-        self._passes: deque[float] = deque(maxlen=KEPT)  # seconds of passes with one token a row
+        self._learnt = FIRST_DRAFTS  # drafts in the rate
+        self._passes = StepCosts(most_tokens)
         self._making = self._reading = 0.0  # seconds
 
-    @property
-    def pass_seconds(self) -> float:
-        """Seconds of a pass that adds one draft to each row."""
-        return median(self._passes) if self._passes else 0.0
+    def pass_seconds(self, rows: int) -> float:
+        """Seconds of a pass that adds one draft to each of `rows` rows.
+
+        A pass of more rows than any before is said to take no longer, so that it is tried.
+        """
+        most = int(self._passes.points[-1][0]) if self._passes.points else rows
+        return self._passes.seconds(min(rows, most))
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds since the last call that were spent on drafts, and on reading known tokens before."""
@@ -90,11 +99,14 @@ class DraftModel:
         self._making = self._reading = 0.0
         return seconds
 
-    def chances(self, sequence: Sequence, most: int) -> list[float]:
-        """How likely each of the next `most` drafts is right, together with all before it."""
+    def chances(self, sequence: Sequence, most: int, ahead: int = 0) -> list[float]:
+        """How likely each of the next `most` drafts is right, together with all before it.
+
+        ahead: tokens that the sequence gets before it has drafts.
+        """
         progress = self._progress(sequence)
         chance, chances = 1.0, []
-        for _ in range(min(most, self._longest - sequence.length)):
+        for _ in range(min(most, self._longest - sequence.length - ahead)):
             chance *= progress.rate
             if chance < LEAST_CHANCE:
                 break
@@ -105,11 +117,15 @@ class DraftModel:
         """Note whether a draft after right ones was right."""
         progress = self._progress(sequence)
         progress.rate += LEARNING * (is_right - progress.rate)
-        self._rate += COMMON_LEARNING * (is_right - self._rate)
+        self._learnt += 1
+        self._rate += max(COMMON_LEARNING, 1 / self._learnt) * (is_right - self._rate)
 
-    def recover(self) -> None:
-        """Note a step without drafts."""
-        self._rate += RECOVERY * max(0.0, FIRST_RATE - self._rate)
+    def recover(self, sequences: Iterable[Sequence]) -> None:
+        """Note a step of these sequences without drafts, from which nothing is learnt. So drafts are tried again."""
+        self._rate += COMMON_RECOVERY * max(0.0, FIRST_RATE - self._rate)
+        for sequence in sequences:
+            if (progress := sequence.draft_progress) is not None and progress.rate < self._rate:
+                progress.rate += RECOVERY * (self._rate - progress.rate)
 
     def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """The next `counts[sequence]` tokens of each sequence, at least one, whose places have pages.
@@ -128,7 +144,7 @@ class DraftModel:
 
     def _drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         began = time.monotonic()
-        self._read_known_tokens(counts)
+        self._read_known_tokens(list(counts))
         read = time.monotonic()
         found: dict[Sequence, list[int]] = {sequence: [] for sequence in counts}
         live = list(counts)
@@ -139,7 +155,7 @@ class DraftModel:
             selection = self._selector.select(logits, range(len(live)), live, ahead=[ahead] * len(live))
             for sequence, token_id in zip(live, selection.token_ids, strict=True):
                 found[sequence].append(token_id)
-            self._passes.append(time.monotonic() - started)
+            self._passes.observe(len(live), time.monotonic() - started)
         self._model.after_step()
         for sequence, token_ids in found.items():
             progress = self._progress(sequence)
@@ -149,8 +165,9 @@ class DraftModel:
         self._making += time.monotonic() - read
         return found
 
-    def _read_known_tokens(self, sequences: Many[Sequence] | Mapping[Sequence, int]) -> None:
-        """Compute all known tokens but the last one, in passes of limited size."""
+    def _read_known_tokens(self, sequences: Many[Sequence]) -> None:
+        """Compute all known tokens but the last ones, which the first pass computes, in passes of limited size."""
+        room = min(self._most_tokens, MOST_OF_A_STEP) - len(sequences)
         for sequence in sequences:
             progress = self._progress(sequence)
             end = max(0, sequence.length - self.unread)
@@ -160,6 +177,10 @@ class DraftModel:
                 progress.computed += 1
             progress.ahead = []
             progress.computed = min(progress.computed, end)
+            # Those of a new sequence may be in pages that it shares with another one.
+            if 0 < progress.computed < end <= progress.computed + min(self.joined, room):
+                room -= end - progress.computed
+                continue
             while (left := end - progress.computed) > 0:
                 first = progress.computed
                 progress.computed += min(left, self._most_tokens)
@@ -176,7 +197,16 @@ class DraftModel:
         """Compute the last token of each sequence, after `ahead` drafts. Returns the logits [sequences, vocab]."""
         places = [sequence.length - self.unread + ahead for sequence in sequences]
         rows = [(one, place, [token]) for one, place, token in zip(sequences, places, token_ids, strict=True)]
-        return self._runner.execute(self._batch(rows))
+        if not ahead:
+            rows += [row for sequence in sequences for row in self._unread_rows(sequence)]
+        return self._runner.execute(self._batch(rows))[: len(sequences)]
+
+    def _unread_rows(self, sequence: Sequence) -> list[tuple[Sequence, int, list[int]]]:
+        """A row for each known token that is not computed yet, but the last one. As rows of one token they may replay a
+        captured pass. All keys are written before any row attends."""
+        first, further = self._progress(sequence).computed, self.unread - 1
+        end = sequence.length - self.unread
+        return [(sequence, place, [sequence.tokens.item(place + further)]) for place in range(first, end)]
 
     def _kept(self, drafts: list[int]) -> list[int]:
         """Those of the last drafts that were computed as if they were known."""

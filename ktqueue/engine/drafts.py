@@ -8,7 +8,7 @@ always, one after another, as long as the draft before is right. What wrong draf
 from collections import Counter
 
 from ktqueue.engine.draft_costs import DraftCosts
-from ktqueue.engine.draft_model import DraftModel
+from ktqueue.engine.draft_model import MOST_OF_A_STEP, DraftModel
 from ktqueue.engine.lookup import LONGEST, Lookup
 from ktqueue.engine.rows import Rows
 from ktqueue.engine.sequence import Sequence
@@ -16,7 +16,6 @@ from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
 
 RATE_BY_TOKEN = 0.1  # of a match beyond its first token, before any was seen: a longer match is right more often
-MOST_OF_A_STEP = 64  # drafts of all sequences, since each needs logits
 
 
 class Drafts:
@@ -72,7 +71,7 @@ class Drafts:
         """
         drafts = plan.drafts[sequence]
         is_right = drafts[number : number + 1] == [sequence.tokens.item(sequence.num_computed_tokens)]
-        if self._model is not None and drafts:
+        if self._model is not None and drafts and not self.probed:  # probes are no text, and tell nothing
             self._model.learn(sequence, is_right=is_right)
         states = self._rows.states
         if not is_right:
@@ -96,9 +95,11 @@ class Drafts:
         decodes = plan.tokens == len(plan.rows) + drafted
         making, reading = self._model.take_seconds() if self._model is not None else (0.0, 0.0)
         between = None if self._last_ended is None else max(0.0, began - self._last_ended - making - reading)
-        self.costs.learn(plan.tokens, drafted, accepted, ended - began, between, decodes=decodes, making=making)
+        self.costs.learn(
+            plan.tokens, drafted, accepted, ended - began, between, decodes=decodes, making=making, reading=reading
+        )
         if self._model is not None and not drafted:
-            self._model.recover()
+            self._model.recover(plan.rows)
         self._last_ended = ended if has_more else None
         self._drafted_now = self._accepted_now = 0
 
@@ -110,7 +111,7 @@ class Drafts:
     def _wanted(self, plan: StepPlan, room: int, ahead: int = 0) -> dict[Sequence, int]:
         """How many drafts to add to each row of a step; rows without drafts are left out.
 
-        ahead: tokens that each row gets before the step, which are assumed to be what its match foretells.
+        ahead: tokens that each row gets before the step. Those of a match are assumed to be what it foretells.
         """
         chances: list[tuple[float, Sequence]] = []
         if self._rows.states is not None and plan.tokens != len(plan.rows):
@@ -124,21 +125,30 @@ class Drafts:
             if self.probed:
                 chances += [(1.0, sequence)] * min(self.probed, most)
             else:
-                found = self._chances(sequence, most + ahead, is_known=not ahead)
-                chances += [(chance, sequence) for chance in found[ahead:]]
+                chances += [(chance, sequence) for chance in self._chances(sequence, most, ahead)]
         chances.sort(key=lambda chance: -chance[0])
         chances = chances[: min(room, MOST_OF_A_STEP)]
-        counts: dict[Sequence, int] = {}
-        depths: list[int] = []  # most drafts of a row, with the first of `chances`, the first two and so on
-        for _, sequence in chances:
-            counts[sequence] = counts.get(sequence, 0) + 1
-            depths.append(max(counts[sequence], depths[-1] if depths else 0))
+        wanted = [sequence for _, sequence in chances]
         if self.probed:
-            return counts
-        making = [] if self._model is None else [depth * self._model.pass_seconds for depth in depths]
+            return dict(Counter(wanted))
+        making = [] if self._model is None else self._making_seconds(self._model, wanted)
         decodes = plan.tokens == len(plan.rows)
         best = self.costs.best(plan.tokens, [chance for chance, _ in chances], decodes=decodes, making=making)
-        return dict(Counter(sequence for _, sequence in chances[:best]))
+        return dict(Counter(wanted[:best]))
+
+    @staticmethod
+    def _making_seconds(model: DraftModel, wanted: list[Sequence]) -> list[float]:
+        """Seconds to make the first of these drafts, the first two and so on. Each pass adds one to some rows."""
+        counts, rows = Counter[Sequence](), Counter[int]()  # drafts of a sequence; rows of a pass
+        whole, seconds = 0.0, []
+        passes = [0.0, *map(model.pass_seconds, range(1, 1 + len(set(wanted))))]  # by rows
+        for sequence in wanted:
+            counts[sequence] += 1
+            rows[counts[sequence]] += 1
+            taken = rows[counts[sequence]]
+            whole += passes[taken] - passes[taken - 1]
+            seconds.append(whole)
+        return seconds
 
     def _make(self, counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         """So many drafts of each sequence, or fewer if the grammar does not allow them."""
@@ -155,16 +165,15 @@ class Drafts:
         states = self._rows.states
         return drafts if states is None else drafts[: states.plan_drafts(sequence, len(drafts))]
 
-    def _chances(self, sequence: Sequence, most: int, *, is_known: bool) -> list[float]:
-        """The chances of the next `most` drafts, as far as the grammar allows them. is_known: its state is that of the
-        last token."""
+    def _chances(self, sequence: Sequence, most: int, ahead: int) -> list[float]:
+        """The chances of `most` drafts after the next `ahead` tokens, as far as the grammar allows them."""
         if self._model is not None:
-            return self._model.chances(sequence, most)
+            return self._model.chances(sequence, most, ahead)
         lookup = self._lookup(sequence)
-        found = lookup.chances(most)
-        if found and is_known and sequence.matcher is not None:
+        found = lookup.chances(most + ahead)
+        if found and not ahead and sequence.matcher is not None:  # else its state is not known yet
             return found[: sequence.matcher.count_allowed(lookup.drafts(len(found)))]
-        return found
+        return found[ahead:]
 
     def _lookup(self, sequence: Sequence) -> Lookup:
         """The lookup of a sequence, with all its tokens."""

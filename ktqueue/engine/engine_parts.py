@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
-from ktqueue.engine.draft_model import DraftModel, DraftSource
-from ktqueue.engine.drafts import MOST_OF_A_STEP
+from ktqueue.engine.draft_model import JOINED, MOST_OF_A_STEP, DraftModel, DraftSource
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import MOST_CAPTURED_ROWS, GraphRunner, Progress, buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
@@ -170,8 +169,9 @@ def captured_steps(config: EngineConfig) -> int:
 
 
 def drafted_rows(config: EngineConfig) -> int:
-    """Rows of the largest pass of a draft model that adds a token to each."""
-    return min(config.rows, config.step_tokens, MOST_OF_A_STEP)
+    """Rows of the largest captured pass of a draft model. The first pass has rows for several tokens of a sequence."""
+    most = config.rows * (1 + JOINED) if config.speculation == "model" else config.rows
+    return min(most, config.step_tokens, MOST_OF_A_STEP)
 
 
 def captured_rows(config: EngineConfig) -> int:

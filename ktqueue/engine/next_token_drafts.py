@@ -64,6 +64,7 @@ class NextTokenDrafts(DraftModel):
     """A DraftModel whose place p has the token at p + 1."""
 
     unread = 2
+    joined = 0  # the output of each row would overwrite what the model kept
 
     def __init__(
         self, source: NextTokenSource, runner: Runner, kv: KVCache, selector: Selector, most_tokens: int

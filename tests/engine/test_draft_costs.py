@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ktqueue.engine.draft_costs import ALLOWED_LOSS, FIRST_BALANCE, DraftCosts
+from ktqueue.engine.draft_costs import ALLOWED_LOSS, FIRST_BALANCE, MOST_SAVED, DraftCosts
 from ktqueue.engine.step_costs import StepCosts
 
 
@@ -78,6 +78,50 @@ def test_drafts_that_are_right_soon_become_many() -> None:
         counts.append(costs.best(1, [0.99**ahead for ahead in range(1, 9)], decodes=True))
         costs.learn(1 + counts[-1], counts[-1], counts[-1], 1.0 + 0.6 * counts[-1], 0.0, decodes=True)
     assert counts[0] == 1 and counts == sorted(counts) and counts[-1] >= 6
+
+
+def test_a_step_that_drafts_kept_from_an_early_launch_is_their_loss() -> None:
+    """Here drafts are wrong and cost nothing. But the host takes long before the steps that follow them."""
+    costs = learnt({1: 1.0, 2: 1.0})
+    assert costs.best(1, [0.9], decodes=True) == 1
+    for _ in range(10):
+        costs.learn(2, 1, 0, 1.0, 0.0, decodes=True)
+        costs.learn(1, 0, 0, 1.0, 0.3, decodes=True)
+    assert costs.best(1, [0.9], decodes=True) == 0
+    for _ in range(200):
+        costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
+    assert costs.best(1, [0.9], decodes=True) == 1
+    assert costs.best(1, [0.04], decodes=True) == 0, "steps that are launched ahead wait for no host"
+
+
+def test_what_drafts_saved_may_be_lost_again() -> None:
+    """So a model whose drafts are mostly right goes on after some bad luck."""
+    costs = learnt({1: 1.0, 9: 3.0})
+    for _ in range(10):
+        costs.learn(9, 8, 8, 3.0, 0.0, decodes=True)
+    lost = 0.0
+    while (count := costs.best(1, [0.9] * 8, decodes=True)) and lost < 100:
+        costs.learn(1 + count, count, 0, 1.0 + count / 4, 0.0, decodes=True)
+        lost += count / 4
+    assert 8.0 < lost < MOST_SAVED + 1.0
+
+
+def test_reading_is_paid_by_the_allowed_loss() -> None:
+    """The tokens that a draft model reads first delay the next try, but not drafts that save."""
+    tries = []
+    for reading in (0.0, 1.0):
+        costs = learnt({1: 1.0, 2: 1.9})
+        costs.learn(2, 1, 0, 1.9, 0.0, decodes=True, reading=reading)
+        steps = 0
+        while not costs.best(1, [1.0], decodes=True):
+            costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
+            steps += 1
+        tries.append(steps)
+        assert costs.best(1, [1.0], decodes=True) == 1
+    assert tries[0] + 99 <= tries[1] <= tries[0] + 101
+    costs = learnt({1: 1.0, 2: 1.5})
+    costs.learn(2, 1, 1, 1.5, 0.0, decodes=True, reading=5.0)
+    assert costs.best(1, [1.0], decodes=True) == 1
 
 
 def test_one_of_many_steps_has_no_drafts() -> None:

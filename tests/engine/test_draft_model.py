@@ -5,6 +5,7 @@ The models of these tests read all tokens back from their caches, and refuse a p
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ import torch
 from engine_workload import outputs_of_steps, workload
 
 from ktqueue.core.request import SamplingParams
+from ktqueue.engine import draft_model
+from ktqueue.engine.draft_model import DraftModel
+from ktqueue.engine.drafts import Drafts
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.step_costs import StepCosts
 
@@ -43,8 +47,9 @@ def make_draft(make_model: Any, scores: Any) -> Callable[..., Any]:
 
 @pytest.fixture
 def free_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps of all sizes cost the same."""
+    """Let steps of all sizes cost the same, and drafts nothing."""
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(DraftModel, "pass_seconds", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize("costs", ["free", "random"])
@@ -63,6 +68,7 @@ def test_answers_stay_the_same(
     """In any mix of requests: with stop strings, grammars, several choices, aborts, preemption and faults."""
     noise = random.Random(seed)
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0 if costs == "free" else noise.random())
+    monkeypatch.setattr(DraftModel, "pass_seconds", lambda *_: 0.0)
     turns = workload(seed)
     aborted = {name for aborts, _ in turns for name in aborts}
     answers, stats = [], []
@@ -150,6 +156,100 @@ def test_a_model_that_is_never_right_is_not_asked(
         engine.add(str(number), PROMPT, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
         run(engine)
     assert 0 < engine.stats().drafted_tokens < 400 and engine.stats().accepted_tokens < 10
+
+
+def test_probes_do_not_tell_how_often_drafts_are_right(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+    scores: Any,
+) -> None:
+    """Their texts are random."""
+    draft = make_draft(lambda _: True)
+    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
+    engine.drafts.probed = 4
+    for number in range(4):
+        engine.add(str(number), PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        run(engine)
+    engine.drafts.probed, draft.scores = 0, scores
+    engine.reset_statistics()
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    run(engine)
+    assert engine.stats().steps < 20
+
+
+@pytest.mark.parametrize("launch_next", [lambda: True, lambda: False], ids=["ahead", "not ahead"])
+def test_a_good_model_is_tried_where_only_good_ones_pay(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    free_steps: None,
+    monkeypatch: pytest.MonkeyPatch,
+    launch_next: Callable[[], bool],
+) -> None:
+    """A draft pays if it is right in nine of ten cases, but not in eight. So no step may be launched ahead of it."""
+    monkeypatch.setattr(StepCosts, "seconds", lambda _, tokens: 100.0 + 77.0 * (tokens - 1) ** 2)
+    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(lambda _: False))
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    while engine.has_work:
+        engine.step(launch_next)
+    assert engine.stats().accepted_tokens == engine.stats().drafted_tokens > 25
+
+
+def test_a_sequence_is_drafted_again_after_wrong_drafts(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first draft is wrong, and all others are right."""
+    monkeypatch.setattr(draft_model, "RECOVERY", 1 / 8)
+    monkeypatch.setattr(draft_model, "LEARNING", 1.0)
+    draft: Any = make_draft(lambda _: draft.computed_tokens <= 2 * len(PROMPT))
+    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
+    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    run(engine)
+    stats = engine.stats()
+    assert stats.accepted_tokens < stats.drafted_tokens <= stats.accepted_tokens + 8 and stats.steps < 30
+
+
+def test_known_tokens_are_computed_beside_the_last_one(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+) -> None:
+    """The model's token after right drafts, and the last draft, take no pass of their own. So prompts alone do."""
+    draft = make_draft(lambda _: False)
+    engine = make_engine(model, vocabulary, speculation="model", draft=draft, max_num_seqs=2)
+    captured = len(draft.steps)
+    for name in ("a", "b"):
+        engine.add(name, PROMPT, SamplingParams(temperature=0.0, max_tokens=41, ignore_eos=True))
+    run(engine)
+    passes = draft.steps[captured:]
+    assert [step for step in passes if step[1] > step[0]] == [
+        (1, len(PROMPT) + 1)
+    ] * 2  # with the first token of the answer
+    assert (4, 4) in passes and (2, 2) in passes
+    if (made := engine.drafts._model) is not None and made._runner.replayed:
+        assert made._runner.replayed == len(passes) - 2
+
+
+def test_the_seconds_of_drafts_are_those_of_passes() -> None:
+    """Each pass adds a draft to some rows."""
+    model: Any = SimpleNamespace(pass_seconds={1: 1.0, 2: 1.5, 3: 2.25}.__getitem__)
+    a, b, c = "abc"
+    wanted: Any = [a, b, a, a, c, b]
+    assert Drafts._making_seconds(model, wanted) == [1.0, 1.5, 2.5, 3.5, 4.25, 4.75]
 
 
 def test_a_sequence_is_drafted_as_far_as_the_draft_model_sees(

@@ -5,6 +5,7 @@ from mutation import Mutation
 TESTS = "tests/engine/test_drafts.py"
 MTP = "tests/engine/test_next_token_drafts.py"
 MODEL = "tests/engine/test_draft_model.py"
+COSTS = "tests/engine/test_draft_costs.py"
 STATES = "tests/engine/test_states.py::test_wrong_drafts_change_no_state"
 SAME = "drafts change no answer"
 ON_DEVICE = f"{TESTS}::test_answers_stay_the_same[device-0-18-free]"
@@ -190,5 +191,40 @@ DRAFTS: dict[str, Mutation] = {
         "            self._slots.release(slot)\n        sequence.draft_states = []\n",
         "            pass\n        sequence.draft_states = []\n",
         (f"{STATES}[host-200-8-False]",),
+    ),
+    "probes tell how often drafts are right": Mutation(
+        "a draft model is tried where it may pay",
+        "ktqueue/engine/drafts.py",
+        " and drafts and not self.probed:",
+        " and drafts:",
+        (f"{MODEL}::test_probes_do_not_tell_how_often_drafts_are_right[host]",),
+    ),
+    "a step is launched ahead of drafts that the token before must be right for": Mutation(
+        "a draft model is tried where it may pay",
+        "ktqueue/engine/drafts.py",
+        "return self._model.chances(sequence, most, ahead)",
+        "return self._model.chances(sequence, most + ahead)[ahead:]",
+        (f"{MODEL}::test_a_good_model_is_tried_where_only_good_ones_pay[device-ahead]",),
+    ),
+    "an early launch that drafts prevented is no loss": Mutation(
+        "drafts lose no more than a hundredth of the time",
+        "ktqueue/engine/draft_costs.py",
+        "            saved = min(0.0, before - between)\n",
+        "            pass\n",
+        (f"{COSTS}::test_a_step_that_drafts_kept_from_an_early_launch_is_their_loss",),
+    ),
+    "drafts forget what they saved": Mutation(
+        "a draft model is tried where it may pay",
+        "ktqueue/engine/draft_costs.py",
+        "min(MOST_SAVED, self._balance + saved)",
+        "min(MOST_ALLOWED, self._balance + saved)",
+        (f"{COSTS}::test_what_drafts_saved_may_be_lost_again",),
+    ),
+    "new tokens of a draft model are read before each pass": Mutation(
+        "a draft model is tried where it may pay",
+        "ktqueue/engine/draft_model.py",
+        "min(self.joined, room)",
+        "0",
+        (f"{MODEL}::test_known_tokens_are_computed_beside_the_last_one[host]",),
     ),
 }

@@ -13,8 +13,7 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.draft_model import DraftSource
-from ktqueue.engine.drafts import MOST_OF_A_STEP
+from ktqueue.engine.draft_model import MOST_OF_A_STEP, DraftSource
 from ktqueue.engine.engine_parts import captured_rows, captured_steps, may_overlap
 from ktqueue.engine.gpu.device_model import can_overlap, device_model
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
