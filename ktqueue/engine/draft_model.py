@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ktqueue.engine.batch import Batch
 from ktqueue.engine.draft_progress import DraftProgress
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.logits import Logits
-from ktqueue.engine.runner import Model, Runner
+from ktqueue.engine.runner import DeviceTokens, Model, Runner
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.token_selector import Selector
@@ -82,16 +83,17 @@ class DraftModel:
         self._most_tokens = most_tokens
         self._rate = FIRST_RATE
         self._learnt = FIRST_DRAFTS  # drafts in the rate
-        self._passes = StepCosts(most_tokens)
+        self._passes = StepCosts(most_tokens), StepCosts(most_tokens)  # first ones, and further ones
         self._making = self._reading = 0.0  # seconds
 
-    def pass_seconds(self, rows: int) -> float:
-        """Seconds of a pass that adds one draft to each of `rows` rows.
+    def pass_seconds(self, rows: int, ahead: int) -> float:
+        """Seconds of a pass that adds draft `ahead`, from 0, to each of `rows` rows.
 
-        A pass of more rows than any before is said to take no longer, so that it is tried.
+        The first one waits for the host, and a device need not wait before further ones. A pass of more rows than any
+        before is said to take no longer, so that it is tried.
         """
-        most = int(self._passes.points[-1][0]) if self._passes.points else rows
-        return self._passes.seconds(min(rows, most))
+        passes = self._passes[min(1, ahead)]
+        return passes.seconds(min(rows, int(passes.points[-1][0])) if passes.points else rows)
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds since the last call that were spent on drafts, and on reading known tokens before."""
@@ -133,7 +135,7 @@ class DraftModel:
         None for any if the device is out of memory. Raises RuntimeError for an error of the model.
         """
         try:
-            return self._drafts(counts)
+            return self._drafts(counts) if counts else {}
         except torch.OutOfMemoryError as error:
             log.warning("out of memory for drafts of %d sequences: %s", len(counts), error)
         # Outside the handler: the exception kept tensors alive.
@@ -148,14 +150,21 @@ class DraftModel:
         read = time.monotonic()
         found: dict[Sequence, list[int]] = {sequence: [] for sequence in counts}
         live = list(counts)
-        for ahead in range(max(counts.values(), default=0)):
-            live = [sequence for sequence in live if counts[sequence] > ahead]
-            started = time.monotonic()
-            logits = self._pass(live, ahead, [_last(sequence, found[sequence]) for sequence in live])
-            selection = self._selector.select(logits, range(len(live)), live, ahead=[ahead] * len(live))
+        started, logits = read, self._first_pass(live)
+        for ahead in range(max(counts.values())):
+            following = [sequence for sequence in live if counts[sequence] > ahead + 1]
+            launched: list[Logits] = []
+            launch = partial(self._launch, live, following, ahead, launched)
+            selection = self._selector.select(logits, range(len(live)), live, launch, ahead=[ahead] * len(live))
             for sequence, token_id in zip(live, selection.token_ids, strict=True):
                 found[sequence].append(token_id)
-            self._passes.observe(len(live), time.monotonic() - started)
+            if launched and not selection.redrawn:
+                logits = launched[0]
+            elif following:
+                logits = self._runner.execute(self._next_batch(following, ahead, found))
+            ended = time.monotonic()
+            self._passes[min(1, ahead)].observe(len(live), ended - started)
+            started, live = ended, following
         self._model.after_step()
         for sequence, token_ids in found.items():
             progress = self._progress(sequence)
@@ -193,13 +202,36 @@ class DraftModel:
         self._runner.execute(self._batch([(sequence, first, token_ids)], is_scored=False))
         self._runner.wait()  # the plan of its attention must not change while it runs
 
-    def _pass(self, sequences: Many[Sequence], ahead: int, token_ids: Many[int]) -> Logits:
-        """Compute the last token of each sequence, after `ahead` drafts. Returns the logits [sequences, vocab]."""
-        places = [sequence.length - self.unread + ahead for sequence in sequences]
-        rows = [(one, place, [token]) for one, place, token in zip(sequences, places, token_ids, strict=True)]
-        if not ahead:
-            rows += [row for sequence in sequences for row in self._unread_rows(sequence)]
-        return self._runner.execute(self._batch(rows))[: len(sequences)]
+    def _first_pass(self, sequences: Many[Sequence]) -> Logits:
+        """Compute the last token of each sequence, and those before it that are not computed yet.
+
+        Returns the logits of the last ones, [sequences, vocab].
+        """
+        ends = [(one, one.length - self.unread, [one.tokens.item(one.length - 1)]) for one in sequences]
+        unread = [row for sequence in sequences for row in self._unread_rows(sequence)]
+        return self._runner.execute(self._batch(ends + unread))[: len(sequences)]
+
+    def _next_batch(self, sequences: Many[Sequence], ahead: int, drafts: Mapping[Sequence, list[int]]) -> Batch:
+        """The pass that computes draft `ahead` of each sequence, from 0, which is its last one; without any, a 0."""
+        first = 1 + ahead - self.unread
+        return self._batch([(one, one.length + first, (drafts.get(one) or [0])[-1:]) for one in sequences])
+
+    def _launch(
+        self,
+        sequences: Many[Sequence],
+        following: Many[Sequence],
+        ahead: int,
+        launched: list[Logits],
+        tokens: torch.Tensor,
+        _: bool,
+    ) -> None:
+        """Launch the pass of `following` before the host knows its tokens, if the device can: a Meanwhile.
+
+        tokens: draft `ahead` of each sequence. launched: gets the logits.
+        """
+        if following and self._runner.prepare(batch := self._next_batch(following, ahead, {})):
+            places = {sequence: place for place, sequence in enumerate(sequences)}
+            launched.append(self._runner.execute(batch, DeviceTokens(tokens, [places[one] for one in following])))
 
     def _unread_rows(self, sequence: Sequence) -> list[tuple[Sequence, int, list[int]]]:
         """A row for each known token that is not computed yet, but the last one. As rows of one token they may replay a
@@ -251,8 +283,3 @@ class DraftModel:
                 state_targets=torch.empty(0, dtype=torch.int32),
             ),
         )
-
-
-def _last(sequence: Sequence, drafts: list[int]) -> int:
-    """The token that the next draft follows."""
-    return drafts[-1] if drafts else sequence.tokens.item(sequence.length - 1)

@@ -141,12 +141,13 @@ class Drafts:
         """Seconds to make the first of these drafts, the first two and so on. Each pass adds one to some rows."""
         counts, rows = Counter[Sequence](), Counter[int]()  # drafts of a sequence; rows of a pass
         whole, seconds = 0.0, []
-        passes = [0.0, *map(model.pass_seconds, range(1, 1 + len(set(wanted))))]  # by rows
+        most = 1 + len(set(wanted))
+        passes = [[0.0, *(model.pass_seconds(number, ahead) for number in range(1, most))] for ahead in (0, 1)]
         for sequence in wanted:
+            ahead, taken = counts[sequence], rows[counts[sequence]]
+            whole += passes[min(1, ahead)][taken + 1] - passes[min(1, ahead)][taken]
             counts[sequence] += 1
-            rows[counts[sequence]] += 1
-            taken = rows[counts[sequence]]
-            whole += passes[taken] - passes[taken - 1]
+            rows[ahead] += 1
             seconds.append(whole)
         return seconds
 

@@ -244,12 +244,46 @@ def test_known_tokens_are_computed_beside_the_last_one(
         assert made._runner.replayed == len(passes) - 2
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_device_begins_further_passes_before_the_host_has_their_tokens(
+    model: Any,
+    make_model: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+    parts: str,
+    top_p: float,
+) -> None:
+    """And drafts stay right, also where the host has to draw again."""
+    engine = make_engine(model, vocabulary, speculation="model", draft=make_model(), max_num_seqs=2)
+    assert engine.drafts._model is not None
+    engine.drafts._model._selector._candidates = 2  # type: ignore[attr-defined]  # so that some tokens are drawn again
+    runner = engine.drafts._model._runner
+    execute, early = runner.execute, 0
+
+    def counted(batch: Any, tokens: Any = None) -> Any:
+        nonlocal early
+        early += tokens is not None
+        return execute(batch, tokens)
+
+    runner.execute = counted  # type: ignore[method-assign]
+    for seed in range(2):
+        sampling = SamplingParams(temperature=1.0, top_p=top_p, seed=seed, max_tokens=40, ignore_eos=True)
+        engine.add(str(seed), PROMPT, sampling)
+    run(engine)
+    stats = engine.stats()
+    assert stats.accepted_tokens == stats.drafted_tokens > 60
+    assert early == 0 if parts == "host" else early > 20
+
+
 def test_the_seconds_of_drafts_are_those_of_passes() -> None:
-    """Each pass adds a draft to some rows."""
-    model: Any = SimpleNamespace(pass_seconds={1: 1.0, 2: 1.5, 3: 2.25}.__getitem__)
+    """Each pass adds a draft to some rows. Further ones are faster."""
+    first, further = {1: 1.5, 2: 2.0, 3: 2.75}, {1: 1.0, 2: 1.5, 3: 2.25}
+    model: Any = SimpleNamespace(pass_seconds=lambda rows, ahead: (further if ahead else first)[rows])
     a, b, c = "abc"
     wanted: Any = [a, b, a, a, c, b]
-    assert Drafts._making_seconds(model, wanted) == [1.0, 1.5, 2.5, 3.5, 4.25, 4.75]
+    assert Drafts._making_seconds(model, wanted) == [1.5, 2.0, 3.0, 4.0, 4.75, 5.25]
 
 
 def test_a_sequence_is_drafted_as_far_as_the_draft_model_sees(
