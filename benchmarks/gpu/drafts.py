@@ -60,7 +60,7 @@ def turns(loaded: LoadedGpuModel, text: ReplacedText, arguments: argparse.Namesp
                     if drafts is not None:
                         drafts.write(point.repeated, right=point.right)
                     before = loaded.engine.stats()
-                    (speed,), answers = measure([loaded.engine], text, point.rows, arguments.tokens)
+                    speed, answers = measure(loaded.engine, text, point.rows, arguments.tokens)
                     made = loaded.engine.stats().since(before)
                     if known.setdefault((point.repeated, point.rows), answers) != answers:
                         raise SystemExit("drafts changed an answer")
