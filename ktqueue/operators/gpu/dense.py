@@ -20,6 +20,7 @@ from ktqueue.operators.decoder_weights import router_norm
 from ktqueue.operators.gpu.kernels import panel_layout
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.router import Scoring
 from ktqueue.operators.layer_facts import LayerFacts, RouterFacts
@@ -58,8 +59,15 @@ def stays_quantised(quant: str) -> bool:
 class DenseLinear(Protocol):
     """A linear layer on a device, with weights [rows, columns] in any format."""
 
-    def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x [tokens, columns] -> [tokens, rows]. `dtype`: see few_rows_linear."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        norm: RmsNorm | None = None,
+        added_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [tokens, columns] -> [tokens, rows]. `dtype`, `norm`, `added_to`: see few_rows_linear."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weights: ids [tokens] int64 -> [tokens, columns] in the compute type."""
@@ -72,9 +80,16 @@ class DecodedLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        norm: RmsNorm | None = None,
+        added_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See DenseLinear."""
-        return few_rows_linear(x, self.weight, self.bias, dtype=dtype)
+        return few_rows_linear(x, self.weight, self.bias, dtype=dtype, norm=norm, added_to=added_to)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """See DenseLinear."""
@@ -88,9 +103,17 @@ class TwiceHeldLinear:
     quantised: "QuantisedLinear"
     decoded: DecodedLinear
 
-    def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        norm: RmsNorm | None = None,
+        added_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See DenseLinear."""
-        return (self.quantised if self.quantised.multiplies(x) else self.decoded)(x, dtype=dtype)
+        chosen = self.quantised if self.quantised.multiplies(x) else self.decoded
+        return chosen(x, dtype=dtype, norm=norm, added_to=added_to)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """See DenseLinear."""
@@ -130,17 +153,26 @@ class QuantisedLinear:
         """Whether x [tokens, columns] is multiplied by the quantised weights, without decoding them first."""
         return 1 <= len(x) <= self._few_rows and x.dtype != torch.float32
 
-    def __call__(self, x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        norm: RmsNorm | None = None,
+        added_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See DenseLinear."""
         if self.multiplies(x):
-            out = x.new_empty(len(x), self._rows, dtype=dtype)
-            multiply_few(self.parts, x, self._bias, out)
+            out = x.new_empty(len(x), self._rows, dtype=dtype) if added_to is None else added_to
+            multiply_few(self.parts, x, self._bias, out, adds=added_to is not None, norm=norm)
             return out
+        x = x if norm is None else add_rms_norm(x, *norm)
         products = []
         for first, weights in self._decoded_pieces():
             bias = None if self._bias is None else self._bias[first : first + len(weights)]
             products.append(few_rows_linear(x, weights, bias, dtype=dtype))
-        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
+        product = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+        return product if added_to is None else added_to.add_(product)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """See DenseLinear. Only for a matrix of one part."""

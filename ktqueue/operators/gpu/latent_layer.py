@@ -112,9 +112,9 @@ class LatentSelfAttention:
             out[expansion.others] = expand_values(attended, self._value_up).view(-1, *out.shape[1:])
         return out.flatten(1)
 
-    def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """The output [tokens, hidden], which belongs to the residual."""
-        return self._o(attended)
+    def project(self, attended: torch.Tensor, added_to: torch.Tensor | None = None) -> torch.Tensor:
+        """The output [tokens, hidden], which belongs to the residual. added_to: the residual, to add it IN PLACE."""
+        return self._o(attended, added_to=added_to)
 
 
 def attention_plan(step: StepContext) -> AttentionPlan:

@@ -11,7 +11,7 @@ from ktqueue.operators.gpu.experts.step import PendingResidual, SharedExpert, St
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
-from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.gpu.latent_layer import LatentSelfAttention, attention_plan
 from ktqueue.operators.indexer import KeyChoice
@@ -69,7 +69,10 @@ class SelfAttention:
         Returns the query [tokens, heads, head_dim].
         """
         facts, kv = self._facts, step.kv
-        qkv = self._qkv(pending.add_to(residual, self._norm, facts.epsilon))
+        if pending.is_empty and self._norm.dim() == 1:
+            qkv = self._qkv(residual, norm=RmsNorm(self._norm, facts.epsilon))
+        else:
+            qkv = self._qkv(pending.add_to(residual, self._norm, facts.epsilon))
         if facts.gated or facts.gate:
             width = facts.heads * self._head_dim
             qkv, self._gate = qkv[:, :-width], qkv[:, -width:]
@@ -101,9 +104,9 @@ class SelfAttention:
         gate, self._gate = self._gate, torch.empty(0)  # it would take memory until the next step
         return attended * gate.sigmoid()
 
-    def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """The output [tokens, hidden], which belongs to the residual."""
-        return self._o(attended)
+    def project(self, attended: torch.Tensor, added_to: torch.Tensor | None = None) -> torch.Tensor:
+        """The output [tokens, hidden], which belongs to the residual. added_to: the residual, to add it IN PLACE."""
+        return self._o(attended, added_to=added_to)
 
 
 class LinearSelfAttention:
@@ -150,9 +153,9 @@ class LinearSelfAttention:
         """The attention output of each token is complete: every token changes the state, also those not scored."""
         return query
 
-    def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """The output [tokens, hidden], which belongs to the residual."""
-        return self._o(attended)
+    def project(self, attended: torch.Tensor, added_to: torch.Tensor | None = None) -> torch.Tensor:
+        """The output [tokens, hidden], which belongs to the residual. added_to: the residual, to add it IN PLACE."""
+        return self._o(attended, added_to=added_to)
 
 
 class DenseMlp:
@@ -213,6 +216,8 @@ class DecoderLayer:
         self._router = weights.matrix(f"{router}.weight")
         self._router_bias = weights.optional_vector(f"{router}.bias")
         self._router_norm = weights.router_norm(layer) if layer.router.norm else None
+        further = *names, layer.experts_norm, layer.out_scale, layer.shared, layer.router.norm
+        self._only_adds = not any(further)  # what attention and experts compute to the residual
         self._shared_norm: torch.Tensor | None = None
         if layer.experts_norm:
             self._shared_norm = weights.norm(f"{layer.name}.{layer.mlp_norm}", centred=facts.centred)
@@ -234,6 +239,12 @@ class DecoderLayer:
 
         `live`: StepContext.live_tokens.
         """
+        if self._adds_at_once(residual, experts):
+            assert self._routed is not None
+            self.attention.project(attended, residual)
+            norm = RmsNorm(self._norm, self._epsilon)
+            experts.add_to(self._routed, residual, norm, self._router, self._router_bias, live)
+            return PendingResidual()
         projected = PendingResidual(self.attention.project(attended), norm=self._attended_norm)
         if self._mlp is not None:
             x = projected.add_to(residual, self._norm, self._epsilon)
@@ -257,6 +268,12 @@ class DecoderLayer:
             next_logits=self._next_logits if self._next else None,
         )
         return pending._replace(norm=self._out_norm, experts_norm=self._experts_out_norm, scale=self._out_scale)
+
+    def _adds_at_once(self, residual: torch.Tensor, experts: StepExperts) -> bool:
+        """Whether attention and experts add to the residual [tokens, hidden] themselves, and nothing stays pending."""
+        if self._routed is None or not self._only_adds:
+            return False
+        return experts.adds_to(self._routed, residual, self._norm, self._router)
 
     def predict_next_experts(self, next_layer: "DecoderLayer") -> None:
         """Guess the experts of `next_layer` in each step. Both layers have routed experts."""

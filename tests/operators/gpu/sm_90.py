@@ -25,14 +25,15 @@ from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
+from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
-from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import dependent_launches, kernels_on_any_device
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
-from ktqueue.operators.gpu.kernels.router import route
+from ktqueue.operators.gpu.kernels.router import PLAIN, Scoring, route
 from ktqueue.operators.latent_shape import LatentShape
 from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import SILU, GateFacts
@@ -146,6 +147,9 @@ def between_matrices() -> None:
         weight = torch.zeros(outputs, columns, dtype=bf16)
         few_rows_linear(weight[:tokens], weight, weight[:, 0].contiguous())
         few_rows_gated("silu", weight[:tokens], weight)
+        for factors in (weight[0], weight[0].float()):
+            few_rows_linear(weight[:tokens], weight, norm=RmsNorm(factors, 1e-6))
+        few_rows_linear(weight[:tokens], weight, added_to=torch.zeros(tokens, outputs, dtype=bf16))
 
     for experts, chosen, dtype in ((128, 8, bf16), (60, 4, torch.float32)):
         extra: dict[str, Any] = {
@@ -162,6 +166,24 @@ def between_matrices() -> None:
             x = torch.zeros(2, 2880, dtype=dtype)
             quantised = x, expert_int8.Int8Rows.empty(2, 2880, x.device)
             route(logits, chosen, renormalise=experts == 128, **extras, **by, quantised=quantised)
+
+    for tokens, hidden, experts, chosen, dtype, scoring in (
+        (1, 2048, 128, 8, bf16, PLAIN),
+        (4, 2880, 60, 4, torch.float16, Scoring(sigmoid=True, scale=2.5, scales=torch.zeros(60))),
+    ):
+        router = torch.zeros(experts, hidden, dtype=dtype)
+        few_rows_route(
+            router[:tokens],
+            RmsNorm(router[0], 1e-6),
+            router,
+            None if scoring is PLAIN else router[:, 0].contiguous(),
+            chosen,
+            counters=torch.zeros(tokens, dtype=torch.int32),
+            renormalise=True,
+            scoring=scoring,
+            live_tokens=torch.zeros(1, dtype=torch.int32),
+            counts=torch.zeros(experts, dtype=torch.int32),
+        )
 
 
 ATTENTION_CASES = (
@@ -250,6 +272,12 @@ def experts(tokens: int) -> None:
     of_input, of_output = (None, weights) if tokens == 1 else (weights, None)
     mid = expert_int8.gate_up(pairs, lists, x, SILU, of_input)
     expert_int8.down(pairs, lists, mid, of_output)
+    if lists is None:
+        residual, counters = (
+            torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16),
+            torch.zeros(64, dtype=torch.int32),
+        )
+        expert_int8.down(pairs, lists, mid, of_output, added_to=residual, counters=counters)
 
 
 def decoded(record: ExpertRecord, gate: GateFacts, *, biased: bool) -> None:
@@ -302,7 +330,8 @@ def panel_matrices() -> None:
     ):
         x = torch.zeros(tokens, columns, dtype=torch.float16 if columns == 2880 else torch.bfloat16)
         out = torch.zeros(tokens, sum(part.rows for part in parts), dtype=x.dtype)
-        multiply_few(parts, x, out[0] if columns == 2880 else None, out)
+        for options in ({}, {"adds": True}, {"norm": RmsNorm(x[0], 1e-6)}):
+            multiply_few(parts, x, out[0] if columns == 2880 else None, out, **options)
     for quant, ids in (("Q4_K", None), ("FP8", None), ("FP4", None), ("Q6_K", torch.zeros(3, dtype=torch.int64))):
         matrix(quant, 512, 2048).decode(torch.zeros(3, 2048, dtype=torch.bfloat16), ids=ids)
 
@@ -338,6 +367,7 @@ def compile_topic(topic: str) -> None:
             between_matrices()
             experts(1)
             panel_matrices()
+            attention()
             latent_attention()
             latent_inputs()
     elif topic == "matrices":

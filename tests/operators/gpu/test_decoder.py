@@ -212,9 +212,9 @@ def test_the_activations_option_decides_whether_the_gpu_may_round(
 ) -> None:
     seen = set()
 
-    def spied(*args: Any, exact: bool, rows: None) -> torch.Tensor:
+    def spied(*args: Any, exact: bool, **options: Any) -> torch.Tensor:
         seen.add(exact)
-        return experts(*args, exact=exact, rows=rows)
+        return experts(*args, exact=exact, **options)
 
     monkeypatch.setattr(step_module, "experts", spied)
     fed(make_decoder(make_model("qwen3_moe").bfloat16(), "Q8_0", activations=asked, expert_memory_bytes=ALL))

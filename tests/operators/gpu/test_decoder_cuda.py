@@ -71,13 +71,14 @@ def test_captured_steps_equal_eager_ones(
     ids=["early", "beside"],
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("activations", ["float32", "int8"])
 def test_steps_of_other_launches_compute_the_same(
-    family: str, trials: Trials, make_decoder: Callable[..., Any]
+    activations: str, family: str, trials: Trials, make_decoder: Callable[..., Any]
 ) -> None:
     """Captured steps, whose kernels are launched early, are compared with eager ones."""
     model, everything = make_model(family).to(torch.bfloat16), 1 << 40
     usual, early = (
-        make_decoder(model, "Q8_0", expert_memory_bytes=everything, trials=other)
+        make_decoder(model, "Q8_0", activations=activations, expert_memory_bytes=everything, trials=other)
         for other in (Trials(shared_beside_experts=False), trials)
     )
     prompts = {"s0": SEQUENCES["s0"][:1], "s1": SEQUENCES["s1"][:9]}

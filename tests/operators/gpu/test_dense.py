@@ -77,7 +77,7 @@ def test_few_rows_of_16_bits_are_multiplied_directly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken = []
-    monkeypatch.setattr(dense_module, "multiply_few", lambda *arguments: taken.append(arguments))
+    monkeypatch.setattr(dense_module, "multiply_few", lambda *arguments, **_: taken.append(arguments))
     panels, _ = make_panels(random_weights, "Q4_0", 16, 32, device)
     buffer = DecodeBuffer(dtype, device)
     buffer.reserve(16, 32)

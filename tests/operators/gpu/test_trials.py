@@ -7,18 +7,24 @@ import pytest
 import torch
 from decoder_families import (
     LATENT_FAMILIES,
+    Cache,
     make_model,
     token_error,
 )
 
+from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu import latent_layer
 from ktqueue.operators.gpu import layer as layer_module
+from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
+from ktqueue.operators.gpu.attention.triton import TritonPlanner
+from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
+from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
 from ktqueue.operators.gpu.settings import Trials
 from ktqueue.operators.gpu.side_stream import SideStream
-from ktqueue.operators.kv_cache import store
+from ktqueue.operators.kv_cache import KVLayout, store
 from ktqueue.operators.latent_shape import LatentShape, absorb_query, make_key, rotate_query
 
 from .test_decoder import assert_close, fed, record_bytes
@@ -35,6 +41,31 @@ def separate_launches(
     if key_up is None:
         return rotate_query(query, cosine, sine, shape)
     return absorb_query(query, key_up, cosine, sine, shape)
+
+
+@pytest.mark.parametrize("dense", ["dequantised", "quantised"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2"])
+def test_few_rows_of_fewer_launches_say_the_same(
+    family: str, dense: str, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPU tensors, twins compute the same bits, except for the order in which pairs are added. Shared experts do not
+    take part."""
+    model = make_model(family).to(torch.bfloat16)
+    decoder = make_decoder(model, "Q8_0", activations="int8", dense=dense, expert_memory_bytes=1 << 40)
+    with monkeypatch.context() as patched:
+        patched.setattr(StepExperts, "adds_to", lambda *_: False)
+        expected = fed(decoder)
+    joined: list[int] = []
+    add_to = StepExperts.add_to
+
+    def noted(self: StepExperts, index: int, residual: torch.Tensor, *rest: Any) -> None:
+        joined.append(len(residual))
+        add_to(self, index, residual, *rest)
+
+    monkeypatch.setattr(StepExperts, "add_to", noted)
+    found = fed(decoder)
+    assert (set(joined) <= {1, 2, 3, 4}) and bool(joined) == (family != "deepseek_v2")
+    assert token_error(found, expected) < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,3 +134,48 @@ def test_gate_and_up_may_be_joined_in_their_product(
     decoder = make_decoder(model)
     assert token_error(fed(decoder), expected) < 1e-2
     assert len(matrices) == len(decoder.facts.layers)
+
+
+@pytest.mark.parametrize("dense", ["dequantised", "quantised"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_layer_of_few_rows_takes_eight_launches(
+    rows: int, dense: str, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All by kernels, which the interpreter runs."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled on this machine")
+    interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
+    decoder = make_decoder(
+        make_model("qwen3_moe", num_hidden_layers=2).bfloat16(),
+        "Q8_0",
+        activations="int8",
+        dense=dense,
+        expert_memory_bytes=1 << 40,
+    )
+    launched: list[str] = []
+    launch = interpreter.GridExecutor.__call__
+
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        launched.append(self.fn.__name__)
+        launch(self, *arguments, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
+
+    def planner(layout: KVLayout, facts: DecoderFacts, device: str) -> TritonPlanner:
+        sizes: Any = {"scaling": facts.scaling, "windows": (0,), "device": device, "dtype": facts.dtype}
+        return TritonPlanner(AttentionShape(layout=layout, heads=facts.heads, **sizes))
+
+    def counted() -> tuple[torch.Tensor, list[str]]:
+        cache = Cache(decoder, device="cpu", planner=planner)
+        launched.clear()
+        with torch.inference_mode(), kernels_on_any_device():
+            return cache.step({str(row): [5 + row] for row in range(rows)}), [*launched]
+
+    found, few = counted()
+    monkeypatch.setattr(StepExperts, "adds_to", lambda *_: False)
+    monkeypatch.setattr(PendingResidual, "is_empty", False)
+    expected, usual = counted()
+    around = 3 if dense == "quantised" else 2  # embeddings, the last norm, the head
+    layers = len(decoder.facts.layers)
+    assert (len(few), len(usual)) == (around + 8 * layers, around + 11 * layers)
+    torch.testing.assert_close(found, expected, atol=2e-2 * expected.abs().max().item(), rtol=0)

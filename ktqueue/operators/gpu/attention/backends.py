@@ -1,8 +1,8 @@
 """Which attention backend plans the steps of a model: FlashInfer first, our Triton kernels second, torch on a CPU.
 
 On an H200, FlashInfer is faster for many keys from 16 rows on and for float8 caches, Triton for short decode steps and
-bfloat16 prefill. Triton also serves what FlashInfer lacks: float32, latents, other head sizes. The figures are in
-docs/architecture.md.
+bfloat16 prefill. So beside FlashInfer, captured steps of few rows have Triton's kernels, unless the cache is float8.
+Triton also serves what FlashInfer lacks: float32, latents, other head sizes. The figures are in docs/architecture.md.
 """
 
 import logging
@@ -16,6 +16,7 @@ from ktqueue.core.settings.engine import BackendName
 from ktqueue.operators.gpu.attention import flashinfer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
 from ktqueue.operators.gpu.attention.by_heads import HeadsPlanner
+from ktqueue.operators.gpu.attention.by_rows import RowsPlanner
 from ktqueue.operators.gpu.attention.latent import LatentPlanner
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
@@ -90,7 +91,10 @@ def make_planner(
     supported = shape.dtype != torch.float32 and layout.latent is None and not sinks and not chunk
     if backend == "flashinfer" or (backend == "auto" and supported):
         try:
-            return _warmed_up(_flashinfer(shape), shape)
+            others = _warmed_up(_flashinfer(shape), shape)
+            if backend == "flashinfer" or shape.layout.dtype.itemsize == 1:
+                return others
+            return RowsPlanner(_warmed_up(TritonPlanner(shape), shape), others)
         except Exception as error:  # the library, its compiler and its bindings have their own exceptions
             if backend == "flashinfer":
                 raise ValueError(f"attention backend flashinfer is not available: {error}") from error

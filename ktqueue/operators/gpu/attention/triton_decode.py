@@ -15,7 +15,7 @@ from ktqueue.operators.gpu.attention.triton_blocks import (
     padded,
     precision,
 )
-from ktqueue.operators.gpu.kernels.operation import tl, triton
+from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
 from ktqueue.operators.kv_cache import UNSCALED, CacheScale
 from ktqueue.operators.step import ScoreOptions
 
@@ -42,6 +42,7 @@ def _decode_split(
     scale, splits, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of one decode row for the heads of one key/value head. Empty splits return immediately."""
     item = tl.program_id(0)
@@ -50,6 +51,7 @@ def _decode_split(
     row = looked_up(rows, item)
     token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
+    wait_for_previous(WAITS)  # while the row is looked up, since the host writes these tables
     seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
     first = seen_from + split * share
     end = tl.minimum(context, first + share)
@@ -109,7 +111,7 @@ def joined(
 def _decode_join(
     query_starts, contexts, rows, parts, levels, sinks, out, value_scale, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr,
+    BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one head of one decode row."""
     item = tl.program_id(0)
@@ -117,6 +119,7 @@ def _decode_join(
     row = looked_up(rows, item)
     token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
+    wait_for_previous(WAITS)
     seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
     first = (item.to(tl.int64) * HEADS + head) * splits
     sums = joined(
@@ -162,6 +165,7 @@ def decode(
         CHUNK=options.chunk,
         BLOCK=block,
         PRECISION=precision(query.dtype),
+        **launch_options(),
         num_warps=8 if exact and width > 128 else 4,
         num_stages=2 if exact else 3,
     )  # fmt: skip
@@ -188,6 +192,7 @@ def join(
         HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), WINDOW=options.sliding_window, CHUNK=options.chunk,
         BLOCK=block, MOST=MAX_SPLITS, STEP=16,
         LOG2=LOG2_E,
+        **launch_options(),
         num_warps=4,
     )  # fmt: skip
 

@@ -17,6 +17,8 @@ from ktqueue.operators.gpu.experts.step_counts import StepCounts
 from ktqueue.operators.gpu.experts.streaming import AREAS, Streamer, StreamingSteps, area_bytes
 from ktqueue.operators.gpu.experts.streaming_choice import SHARES, SOME_SHARES, StreamingChoice
 from ktqueue.operators.gpu.handoff.handoff import Handoff
+from ktqueue.operators.gpu.kernels.expert_int8 import down_counters
+from ktqueue.operators.gpu.kernels.linear import FEW_ROWS
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 from ktqueue.operators.gpu.side_stream import SideStream
 
@@ -72,6 +74,7 @@ class ExpertMemory:
         self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
         self._beside = SideStream(device) if trials.shared_beside_experts else None
+        self._counters = torch.zeros(down_counters(FEW_ROWS, hidden), dtype=torch.int32, device=device)
         self._counts = StepCounts(layers, self._pool, self._streamed_steps, self._fetched_experts)
         self._decoded = DecodedExperts.prepare(
             layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
@@ -247,6 +250,7 @@ class ExpertMemory:
             decoded=decoded,
             choices=self.choices,
             beside=self._beside if decodes else None,
+            counters=self._counters,
         )
 
     def streams(self, tokens: int) -> bool:

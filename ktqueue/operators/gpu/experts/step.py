@@ -15,7 +15,8 @@ from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_products import experts, rounds_each_pair
-from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route, has_few_rows
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
 from ktqueue.operators.gpu.side_stream import SideStream
@@ -36,6 +37,11 @@ class PendingResidual(NamedTuple):
     norm: torch.Tensor | None = None
     experts_norm: torch.Tensor | None = None
     scale: float = 1.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to add."""
+        return self.added is None and self.partials is None and self.shared is None
 
     def add_to(
         self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float, *, copy: torch.Tensor | None = None
@@ -134,7 +140,8 @@ class StepExperts:
     the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
     layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
     tokens or more, experts_per_token] int32, receives the experts of each token. beside: where a shared expert is
-    computed while the GPU chooses and computes the others; None: behind them.
+    computed while the GPU chooses and computes the others; None: behind them. counters: for steps of few rows, int32,
+    all 0 between launches; None: another step runs at the same time.
     """
 
     def __init__(
@@ -148,6 +155,7 @@ class StepExperts:
         decoded: Callable[[int], torch.Tensor | None] | None = None,
         choices: torch.Tensor | None = None,
         beside: SideStream | None = None,
+        counters: torch.Tensor | None = None,
     ) -> None:
         self._layers = layers
         self._choices = choices
@@ -157,6 +165,7 @@ class StepExperts:
         self._predicts = predicts
         self._decoded = decoded
         self._beside = beside
+        self._counters = counters
 
     def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
         """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts.
@@ -212,6 +221,48 @@ class StepExperts:
         self._residency.layer_done(index)
         return PendingResidual(None if buffers is None else buffers.result, partials, *shared_output)
 
+    def adds_to(self, index: int, residual: torch.Tensor, norm: torch.Tensor, router: torch.Tensor) -> bool:
+        """Whether `add_to` can compute layer `index` for a residual [tokens, hidden]: few rows, all experts on the GPU.
+        norm, router: the weights [hidden] of the norm before the experts, and [experts, hidden]."""
+        if self._handoff is not None or self._counters is None or not self._residency.locations(index).on_gpu:
+            return False
+        layer, tokens = self._layers[index], len(residual)
+        return (
+            has_few_rows(residual, router, norm, layer.scoring)
+            and self._rounds_each_pair(index, residual)
+            and (self._decoded is None or self._decoded(tokens) is None)
+        )
+
+    def add_to(
+        self,
+        index: int,
+        residual: torch.Tensor,
+        norm: RmsNorm,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        live_tokens: torch.Tensor | None,
+    ) -> None:
+        """Norm the residual [tokens, hidden], and add the output of the experts of layer `index` to it IN PLACE: three
+        launches. For steps that `adds_to` allows. router, bias: see few_rows_route."""
+        layer, counters = self._layers[index], self._counters
+        assert counters is not None
+        x, rows, routing = few_rows_route(
+            residual,
+            norm,
+            router,
+            bias,
+            layer.experts_per_token,
+            counters=counters,
+            renormalise=layer.renormalise,
+            scoring=layer.scoring,
+            live_tokens=live_tokens,
+            counts=self._residency.use_counts(index),
+        )
+        if self._choices is not None:
+            self._choices[index, : len(x)].copy_(routing.ids)
+        self._compute_on_gpu(index, x, routing, rows, added_to=residual)
+        self._residency.layer_done(index)
+
     def _route(
         self,
         index: int,
@@ -246,17 +297,26 @@ class StepExperts:
     def _rows_to_quantise(self, index: int, x: torch.Tensor) -> Int8Rows | None:
         """Memory for x [tokens, hidden] in int8, if the router's launch quantises it: with few tokens, and without a
         CPU that waits for the router."""
-        layer, (tokens, hidden) = self._layers[index], x.shape
-        few = self._handoff is None and rounds_each_pair(
-            layer.record, tokens * layer.experts_per_token, layer.experts, x.dtype, exact=layer.exact
-        )
-        return Int8Rows.empty(tokens, hidden, x.device) if few else None
+        few = self._handoff is None and self._rounds_each_pair(index, x)
+        return Int8Rows.empty(len(x), x.shape[1], x.device) if few else None
+
+    def _rounds_each_pair(self, index: int, x: torch.Tensor) -> bool:
+        """See rounds_each_pair."""
+        layer = self._layers[index]
+        pairs = len(x) * layer.experts_per_token
+        return rounds_each_pair(layer.record, pairs, layer.experts, x.dtype, exact=layer.exact)
 
     def _compute_on_gpu(
-        self, index: int, x: torch.Tensor, routing: Routing, rows: Int8Rows | None
+        self,
+        index: int,
+        x: torch.Tensor,
+        routing: Routing,
+        rows: Int8Rows | None,
+        *,
+        added_to: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32, or [tokens, 1, hidden] if experts are
-        decoded. None: it has none of the experts."""
+        decoded. None: it has none of the experts. added_to: see `add_to`."""
         layer, residency = self._layers[index], self._residency
         locations = residency.locations(index)
         if not locations.on_gpu:
@@ -267,6 +327,9 @@ class StepExperts:
         if memory is not None:
             partials = decoded_experts.experts(pairs, locations.down, x, routing.weights, layer.gate, memory)
         else:
-            partials = experts(pairs, locations.down, x, routing.weights, layer.gate, exact=layer.exact, rows=rows)
+            partials = experts(
+                pairs, locations.down, x, routing.weights, layer.gate,
+                exact=layer.exact, rows=rows, added_to=added_to, counters=self._counters,
+            )  # fmt: skip
         residency.release(index)
         return partials

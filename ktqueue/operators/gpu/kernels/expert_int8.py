@@ -19,7 +19,7 @@ from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_pairs import SORTED_AT_ONCE, ExpertPairs, SortedPairs, list_pairs
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, DotTile, DotTiles
-from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
+from ktqueue.operators.gpu.kernels.operation import is_last, launch_options, tl, triton, wait_for_previous
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB
 from ktqueue.operators.native import GateFacts
 
@@ -126,6 +126,8 @@ def _experts_kernel(
     sorted_pairs,
     starts,
     counts,
+    residual,  # [tokens, ROWS], to which the sum of each token's rows of `out` is added; or None
+    counters,  # [tokens, programs of a pair] int32, all 0, with a residual
     pairs,
     slots,  # pairs that share a row of x
     start,  # byte of a record where the matrix begins
@@ -148,6 +150,7 @@ def _experts_kernel(
     S: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
+    ADDED: tl.constexpr,  # pairs of a token whose rows are added to the residual, or 0; only with programs of each pair
     WAITS: tl.constexpr,
 ):
     wait_for_previous(WAITS)
@@ -231,6 +234,16 @@ def _experts_kernel(
                 tl.store(out_scales + target, scale, mask=(out_slab < ROWS // 32) & live)
                 tl.store(out_sums + target, total, mask=(out_slab < ROWS // 32) & live)
         done += M
+    if ADDED > 0:  # the last program of a token's pairs adds up the rows of all of them, in the order of their slots
+        token = program // ADDED
+        if is_last(counters + token * tl.num_programs(0) + tl.program_id(0), ADDED):
+            total = tl.zeros([N], tl.float32)
+            for slot in tl.static_range(ADDED):
+                place = (token * ADDED + slot).to(tl.int64) * ROWS + n
+                total += tl.load(out + place, mask=n < ROWS, other=0.0)
+            target = residual + token.to(tl.int64) * ROWS + n
+            total += tl.load(target, mask=n < ROWS, other=0.0).to(tl.float32)
+            tl.store(target, total.to(residual.dtype.element_ty), mask=n < ROWS)
 
 
 def slabs_at_once(slabs: int) -> int:
@@ -274,6 +287,8 @@ def _launch(
     tile: DotTile,
     pairs_at_once: int,
     skips: bool,
+    added_to: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> None:
     """quants, biases: of gate and up, or of one matrix, whose format is given twice. gate None: there is one matrix.
     outs: `out`, `out_scales`, `out_sums`."""
@@ -284,7 +299,7 @@ def _launch(
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
         pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
         x.scales if weights is None else weights, *biases, *outs,
-        *(lists or 3 * (pairs.ids,)),
+        *(lists or 3 * (pairs.ids,)), added_to, counters,
         number, number // tokens, start, triton.cdiv(number, programs),
         WEIGHTED=weights is not None,
         ACTIVATION=gate.activation if gate else "",
@@ -300,10 +315,16 @@ def _launch(
         S=tile.slabs,
         N=tile.rows,
         STAGES=tile.stages or None,
+        ADDED=0 if added_to is None else pairs.ids.shape[1],
         **launch_options(),
         num_warps=tile.warps,
         maxnreg=tile.registers,
     )  # fmt: skip
+
+
+def down_counters(tokens: int, hidden: int) -> int:
+    """How many counters `down` needs at most: one for each token and program of a pair, which has 32 rows or more."""
+    return tokens * -(-hidden // SLAB)
 
 
 def _tiles_of(pairs: ExpertPairs, lists: SortedPairs | None) -> DotTiles:
@@ -343,9 +364,15 @@ def down(
     weights: torch.Tensor | None,
     *,
     tiles: DotTiles | None = None,
+    added_to: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return weight * (down mid): [tokens, k, hidden] float32, zero where the pair is skipped. weights None: all 1.
-    tiles: see `gate_up`."""
+
+    tiles: see `gate_up`. added_to: [tokens, hidden], contiguous; only without lists. The sum of a token's pairs is
+    added to it IN PLACE, as add_rms_norm adds partials. counters: [down_counters] int32, all 0, as the launch leaves
+    them; only with added_to.
+    """
     record, tiles = pairs.record, tiles or _tiles_of(pairs, lists)
     out = torch.empty(pairs.ids.numel(), record.hidden, dtype=torch.float32, device=pairs.ids.device)
     outs, quants = (out, mid.scales, mid.sums), (record.down, record.down)
@@ -353,6 +380,6 @@ def down(
     _launch(
         pairs, lists, mid, quants, outs,
         start=record.down_start, gate=None, weights=weights, biases=biases,
-        tile=tiles.down, pairs_at_once=tiles.pairs, skips=tiles.skips,
+        tile=tiles.down, pairs_at_once=tiles.pairs, skips=tiles.skips, added_to=added_to, counters=counters,
     )  # fmt: skip
     return out.view(*pairs.ids.shape, record.hidden)

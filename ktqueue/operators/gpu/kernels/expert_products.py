@@ -30,6 +30,8 @@ def experts(
     *,
     exact: bool = False,
     rows: Int8Rows | None = None,
+    added_to: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     tiles: ExpertTiles = TILES,
 ) -> torch.Tensor:
     """Return weight * expert(x) of every pair: [tokens, k, hidden] float32, zero where the pair is skipped.
@@ -38,7 +40,8 @@ def experts(
     place of the offsets in `pairs`; both are negative for the same experts. x and the rows between the two products are
     quantised (see expert_int8.py) where that is faster: with few tokens per expert, unless x is float32, a matrix has
     one of FLOAT_PRODUCTS, or `exact`. `rows`: x, quantised already; only if `rounds_each_pair`
-    says so. `tiles`: which kernels compute the step, and how. Raises ValueError as `gate_up` does.
+    says so. `added_to`, `counters`: see expert_int8.down; only with `rows`. `tiles`: which kernels compute the step,
+    and how. Raises ValueError as `gate_up` does.
     """
     record, down_pairs = pairs.record, pairs._replace(offsets=down_offsets)
     weights = weights.contiguous()
@@ -61,11 +64,13 @@ def experts(
             return expert_matrices.down(down_pairs, lists, rows, of_output, matrices.down)
         chosen = tiles.dot_tiles(number, are_sorted=lists is not None)
         rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
-        return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen)
+        return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen, added_to=added_to, counters=counters)
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)
     gate_up_twin(pairs, (rows or Int8Rows.quantise(x)).floats(), gate, mid, of_input)
     partials = torch.empty(*pairs.ids.shape, record.hidden)
     down_twin(down_pairs, Int8Rows.quantise(mid.view(-1, record.intermediate)).floats(), of_output, partials)
+    if added_to is not None:
+        added_to.copy_(added_to.float() + partials.sum(1))
     return partials
 
 

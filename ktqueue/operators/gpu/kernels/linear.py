@@ -4,7 +4,15 @@ import torch
 
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels.activation import activated, gated
-from ktqueue.operators.gpu.kernels.operation import launch_options, runs_kernel, tl, triton, wait_for_previous
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm, weighted
+from ktqueue.operators.gpu.kernels.operation import (
+    check_fits,
+    launch_options,
+    runs_kernel,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from ktqueue.operators.native import ActivationName
 
 FEW_ROWS = 4
@@ -17,12 +25,13 @@ _PROGRAMS = 512
 
 @triton.jit
 def _few_rows_linear(
-    x, weight, bias, out, outputs, x_stride,
+    x, weight, bias, norm, out, outputs, x_stride, epsilon,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    WAITS: tl.constexpr,
+    ADDS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_OUT outputs of all tokens. It requests whole rows of weights at once, so that what is in
-    flight covers the latency of memory."""
+    flight covers the latency of memory. norm: weights of an RMSNorm of x, which each program computes again; or None.
+    ADDS: the rounded product is added to what is in `out`."""
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = weight + output.to(tl.int64)[:, None] * COLUMNS
     token = tl.arange(0, 4)[:, None]
@@ -31,15 +40,34 @@ def _few_rows_linear(
         column = step * BLOCK + tl.arange(0, BLOCK)
         mask = (output < outputs)[:, None] & (column < COLUMNS)[None, :]
         w = tl.load(rows + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if norm is not None:
+            factors = tl.load(norm + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
         if step == 0:
             wait_for_previous(WAITS)  # while weights arrive, which no kernel of a step writes
+            if norm is not None:
+                scales = ()
+                for t in tl.static_range(TOKENS):
+                    squares = 0.0
+                    for part in tl.static_range(STEPS):
+                        place = part * BLOCK + tl.arange(0, BLOCK)
+                        some = tl.load(x + t * x_stride + place, mask=place < COLUMNS, other=0.0).to(tl.float32)
+                        squares += tl.sum(some * some, axis=0)
+                    scales = scales + (tl.rsqrt(squares / COLUMNS + epsilon),)
         for t in tl.static_range(TOKENS):
             row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+            if norm is not None:
+                row = weighted(row * scales[t], factors, x.dtype.element_ty, norm.dtype.element_ty != tl.float32)
+                row = row.to(tl.float32)
             sums += tl.where(token == t, tl.sum(w * row[None, :], axis=1)[None, :], 0.0)
     if bias is not None:
         sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     inside = (token < TOKENS) & (output < outputs)[None, :]
-    tl.store(out + token * outputs + output[None, :], sums.to(out.dtype.element_ty), mask=inside)
+    targets = out + token * outputs + output[None, :]
+    result = sums.to(out.dtype.element_ty)
+    if ADDS:
+        before = tl.load(targets, mask=inside, other=0.0).to(tl.float32)
+        result = (before + result.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(targets, result, mask=inside)
 
 
 @triton.jit
@@ -81,16 +109,23 @@ def few_rows_linear(
     bias: torch.Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
+    norm: RmsNorm | None = None,
+    added_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [tokens, columns] times weight [outputs, columns] transposed, plus bias [outputs] -> [tokens, outputs].
 
     The same as torch.nn.functional.linear, which computes it except for 1 to FEW_ROWS tokens of 16 bits on a GPU: with
     one row torch reaches only a part of the memory bandwidth. `weight` must not be written in the same step: see
     `dependent_launches`. Sums are float32. Rows of x may be strided. `dtype` of
-    the result is that of x, or float32, which keeps the sums unrounded.
+    the result is that of x, or float32, which keeps the sums unrounded. norm: x is normed first. added_to: contiguous
+    [tokens, outputs] in the dtype of x; the rounded result is added to it IN PLACE, and it is returned.
     """
     if _few(x, weight) and runs_kernel(x):
-        return _launch(x, weight, bias, dtype)
+        return _launch(x, weight, bias, dtype, norm, added_to)
+    if norm is not None:
+        x = add_rms_norm(x, *norm)
+    if added_to is not None:
+        return added_to.add_(torch.nn.functional.linear(x, weight, bias))
     if dtype in (None, x.dtype):
         return torch.nn.functional.linear(x, weight, bias)
     if is_gpu(x.device):
@@ -100,20 +135,28 @@ def few_rows_linear(
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype | None,
+    norm: RmsNorm | None,
+    added_to: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, columns = x.shape
     outputs = weight.shape[0]
-    out = x.new_empty(tokens, outputs, dtype=dtype)
+    out = x.new_empty(tokens, outputs, dtype=dtype) if added_to is None else added_to
+    fits = out.shape == (tokens, outputs) and out.is_contiguous() and (norm is None or norm.weight.shape == (columns,))
+    check_fits(fits, "few_rows_linear", x=x, weight=weight, norm=norm and norm.weight, added_to=added_to)
     block_out = _outputs_of_a_program(8 if tokens == 1 else 4, outputs)
     block = min(triton.next_power_of_2(columns), _COLUMNS)
     _few_rows_linear[(triton.cdiv(outputs, block_out),)](
-        x, weight, bias, out, outputs, x.stride(0),
+        x, weight, bias, norm and norm.weight, out, outputs, x.stride(0), norm.epsilon if norm else 0.0,
         TOKENS=tokens,
         COLUMNS=columns,
         BLOCK_OUT=block_out,
         BLOCK=block,
         STEPS=triton.cdiv(columns, block),
+        ADDS=added_to is not None,
         **launch_options(),
         num_warps=4,
     )  # fmt: skip

@@ -4,6 +4,8 @@ It rounds where the modules of transformers round; a sum of several terms is rou
 captured in a CUDA graph.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ktqueue.operators.gpu.device import is_gpu
@@ -15,6 +17,21 @@ from ktqueue.operators.gpu.kernels.operation import (
     triton,
     wait_for_previous,
 )
+
+
+class RmsNorm(NamedTuple):
+    """Of rows [tokens, hidden]. weight: [hidden], of any float type: see add_rms_norm."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+@triton.jit
+def weighted(x, factors, dtype: tl.constexpr, ROUNDS: tl.constexpr):
+    """Normed numbers, float32, times the norm's weights, in `dtype`. ROUNDS: they are rounded before, too."""
+    if ROUNDS:
+        x = x.to(dtype).to(tl.float32)
+    return (x * factors).to(dtype)
 
 
 @triton.jit
@@ -73,9 +90,7 @@ def _add_rms_norm(
         shifts = tl.load(weight + HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
         result = (x * scales + shifts).to(normed.dtype.element_ty)
     else:
-        if weight.dtype.element_ty != tl.float32:
-            x = x.to(normed.dtype.element_ty).to(tl.float32)
-        result = (x * scales).to(normed.dtype.element_ty)
+        result = weighted(x, scales, normed.dtype.element_ty, weight.dtype.element_ty != tl.float32)
     tl.store(normed + element, result, mask=inside)
     if copy is not None:
         tl.store(copy + element, result.to(tl.float32).to(copy.dtype.element_ty), mask=inside)

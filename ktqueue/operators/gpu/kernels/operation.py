@@ -17,6 +17,7 @@ __all__ = [
     "INTERPRETED",
     "check_fits",
     "dependent_launches",
+    "is_last",
     "kernels_on_any_device",
     "launch_after_all",
     "launch_options",
@@ -109,6 +110,22 @@ def wait_for_previous(WAITS: tl.constexpr):
     if WAITS and not INTERPRETED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def is_last(counter, programs):
+    """Whether this program is the last of `programs` programs to call this, so that it can read what all of them wrote.
+
+    counter: int32 in global memory, 0 before the first and after the last. Every program must have waited for the
+    kernel before: see wait_for_previous. The addition of one thread releases what the program wrote before the
+    barrier, and acquires what the others released.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == programs - 1
+    tl.debug_barrier()
+    if last:
+        tl.store(counter, 0)
+    return last
 
 
 def check_fits(fits: bool, name: str, **tensors: torch.Tensor | None) -> None:

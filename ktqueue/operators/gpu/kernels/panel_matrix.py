@@ -15,6 +15,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.copy_stream import host_bytes
 from ktqueue.operators.gpu.kernels import dots, formats, panel_layout
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm, weighted
 from ktqueue.operators.gpu.kernels.operation import launch_options, runs_kernel, tl, triton, wait_for_previous
 from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS
 from ktqueue.operators.packed import PackedMatrix
@@ -98,8 +99,9 @@ def _few_rows_panel(
     PANEL_BYTES: tl.constexpr,
     TOKENS: tl.constexpr,
     S: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """Compute the 16 outputs of a panel for all tokens."""
+    """Compute the 16 outputs of a panel for all tokens. ADDS: the rounded outputs are added to what is in `out`."""
     HALVES: tl.constexpr = dots.halves(FORMAT)
     MINIMUMS: tl.constexpr = dots.minimums(FORMAT)
     SIGNED: tl.constexpr = dots.signed(FORMAT)
@@ -153,31 +155,50 @@ def _few_rows_panel(
         value = tl.sum(sums[t], 0)
         if bias is not None:
             value += tl.load(bias + n, mask=n < ROWS, other=0.0).to(tl.float32)
-        tl.store(out + t * out_stride + n, value.to(out.dtype.element_ty), mask=n < ROWS)
+        value = value.to(out.dtype.element_ty)
+        if ADDS:
+            before = tl.load(out + t * out_stride + n, mask=n < ROWS, other=0.0).to(tl.float32)
+            value = (before + value.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + t * out_stride + n, value, mask=n < ROWS)
 
 
 @triton.jit(do_not_specialize=["magic"])
 def _few_rows_kernel(
-    matrix, second_matrix, x, bias, out, x_stride, out_stride, magic,
+    matrix, second_matrix, x, bias, out, norm, normed, epsilon, x_stride, out_stride, magic,
     ROWS: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr, PANEL_BYTES: tl.constexpr,
     SECOND_ROWS: tl.constexpr, SECOND_FORMAT: tl.constexpr, SECOND_SUPERBLOCK_BYTES: tl.constexpr,
     SECOND_PANEL_BYTES: tl.constexpr, SLAB_COUNT: tl.constexpr, TOKENS: tl.constexpr, S: tl.constexpr,
-    WAITS: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """One program per panel. SECOND_ROWS 0: there is no second part."""
-    wait_for_previous(WAITS)
+    """One program per panel. SECOND_ROWS 0: there is no second part. norm: weights of an RMSNorm of x, or None. Each
+    program norms all rows, to a place of its own in `normed` [programs, TOKENS, columns]: BLOCK columns at once."""
     program = tl.program_id(0)
+    COLUMNS: tl.constexpr = SLAB_COUNT * 32
+    if norm is not None:
+        column = tl.arange(0, BLOCK)
+        factors = tl.load(norm + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    wait_for_previous(WAITS)
+    if norm is not None:
+        own = normed + program.to(tl.int64) * (TOKENS * COLUMNS)
+        for t in tl.static_range(TOKENS):
+            row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+            row *= tl.rsqrt(tl.sum(row * row, axis=0) / COLUMNS + epsilon)
+            row = weighted(row, factors, x.dtype.element_ty, norm.dtype.element_ty != tl.float32)
+            tl.store(own + t * COLUMNS + column, row, mask=column < COLUMNS)
+        tl.debug_barrier()  # other threads of this program read them
+        x = own
+        x_stride = COLUMNS
     panels: tl.constexpr = (ROWS + 15) // 16
     if SECOND_ROWS == 0 or program < panels:
         _few_rows_panel(
             matrix, program, x, bias, out, x_stride, out_stride, magic,
-            ROWS, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES, PANEL_BYTES, TOKENS, S,
+            ROWS, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES, PANEL_BYTES, TOKENS, S, ADDS,
         )  # fmt: skip
     else:
         _few_rows_panel(
             second_matrix, program - panels, x, bias + ROWS if bias is not None else None, out + ROWS, x_stride,
             out_stride, magic,
-            SECOND_ROWS, SLAB_COUNT, SECOND_FORMAT, SECOND_SUPERBLOCK_BYTES, SECOND_PANEL_BYTES, TOKENS, S,
+            SECOND_ROWS, SLAB_COUNT, SECOND_FORMAT, SECOND_SUPERBLOCK_BYTES, SECOND_PANEL_BYTES, TOKENS, S, ADDS,
         )  # fmt: skip
 
 
@@ -191,7 +212,13 @@ def in_words(x: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_few_rows(
-    parts: "Sequence[PanelMatrix]", x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    parts: "Sequence[PanelMatrix]",
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    adds: bool,
+    norm: RmsNorm | None,
 ) -> None:
     """Launch `multiply_few` for one part or two."""
     x = in_words(x)
@@ -200,7 +227,9 @@ def _launch_few_rows(
     slabs, panels = columns // SLAB, sum(panel_layout.panel_count(part.rows) for part in parts)
     at_once = _slabs_at_once(panels, slabs)
     _few_rows_kernel[(panels,)](
-        first.panels, second.panels, x, bias, out, x.stride(0), out.stride(0), 0x43000000,
+        first.panels, second.panels, x, bias, out, norm and norm.weight,
+        x.new_empty(panels * tokens * columns) if norm else None, norm.epsilon if norm else 0.0,
+        x.stride(0), out.stride(0), 0x43000000,
         ROWS=first.rows,
         **panel_layout.constants(first.quant, columns),
         SECOND_ROWS=second.rows if len(parts) > 1 else 0,
@@ -208,6 +237,8 @@ def _launch_few_rows(
         SLAB_COUNT=slabs,
         TOKENS=tokens,
         S=at_once,
+        ADDS=adds,
+        BLOCK=triton.next_power_of_2(columns) if norm else 0,
         **launch_options(),
         num_warps=max(1, at_once * PANEL_ROWS // 128),
     )  # fmt: skip
@@ -270,21 +301,35 @@ class PanelMatrix:
         out.copy_(decoded[torch.from_numpy(place) * PANEL_ROWS + numbers % PANEL_ROWS])
 
 
-def multiply_few(parts: Sequence[PanelMatrix], x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def multiply_few(
+    parts: Sequence[PanelMatrix],
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    adds: bool = False,
+    norm: RmsNorm | None = None,
+) -> None:
     """Write x [tokens, columns] times all `parts` transposed, plus bias [rows of all], to out [tokens, rows of all].
 
-    For a few tokens of 16 bits. Weights are not rounded; sums are float32.
+    For a few tokens of 16 bits. Weights are not rounded; sums are float32. adds: the rounded product is added to `out`.
+    norm: x is normed first, rounded as by add_rms_norm.
     """
     row = 0
     if runs_kernel(out):
         for i in range(0, len(parts), 2):
             rows = sum(part.rows for part in parts[i : i + 2])
             part_bias = None if bias is None else bias[row : row + rows]
-            _launch_few_rows(parts[i : i + 2], x, part_bias, out[:, row : row + rows])
+            _launch_few_rows(parts[i : i + 2], x, part_bias, out[:, row : row + rows], adds=adds, norm=norm)
             row += rows
         return
+    x = x if norm is None else add_rms_norm(x, *norm)
     weights = torch.empty(out.shape[1], x.shape[1])
     for part in parts:
         part.decode(weights[row : row + part.rows])
         row += part.rows
-    out.copy_(torch.nn.functional.linear(x.float(), weights, None if bias is None else bias.float()))
+    product = torch.nn.functional.linear(x.float(), weights, None if bias is None else bias.float())
+    if adds:
+        out.add_(product.to(out.dtype))
+    else:
+        out.copy_(product)

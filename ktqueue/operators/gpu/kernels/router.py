@@ -94,16 +94,14 @@ def _share(x, best, jitter, inside):
 
 
 @triton.jit
-def _route(
-    logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
+def choose(
+    token, logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
     scale, stride, jitter,
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
     RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
-    JITTER: tl.constexpr, WAITS: tl.constexpr,
+    JITTER: tl.constexpr,
 ):  # fmt: skip
-    """One program per token."""
-    wait_for_previous(WAITS)
-    token = tl.program_id(0)
+    """Choose the experts of one token: see `route`."""
     expert = tl.arange(0, EXPERT_BLOCK)
     slot = tl.arange(0, CHOSEN_BLOCK)
     infinity: tl.constexpr = float("inf")
@@ -171,6 +169,23 @@ def _route(
         tl.store(cpu_weights + element, weights, mask=inside)
 
 
+@triton.jit
+def _route(
+    logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
+    scale, stride, jitter,
+    EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
+    RENORMALISE: tl.constexpr, SIGMOID: tl.constexpr, SUM_FLOOR: tl.constexpr,
+    JITTER: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """One program per token."""
+    wait_for_previous(WAITS)
+    choose(
+        tl.program_id(0), logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice,
+        scales, scale, stride, jitter,
+        EXPERTS, EXPERT_BLOCK, CHOSEN, CHOSEN_BLOCK, RENORMALISE, SIGMOID, SUM_FLOOR, JITTER,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _route_and_quantise(
     logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
@@ -181,15 +196,15 @@ def _route_and_quantise(
     JITTER: tl.constexpr, WAITS: tl.constexpr, SLAB_COUNT: tl.constexpr, SLABS: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. tokens - 1 route a token, the others quantise its row of x."""
+    wait_for_previous(WAITS)
     program = tl.program_id(0)
     if program < tokens:
-        _route(
-            logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
+        choose(
+            program, logits, on_gpu, live_tokens, counts, ids_out, weights_out, cpu_ids, cpu_weights, choice, scales,
             scale, stride, jitter,
-            EXPERTS, EXPERT_BLOCK, CHOSEN, CHOSEN_BLOCK, RENORMALISE, SIGMOID, SUM_FLOOR, JITTER, WAITS,
+            EXPERTS, EXPERT_BLOCK, CHOSEN, CHOSEN_BLOCK, RENORMALISE, SIGMOID, SUM_FLOOR, JITTER,
         )  # fmt: skip
     else:
-        wait_for_previous(WAITS)
         quantise_row(program - tokens, x, codes, x_scales, sums, x_stride, SLAB_COUNT, SLABS)
 
 

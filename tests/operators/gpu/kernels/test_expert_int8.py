@@ -12,6 +12,7 @@ from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
@@ -122,6 +123,29 @@ def test_a_pair_depends_on_no_other(random_weights: Callable[..., Bytes]) -> Non
     assert torch.equal(results[0][:2], results[1])
 
 
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (3, 96)])
+def test_the_last_program_adds_the_pairs_of_a_token(
+    tokens: int, hidden: int, random_weights: Callable[..., Bytes]
+) -> None:
+    """The sum has the bits of add_rms_norm. Skipped pairs add nothing, and each launch leaves its counters 0."""
+    pool = make_pool(random_weights, ("Q4_0", "Q8_0", "IQ4_NL"), 9, hidden, 64)
+    ids, weights = route(tokens, 9, 4)
+    offsets = pool.offsets.clone()
+    offsets[ids[0, 1]] = -1
+    ids[-1, 2] = -1
+    pairs, mid = pool.pairs(ids, offsets), Int8Rows.quantise(activations(4 * tokens, 64))
+    residual = activations(tokens + 7, hidden)[:tokens].bfloat16()
+    counters = torch.zeros(expert_int8.down_counters(tokens, hidden), dtype=torch.int32)
+    partials = by_kernel(expert_int8.down, pairs, None, mid, weights)
+    found = residual.clone()
+    for _ in range(2):
+        added = by_kernel(expert_int8.down, pairs, None, mid, weights, added_to=found, counters=counters)
+        assert torch.equal(added, partials)
+        assert not counters.any()
+        by_kernel(add_rms_norm, residual, torch.ones(hidden), 1e-6, partials=partials)
+        assert torch.equal(found, residual)
+
+
 def test_rows_that_are_not_finite_poison_themselves() -> None:
     x = activations(4, 96)
     x[0, 3], x[1, 40], x[2, 64:] = torch.inf, torch.nan, 0.0
@@ -161,6 +185,12 @@ def test_rows_may_be_quantised_before(random_weights: Callable[..., Bytes]) -> N
             run(products.experts, pairs, pool.offsets, x, weights, native.SILU, rows=given) for given in (rows, None)
         )
         assert_close(found, expected)
+        residual, counters = x.clone(), torch.zeros(expert_int8.down_counters(3, 64), dtype=torch.int32)
+        run(
+            products.experts, pairs, pool.offsets, x, weights, native.SILU,
+            rows=rows, added_to=residual, counters=counters,
+        )  # fmt: skip
+        torch.testing.assert_close(residual, (x.float() + found.sum(1)).bfloat16(), rtol=1e-2, atol=0)
     for experts, most in ((4, 32), (64, 32), (128, 64), (256, 64)):
         assert TILES.own_limit(experts) == most
         assert products.rounds_each_pair(pool.record, most, experts, x.dtype, exact=False)
@@ -171,6 +201,7 @@ def test_rows_may_be_quantised_before(random_weights: Callable[..., Bytes]) -> N
 
 @pytest.mark.compiled
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
-    few = ["_prepare_kernel", "_experts_kernel", "_experts_kernel"]
+    sorted_pairs = ["_prepare_kernel", "_experts_kernel", "_experts_kernel"]
+    few = [*sorted_pairs, "_experts_kernel"]  # whose last program adds the pairs of a token
     fetching = ["_divide_kernel", "_fetch_kernel"]
-    assert compiled_for_h200("experts", tmp_path) == few * 3 + fetching * 2
+    assert compiled_for_h200("experts", tmp_path) == few * 2 + sorted_pairs + fetching * 2

@@ -7,6 +7,7 @@ from torch import nn
 from ktqueue.operators.gpu.kernels import linear
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.native import ActivationName
 
 from ..interpreted import by_kernel
@@ -45,6 +46,26 @@ def test_the_kernel_equals_torch(
             torch.testing.assert_close(ours.float(), twin, rtol=STEP[dtype], atol=1e-4)
         sums = by_kernel(few_rows_linear, x, weight, dtype=torch.float32)
         torch.testing.assert_close(sums, x.float() @ weight.float().T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "columns"), [(17, 100), (5, 2100)])
+def test_a_norm_before_and_a_sum_behind_are_part_of_the_launch(outputs: int, columns: int, dtype: torch.dtype) -> None:
+    """A row is normed whole, also where weights come in several steps. Sums are rounded as by launches of their own."""
+    weight, factors = (torch.randn(outputs, columns) / columns**0.5).to(dtype), torch.rand(columns)
+    for tokens in (1, 3, 4):
+        x = torch.randn(tokens, columns).to(dtype)
+        for norm in (RmsNorm(factors, 1e-5), RmsNorm(factors.to(dtype), 1e-5)):
+            ours = by_kernel(few_rows_linear, x, weight, norm=norm, dtype=torch.float32)
+            twin = few_rows_linear(x, weight, norm=norm, dtype=torch.float32)
+            assert torch.equal(twin, few_rows_linear(add_rms_norm(x, *norm), weight, dtype=torch.float32))
+            torch.testing.assert_close(ours, twin, rtol=1e-2, atol=STEP[dtype])
+        before = torch.randn(tokens, outputs).to(dtype)
+        product, ours, twin = by_kernel(few_rows_linear, x, weight), before.clone(), before.clone()
+        assert by_kernel(few_rows_linear, x, weight, added_to=ours) is ours
+        assert torch.equal(ours, (before.float() + product.float()).to(dtype))
+        assert few_rows_linear(x, weight, added_to=twin) is twin
+        assert torch.equal(twin, (before.float() + few_rows_linear(x, weight).float()).to(dtype))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -46,6 +46,7 @@ def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     names = {
         "_add_rms_norm",
         "_few_rows_linear",
+        "_few_rows_route",
         "_few_rows_gate_up",
         "_gated",
         "_qk_norm_rope_append",
@@ -61,11 +62,18 @@ def test_kernels_of_short_steps_can_wait_for_the_one_before(tmp_path: Path) -> N
     """Others are launched as usual, after the end of the one before."""
     found = set(compiled_for_h200("dependent launches", tmp_path))
     waiting = {name.split("+")[0] for name in found if name.endswith("+waits")}
-    matrices = {"_few_rows_linear", "_few_rows_gate_up", "_few_rows_kernel", "_prepare_kernel", "_experts_kernel"}
-    latents = {"_latent_inputs", "_latent_split", "_latent_join"}
+    matrices = {
+        "_few_rows_linear",
+        "_few_rows_route",
+        "_few_rows_gate_up",
+        "_few_rows_kernel",
+        "_prepare_kernel",
+        "_experts_kernel",
+    }
+    latents = {"_latent_inputs", "_latent_split", "_latent_join", "_decode_split", "_decode_join"}
     assert waiting == {"_add_rms_norm", "_qk_norm_rope_append", "_route", "_route_and_quantise"} | matrices | latents
     usual = {"_gated", "_prepare", "_delta_rule", "_gated_norm", "_decode_kernel"}
-    usual |= {"_decode_join", "_expanded_tile", "_index_scores"}
+    usual |= {"_prefill_tile", "_expanded_tile", "_index_scores"}
     assert {name for name in found if not name.endswith("+waits")} == usual
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, in_words, multiply_few
 from ktqueue.operators.packed import Bytes, PackedMatrix
 
@@ -70,6 +71,28 @@ def test_one_product_may_have_two_formats(quants: tuple[str, str], random_weight
         assert wide[:, :2].eq(7).all() and wide[:, 49:].eq(7).all()
 
 
+def test_a_product_may_be_added_to_what_is_there(random_weights: Callable[..., Bytes]) -> None:
+    """It is rounded before, as a product of its own would be."""
+    two = [make_panels(random_weights, quant, rows, 256, seed=rows)[0] for quant, rows in (("Q4_K", 40), ("Q6_K", 7))]
+    x, before = activations(2, 256, torch.bfloat16), activations(2, 47, torch.bfloat16)
+    for run in (by_twin, by_kernel):
+        product, found = torch.empty(2, 47, dtype=torch.bfloat16), before.clone()
+        run(multiply_few, two, x, None, product)
+        run(multiply_few, two, x, None, found, adds=True)
+        assert torch.equal(found, (before.float() + product.float()).bfloat16())
+
+
+def test_rows_may_be_normed_by_the_product(random_weights: Callable[..., Bytes]) -> None:
+    two = [make_panels(random_weights, quant, rows, 288, seed=rows)[0] for quant, rows in (("Q8_0", 40), ("Q4_0", 7))]
+    x, factors = activations(2, 288, torch.bfloat16), torch.rand(288)
+    for norm in (RmsNorm(factors, 1e-5), RmsNorm(factors.bfloat16(), 1e-5)):
+        for run in (by_twin, by_kernel):
+            expected, found = torch.empty(2, 2, 47)
+            run(multiply_few, two, add_rms_norm(x, *norm), None, expected)
+            run(multiply_few, two, x, None, found, norm=norm)
+            assert_close(found, expected, 1e-3)
+
+
 @pytest.mark.parametrize(
     ("tokens", "wide", "start", "copied"),
     [
@@ -112,4 +135,4 @@ def test_weights_that_are_not_finite_are_refused(random_weights: Callable[..., B
 
 @pytest.mark.compiled
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
-    assert compiled_for_h200("matrices", tmp_path) == ["_few_rows_kernel"] * 5 + ["_decode_kernel"] * 4
+    assert compiled_for_h200("matrices", tmp_path) == ["_few_rows_kernel"] * 15 + ["_decode_kernel"] * 4
