@@ -201,11 +201,13 @@ def attention() -> None:
     indices = torch.zeros(16, dtype=torch.int32)
     chunks, decode = Tables(indices, indices, indices, indices), Tables(indices, indices, indices)
     for heads, kv_heads, head_dim, page_size, dtype, cache, options in ATTENTION_CASES:
-        query = torch.zeros(3, heads, head_dim, dtype=dtype)
+        query = torch.zeros(5, heads, head_dim, dtype=dtype)
         keys = torch.zeros(4, page_size, kv_heads, head_dim).to(cache)
-        workspace = torch.zeros(triton_decode.partial_bytes(3, heads, head_dim, 8), dtype=torch.uint8)
         tables, rows = (chunks, indices) if head_dim == 128 else (decode, None)
-        triton_decode.decode(query, keys, keys, tables, DecodeRows(3, rows, 8, workspace), query, options)
+        for items, splits in ((3, 128), (5, 8)):
+            workspace = torch.zeros(triton_decode.partial_bytes(items, heads, head_dim, splits), dtype=torch.uint8)
+            of_items = DecodeRows(items, rows, splits, workspace)
+            triton_decode.decode(query, keys, keys, tables, of_items, query, options)
         triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, options)
 
 

@@ -22,9 +22,12 @@ from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.kv_cache import KVCache, KVLayout
-from ktqueue.operators.step import ScoreOptions, StepContext
+from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 logger = logging.getLogger(__name__)
+
+_STEPS = (([2, 1], 2), ([1] * 5, 1), ([1], 4096))
+"""Tokens of each row, and its keys, of eager steps that need all kernels: chunks, few rows and more, many splits."""
 
 
 def make_planner(
@@ -119,18 +122,25 @@ def _flashinfer(shape: AttentionShape) -> AttentionPlanner:
 
 def _warmed_up(planner: AttentionPlanner, shape: AttentionShape) -> AttentionPlanner:
     """Compile and run all kernels of `planner` once, so that none is compiled while a graph is captured."""
-    kv = KVCache(replace(shape.layout, layers=1), 3, shape.device)
-    step = StepContext(
-        query_starts=torch.tensor([0, 2, 3], dtype=torch.int32),
-        context_lengths=torch.tensor([2, 1], dtype=torch.int32),
-        page_table=torch.tensor([[0, 1], [2, 0]], dtype=torch.int32),
-        slot_mapping=torch.zeros(3, dtype=torch.int64),
-        kv=kv,
-    )
-    query = torch.zeros(3, shape.heads, shape.layout.head_dim, dtype=shape.dtype, device=shape.device)
+    kv = KVCache(replace(shape.layout, layers=1), 1, shape.device)
+    query = torch.zeros(5, shape.heads, shape.layout.head_dim, dtype=shape.dtype, device=shape.device)
     sinks = torch.zeros(shape.heads, device=shape.device) if shape.sinks else None
-    for plan, tokens in ((planner.plan(step), 3), (planner.decode_plan(2, 1), 2)):
-        for window, chunk in [*((window, 0) for window in shape.windows), *([(0, shape.chunk)] if shape.chunk else [])]:
+    windows = [*((window, 0) for window in shape.windows), *([(0, shape.chunk)] if shape.chunk else [])]
+
+    def attend(plan: AttentionPlan, tokens: int) -> None:
+        for window, chunk in windows:
             plan.attend(0, query[:tokens], kv, ScoreOptions(shape.scaling, window, sinks, shape.cap, chunk))
+
+    for chunks, keys in _STEPS:
+        pages = -(-keys // shape.layout.page_size)
+        step = StepContext(
+            query_starts=torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            context_lengths=torch.full((len(chunks),), keys, dtype=torch.int32),
+            page_table=torch.zeros(len(chunks), pages, dtype=torch.int32),  # all rows are on page 0
+            slot_mapping=torch.zeros(sum(chunks), dtype=torch.int64),
+            kv=kv,
+        )
+        attend(planner.plan(step), sum(chunks))
+    attend(planner.decode_plan(2, 1), 2)
     torch.cuda.synchronize(shape.device)
     return planner

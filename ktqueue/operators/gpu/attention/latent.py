@@ -139,7 +139,7 @@ def _latent_join(
     context = tl.load(contexts + token)
     _, share = key_share(context, splits, 0, 0, BLOCK)
     first = (token.to(tl.int64) * HEADS + head) * splits
-    attended = joined(parts, levels, first, tl.cdiv(context, share), None, head, WIDTH, MOST, STEP, LOG2)
+    attended = joined(parts, levels, first, tl.cdiv(context, share), None, head, latent, WIDTH, MOST, STEP, LOG2)
     attended = (attended * value_scale).to(out.dtype.element_ty).to(tl.float32)  # as it is without expansion
     value = tl.sum(weights * attended[None, :], 1)
     cells = (token.to(tl.int64) * HEADS + head) * VALUE + column

@@ -53,6 +53,15 @@ def looked_up(table, index):
 
 
 @triton.jit
+def pages_of(pages, first, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUNDED: tl.constexpr):
+    """Return the page [BLOCK] of each key from `first` on. BOUNDED: keys from `end` on have none."""
+    index = first + tl.arange(0, BLOCK)
+    if BOUNDED:
+        return tl.load(pages + index // PAGE_SIZE, mask=index < end, other=0)
+    return tl.load(pages + index // PAGE_SIZE)
+
+
+@triton.jit
 def fold(
     query,  # [M, WIDTH]
     best,  # [M]
@@ -63,7 +72,7 @@ def fold(
     position,  # [M] last key that each row sees, used if CAUSAL
     keys,
     values,
-    pages,
+    page,  # [BLOCK], of each key of the block
     page_stride,
     slot_stride,
     scale,
@@ -82,7 +91,6 @@ def fold(
     index = first + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     exists = index < end
-    page = tl.load(pages + index // PAGE_SIZE, mask=exists, other=0) if BOUNDED else tl.load(pages + index // PAGE_SIZE)
     slots = page.to(tl.int64) * page_stride + (index % PAGE_SIZE) * slot_stride
     cells = slots[:, None] + column[None, :]
     if HEAD_DIM < WIDTH:

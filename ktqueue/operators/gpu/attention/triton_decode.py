@@ -13,6 +13,7 @@ from ktqueue.operators.gpu.attention.triton_blocks import (
     fold,
     looked_up,
     padded,
+    pages_of,
     precision,
 )
 from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
@@ -21,17 +22,23 @@ from ktqueue.operators.step import ScoreOptions
 
 MAX_SPLITS = 128
 """Most splits of the keys of a decode row."""
+FEW_ITEMS = 4
+"""Most decode rows of a launch that looks pages up ahead."""
+_AHEAD = 32, 4
+"""Keys of a block and stages of such a launch: four of its programs fit into one processor of an H200."""
+_FEW_SPLITS = 16
+"""Splits that one program joins for a whole head. Of more splits, it joins 32 columns."""
 
 
 @triton.jit
-def key_share(context, splits, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (first key that a decode row sees, keys of each split: whole blocks)."""
+def key_share(context, splits, WINDOW: tl.constexpr, CHUNK: tl.constexpr, block):
+    """Return (first key that a decode row sees, keys of each split: whole blocks of `block` keys)."""
     first = context * 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
     if CHUNK > 0:
         first = tl.maximum(first, (context - 1) // CHUNK * CHUNK)
-    return first, tl.cdiv(tl.cdiv(context - first, splits), BLOCK) * BLOCK
+    return first, tl.cdiv(tl.cdiv(context - first, splits), block) * block
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -42,19 +49,24 @@ def _decode_split(
     scale, splits, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    WAITS: tl.constexpr,
+    AHEAD: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of one decode row for the heads of one key/value head. Empty splits return immediately."""
+    """Compute one split of one decode row for the heads of one key/value head. Empty splits return immediately.
+
+    AHEAD: the pages of a block are looked up before the block before it is computed, so that keys need not wait.
+    """
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     row = looked_up(rows, item)
     token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
-    wait_for_previous(WAITS)  # while the row is looked up, since the host writes these tables
+    row_pages = pages + tl.load(page_starts + row)
     seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
     first = seen_from + split * share
     end = tl.minimum(context, first + share)
+    page = pages_of(row_pages, first, end, PAGE_SIZE, BLOCK, True)
+    wait_for_previous(WAITS)  # while pages are looked up, since the host writes these tables
     if first < end:
         place = tl.arange(0, M)
         column = tl.arange(0, WIDTH)
@@ -65,12 +77,15 @@ def _decode_split(
         best = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         sums = tl.zeros([M, WIDTH], tl.float32)
-        row_pages = pages + tl.load(page_starts + row)
         row_keys = keys + kv_head * HEAD_DIM
         row_values = values + kv_head * HEAD_DIM
         for block in range(first, end, BLOCK):
+            if AHEAD:
+                found, page = page, pages_of(row_pages, block + BLOCK, end, PAGE_SIZE, BLOCK, True)
+            else:
+                found = pages_of(row_pages, block, end, PAGE_SIZE, BLOCK, True)
             best, total, sums = fold(
-                states, best, total, sums, block, end, place, row_keys, row_values, row_pages, page_stride, slot_stride,
+                states, best, total, sums, block, end, place, row_keys, row_values, found, page_stride, slot_stride,
                 scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, True, False, PRECISION,
             )  # fmt: skip
         part = (item.to(tl.int64) * HEADS + head) * splits + split
@@ -80,24 +95,30 @@ def _decode_split(
 
 @triton.jit
 def joined(
-    parts, levels, first, used, sinks, head, WIDTH: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
+    parts, levels, first, used, sinks, head, column, WIDTH: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
     LOG2: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum [WIDTH] of `used` splits from `first` on, weighted by their shares of the exponentials.
+    """Return the sum of `used` splits from `first` on, weighted by their shares of the exponentials.
 
-    sinks: the further scores of all heads, or None. MOST: of splits. STEP: of those that are read at once.
+    column: those of WIDTH columns to return. sinks: the further scores of all heads, or None. MOST: of splits. STEP: of
+    those that are read at once.
     """
     every = tl.arange(0, MOST)
     level = tl.load(levels + first + every, mask=every < used, other=float("-inf"))
+    if STEP == MOST:  # all are on their way before the levels are needed
+        cells = (first + every)[:, None] * WIDTH + column[None, :]
+        part = tl.load(parts + cells, mask=(every < used)[:, None], other=0.0)
     best = tl.max(level, 0)
     if sinks is not None:
         sink = tl.load(sinks + head) * LOG2
         best = tl.maximum(best, sink)
-    total = tl.sum(tl.exp2(level - best), 0)
+    share = tl.exp2(level - best)
+    total = tl.sum(share, 0)
     if sinks is not None:
         total += tl.exp2(sink - best)
-    column = tl.arange(0, WIDTH)
-    sums = tl.zeros([WIDTH], tl.float32)
+    if STEP == MOST:
+        return tl.sum(share[:, None] * part, 0) / total
+    sums = tl.zeros([column.shape[0]], tl.float32)
     for block in range(0, used, STEP):
         some = block + tl.arange(0, STEP)
         weight = tl.exp2(tl.load(levels + first + some, mask=some < used, other=float("-inf")) - best)
@@ -107,25 +128,24 @@ def joined(
     return sums / total
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "block"])
 def _decode_join(
-    query_starts, contexts, rows, parts, levels, sinks, out, value_scale, splits,
+    query_starts, contexts, rows, parts, levels, sinks, out, value_scale, splits, block,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr, LOG2: tl.constexpr, WAITS: tl.constexpr,
+    MOST: tl.constexpr, COLUMNS: tl.constexpr, LOG2: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one head of one decode row."""
+    """Join the splits of COLUMNS columns of one head of one decode row."""
     item = tl.program_id(0)
     head = tl.program_id(1)
     row = looked_up(rows, item)
     token = looked_up(query_starts, row)
     context = tl.load(contexts + row)
     wait_for_previous(WAITS)
-    seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
+    seen_from, share = key_share(context, splits, WINDOW, CHUNK, block)
     first = (item.to(tl.int64) * HEADS + head) * splits
-    sums = joined(
-        parts, levels, first, tl.cdiv(context - seen_from, share), sinks, head, WIDTH, MOST, STEP, LOG2
-    )  # fmt: skip
-    column = tl.arange(0, WIDTH)
+    used = tl.cdiv(context - seen_from, share)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = joined(parts, levels, first, used, sinks, head, column, WIDTH, MOST, MOST, LOG2)
     cells = (token.to(tl.int64) * HEADS + head) * HEAD_DIM + column
     tl.store(out + cells, (sums * value_scale).to(out.dtype.element_ty), mask=column < HEAD_DIM)
 
@@ -149,7 +169,10 @@ def decode(
     page_size, kv_heads = keys.shape[1:3]
     width = padded(head_dim)
     exact = query.dtype == torch.float32
-    block = block_keys(width, query.dtype)
+    block, stages = block_keys(width, query.dtype), 2 if exact else 3
+    ahead = decode_rows.items <= FEW_ITEMS and keys.itemsize == 2 and width <= 128  # what has been measured
+    if ahead:
+        block, stages = _AHEAD
     parts, levels = partial_results(decode_rows, heads, head_dim)
     _decode_split[(decode_rows.items, kv_heads, decode_rows.splits)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, decode_rows.rows,
@@ -165,9 +188,10 @@ def decode(
         CHUNK=options.chunk,
         BLOCK=block,
         PRECISION=precision(query.dtype),
+        AHEAD=ahead,
         **launch_options(),
         num_warps=8 if exact and width > 128 else 4,
-        num_stages=2 if exact else 3,
+        num_stages=stages,
     )  # fmt: skip
     join(parts, levels, tables, decode_rows, out, options, scale.value, block=block)
 
@@ -186,14 +210,18 @@ def join(
     """Join the splits of `decode_rows` into out [tokens, heads, head_dim], multiplied by `value_scale`. `block`: keys
     of a block of the splits."""
     heads, head_dim = out.shape[1:]
-    _decode_join[(decode_rows.items, heads)](
+    width = padded(head_dim)
+    most, columns, warps = _FEW_SPLITS, width, 4
+    if decode_rows.splits > most:
+        most, columns, warps = MAX_SPLITS, min(32, width), 2
+    _decode_join[(decode_rows.items, heads, width // columns)](
         tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, options.sinks, out, value_scale,
-        decode_rows.splits,
-        HEADS=heads, HEAD_DIM=head_dim, WIDTH=padded(head_dim), WINDOW=options.sliding_window, CHUNK=options.chunk,
-        BLOCK=block, MOST=MAX_SPLITS, STEP=16,
+        decode_rows.splits, block,
+        HEADS=heads, HEAD_DIM=head_dim, WIDTH=width, WINDOW=options.sliding_window, CHUNK=options.chunk,
+        MOST=most, COLUMNS=columns,
         LOG2=LOG2_E,
         **launch_options(),
-        num_warps=4,
+        num_warps=warps,
     )  # fmt: skip
 
 

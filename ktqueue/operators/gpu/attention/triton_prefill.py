@@ -2,7 +2,7 @@
 
 import torch
 
-from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, Tables, block_keys, fold, padded, precision
+from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, Tables, block_keys, fold, padded, pages_of, precision
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.kv_cache import UNSCALED, CacheScale
 from ktqueue.operators.step import ScoreOptions
@@ -56,13 +56,15 @@ def _prefill_tile(
         if CHUNK > 0:  # a tile that reaches into the next chunk is masked whole
             masked_from = tl.where((end - 1) // CHUNK * CHUNK == first, masked_from, first)
         for block in range(first, masked_from, BLOCK):
+            page = pages_of(row_pages, block, end, PAGE_SIZE, BLOCK, False)
             best, total, sums = fold(
-                states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride,
-                slot_stride, scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, False, False, PRECISION,
+                states, best, total, sums, block, end, position, row_keys, row_values, page, page_stride, slot_stride,
+                scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, False, False, PRECISION,
             )  # fmt: skip
     for block in range(masked_from, end, BLOCK):
+        page = pages_of(row_pages, block, end, PAGE_SIZE, BLOCK, True)
         best, total, sums = fold(
-            states, best, total, sums, block, end, position, row_keys, row_values, row_pages, page_stride, slot_stride,
+            states, best, total, sums, block, end, position, row_keys, row_values, page, page_stride, slot_stride,
             scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, True, True, PRECISION,
         )  # fmt: skip
     tl.store(out + cells, (sums / total[:, None] * value_scale).to(out.dtype.element_ty), mask=inside)

@@ -65,6 +65,19 @@ def test_sinks_equal_the_reference(window: int) -> None:
     check_plan(planner(kv, 6).plan(step), step, random_query(step, 6), window, sinks)
 
 
+@pytest.mark.parametrize("window", [0, 900])
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_rows_of_many_splits_equal_the_reference(rows: int, window: int) -> None:
+    """The longest row has 20 splits of several blocks. Pages of up to four rows are looked up a block ahead."""
+    kv = make_cache(kv_heads=1, head_dim=64, page_size=16, dtype=torch.bfloat16, pages=200)
+    step = make_step(kv, [1] * rows, [1900, 70, 33, 1, 500][:rows])
+    ours = planner(kv, 8, torch.bfloat16)
+    ours.processors = 5 * rows
+    plan = ours.plan(step)
+    assert plan.decode_rows and plan.decode_rows.splits == 20
+    check_plan(plan, step, random_query(step, 8, torch.bfloat16), window)
+
+
 @pytest.mark.parametrize("chunk", [6, 32])
 def test_attention_within_chunks_equals_the_reference(chunk: int) -> None:
     """With chunks of whole blocks of keys, tiles within a chunk need no mask before their own tokens."""
