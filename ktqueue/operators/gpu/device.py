@@ -19,6 +19,11 @@ def launches_dependents(device: torch.device | str) -> bool:
     return is_gpu(device) and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def has_large_shared_memory(device: torch.device | str) -> bool:
+    """Whether a program on `device` can have 227 KB of shared memory: Hopper and Blackwell, of capability 9 and 10."""
+    return is_gpu(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def multiplies_groups(device: torch.device | str) -> bool:
     """Whether `device` is a GPU on which torch multiplies groups of rows in bfloat16 without a wait of the host.
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -208,7 +209,9 @@ def attention() -> None:
             workspace = torch.zeros(triton_decode.partial_bytes(items, heads, head_dim, splits), dtype=torch.uint8)
             of_items = DecodeRows(items, rows, splits, workspace)
             triton_decode.decode(query, keys, keys, tables, of_items, query, options)
-        triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, options)
+        for long_blocks in (False, True):
+            with patch.object(triton_prefill, "has_large_shared_memory", lambda _, has=long_blocks: has):
+                triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, options)
 
 
 def latent_attention() -> None:

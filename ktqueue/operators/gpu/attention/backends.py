@@ -1,14 +1,15 @@
 """Which attention backend plans the steps of a model: FlashInfer first, our Triton kernels second, torch on a CPU.
 
-On an H200, FlashInfer is faster for many keys from 16 rows on and for float8 caches, Triton for short decode steps and
-bfloat16 prefill. So beside FlashInfer, captured steps of few rows have Triton's kernels, unless the cache is float8.
-Triton also serves what FlashInfer lacks: float32, latents, other head sizes. The figures are in docs/architecture.md.
+On an H200, FlashInfer is faster for many keys from 16 rows on and for float8 caches, Triton for short decode steps. So
+beside FlashInfer, captured steps of few rows have Triton's kernels, unless the cache is float8. So have steps that read
+prompts, unless FlashInfer's kernels for Hopper (FlashAttention 3) are compiled. Triton also serves what FlashInfer
+lacks: float32, latents, other head sizes. The figures are in docs/architecture.md.
 """
 
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from typing import get_args
+from typing import TypeVar, get_args
 
 import torch
 
@@ -16,18 +17,20 @@ from ktqueue.core.settings.engine import BackendName
 from ktqueue.operators.gpu.attention import flashinfer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
 from ktqueue.operators.gpu.attention.by_heads import HeadsPlanner
-from ktqueue.operators.gpu.attention.by_rows import RowsPlanner
+from ktqueue.operators.gpu.attention.by_steps import StepsPlanner
 from ktqueue.operators.gpu.attention.latent import LatentPlanner
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
-from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.device import has_large_shared_memory, is_gpu
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
 logger = logging.getLogger(__name__)
+Planner = TypeVar("Planner", bound=AttentionPlanner)
 
-_STEPS = (([2, 1], 2), ([1] * 5, 1), ([1], 4096))
-"""Tokens of each row, and its keys, of eager steps that need all kernels: chunks, few rows and more, many splits."""
+_STEPS = (([2, 1], 2), ([2], 2), ([1] * 5, 1), ([1], 4096))
+"""Tokens of each row, and its keys, of eager steps that need all kernels: chunks beside a row and alone, few rows and
+more, many splits."""
 
 
 def make_planner(
@@ -97,7 +100,8 @@ def make_planner(
             others = _warmed_up(_flashinfer(shape), shape)
             if backend == "flashinfer" or shape.layout.dtype.itemsize == 1:
                 return others
-            return RowsPlanner(_warmed_up(TritonPlanner(shape), shape), others)
+            prompts = has_large_shared_memory(device) and not others.reads_prompts_fast
+            return StepsPlanner(_warmed_up(TritonPlanner(shape), shape), others, prompts=prompts)
         except Exception as error:  # the library, its compiler and its bindings have their own exceptions
             if backend == "flashinfer":
                 raise ValueError(f"attention backend flashinfer is not available: {error}") from error
@@ -105,7 +109,7 @@ def make_planner(
     return _warmed_up(TritonPlanner(shape) if layout.latent is None else LatentPlanner(shape), shape)
 
 
-def _flashinfer(shape: AttentionShape) -> AttentionPlanner:
+def _flashinfer(shape: AttentionShape) -> flashinfer.FlashInferPlanner:
     """Make a FlashInfer planner. Raises ValueError for what FlashInfer does not support."""
     if shape.layout.latent is not None:
         raise ValueError("latent attention needs our own kernels")
@@ -120,7 +124,7 @@ def _flashinfer(shape: AttentionShape) -> AttentionPlanner:
     return flashinfer.FlashInferPlanner(shape)
 
 
-def _warmed_up(planner: AttentionPlanner, shape: AttentionShape) -> AttentionPlanner:
+def _warmed_up(planner: Planner, shape: AttentionShape) -> Planner:
     """Compile and run all kernels of `planner` once, so that none is compiled while a graph is captured."""
     kv = KVCache(replace(shape.layout, layers=1), 1, shape.device)
     query = torch.zeros(5, shape.heads, shape.layout.head_dim, dtype=shape.dtype, device=shape.device)

@@ -3,9 +3,13 @@
 import torch
 
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, Tables, block_keys, fold, padded, pages_of, precision
+from ktqueue.operators.gpu.device import has_large_shared_memory
 from ktqueue.operators.gpu.kernels.operation import tl, triton
 from ktqueue.operators.kv_cache import UNSCALED, CacheScale
 from ktqueue.operators.step import ScoreOptions
+
+LONG_BLOCK = 128
+"""Keys of a block where shared memory has room for three: 1,364 us instead of 1,663 at 8,192 tokens on an H200."""
 
 
 @triton.jit
@@ -103,12 +107,16 @@ def prefill(
         PAGE_SIZE=page_size,
         WINDOW=options.sliding_window,
         CHUNK=options.chunk,
-        BLOCK=block_keys(width, query.dtype),
+        BLOCK=LONG_BLOCK if _has_long_blocks(query, keys, width) else block_keys(width, query.dtype),
         PRECISION=precision(query.dtype),
         LOG2=LOG2_E,
         num_warps=4 if exact and width <= 128 else 8,
         num_stages=2 if exact or width > 128 else 3,
     )  # fmt: skip
+
+
+def _has_long_blocks(query: torch.Tensor, keys: torch.Tensor, width: int) -> bool:
+    return width <= 128 and query.dtype.itemsize == keys.dtype.itemsize == 2 and has_large_shared_memory(query.device)
 
 
 def tile_tokens(group: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/gpu/test_attention.py", allow_module_level=True)
 
+from ktqueue.operators.gpu.attention import triton_prefill
 from ktqueue.operators.gpu.attention.triton import TritonPlan, TritonPlanner
 from ktqueue.operators.gpu.attention.triton_decode import split_count
 from ktqueue.operators.kv_cache import KVCache
@@ -54,6 +55,17 @@ def test_chunks_longer_than_a_tile_equal_the_reference() -> None:
     step = make_step(kv, [40, 33], [130, 34])
     for window in (0, 33):
         check_plan(planner(kv, 2).plan(step), step, random_query(step, 2), window)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (40, 0), (0, 128)])
+def test_long_blocks_of_keys_equal_the_reference(window: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper. The rows end within a block, at its end, and behind three blocks."""
+    monkeypatch.setattr(triton_prefill, "has_large_shared_memory", lambda _: True)
+    kv = make_cache(kv_heads=1, head_dim=64, page_size=16, dtype=torch.bfloat16, pages=70)
+    step = make_step(kv, [50, 20, 3, 1], [420, 128, 3, 300])
+    check_plan(
+        planner(kv, 8, torch.bfloat16).plan(step), step, random_query(step, 8, torch.bfloat16), window, chunk=chunk
+    )
 
 
 @pytest.mark.parametrize("window", [0, 7])
