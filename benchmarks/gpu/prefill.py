@@ -1,7 +1,8 @@
 """How fast prompts are read alone: `python -m benchmarks.gpu.prefill [--model M] [--results DIR]`.
 
-All experts are on the CPU and come over the bus, then all are in GPU memory. The engine is built for each most tokens
-of a step, again and again in turns. The first prompts of each length are not counted: they teach what to stream.
+All experts are on the CPU and come over the bus, then all are in GPU memory, at last without captured steps. The
+engine is built for each most tokens of a step, again and again in turns. The first prompts of each length are not
+counted: they teach what to stream.
 """
 
 import sys
@@ -56,19 +57,25 @@ def main() -> None:
     parser = gpu_command_line(__doc__, rows="4")
     parser.add_argument("--on-cpu", type=integers, default="2048,8192,32704", help="tokens, with experts on the CPU")
     parser.add_argument("--on-gpu", type=integers, default="512,2048,8192,16384", help="tokens, with all on the GPU")
+    parser.add_argument("--eager", type=integers, default="512", help="tokens, with all on the GPU and no CUDA graphs")
     parser.add_argument("--step-tokens", type=integers, default="8192,32768", help="most tokens of a step")
     parser.add_argument("--count", type=int, default=7, help="prompts of each length in a turn")
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
     loaded = LoadedGpuModel(arguments.model, max(arguments.rows), CACHE_GIB * GIB, gpu_expert_memory_bytes=0)
-    places = {"CPU": (0, arguments.on_cpu), "GPU": (2 * loaded.expert_bytes, arguments.on_gpu)}
+    on_gpu = {"gpu_expert_memory_bytes": 2 * loaded.expert_bytes}
+    places: dict[str, tuple[dict[str, Any], list[int]]] = {
+        "CPU": ({"gpu_expert_memory_bytes": 0}, arguments.on_cpu),
+        "GPU": (on_gpu, arguments.on_gpu),
+        "GPU, no graphs": ({**on_gpu, "cuda_graphs": False}, arguments.eager),
+    }
     result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment()}
     result |= {"prompts": arguments.count, "turns": arguments.turns}
     figures: list[dict[str, Any]] = []
     for turn in range(arguments.turns):
-        for experts, (memory, lengths) in places.items():
+        for experts, (settings, lengths) in places.items():
             for most in arguments.step_tokens if lengths else ():
-                loaded.rebuild(gpu_expert_memory_bytes=memory, max_num_batched_tokens=most)
+                loaded.rebuild(**settings, max_num_batched_tokens=most)
                 for tokens in lengths:
                     if tokens <= most or most == max(arguments.step_tokens):
                         figure = {"experts": experts, "step_tokens": most, **read(loaded, tokens, arguments.count)}

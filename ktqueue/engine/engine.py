@@ -59,7 +59,7 @@ class Engine:
 
     `model` is called as described in `runner.Model`. `num_pages` pages of `layout` are allocated at once. A prompt and
     its completion have at most `max_model_len` tokens. `planner` plans attention on a device; without it everything
-    runs on the CPU. `progress` is called while decode steps are captured, which then take `graph_bytes` of device
+    runs on the CPU. `progress` is called while steps are captured, which then take `graph_bytes` of device
     memory. Instead of these two, the result of `make_parts` can be given as `parts`. `clock` gives the default
     `arrival` in seconds. `max_prompt_rows`: see `Scheduler`. `auto_rows`: see `Rows`. `draft`: see `make_parts`.
     """

@@ -1,12 +1,15 @@
 """The runner, token selector and cache of an engine: those for the CPU, or those for a device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.draft_model import JOINED, MOST_OF_A_STEP, DraftModel, DraftSource
+from ktqueue.engine.gpu.device_model import CapturesPrompts
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import MOST_CAPTURED_ROWS, GraphRunner, Progress, buckets_up_to
+from ktqueue.engine.gpu.prompt_bucket import prompt_buckets_up_to
 from ktqueue.engine.runner import HostRunner, Model, Runner
 from ktqueue.engine.states import slots_for
 from ktqueue.engine.token_selector import HostSelector, Selector
@@ -114,9 +117,11 @@ def _device_parts(
         rows: int,
         progress: Progress | None = None,
         *,
+        prompts: Sequence[int] = (),
         overlaps: bool = False,
     ) -> GraphRunner:
-        """A runner whose decode steps of up to `rows` rows are captured, if the settings allow it."""
+        """A runner whose decode steps of up to `rows` rows are captured, if the settings allow it. prompts: tokens of
+        other captured steps."""
         return GraphRunner(
             model,
             vocabulary.size,
@@ -126,6 +131,7 @@ def _device_parts(
             device=device,
             buckets=buckets_up_to(rows) if config.cuda_graphs else [],
             max_pages=-(-max_model_len // layout.page_size),
+            prompts=prompts,
             progress=progress,
             overlaps=overlaps,
         )
@@ -134,7 +140,8 @@ def _device_parts(
         draft.keep_hidden(num_pages + 1, device)
     kv = KVCache(layout, num_pages, device, slots=_slots(layout, config), scratch=True)
     overlaps = may_overlap(config, state_bytes=layout.state_bytes, original_length=layout.original_length)
-    runner = captured(model, kv, planner, captured_rows(config), progress, overlaps=overlaps)
+    prompts = captured_prompts(config, model, layout)
+    runner = captured(model, kv, planner, captured_rows(config), progress, prompts=prompts, overlaps=overlaps)
     selector = DeviceSelector(vocabulary.token_bytes, device)
     draft_model, graph_bytes = None, runner.graph_bytes
     if draft is not None:
@@ -161,11 +168,19 @@ def _slots(layout: KVLayout, config: EngineConfig) -> int:
 
 
 def captured_steps(config: EngineConfig) -> int:
-    """How many steps are captured on a device, with those of a draft model."""
+    """How many decode steps are captured on a device, with those of a draft model."""
     if not config.cuda_graphs:
         return 0
     passes = len(buckets_up_to(drafted_rows(config))) if config.speculation in ("model", "mtp") else 0
     return len(buckets_up_to(captured_rows(config))) + passes
+
+
+def captured_prompts(config: EngineConfig, model: object, layout: KVLayout) -> list[int]:
+    """Tokens of the steps with prompts that are captured for a model on a device, once that is prepared. None are with
+    states of linear attention, and with latents, whose plans need lengths on the host."""
+    if not config.cuda_graphs or layout.linear or layout.latent is not None or not isinstance(model, CapturesPrompts):
+        return []
+    return prompt_buckets_up_to(min(config.step_tokens, model.most_captured_tokens))
 
 
 def drafted_rows(config: EngineConfig) -> int:

@@ -3,6 +3,7 @@
 `ktqueue inspect` passes estimates; a worker passes measured values where it has them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ktqueue.core.errors import ConfigError
@@ -14,6 +15,7 @@ _LIBRARY_BYTES = 512 << 20  # workspaces of matrix and attention libraries
 PLANNER_BYTES = 300 << 20
 """Of an attention planner on an H200, if 16 query heads share a key head: partial results, and indices of a plan."""
 _GRAPH_BYTES = 16 << 20  # of a captured step: nodes and arguments of some hundred kernels
+_PROMPT_GRAPH_BYTES = 36 << 20  # of a captured step with prompts, on an H200: its index arrays and logits, too
 _ACTIVATIONS = 10  # float32 rows of the hidden size that a token needs at once, without those of its experts
 ROW_TOKENS = 4096
 """Tokens of cache for each row: more than most requests have, and less than the context length of most models."""
@@ -170,9 +172,15 @@ def estimate_selection(rows: int, vocabulary: int) -> int:
     return 4 * min(rows, SAMPLED_ROWS) * vocabulary * _LOGITS
 
 
-def estimate_graphs(steps: int, step_bytes: int, tokens: int, rows: int, vocabulary: int) -> int:
-    """Device memory in bytes of `steps` captured steps, which share their tensors.
+def estimate_graphs(
+    steps: int, step_bytes: int, tokens: int, rows: int, vocabulary: int, *, prompts: Sequence[int] = ()
+) -> int:
+    """Device memory in bytes of `steps` captured decode steps, and of others of `prompts` tokens. All share tensors.
 
-    The largest has `rows` rows, all of them scored. A step of `tokens` tokens needs `step_bytes`.
+    The largest decode step has `rows` rows, all of them scored. A step of `tokens` tokens needs `step_bytes`.
     """
-    return steps * _GRAPH_BYTES + step_bytes * rows // tokens + 4 * rows * vocabulary if steps else 0
+    if not steps:
+        return 0
+    most = max(rows, *prompts) if prompts else rows
+    graphs = steps * _GRAPH_BYTES + len(prompts) * _PROMPT_GRAPH_BYTES
+    return graphs + step_bytes * most // tokens + 4 * rows * vocabulary

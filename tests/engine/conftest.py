@@ -1,5 +1,6 @@
 """A vocabulary of byte strings and a model whose next token is a hash of everything in its cache."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,14 +90,15 @@ class CacheModel:
         assert use_cache is False
         tokens = input_ids.shape[1]
         starts, lengths = step.query_starts.tolist(), step.context_lengths.tolist()
-        assert starts[0] == 0 and starts[-1] == tokens == position_ids.shape[1] == len(step.slot_mapping)
         live = tokens if step.live_tokens is None else int(step.live_tokens)
+        assert tokens == position_ids.shape[1] == len(step.slot_mapping)
+        assert starts[0] == 0 and starts[-1] in (live, tokens)  # padding tokens of a step with prompts have no row
         page_size = step.kv.layout.page_size
         slots = step.slot_mapping.tolist()
         assert len(set(slots[:live])) == live, "two tokens share a slot"
         assert all(slot // page_size != step.kv.scratch_page for slot in slots[:live])
         assert all(slot // page_size == step.kv.scratch_page for slot in slots[live:])
-        rows_live = len(lengths) - (tokens - live)
+        rows_live = sum(first < min(last, live) for first, last in itertools.pairwise(starts))
         assert not step.page_table[rows_live:, 1:].any(), "a padding row has pages of a row before"
         self.steps.append((rows_live, live))
         self.computed_tokens += live
@@ -260,10 +262,9 @@ def make_crowded(make_model: Any, vocabulary: Any, make_engine: Callable[..., En
             num_pages=pages,
             max_model_len=60,
             max_num_seqs=7,
-            max_num_batched_tokens=16,
             cuda_graphs=seed % 3 < 2,
             enable_prefix_caching=seed % 2 == 0,
-            **more,
+            **{"max_num_batched_tokens": 16, **more},
         )
 
     return make

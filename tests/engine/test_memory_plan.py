@@ -62,7 +62,11 @@ def test_estimates_grow_with_their_settings() -> None:
         beside = estimate_beside(large, 8192, rows, few=few, vocabulary=151_936, planner_bytes=7)
         assert beside == large // part + 4 * scored * 151_936 + 7
     assert estimate_graphs(0, large, 8192, 64, 151_936) == 0
-    assert 100 << 20 < estimate_graphs(9, large, 8192, 64, 151_936) < GIB
+    decode = estimate_graphs(9, large, 8192, 64, 151_936)
+    assert 100 << 20 < decode < GIB
+    assert estimate_graphs(9, large, 8192, 64, 151_936, prompts=[32]) == decode + (36 << 20)
+    with_prompts = estimate_graphs(9, large, 8192, 64, 151_936, prompts=[512, 32])
+    assert with_prompts == decode + (72 << 20) + large * 512 // 8192 - large * 64 // 8192
 
 
 @pytest.mark.parametrize(

@@ -105,18 +105,10 @@ PLANNERS: dict[tuple[object, ...], AttentionPlanner] = {}
 
 
 def planner(
-    layout: KVLayout,
-    backend: str,
-    heads: int,
-    dtype: torch.dtype,
-    windows: set[int],
-    *,
-    sinks: bool = False,
-    cap: float = 0.0,
-    chunk: int = 0,
+    layout: KVLayout, backend: str, heads: int, dtype: torch.dtype, windows: set[int], **options: Any
 ) -> AttentionPlanner:
     """One planner for each case, because FlashInfer's buffers are large."""
-    key = (layout, backend, heads, dtype, sinks, cap, chunk, *sorted(windows))
+    key = (layout, backend, heads, dtype, *options.items(), *sorted(windows))
     if key not in PLANNERS:
         PLANNERS[key] = make_planner(
             layout,
@@ -126,9 +118,7 @@ def planner(
             device="cuda",
             backend=backend,
             dtype=dtype,
-            sinks=sinks,
-            cap=cap,
-            chunk=chunk,
+            **options,
         )
     return PLANNERS[key]
 
@@ -314,6 +304,28 @@ def test_a_graph_follows_updates(backend: str, rows: int, cache: torch.dtype) ->
         eager_step = make_step(kv, *STEPS["mixed"])
         between = torch.randn(len(eager_step.slot_mapping), 32, 128, device="cuda").to(torch.bfloat16)
         same(plans.plan(eager_step).attend(0, between, kv, ScoreOptions(128**-0.5)), eager_step, between, 128**-0.5, 0)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("backend", "windows"), [("flashinfer", [0]), ("auto", [0]), ("triton", [0, 128])])
+def test_a_prompt_graph_follows_updates(backend: str, windows: list[int], cache: torch.dtype) -> None:
+    """One capture without tokens, replays for chunks and decode rows of any lengths, with all windows in it."""
+    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=cache, scales=scales_of(cache))
+    kv = random_cache(layout, 1100)
+    query = torch.randn(512, 32, 128, device="cuda").to(torch.bfloat16)
+    plan = planner(layout, backend, 32, torch.bfloat16, {*windows}).prompt_plan(16, 512, 1024)
+    graph = torch.cuda.CUDAGraph()
+    for captured in (nullcontext(), torch.cuda.graph(graph)):  # the first compiles
+        with captured:
+            found = [plan.attend(0, query, kv, ScoreOptions(128**-0.5, window)) for window in windows]
+    for chunks, contexts in (([512], [512]), STEPS["mixed"], ([1] * 16, [*range(1, 17)]), ([64, 300], [16384, 301])):
+        step, live = make_step(kv, chunks, contexts), sum(chunks)
+        with no_waiting():
+            plan.update(step)
+            graph.replay()
+        for got, window in zip(found, windows, strict=True):
+            same(got[:live], step, query[:live], 128**-0.5, window)
+            assert not got[live:].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -245,14 +245,18 @@ def test_experts_on_either_side(
     engine = on_device(model, config)
     assert serve(engine, requests(512, 16)) == answers("experts")
     engine.close()
+    stats = engine.stats()
+    assert 0 < stats.replayed_steps <= stats.steps
+    assert (stats.replayed_steps == stats.steps) == (memory > 0), "without the CPU's experts, prompts are captured too"
 
 
+@pytest.mark.parametrize("memory", [0, 1 << 30])
 @pytest.mark.parametrize("device", DEVICES)
 def test_few_pages_and_aborts_change_nothing(
-    device: str, models: dict[str, str], answers: Callable[[str], list[list[int]]], by_decoder: str
+    device: str, memory: int, models: dict[str, str], answers: Callable[[str], list[list[int]]], by_decoder: str
 ) -> None:
     model = load_model(models["experts"], rules=by_decoder, device=device)
-    engine = on_device(model, settings_for(device, num_pages=16))
+    engine = on_device(model, settings_for(device, num_pages=16, gpu_expert_memory_bytes=memory))
     asked = requests(512, 16)
     engine.add("aborted", asked[0][0] * 2, asked[0][1])
     engine.step()
@@ -323,13 +327,14 @@ def test_prepared_steps_change_nothing(
     assert answers[0] == answers[1] == answers[2]
 
 
+@pytest.mark.parametrize("memory", [0, 1 << 30])
 @pytest.mark.parametrize("device", DEVICES)
 def test_aborts_during_a_step_change_nothing(
-    device: str, models: dict[str, str], answers: Callable[[str], list[list[int]]], by_decoder: str
+    device: str, memory: int, models: dict[str, str], answers: Callable[[str], list[list[int]]], by_decoder: str
 ) -> None:
     """Steps that were launched early write to pages that are freed and used again in the meantime."""
     model = load_model(models["experts"], rules=by_decoder, device=device)
-    engine = on_device(model, settings_for(device, num_pages=40))
+    engine = on_device(model, settings_for(device, num_pages=40, gpu_expert_memory_bytes=memory))
     asked = requests(512, 16)
     for again in range(3):
         for i in range(6):
@@ -343,13 +348,14 @@ def test_aborts_during_a_step_change_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_nothing_is_lost_on_cuda(kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize(("kv_cache_dtype", "memory"), [("auto", 0), ("fp8", 0), ("fp8", 1 << 30)])
+def test_nothing_is_lost_on_cuda(kv_cache_dtype: str, memory: int) -> None:
     """A whole worker's engine in bfloat16: after 64 requests of random shapes, three times, no memory is lost.
 
     The share that long steps stream is learned from their times and changes the rounding, so tokens may differ.
     """
-    config = settings_for("cuda", dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
+    settings = {"kv_cache_dtype": kv_cache_dtype, "gpu_expert_memory_bytes": memory, "enable_prefix_caching": False}
+    config = settings_for("cuda", dtype="bfloat16", **settings)
     built = build(config)
     asked = requests(built.tokenizer.size, 64, seed=3)
     serve(built.engine, asked)

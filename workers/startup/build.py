@@ -77,7 +77,7 @@ def build(
     """Load the model and build its engine.
 
     `progress(done, total, what)` is called while weights are loaded, in bytes. `captured` is called in the same way
-    while decode steps are captured on a GPU, in steps. `named_ranges`: a GPU's layers get ranges of NVTX.
+    while steps are captured on a GPU, in steps. `named_ranges`: a GPU's layers get ranges of NVTX.
 
     Raises ConfigError, CheckpointError or RuleError, which name the setting, file or tensor at fault.
     """

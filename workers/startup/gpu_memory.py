@@ -14,10 +14,11 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import format_bytes
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.draft_model import MOST_OF_A_STEP, DraftSource
-from ktqueue.engine.engine_parts import captured_rows, captured_steps, may_overlap
+from ktqueue.engine.engine_parts import captured_prompts, captured_rows, captured_steps, may_overlap
 from ktqueue.engine.gpu.device_model import can_overlap, device_model
 from ktqueue.engine.gpu.graph_capture import RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner
+from ktqueue.engine.gpu.prompt_bucket import prompt_buckets_up_to
 from ktqueue.engine.memory_plan import (
     CONTEXT_BYTES,
     PLANNER_BYTES,
@@ -97,7 +98,7 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class PreparedGpu:
-    """What the engine of a GPU is built from. `cuda_graphs`: whether to capture decode steps."""
+    """What the engine of a GPU is built from. `cuda_graphs`: whether steps are captured."""
 
     planner: AttentionPlanner
     plan: MemoryPlan
@@ -147,7 +148,14 @@ def prepare_gpu(
         weights=weights,
         experts=experts,
         workspaces=step + beside + others,
-        graphs=estimate_graphs(captured_steps(config) if graphs else 0, step, config.step_tokens, captured, vocabulary),
+        graphs=estimate_graphs(
+            captured_steps(config) if graphs else 0,
+            step,
+            config.step_tokens,
+            captured,
+            vocabulary,
+            prompts=captured_prompts(config, model.module, layout),
+        ),
         states=slots_for(rows, drafts=config.drafts) * layout.state_bytes,
     )
     plan = plan_memory(
@@ -280,7 +288,9 @@ def plan_before_loading(
             + (_beside_bytes(step, config, vocabulary, PLANNER_BYTES) if overlaps else 0)
             + estimate_selection(captured, vocabulary)
             + (_decoded_bytes(report, config, device_bytes) if decodes else 0),
-            graphs=estimate_graphs(captured_steps(config), step, tokens, captured, vocabulary),
+            graphs=estimate_graphs(
+                captured_steps(config), step, tokens, captured, vocabulary, prompts=_captured_prompts(report, config)
+            ),
             states=slots_for(rows, drafts=config.drafts) * report.state_bytes,
         ),
         utilization=config.gpu_memory_utilization,
@@ -312,6 +322,12 @@ def _beside_bytes(step: int, config: EngineConfig, vocabulary: int, planner_byte
 def _hands_over(report: ModelReport, config: EngineConfig) -> bool:
     """Whether the CPU computes some of the experts."""
     return _placed_bytes(report, config) < report.movable_bytes
+
+
+def _captured_prompts(report: ModelReport, config: EngineConfig) -> list[int]:
+    """Tokens of the steps with prompts that may be captured. GpuDecoder's are, if no expert is on the CPU."""
+    captures = config.cuda_graphs and report.position_bytes and not report.state_bytes
+    return prompt_buckets_up_to(config.step_tokens) if captures and not _hands_over(report, config) else []
 
 
 def _placed_bytes(report: ModelReport, config: EngineConfig) -> int:

@@ -299,7 +299,7 @@ class EngineConfig:
     )
     cuda_graphs: bool = setting(
         True,
-        "Capture decode steps at start and replay them as CUDA graphs.",
+        "Capture decode steps and short prompts at start, and replay them as CUDA graphs.",
         flags=("--cuda-graphs/--no-cuda-graphs",),
         panel="GPU",
     )

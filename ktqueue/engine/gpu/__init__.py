@@ -1,1 +1,1 @@
-"""How the engine runs steps on a GPU: captured decode graphs, staging buffers and token selection on the device."""
+"""How the engine runs steps on a GPU: captured steps, staging buffers and token selection on the device."""

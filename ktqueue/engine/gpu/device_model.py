@@ -41,6 +41,15 @@ class StreamingModel(Protocol):
 
 
 @runtime_checkable
+class CapturesPrompts(Protocol):
+    """A model whose steps with prompts can be captured, too."""
+
+    @property
+    def most_captured_tokens(self) -> int:
+        """Tokens of the largest such step; 0: none. Known once the device is prepared."""
+
+
+@runtime_checkable
 class OverlappingModel(Protocol):
     """A model that launches steps in parts, so that others can run before a step is done, and its head apart."""
 

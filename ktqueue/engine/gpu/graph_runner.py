@@ -1,10 +1,12 @@
-"""Runs a model on a device. Decode steps replay a captured step where that is faster. All other steps run eagerly.
+"""Runs a model on a device. Decode steps replay a captured step where that is faster, and so do steps with short
+prompts, if the model allows it. All other steps run eagerly.
 
-A captured step has a fixed number of rows: see decode_bucket.py. Before each launch, the attention planner plans the
-step on the host.
+A captured step has a fixed size: see decode_bucket.py and prompt_bucket.py. Before each launch, the attention planner
+plans the step on the host.
 """
 
 from collections.abc import Callable, Generator
+from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +17,7 @@ from ktqueue.engine.gpu.decode_bucket import DecodeBucket
 from ktqueue.engine.gpu.device_model import OverlappingModel, StreamingModel, can_overlap
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.parted_step import PartedStep
+from ktqueue.engine.gpu.prompt_bucket import PromptBucket
 from ktqueue.engine.gpu.staging import Staging
 from ktqueue.engine.logits import Logits, LogitsInParts
 from ktqueue.engine.memory_plan import SAMPLED_ROWS
@@ -43,9 +46,10 @@ def buckets_up_to(rows: int) -> list[int]:
 class GraphRunner:
     """Runner of a model on `device`, with attention by `planner`.
 
-    `buckets`: row counts to capture, the largest first. Without any, every step runs eagerly; with any, `kv` needs a
-    scratch page. `max_pages`: the most pages of a row. `progress` is called after each capture. `overlaps`: whether
-    steps may be overlapped, if the model allows it, for which inputs and plans of their own take memory.
+    `buckets`: row counts of decode steps to capture; `prompts`: token counts of steps with prompts. The largest are
+    captured first. Without any, every step runs eagerly; with any, `kv` needs a scratch page. `max_pages`: the most
+    pages of a row. `progress` is called after each capture. `overlaps`: whether steps may be overlapped, if the model
+    allows it, for which inputs and plans of their own take memory.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class GraphRunner:
         device: str,
         buckets: list[int],
         max_pages: int,
+        prompts: Many[int] = (),
         progress: Progress | None = None,
         overlaps: bool = False,
     ) -> None:
@@ -77,15 +82,22 @@ class GraphRunner:
         # eagerly. None if it needs no choice.
         self._ways: list[tuple[int, bool] | None] = []
         self.buckets: list[DecodeBucket] = []  # in rising order
+        self.prompt_buckets: list[PromptBucket] = []  # in rising order
         self.replayed = 0
-        before = capturer.used_bytes() if buckets else 0
+        captures = len(prompts) + len(buckets)
+        before = capturer.used_bytes() if captures else 0
+        sizes = max_pages, kv, planner, self._forward, capturer, device
         with torch.inference_mode():
-            for done, rows in enumerate(sorted(buckets, reverse=True), start=1):
-                self.buckets.insert(0, DecodeBucket(rows, max_pages, kv, planner, self._forward, capturer, device))
+            for done, tokens in enumerate(sorted(prompts, reverse=True), start=1):
+                self.prompt_buckets.insert(0, PromptBucket(tokens, *sizes))
                 if progress is not None:
-                    progress(done, len(buckets), "decode graphs")
+                    progress(done, captures, "prompt graphs")
+            for done, rows in enumerate(sorted(buckets, reverse=True), start=1 + len(prompts)):
+                self.buckets.insert(0, DecodeBucket(rows, *sizes))
+                if progress is not None:
+                    progress(done, captures, "decode graphs")
         self.graph_bytes = (
-            max(0, capturer.used_bytes() - before) if buckets else 0
+            max(0, capturer.used_bytes() - before) if captures else 0
         )  # other memory may have been freed meanwhile
         """Device memory of the captured steps, in bytes."""
 
@@ -100,6 +112,9 @@ class GraphRunner:
             self._ways = [way] if tokens is None else [*self._ways[:1], way]
             if bucket is None or eager:
                 assert tokens is None, "the batch is not prepared"
+                if bucket is None and (prompts := self._prompt_bucket(batch)) is not None:
+                    self.replayed += 1
+                    return prompts.run(batch)
                 return self._eager(batch)
             if prepared is not batch:
                 bucket.prepare(batch)
@@ -168,9 +183,15 @@ class GraphRunner:
             self._choice.learn(rows, eager=eager, seconds=seconds)
 
     def _bucket(self, batch: Batch) -> DecodeBucket | None:
-        """The smallest bucket for `batch`, or None if it runs eagerly."""
+        """The smallest bucket for a decode step, or None if there is none."""
         rows = batch.scored.shape[0]
         return next((bucket for bucket in self.buckets if bucket.rows >= rows), None) if batch.decodes else None
+
+    def _prompt_bucket(self, batch: Batch) -> PromptBucket | None:
+        """The smallest bucket for a step with prompts, or None if it runs eagerly."""
+        if batch.decodes:
+            return None
+        return next((bucket for bucket in self.prompt_buckets if bucket.holds(batch)), None)
 
     def _eager(self, batch: Batch) -> Logits:
         try:

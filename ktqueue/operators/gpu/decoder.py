@@ -295,6 +295,11 @@ class GpuDecoder(Operator):
             return DecoderOutput(self.logits(result_of(parts))[None])
 
     @property
+    def most_captured_tokens(self) -> int:
+        """See CapturesPrompts. Steps of a model that has experts on the CPU are not captured with prompts."""
+        return 0 if self._experts is None else self._experts.most_captured_tokens
+
+    @property
     def may_overlap(self) -> bool:
         """Whether a step can run while others are computed: it streams all experts, and has nothing in common with
         them but weights and cache."""

@@ -1,8 +1,9 @@
 """What all attention backends share: the protocols of plans and planners, the shape of the model, a shared workspace.
 
-A planner is made once per model. Each eager step gets its own plan (`plan`). Captured decode steps share one plan per
-row bucket (`decode_plan`), which is updated before its graph is replayed (`update`). Plans are made from arrays on the
-host: nothing waits for the device. Knows no model and no engine.
+A planner is made once per model. Each eager step gets its own plan (`plan`). Captured steps of one size share a plan,
+which is updated before their graph is replayed (`update`): decode steps one for each number of rows (`decode_plan`),
+steps with prompts one for each number of tokens (`prompt_plan`). Plans are made from arrays on the host: nothing waits
+for the device. Knows no model and no engine.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,17 @@ class DecodePlan(AttentionPlan, Protocol):
 
         It must have exactly as many rows as the bucket; padding rows have a length of 1 and their own page. Call it on
         the stream that replays. Raises ValueError for another number of rows or more pages than planned for.
+        """
+
+
+class PromptPlan(AttentionPlan, Protocol):
+    """The plan of captured steps with prompts: `attend` is captured, its buffers never move."""
+
+    def update(self, host: StepContext) -> None:
+        """Make the next replay attend for `host`, any step of CPU tensors that the plan is large enough for.
+
+        Tokens behind those of the step get zeros. Call it on the stream that replays. Raises ValueError for more rows,
+        tokens or pages than planned for.
         """
 
 
@@ -48,6 +60,13 @@ class AttentionPlanner(Protocol):
         """Make the plan of all captured decode steps of `rows` rows with at most `max_pages` pages each.
 
         Before the first `update` it attends to rows of length 1 on page 0.
+        """
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> PromptPlan:
+        """Make the plan of captured steps of at most `rows` rows, with at most `tokens` tokens in all and `max_pages`
+        pages each.
+
+        Before the first `update` all results are zeros. Raises ValueError if this backend has no such plan.
         """
 
 

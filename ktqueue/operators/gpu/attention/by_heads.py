@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ktqueue.operators.gpu.attention.base import AttentionPlanner, DecodePlan
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, DecodePlan, PromptPlan
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
@@ -21,16 +21,16 @@ class HeadsPlan:
         return self._plans[self._kinds[layer]].attend(layer, query, kv, options)
 
 
-class HeadsDecodePlan(HeadsPlan):
-    """The decode plans of a row bucket, one for each kind of heads."""
+class HeadsCapturedPlan(HeadsPlan):
+    """The plans of captured steps of one size, one for each kind of heads."""
 
-    def __init__(self, plans: Sequence[DecodePlan], kinds: Sequence[int]) -> None:
+    def __init__(self, plans: Sequence[DecodePlan] | Sequence[PromptPlan], kinds: Sequence[int]) -> None:
         super().__init__(plans, kinds)
-        self._decode_plans = plans
+        self._captured = plans
 
     def update(self, host: StepContext) -> None:
-        """See DecodePlan."""
-        for plan in self._decode_plans:
+        """See DecodePlan and PromptPlan."""
+        for plan in self._captured:
             plan.update(host)
 
 
@@ -55,6 +55,11 @@ class HeadsPlanner:
         """See AttentionPlanner."""
         return HeadsPlanner([planner.another() for planner in self._planners], self._kinds)
 
-    def decode_plan(self, rows: int, max_pages: int) -> HeadsDecodePlan:
+    def decode_plan(self, rows: int, max_pages: int) -> HeadsCapturedPlan:
         """See AttentionPlanner."""
-        return HeadsDecodePlan([planner.decode_plan(rows, max_pages) for planner in self._planners], self._kinds)
+        return HeadsCapturedPlan([planner.decode_plan(rows, max_pages) for planner in self._planners], self._kinds)
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> HeadsCapturedPlan:
+        """See AttentionPlanner."""
+        plans = [planner.prompt_plan(rows, tokens, max_pages) for planner in self._planners]
+        return HeadsCapturedPlan(plans, self._kinds)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ktqueue.operators.gpu.attention.base import AttentionPlanner, DecodePlan
+from ktqueue.operators.gpu.attention.base import AttentionPlanner, DecodePlan, PromptPlan
 from ktqueue.operators.gpu.attention.page_lists import Indices
 from ktqueue.operators.step import AttentionPlan, StepContext
 
@@ -13,8 +13,8 @@ PROMPT_KEYS = 32
 
 
 class StepsPlanner:
-    """An AttentionPlanner. `ours` makes the decode plans of up to FEW_ROWS rows, and with `prompts` the plans of eager
-    steps that mostly read prompts. `others` makes all others."""
+    """An AttentionPlanner. `ours` makes the decode plans of up to FEW_ROWS rows and all prompt plans. With `prompts` it
+    also makes the plans of eager steps that mostly read prompts. `others` makes all others."""
 
     def __init__(self, ours: AttentionPlanner, others: AttentionPlanner, *, prompts: bool) -> None:
         self._ours = ours
@@ -38,6 +38,10 @@ class StepsPlanner:
     def decode_plan(self, rows: int, max_pages: int) -> DecodePlan:
         """See AttentionPlanner."""
         return (self._ours if rows <= FEW_ROWS else self._others).decode_plan(rows, max_pages)
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> PromptPlan:
+        """See AttentionPlanner."""
+        return self._ours.prompt_plan(rows, tokens, max_pages)
 
 
 def reads_prompts(host: StepContext) -> bool:

@@ -2,8 +2,9 @@
 
 Eager steps use its prefill kernels for any mix of rows. Those that mostly read prompts use FlashAttention 3 on Hopper,
 if it is compiled. That takes half an hour of a CPU; the package flashinfer-jit-cache has it. Captured decode steps use
-the first kernels in their CUDA graph form, with one wrapper per row bucket and window. Plans are made from host arrays:
-lengths are never read back from the device, and all copies from pinned memory are asynchronous.
+the first kernels in their CUDA graph form, with one wrapper per row bucket and window. Captured steps with prompts use
+our Triton kernel, whose grid does not follow from lengths. Plans are made from host arrays: lengths are never read back
+from the device, and all copies from pinned memory are asynchronous.
 """
 
 import os
@@ -26,6 +27,7 @@ from ktqueue.operators.gpu.attention.page_lists import (
     staged,
     views_of,
 )
+from ktqueue.operators.gpu.attention.triton import TritonPlanner, TritonPromptPlan
 from ktqueue.operators.kv_cache import CacheScale, KVCache
 from ktqueue.operators.step import ScoreOptions, StepContext
 
@@ -221,6 +223,12 @@ class FlashInferPlanner:
             head_dim = {"head_dim": self._shape.layout.head_dim}
             options = {window: common | head_dim for window, common in self._options.items()}
             return FlashInferDecodePlan(wrappers, self._shape, pages, limits, options)
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> TritonPromptPlan:
+        """See AttentionPlanner."""
+        plan = TritonPlanner(self._shape).prompt_plan(rows, tokens, max_pages)
+        self._plan_bytes += plan.bytes
+        return plan
 
     def _is_compiled(self, kernels: str, window: int) -> bool:
         """Whether `kernels` can read prompts of this model, and are compiled."""

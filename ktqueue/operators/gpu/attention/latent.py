@@ -12,7 +12,7 @@ import torch
 
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded, tile_tokens
 from ktqueue.operators.gpu.attention.page_lists import Indices, PageLists, page_lists, sent
-from ktqueue.operators.gpu.attention.triton import TritonDecodePlan, TritonPlan, TritonPlanner
+from ktqueue.operators.gpu.attention.triton import TritonDecodePlan, TritonPlan, TritonPlanner, TritonPromptPlan
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, DecodeRows, Tables, looked_up, padded, precision
 from ktqueue.operators.gpu.attention.triton_decode import (
     MAX_SPLITS,
@@ -320,7 +320,7 @@ class LatentPlanner(TritonPlanner):
         others = np.flatnonzero(~long[row_of]).astype(np.int32)
         arrays = [lists.starts, lists.pages, seen, row_of, others, seen[others], row_of[others]]
         arrays += self._expanded_rows(starts, lists, np.flatnonzero(long)) if long.any() else []
-        page_starts, pages, *rest = sent(arrays, self._device)
+        page_starts, pages, *rest = sent(arrays, self.device)
         plan = self._plan(page_starts, pages, rest[0], rest[1], seen)
         if long.any():
             indices, other_seen, other_rows, tiles, query_starts, key_starts, contexts, slots = rest[2:]
@@ -328,6 +328,10 @@ class LatentPlanner(TritonPlanner):
             rows = ExpandedRows(tiles.view(-1, 2), query_starts, key_starts, contexts)
             plan.expansion = Expansion(rows, slots, indices if len(others) else None, other_plan)
         return plan
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> TritonPromptPlan:
+        """See AttentionPlanner. Raises ValueError: sizes of an Expansion depend on the lengths of the rows."""
+        raise ValueError("latent attention has no plan of captured steps with prompts")
 
     def _plan(
         self, page_starts: torch.Tensor, pages: torch.Tensor, seen: torch.Tensor, rows: torch.Tensor, on_host: Indices
@@ -346,7 +350,7 @@ class LatentPlanner(TritonPlanner):
             (lists.pages[lists.starts[row] : lists.starts[row + 1], None] * size + offsets).reshape(-1)[: contexts[row]]
             for row in long
         ]
-        tiles = self._tiles(np.where(np.isin(np.arange(len(chunks)), long), chunks, 0), contexts)
+        tiles = self.tiles(np.where(np.isin(np.arange(len(chunks)), long), chunks, 0), contexts)
         return [tiles, starts, key_starts, contexts, np.concatenate(slots)]
 
     def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
@@ -355,5 +359,6 @@ class LatentPlanner(TritonPlanner):
         size = 0 if splits == 1 else partial_bytes(items, heads, self._layout.value_dim, splits)
         return DecodeRows(items, rows, splits, self._workspace.take(size))
 
-    def _tile_tokens(self) -> int:
+    @property
+    def tile_tokens(self) -> int:
         return tile_tokens(self._shape.dtype)

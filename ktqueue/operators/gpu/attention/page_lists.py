@@ -62,6 +62,16 @@ def check_decode_step(host: StepContext, rows: int, max_pages: int, page_size: i
         raise ValueError(f"this decode plan is for rows of {max_pages} pages of {page_size} keys, not {longest} keys")
 
 
+def check_prompt_step(host: StepContext, rows: int, tokens: int, max_pages: int, page_size: int) -> None:
+    """Raise ValueError unless `host` has at most so many rows, tokens in all and pages of a row."""
+    step_rows, step_tokens, longest = len(host.context_lengths), len(host.slot_mapping), int(host.context_lengths.max())
+    if step_rows > rows or step_tokens > tokens or longest > max_pages * page_size:
+        raise ValueError(
+            f"this plan is for {rows} rows, {tokens} tokens and {max_pages} pages of {page_size} keys at most, not for "
+            f"{step_rows} rows, {step_tokens} tokens and {longest} keys"
+        )
+
+
 def staged(arrays: list[Indices], device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """Put the arrays into one host tensor [elements] int32, pinned if it is for a GPU. Returns it and their offsets.
 

@@ -3,7 +3,7 @@
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.attention.page_lists import check_decode_step
+from ktqueue.operators.gpu.attention.page_lists import check_decode_step, check_prompt_step
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import ScoreOptions, StepContext
 
@@ -44,13 +44,39 @@ class TorchDecodePlan(TorchPlan):
     def update(self, host: StepContext) -> None:
         """See DecodePlan."""
         check_decode_step(host, *self._limits)
-        self._host = StepContext(  # the caller may overwrite its arrays
-            query_starts=host.query_starts.clone(),
-            context_lengths=host.context_lengths.clone(),
-            page_table=host.page_table.clone(),
-            slot_mapping=host.slot_mapping,
-            kv=host.kv,
-        )
+        self._host = _copied(host)
+
+
+class TorchPromptPlan(TorchPlan):
+    """A plan of steps with at most `rows` rows, `tokens` tokens in all and `max_pages` pages each."""
+
+    def __init__(self, rows: int, tokens: int, max_pages: int, page_size: int) -> None:
+        super().__init__(None)
+        self._limits = rows, tokens, max_pages, page_size
+
+    def update(self, host: StepContext) -> None:
+        """See PromptPlan."""
+        check_prompt_step(host, *self._limits)
+        self._host = _copied(host)
+
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
+        """See AttentionPlan and PromptPlan."""
+        out = torch.zeros_like(query)
+        if self._host is not None:
+            live = len(self._host.slot_mapping)
+            out[:live] = super().attend(layer, query[:live], kv, options)
+        return out
+
+
+def _copied(host: StepContext) -> StepContext:
+    """The step in memory of its own: the caller may overwrite its arrays."""
+    return StepContext(
+        query_starts=host.query_starts.clone(),
+        context_lengths=host.context_lengths.clone(),
+        page_table=host.page_table.clone(),
+        slot_mapping=host.slot_mapping,
+        kv=host.kv,
+    )
 
 
 class TorchPlanner:
@@ -73,3 +99,7 @@ class TorchPlanner:
     def decode_plan(self, rows: int, max_pages: int) -> TorchDecodePlan:
         """See AttentionPlanner."""
         return TorchDecodePlan(rows, max_pages, self._page_size)
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> TorchPromptPlan:
+        """See AttentionPlanner."""
+        return TorchPromptPlan(rows, tokens, max_pages, self._page_size)

@@ -10,6 +10,7 @@ from ktqueue.operators.gpu.attention.page_lists import (
     Indices,
     PageLists,
     check_decode_step,
+    check_prompt_step,
     one_page_each,
     page_lists,
     sent,
@@ -26,6 +27,8 @@ from ktqueue.operators.step import ScoreOptions, StepContext
 class TritonPlan:
     """Attends for one step by index arrays on the device. `tiles`: those of rows with several tokens."""
 
+    _results = staticmethod(torch.empty_like)  # of the queries
+
     def __init__(self, tables: Tables, decode: DecodeRows | None, tiles: torch.Tensor | None) -> None:
         self.tables = tables
         self.decode_rows = decode
@@ -34,7 +37,7 @@ class TritonPlan:
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]."""
         query = query.contiguous()
-        out = torch.empty_like(query)
+        out = self._results(query)
         keys, values, scale = kv.keys[layer], kv.values[layer], kv.layout.scale(layer)
         if self.decode_rows is not None:
             decode(query, keys, values, self.tables, self.decode_rows, out, options, scale)
@@ -80,6 +83,65 @@ class TritonDecodePlan(TritonPlan):
         return [lists.starts, lists.contexts, lists.pages]
 
 
+class TritonPromptPlan(TritonPlan):
+    """The plan of captured steps with prompts. Its buffers stay in place, their contents change.
+
+    Every row has tiles, also one with a single token. Tiles without tokens are of a further row, without tokens and
+    keys.
+    """
+
+    _results = staticmethod(torch.zeros_like)  # padding tokens have no row, but must not get what memory held before
+
+    def __init__(self, planner: "TritonPlanner", rows: int, tokens: int, max_pages: int, page_size: int) -> None:
+        self._planner = planner
+        self._limits = rows, tokens, max_pages, page_size
+        device = planner.device
+        self._most_tiles = min(tokens, tokens // planner.tile_tokens + rows)
+        none = np.zeros(0, dtype=np.int32)
+        host, offsets = staged(self._arrays(none, PageLists(none, none, none, none)), device)
+        starts, page_starts, contexts, tiles, pages = offsets
+        with torch.inference_mode(False):  # so that it can be written in any mode
+            self._buffer = torch.zeros(pages + rows * max_pages, dtype=torch.int32, device=device)
+        self._write(host)
+        tables = Tables(
+            page_starts=self._buffer[page_starts : page_starts + rows + 2],
+            contexts=self._buffer[contexts : contexts + rows + 1],
+            pages=self._buffer[pages:],
+            query_starts=self._buffer[starts : starts + rows + 2],
+        )
+        super().__init__(tables, None, self._buffer[tiles : tiles + 2 * self._most_tiles].view(-1, 2))
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the index arrays."""
+        return self._buffer.nbytes
+
+    def update(self, host: StepContext) -> None:
+        """See PromptPlan. Takes one copy to the device."""
+        check_prompt_step(host, *self._limits)
+        lists = page_lists(host, self._limits[3])
+        self._write(staged(self._arrays(host.query_starts.numpy(), lists), self._buffer.device)[0])
+
+    def _write(self, arrays: torch.Tensor) -> None:
+        length = min(len(arrays), len(self._buffer))  # padding may follow the list of pages
+        self._buffer[:length].copy_(arrays[:length], non_blocking=True)
+
+    def _arrays(self, starts: Indices, lists: PageLists) -> list[Indices]:
+        """The arrays in the order of the buffer, padded. Only the length of the last one varies. No `starts`: padding
+        only."""
+        rows = self._limits[0]
+        query_starts = np.full(rows + 2, starts[-1] if len(starts) else 0, dtype=np.int32)
+        page_starts, contexts = np.zeros(rows + 2, dtype=np.int32), np.zeros(rows + 1, dtype=np.int32)
+        tiles = np.full((self._most_tiles, 2), (rows, 0), dtype=np.int32)
+        if len(starts):
+            query_starts[: len(starts)] = starts
+            page_starts[: len(starts)] = lists.starts
+            contexts[: len(lists.contexts)] = lists.contexts
+            used = self._planner.tiles(np.diff(starts), lists.contexts, least=1)
+            tiles[: len(used)] = used
+        return [query_starts, page_starts, contexts, tiles, lists.pages]
+
+
 class TritonPlanner:
     """An AttentionPlanner whose plans launch our own kernels."""
 
@@ -89,12 +151,12 @@ class TritonPlanner:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._layout = shape.layout
-        self._device = torch.device(shape.device)
-        self._workspace = SharedWorkspace(self._device)
+        self.device = torch.device(shape.device)
+        self._workspace = SharedWorkspace(self.device)
         self._index_bytes = 0
         self.processors = 4
-        if is_gpu(self._device):
-            self.processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        if is_gpu(self.device):
+            self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @property
     def workspace_bytes(self) -> int:
@@ -107,9 +169,9 @@ class TritonPlanner:
         starts: Indices = host.query_starts.numpy()
         chunks = np.diff(starts)
         single = np.flatnonzero(chunks == 1).astype(np.int32)
-        tiles = self._tiles(chunks, lists.contexts)
+        tiles = self.tiles(chunks, lists.contexts)
         arrays = [starts, lists.starts, lists.contexts, lists.pages, single, tiles]
-        query_starts, page_starts, contexts, pages, rows, flat_tiles = sent(arrays, self._device)
+        query_starts, page_starts, contexts, pages, rows, flat_tiles = sent(arrays, self.device)
         tables = Tables(page_starts, pages, contexts, query_starts)
         decode = None
         if len(single):
@@ -125,7 +187,13 @@ class TritonPlanner:
         """See AttentionPlanner."""
         page_size = self._layout.page_size
         decode = self._decode_rows(rows, None, max_pages * page_size)
-        plan = self._decode_plan_type(rows, max_pages, page_size, self._device, decode)
+        plan = self._decode_plan_type(rows, max_pages, page_size, self.device, decode)
+        self._index_bytes += plan.bytes
+        return plan
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> TritonPromptPlan:
+        """See AttentionPlanner."""
+        plan = TritonPromptPlan(self, rows, tokens, max_pages, self._layout.page_size)
         self._index_bytes += plan.bytes
         return plan
 
@@ -134,10 +202,10 @@ class TritonPlanner:
         size = partial_bytes(items, self._shape.heads, self._layout.head_dim, splits)
         return DecodeRows(items, rows, splits, self._workspace.take(size))
 
-    def _tiles(self, chunks: Indices, contexts: Indices) -> Indices:
-        """List the tiles of rows with several tokens [tiles, 2]: row and first token. Most keys come first."""
-        size = self._tile_tokens()
-        chunk_rows = np.flatnonzero(chunks > 1)
+    def tiles(self, chunks: Indices, contexts: Indices, *, least: int = 2) -> Indices:
+        """List the tiles of rows with at least `least` tokens [tiles, 2]: row and first token. Most keys come first."""
+        size = self.tile_tokens
+        chunk_rows = np.flatnonzero(chunks >= least)
         if not len(chunk_rows):
             return np.zeros((0, 2), dtype=np.int32)
         firsts = [np.arange(0, chunks[row], size, dtype=np.int32) for row in chunk_rows]
@@ -146,7 +214,8 @@ class TritonPlanner:
         keys = contexts[rows] - chunks[rows] + tiles[:, 1]
         return np.ascontiguousarray(tiles[np.argsort(-keys, kind="stable")])
 
-    def _tile_tokens(self) -> int:
+    @property
+    def tile_tokens(self) -> int:
         """Tokens of one tile."""
         group = self._shape.heads // self._layout.kv_heads
         return tile_tokens(group, self._layout.head_dim, self._shape.dtype)

@@ -80,6 +80,7 @@ class ExpertMemory:
             layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
         )
         self.handoff: Handoff | None = None
+        self._max_tokens = settings.max_tokens
         self._shared_handoff = handoff
         self._first = 0  # number of the first layer in the hand-off
         self.choices: torch.Tensor | None = None
@@ -252,6 +253,14 @@ class ExpertMemory:
             beside=self._beside if decodes else None,
             counters=self._counters,
         )
+
+    @property
+    def most_captured_tokens(self) -> int:
+        """Tokens of the largest step with prompts that may be captured, because it decodes no experts. 0: none, because
+        the CPU has some of the experts."""
+        if self.handoff is not None:
+            return 0
+        return self._max_tokens if self._decoded is None else min(self._max_tokens, self._decoded.least_tokens - 1)
 
     def streams(self, tokens: int) -> bool:
         """Whether a step of `tokens` tokens that is not captured may stream."""

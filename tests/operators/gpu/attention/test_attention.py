@@ -49,16 +49,36 @@ def test_a_decode_plan_follows_its_updates() -> None:
         torch.testing.assert_close(plan.attend(0, query, kv, ScoreOptions(0.25)), expected)
 
 
+def test_a_prompt_plan_follows_its_updates_and_refuses_larger_steps() -> None:
+    kv = small_cache()
+    plan = planner(kv).prompt_plan(3, 12, 6)
+    query = random_query(make_step(kv, [12], [12]), 4, torch.float32)
+    assert not plan.attend(0, query, kv, ScoreOptions(0.25)).any()
+    for chunks, contexts in (([5, 1], [9, 17]), ([12], [13]), ([1, 4, 7], [2, 24, 7])):
+        step, live = make_step(kv, chunks, contexts), sum(chunks)
+        plan.update(step)
+        expected = attended(step, query[:live], scaling=0.25)
+        step.context_lengths.fill_(1)  # as the host overwrites them for the next step
+        step.page_table.zero_()
+        got = plan.attend(0, query, kv, ScoreOptions(0.25))
+        torch.testing.assert_close(got[:live], expected)
+        assert not got[live:].any()
+    for chunks, contexts in (([1] * 4, [1] * 4), ([13], [13]), ([1], [25])):
+        with pytest.raises(ValueError, match="3 rows, 12 tokens and 6 pages of 4 keys at most"):
+            plan.update(make_step(kv, chunks, contexts))
+
+
 def test_layers_with_different_heads_have_plans_of_their_own() -> None:
     by_layer = KVHeads(2, 16), KVHeads(1, 32)
     kv = random_cache(replace(small_cache().layout, by_layer=by_layer), 24)
     planner = make_planner(kv.layout, heads=4, scaling=0.25, windows=[0, 6], device="cpu")
-    plan = planner.decode_plan(2, 6)
+    plan, prompts = planner.decode_plan(2, 6), planner.prompt_plan(2, 2, 6)
     step = make_step(kv, [1, 1], [9, 17])
-    plan.update(step)
+    for captured in (plan, prompts):
+        captured.update(step)
     for layer, (heads, window) in enumerate(zip(by_layer, (0, 6), strict=True)):
         query = torch.randn(2, 4, heads.head_dim)
-        for attend in (plan.attend, planner.plan(step).attend):
+        for attend in (plan.attend, prompts.attend, planner.plan(step).attend):
             got = attend(layer, query, kv, ScoreOptions(0.25, window))
             assert_attended(got, step, query, layer=layer, scaling=0.25, window=window)
 

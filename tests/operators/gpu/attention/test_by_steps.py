@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu.attention.by_steps import FEW_ROWS, PROMPT_KEYS, StepsPlanner, reads_prompts
-from ktqueue.operators.gpu.attention.torch import TorchDecodePlan, TorchPlan, TorchPlanner
+from ktqueue.operators.gpu.attention.torch import TorchDecodePlan, TorchPlan, TorchPlanner, TorchPromptPlan
 from ktqueue.operators.step import StepContext
 
 from ..attention_steps import MIXED, check_plan, make_cache, make_step, random_query
@@ -14,6 +14,10 @@ from ..attention_steps import MIXED, check_plan, make_cache, make_step, random_q
 
 class OtherPlan(TorchDecodePlan):
     """Of a planner that differs in its type alone."""
+
+
+class OtherPrompts(TorchPromptPlan):
+    """The same of captured steps with prompts."""
 
 
 class OtherStep(TorchPlan):
@@ -31,6 +35,9 @@ class OtherPlanner(TorchPlanner):
 
     def decode_plan(self, rows: int, max_pages: int) -> Any:
         return OtherPlan(rows, max_pages, 16)
+
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> Any:
+        return OtherPrompts(rows, tokens, max_pages, 16)
 
 
 @pytest.mark.parametrize("prompts", [True, False])
@@ -50,6 +57,10 @@ def test_few_rows_and_prompts_have_the_plans_of_our_planner(prompts: bool) -> No
             eager = planner.plan(step)
             assert isinstance(eager, OtherStep) == (prompts and reads_prompts(step))
             check_plan(eager, step, random_query(step, 4))
+            captured = planner.prompt_plan(16, 60, 8)
+            assert isinstance(captured, OtherPrompts)
+            captured.update(step)
+            check_plan(captured, step, random_query(step, 4))
 
 
 def test_a_step_reads_prompts_if_most_of_its_attention_is_theirs() -> None:

@@ -15,7 +15,7 @@ from ktqueue.operators.gpu.attention.triton_decode import split_count
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import ScoreOptions
 
-from ..attention_steps import MIXED, check_plan, make_cache, make_shape, make_step, random_query
+from ..attention_steps import MIXED, assert_attended, check_plan, make_cache, make_shape, make_step, random_query
 from ..interpreted import compiled_for_h200
 
 
@@ -120,6 +120,26 @@ def test_a_decode_plan_follows_its_updates(window: int) -> None:
         plan.update(step)
         check_plan(plan, step, query, window)
     assert places == buffers(plan)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (7, 0), (0, 6)])
+def test_a_prompt_plan_follows_its_updates(window: int, chunk: int) -> None:
+    """Steps are smaller than the plan, or as large. Tokens behind those of a step get zeros. The buffers stay."""
+    kv = make_cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32, pages=40)
+    ours = planner(kv, 4)
+    plan = ours.prompt_plan(5, 40, 16)
+    assert ours.workspace_bytes == plan.bytes
+    places = [table.data_ptr() for table in (plan.tables.pages, plan.tables.contexts)]
+    query = random_query(make_step(kv, [40], [40]), 4)
+    options = ScoreOptions(0.2, window, chunk=chunk)
+    assert not plan.attend(1, query, kv, options).any()
+    for chunks, contexts in (MIXED, ([40], [70]), ([1, 39], [256, 39]), ([3], [4])):
+        step, live = make_step(kv, chunks, contexts), sum(chunks)
+        plan.update(step)
+        got = plan.attend(1, query, kv, options)
+        assert_attended(got[:live], step, query[:live], layer=1, scaling=0.2, window=window, chunk=chunk)
+        assert not got[live:].any()
+    assert places == [table.data_ptr() for table in (plan.tables.pages, plan.tables.contexts)]
 
 
 def test_decode_rows_may_fill_the_table() -> None:

@@ -1,0 +1,101 @@
+"""Captured steps with prompts of GpuDecoder compute what eager ones do, for all models that have such steps."""
+
+from collections.abc import Callable
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decoder_families import FAMILIES, SEQUENCES, VOCAB, Cache, make_model, make_planner_for
+
+from ktqueue.engine.batch import Batch
+from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall
+from ktqueue.engine.gpu.graph_runner import GraphRunner
+from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.step import StepContext
+
+ALL = 1 << 40  # bytes
+STEPS = [  # chunks of a prompt beside decode rows: (first, last) of each sequence
+    {"s0": (0, 4), "s2": (0, 11)},
+    {"s2": (11, 12), "s1": (0, 22), "s0": (4, 5)},
+    {"s1": (22, 23), "s2": (12, 39)},
+    {"s2": (39, 40)},
+]
+WITHOUT_STATES = [family for family, (kind, _) in FAMILIES.items() if not kind.startswith(("qwen3_next", "qwen3_5"))]
+
+
+class Replayed(Cache):
+    """A cache whose steps are replayed by a GraphRunner. They are padded to 20 or 48 tokens."""
+
+    def __init__(self, decoder: GpuDecoder, device: str, **others: Any) -> None:
+        super().__init__(decoder, device=device, planner=make_planner_for, **others)
+        self.kv = KVCache(self.kv.layout, self.kv.pages, device, scratch=True)
+        capturer = GraphCapturer(device) if device == "cuda" else RepeatedCall()
+        sizes: Any = {"buckets": [], "prompts": [20, 48], "max_pages": 12}
+        self.runner = GraphRunner(decoder, VOCAB, self.kv, self.planner, capturer, device=device, **sizes)
+        self._decoder = self._execute
+        self._host: StepContext | None = None
+
+    def _planned(self, host: StepContext, live_tokens: int | None) -> StepContext:
+        self._host = host
+        return host
+
+    def _execute(self, *, input_ids: Any, position_ids: Any, logits_to_keep: Any, **_: Any) -> Any:
+        assert self._host is not None
+        batch = Batch(input_ids.cpu(), position_ids.cpu(), logits_to_keep.cpu(), self._host)
+        return SimpleNamespace(logits=self.runner.execute(batch)[:].unsqueeze(0))
+
+
+def errors(decoder: GpuDecoder, device: str, **others: Any) -> list[float]:
+    """Feed the sequences to both. Returns the relative error of each scored token, the last of each chunk. In the third
+    step none is scored."""
+    found: list[float] = []
+    with torch.inference_mode():
+        replayed = Replayed(decoder, device, **others)
+        eager = Cache(decoder, device=device, planner=make_planner_for, **others)
+        for number, step in enumerate(STEPS):
+            chunks = {name: SEQUENCES[name][first:last] for name, (first, last) in step.items()}
+            ends = torch.tensor([len(chunk) for chunk in chunks.values()]).cumsum(0) - 1
+            scored = [] if number == 2 else ends.tolist()
+            logits, expected = replayed.step(chunks, scored), eager.step(chunks, scored)
+            assert logits.shape == expected.shape
+            found += ((logits - expected).norm(dim=1) / expected.norm(dim=1)).tolist()
+        assert replayed.runner.replayed == 3, "the last step decodes"
+    return found
+
+
+@pytest.mark.parametrize("family", WITHOUT_STATES)
+def test_replayed_prompts_equal_eager_ones(family: str, make_decoder: Callable[..., Any], device: str) -> None:
+    decoder = make_decoder(make_model(family), expert_memory_bytes=ALL)
+    assert decoder.most_captured_tokens == 128
+    assert max(errors(decoder, device)) < 2e-5
+
+
+@pytest.mark.parametrize("others", [{}, {"dtype": torch.float8_e4m3fn}], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("dense", ["dequantised", "quantised"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4 with experts", "llama4"])
+def test_quantised_weights(
+    family: str, dense: str, others: dict[str, Any], make_decoder: Callable[..., Any], device: str
+) -> None:
+    """The kernels need not be the same, so in half precision a router may choose another expert of equal score."""
+    model = make_model(family).to(torch.bfloat16)
+    decoder = make_decoder(model, "Q8_0", dense=dense, expert_memory_bytes=ALL)
+    assert median(errors(decoder, device, **others)) < 0.1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_prompts_are_not_captured_with_experts_on_the_cpu(share: float, make_decoder: Callable[..., Any]) -> None:
+    model = make_model("qwen3_moe")
+    needed = int(make_decoder(model).statistics()["expert_bytes"])
+    assert make_decoder(model, expert_memory_bytes=int(share * needed)).most_captured_tokens == 0
+    assert make_decoder(make_model("qwen3")).most_captured_tokens == 128
+
+
+def test_steps_that_decode_experts_are_not_captured(make_decoder: Callable[..., Any], device: str) -> None:
+    """On a GPU, grouped products are for bfloat16 only."""
+    model = make_model("qwen3_moe").to(torch.bfloat16)
+    decoder = make_decoder(model, "Q8_0", expert_memory_bytes=ALL, decode_experts_from=40)
+    assert decoder.most_captured_tokens == (39 if decoder._experts._decoded else 128)
+    assert decoder._experts._decoded or device == "cuda", "an H200 has a grouped product, other GPUs may not"
