@@ -111,8 +111,9 @@ async def test_every_death_of_an_owner_gives_the_same_files(
 
 
 async def test_the_time_left_is_known_before_any_line_has_ended(
-    broker: Broker, store: Store, start_worker: Any
+    broker: Broker, store: Store, start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batch, "BEATS", 100)
     await put(store, 8, max_tokens=400, n=4, ignore_eos=True)
     async with start_worker():
         batch_id = await create(broker)
