@@ -28,6 +28,7 @@ PARTS = {  # by words of a kernel's name; the first that fits
     "over the bus": ("_fetch_kernel", "_divide_kernel"),
     "experts": (
         *("_experts_kernel", "multiply_experts", "_prepare_kernel", "_panels_kernel", "_sort_kernel"),
+        *("multiply_many", "_order_words", "_count_blocks", "_add_blocks", "_place_pairs", "_add_pairs"),
         *("_decode_experts", "_join_rows", "_add_slots", "GroupProblemShape", "grouped_gemm"),
     ),
     "attention": ("flashinfer", "Batch", "MergeStates", "_decode_split", "_decode_join", "_latent_"),

@@ -3,7 +3,7 @@
     python -m benchmarks.quality.step_perplexity TEXT [--model M] [--device cuda]
 
 The number of tokens in a step decides which kernels compute it: few tokens are rounded to int8, and many are multiplied
-by decoded experts. 1x128: steps of one row with 128 tokens, 16x1: decode steps of 16 rows. All experts are in GPU
+by weights in bfloat16. 1x128: steps of one row with 128 tokens, 16x1: decode steps of 16 rows. All experts are in GPU
 memory. Each shape runs with keys and values as computed, and in float8. TEXT may be an .xz file.
 """
 

@@ -36,7 +36,7 @@ def inspect(
     With --device cuda also what the memory of host and GPU is needed for."""
     import torch
 
-    from ktqueue.operators.gpu.device import multiplies_groups
+    from ktqueue.operators.gpu.device import has_warpgroups, multiplies_groups
     from ktqueue.workers.startup.build import check_choices, report_of
     from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 
@@ -47,8 +47,9 @@ def inspect(
     report = report_of(config)
     plan, host = None, {}
     if config.on_gpu:
-        decodes = gpu_memory is None and torch.cuda.is_available() and multiplies_groups("cuda")
-        plan = plan_before_loading(report, config, _size(gpu_memory), decodes=decodes)
+        here = gpu_memory is None and torch.cuda.is_available()
+        decodes, warpgroups = here and multiplies_groups("cuda"), here and has_warpgroups("cuda")
+        plan = plan_before_loading(report, config, _size(gpu_memory), decodes=decodes, warpgroups=warpgroups)
         host = host_memory_before_loading(report, config)
     if as_json:
         write_json(_plain(report, plan, host))

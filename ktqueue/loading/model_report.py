@@ -17,6 +17,8 @@ from ktqueue.loading.skeleton import tied_names
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.loading.weight_formats import loaded_format, tensor_bytes
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, ONE_PRODUCT, stays_quantised
+from ktqueue.operators.gpu.kernels.expert_warpgroups import fits
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.latent_shape import latent_shape
 from ktqueue.operators.latent_weights import up_matrix_bytes
 from ktqueue.operators.native import packed_bytes
@@ -63,7 +65,8 @@ class ModelReport:
     `cache_layers` layers, `state_bytes` those of a sequence's states in layers with linear attention.
     `position_bytes` are the bytes of rotary tables on a GPU for each position. For `original_length` see KVLayout.
     `movable_bytes` are those of experts on the CPU that a GPU may hold too, `movable_layer_bytes` those of the largest
-    layer, `decoded_layer_bytes` what a GPU needs to decode these: 0 if it does not.
+    layer, `decoded_layer_bytes` what a GPU needs to decode these: 0 if it does not. `fits_warpgroups`: whether
+    expert_warpgroups.py multiplies them all, if gate and up have one format.
     """
 
     source: str
@@ -83,6 +86,7 @@ class ModelReport:
     movable_bytes: int
     movable_layer_bytes: int
     decoded_layer_bytes: int
+    fits_warpgroups: bool
 
 
 def report_model(
@@ -131,14 +135,26 @@ def report_model(
         movable_bytes=sum(row.device_bytes for row in movable),
         movable_layer_bytes=max((row.largest_bytes for row in movable), default=0),
         decoded_layer_bytes=_decoded_bytes(prepared) if movable and prepared.dtype == torch.bfloat16 else 0,
+        fits_warpgroups=_fits_warpgroups(prepared, movable),
     )
+
+
+def _expert_matrices(prepared: PreparedModel) -> list[list[torch.Size]]:
+    """Shapes [experts, rows, columns] of each layer with experts, in any order."""
+    modules = (module for name, module in prepared.skeleton.named_modules() if name.endswith(".experts"))
+    return [[one.shape for one in module.parameters() if one.dim() == 3] for module in modules]
 
 
 def _decoded_bytes(prepared: PreparedModel) -> int:
     """Bytes of gate and up of the layer with the most weights of experts: down is decoded to the same memory later."""
-    modules = (module for name, module in prepared.skeleton.named_modules() if name.endswith(".experts"))
-    weights = (sum(one.numel() for one in module.parameters() if one.dim() == 3) for module in modules)
+    weights = (sum(shape.numel() for shape in shapes) for shapes in _expert_matrices(prepared))
     return max(weights, default=0) * 2 // 3 * prepared.dtype.itemsize
+
+
+def _fits_warpgroups(prepared: PreparedModel, rows: Iterable[ReportRow]) -> bool:
+    sizes = {size for shapes in _expert_matrices(prepared) for shape in shapes for size in shape[1:]}
+    quants = {loaded_format(quant) for row in rows for quant in row.quants}
+    return all(fits(ExpertRecord(quant, quant, quant, size, size)) for quant in quants for size in sizes)
 
 
 def _position_bytes(prepared: PreparedModel) -> int:

@@ -48,8 +48,8 @@ OVERLAP: dict[str, Mutation] = {
     "an overlapped step uses the hand-off": Mutation(
         "one stream at a time uses the hand-off to the CPU's experts",
         "ktqueue/operators/gpu/experts/memory.py",
-        "self._streaming.begin_all(self._resident), None, decoded=decoded",
-        "self._streaming.begin_all(self._resident), self.handoff, decoded=decoded",
+        "StepExperts(self._layers, residency, None, decoded=decoded, warpgroups",
+        "StepExperts(self._layers, residency, self.handoff, decoded=decoded, warpgroups",
         (f"{STEPS}::test_an_overlapped_step_leaves_the_cpu_alone_where_one_layer_is_on_the_gpu[cpu-1]",),
     ),
     "copies outlive the step that is given up": Mutation(

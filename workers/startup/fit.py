@@ -218,7 +218,7 @@ def _best_plan(
         def planned(experts: int, chosen: EngineConfig = chosen, wanted: int = wanted) -> MemoryPlan:
             part = chosen.gpu_memory_utilization - (gpu.total - gpu.free) / gpu.total
             tried = replace(chosen, gpu_expert_memory_bytes=experts, gpu_memory_utilization=part)
-            plan = plan_before_loading(report, tried, gpu.total, decodes=gpu.decodes)
+            plan = plan_before_loading(report, tried, gpu.total, decodes=gpu.decodes, warpgroups=gpu.warpgroups)
             if plan.pages * plan.page_bytes < wanted * report.cache_token_bytes + CACHE_RESERVE:
                 raise ConfigError(
                     f"weights and workspaces leave room for only {plan.pages * chosen.page_size} tokens of cache"

@@ -258,11 +258,12 @@ def run_largest_step(
 
 
 def plan_before_loading(
-    report: ModelReport, config: EngineConfig, device_bytes: int, *, decodes: bool = False
+    report: ModelReport, config: EngineConfig, device_bytes: int, *, decodes: bool = False, warpgroups: bool = False
 ) -> MemoryPlan:
     """Plan the memory of a GPU with `device_bytes` for a model that is not loaded.
 
-    The size of the weights is known, all else is estimated. decodes: the GPU may decode a layer's experts.
+    The size of the weights is known, all else is estimated. decodes: the GPU may decode a layer's experts;
+    warpgroups: unless these multiply packed ones.
     Raises ConfigError as plan_memory does.
     """
     rows, tokens = min(config.rows, config.step_tokens), config.step_tokens
@@ -276,6 +277,7 @@ def plan_before_loading(
         experts_per_token=report.experts_per_token,
     )
     captured = captured_rows(config)
+    packed = warpgroups and report.fits_warpgroups
     streams = _hands_over(report, config) and config.expert_streaming != "off"
     overlaps = streams and config.rules != "quantised" and _may_overlap(config, report)
     return plan_memory(
@@ -287,7 +289,7 @@ def plan_before_loading(
             + step
             + (_beside_bytes(step, config, vocabulary, PLANNER_BYTES) if overlaps else 0)
             + estimate_selection(captured, vocabulary)
-            + (_decoded_bytes(report, config, device_bytes) if decodes else 0),
+            + (_decoded_bytes(report, config, device_bytes) if decodes and not packed else 0),
             graphs=estimate_graphs(
                 captured_steps(config), step, tokens, captured, vocabulary, prompts=_captured_prompts(report, config)
             ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ktqueue.operators.gpu.device import multiplies_groups
+from ktqueue.operators.gpu.device import has_warpgroups, multiplies_groups
 from ktqueue.workers.startup.device import find_cuda, missing_cuda
 from ktqueue.workers.startup.host_memory import available_memory
 
@@ -19,13 +19,14 @@ _COPIES = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A GPU. `total` and `free`: memory in bytes. `bus`: bytes per second from pinned host memory, 0 if unknown.
-    `decodes`: long steps may decode a layer's experts."""
+    `decodes`: long steps may decode a layer's experts. `warpgroups`: they do not if these multiply packed ones."""
 
     name: str
     total: int
     free: int
     bus: float = 0.0
     decodes: bool = False
+    warpgroups: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ def detect_resources(device: str | None = None) -> MachineResources:
 def _gpu(device: torch.device) -> Gpu:
     free, total = torch.cuda.mem_get_info(device)
     name, bus = torch.cuda.get_device_name(device), bus_bandwidth(device)
-    return Gpu(name=name, total=total, free=free, bus=bus, decodes=multiplies_groups(device))
+    decodes, warpgroups = multiplies_groups(device), has_warpgroups(device)
+    return Gpu(name=name, total=total, free=free, bus=bus, decodes=decodes, warpgroups=warpgroups)
 
 
 def bus_bandwidth(device: torch.device) -> float:

@@ -24,6 +24,11 @@ def has_large_shared_memory(device: torch.device | str) -> bool:
     return is_gpu(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def has_warpgroups(device: torch.device | str) -> bool:
+    """Whether `device` is a GPU whose warps multiply four at a time: Hopper, of capability 9.0."""
+    return is_gpu(device) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def multiplies_groups(device: torch.device | str) -> bool:
     """Whether `device` is a GPU on which torch multiplies groups of rows in bfloat16 without a wait of the host.
 

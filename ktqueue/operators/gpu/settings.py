@@ -9,10 +9,12 @@ from ktqueue.core.settings.engine import AutoOnOff, HandoffMethod
 class Trials:
     """Ways to compute a step. No user sees them; benchmarks and tests change them.
 
-    shared_beside_experts: in decode steps a second stream computes shared experts (side_stream.py).
+    shared_beside_experts: in decode steps a second stream computes shared experts (side_stream.py). warpgroups: on
+    Hopper, long steps decode experts on the way to the tensor cores (experts/warpgroups.py), not before.
     """
 
     shared_beside_experts: bool = True
+    warpgroups: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expand
 from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
-from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, fetch
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, expert_warpgroups, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs, sort_pairs
 from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
@@ -296,6 +296,14 @@ def decoded(record: ExpertRecord, gate: GateFacts, *, biased: bool) -> None:
     decoded_experts.experts(pairs, offsets, x, weights, gate, memory)
 
 
+def around_warpgroups(tokens: int) -> None:
+    """The launches beside those of expert_warpgroups.cu."""
+    ids, rows = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, 2048, dtype=torch.bfloat16)
+    pairs = ExpertPairs(ids, ids[:16].flatten(), ids, RECORD)
+    sort_pairs(pairs)
+    expert_warpgroups.add_pairs(pairs, expert_warpgroups.in_kernel_order(rows), ids.float())
+
+
 def expert_tiles() -> None:
     """Choices of the benchmark that differ in more than the size of their tiles."""
     layers = benchmark.Layers(
@@ -367,6 +375,9 @@ def compile_topic(topic: str) -> None:
     elif topic == "decoded experts":
         decoded(RECORD, SILU, biased=False)
         decoded(ExpertRecord("MXFP4", "MXFP4", "BF16", 2880, 2880), GateFacts("swiglu_clamped", 1.7, 7.0), biased=True)
+    elif topic == "warpgroups":
+        around_warpgroups(512)
+        around_warpgroups(2048)
     elif topic == "dependent launches":
         with dependent_launches(True):
             between_matrices()

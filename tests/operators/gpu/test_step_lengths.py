@@ -1,5 +1,5 @@
 """Kernels of GpuDecoder that depend on the length of a step: fewer and earlier launches if it is short, decoded experts
-if it is long."""
+or warpgroups if it is long."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from ktqueue.operators.gpu import decoder as decoder_module
 from ktqueue.operators.gpu.experts import memory as memory_module
 from ktqueue.operators.gpu.experts import step as step_module
 from ktqueue.operators.gpu.experts.step import StepExperts
-from ktqueue.operators.gpu.kernels import decoded_experts
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_warpgroups
 from ktqueue.operators.gpu.kernels.expert_products import experts
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES
 from ktqueue.operators.gpu.kernels.operation import launch_options
@@ -52,6 +52,43 @@ def test_decoded_experts_change_nothing(
     assert_close(fed(decoder), expected, 1e-5)
     assert decoded and min(decoded) >= 8
     assert sum(decoder.device_bytes().values()) > sum(plain.device_bytes().values())
+
+
+@pytest.mark.parametrize("streamed", [0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe with dense layers", "deepseek_v3", "llama4", "gpt_oss"])
+def test_warpgroups_change_nothing(
+    family: str, share: float, streamed: float, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with two pairs of an expert or more multiply by warpgroups, and none decodes experts. CPU tensors have the
+    twin here, and a GPU has the kernel in test_decoder_cuda.py."""
+    model = make_model(family)
+    plain = make_decoder(model, "Q8_0")
+    if plain.device != "cpu":
+        pytest.skip("these experts are too small for the kernel")
+    expected = fed(plain)
+    monkeypatch.setattr(expert_warpgroups, "can_multiply", lambda *_: True)
+    monkeypatch.setattr(expert_warpgroups, "LEAST_PAIRS", 2)
+    decoder = make_decoder(
+        model,
+        "Q8_0",
+        decode_experts_from=1,
+        expert_memory_bytes=int(share * record_bytes(plain)),
+        expert_streaming="on",
+        streamed_share=streamed,
+        streaming_tokens=8,
+    )
+    pairs: list[float] = []
+    compute = expert_warpgroups.experts
+
+    def noted(pairs_of_step: Any, *rest: Any) -> torch.Tensor:
+        pairs.append(pairs_of_step.ids.numel() / pairs_of_step.offsets.numel())
+        return compute(pairs_of_step, *rest)
+
+    monkeypatch.setattr(expert_warpgroups, "experts", noted)
+    monkeypatch.setattr(decoded_experts, "experts", None)
+    assert_close(fed(decoder), expected, 1e-5)
+    assert pairs and min(pairs) >= 2
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

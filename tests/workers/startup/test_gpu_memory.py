@@ -207,6 +207,10 @@ def test_a_plan_counts_decoded_experts_if_the_gpu_decodes(placed: int, tmp_path:
     plans = [plan_before_loading(report, config, 80 << 30, decodes=decodes) for decodes in (False, True)]
     assert plans[1].use.total - plans[0].use.total == taken[1] - taken[0]
     assert (taken[1] > taken[0]) == (placed > 0)
+    for fits in (True, False):
+        other = replace(report, fits_warpgroups=report.fits_warpgroups and fits)
+        plan = plan_before_loading(other, config, 80 << 30, decodes=True, warpgroups=True)
+        assert plan.use.total == plans[not fits].use.total
 
 
 @pytest.mark.parametrize(

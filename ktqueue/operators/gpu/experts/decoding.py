@@ -87,29 +87,39 @@ def fewest_tokens(seconds: Mapping[int, tuple[float, float]]) -> int | None:
 
 @torch.inference_mode()
 def _measure(layer: RoutedLayer, pool: torch.Tensor, memory: torch.Tensor, max_tokens: int) -> int | None:
-    """Time both ways on random tokens and experts. The bytes in `pool` need not be experts."""
-    device, record = memory.device, layer.record
-    room = len(pool) // record.bytes
-    if room == 0:
-        return None
-    offsets = torch.arange(layer.experts, device=device) % room * record.bytes
-    random = torch.Generator(device).manual_seed(0)
+    """Time both ways on random tokens and experts. None, too, if `pool` has no room for an expert."""
     seconds: dict[int, tuple[float, float]] = {}
     for tokens in PROBED_TOKENS:
         if tokens > max_tokens:
             break
-        x = torch.randn(tokens, record.hidden, generator=random, device=device).to(memory.dtype)
-        logits = torch.rand(tokens, layer.experts, generator=random, device=device)
-        ids = logits.topk(layer.experts_per_token).indices
-        pairs = ExpertPairs(pool, offsets, ids, record, layer.biases)
-        weights = torch.full(ids.shape, 1 / layer.experts_per_token, device=device)
-        packed = partial(expert_products.experts, pairs, offsets, x, weights, layer.gate, exact=layer.exact)
-        decoded = partial(decoded_experts.experts, pairs, offsets, x, weights, layer.gate, memory)
+        step = random_step(layer, pool, tokens, memory.dtype)
+        if step is None:
+            return None
+        packed = partial(expert_products.experts, *step, layer.gate, exact=layer.exact)
+        decoded = partial(decoded_experts.experts, *step, layer.gate, memory)
         seconds[tokens] = _seconds(packed), _seconds(decoded)
     fewest = fewest_tokens(seconds)
     ratios = ", ".join(f"{tokens}: {after / before:.2f}" for tokens, (before, after) in seconds.items())
     logger.info("experts are decoded in steps from %s tokens on; relative time by tokens: %s", fewest, ratios)
     return fewest
+
+
+def random_step(
+    layer: RoutedLayer, pool: torch.Tensor, tokens: int, dtype: torch.dtype
+) -> tuple[ExpertPairs, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Pairs, offsets, x and weights of random tokens of type `dtype`, as all products of experts take them. The bytes
+    in `pool` need not be experts. None: it has no room for one."""
+    device, record = pool.device, layer.record
+    room = len(pool) // record.bytes
+    if room == 0:
+        return None
+    offsets = torch.arange(layer.experts, device=device) % room * record.bytes
+    random = torch.Generator(device).manual_seed(0)
+    x = torch.randn(tokens, record.hidden, generator=random, device=device).to(dtype)
+    logits = torch.rand(tokens, layer.experts, generator=random, device=device)
+    ids = logits.topk(layer.experts_per_token).indices
+    weights = torch.full(ids.shape, 1 / layer.experts_per_token, device=device)
+    return ExpertPairs(pool, offsets, ids, record, layer.biases), offsets, x, weights
 
 
 def _seconds(call: Callable[[], object]) -> float:

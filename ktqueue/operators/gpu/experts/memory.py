@@ -16,6 +16,7 @@ from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency,
 from ktqueue.operators.gpu.experts.step_counts import StepCounts
 from ktqueue.operators.gpu.experts.streaming import AREAS, Streamer, StreamingSteps, area_bytes
 from ktqueue.operators.gpu.experts.streaming_choice import SHARES, SOME_SHARES, StreamingChoice
+from ktqueue.operators.gpu.experts.warpgroups import prepare_warpgroups
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.kernels.expert_int8 import down_counters
 from ktqueue.operators.gpu.kernels.linear import FEW_ROWS
@@ -75,9 +76,11 @@ class ExpertMemory:
         self._resident = ResidentExperts(self._pool, layers, self._placement)
         self._beside = SideStream(device) if trials.shared_beside_experts else None
         self._counters = torch.zeros(down_counters(FEW_ROWS, hidden), dtype=torch.int32, device=device)
+        self._warpgroups = prepare_warpgroups(layers, self._pool.memory, dtype, settings.max_tokens, trials)
         self._counts = StepCounts(layers, self._pool, self._streamed_steps, self._fetched_experts)
+        others = [layer for index, layer in enumerate(layers) if index not in self._warpgroups]
         self._decoded = DecodedExperts.prepare(
-            layers, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
+            others, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
         )
         self.handoff: Handoff | None = None
         self._max_tokens = settings.max_tokens
@@ -235,7 +238,8 @@ class ExpertMemory:
             if self._placement is not None:
                 self._placement.finish_moves()
             # It has no way to the CPU, so that two streams never use the hand-off at the same time.
-            return StepExperts(self._layers, self._streaming.begin_all(self._resident), None, decoded=decoded)
+            residency = self._streaming.begin_all(self._resident)
+            return StepExperts(self._layers, residency, None, decoded=decoded, warpgroups=self._warpgroups)
         residency = short = self._residency_of_short_step(tokens)
         if self._is_overlapped:
             residency, decoded = self._resident, None
@@ -252,6 +256,7 @@ class ExpertMemory:
             choices=self.choices,
             beside=self._beside if decodes else None,
             counters=self._counters,
+            warpgroups=self._warpgroups,
         )
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
-from ktqueue.operators.gpu.kernels import decoded_experts
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_warpgroups
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_products import experts, rounds_each_pair
@@ -141,7 +141,8 @@ class StepExperts:
     layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
     tokens or more, experts_per_token] int32, receives the experts of each token. beside: where a shared expert is
     computed while the GPU chooses and computes the others; None: behind them. counters: for steps of few rows, int32,
-    all 0 between launches; None: another step runs at the same time.
+    all 0 between launches; None: another step runs at the same time. warpgroups: the layers whose experts are never
+    decoded, since expert_warpgroups.py multiplies many pairs.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class StepExperts:
         choices: torch.Tensor | None = None,
         beside: SideStream | None = None,
         counters: torch.Tensor | None = None,
+        warpgroups: frozenset[int] = frozenset(),
     ) -> None:
         self._layers = layers
         self._choices = choices
@@ -166,6 +168,7 @@ class StepExperts:
         self._decoded = decoded
         self._beside = beside
         self._counters = counters
+        self._warpgroups = warpgroups
 
     def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
         """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts.
@@ -315,16 +318,19 @@ class StepExperts:
         *,
         added_to: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32, or [tokens, 1, hidden] if experts are
-        decoded. None: it has none of the experts. added_to: see `add_to`."""
+        """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32, or [tokens, 1, hidden] if they are
+        added. None: it has none of the experts. added_to: see `add_to`."""
         layer, residency = self._layers[index], self._residency
         locations = residency.locations(index)
         if not locations.on_gpu:
             return None
         residency.wait_for_arrival(index)
         pairs = ExpertPairs(residency.memory, locations.gate_up, routing.ids, layer.record, layer.biases)
-        memory = None if self._decoded is None else self._decoded(len(x))
-        if memory is not None:
+        by_warpgroups = index in self._warpgroups
+        memory = None if self._decoded is None or by_warpgroups else self._decoded(len(x))
+        if by_warpgroups and expert_warpgroups.pays(routing.ids.numel(), layer.experts):
+            partials = expert_warpgroups.experts(pairs, locations.down, x, routing.weights, layer.gate)
+        elif memory is not None:
             partials = decoded_experts.experts(pairs, locations.down, x, routing.weights, layer.gate, memory)
         else:
             partials = experts(

@@ -1,13 +1,19 @@
-"""A kernel in CUDA C++: compiled by the NVRTC that torch brings, and launched by the driver.
+"""A kernel in CUDA C++: compiled by the NVRTC that torch brings, kept in Triton's cache, and launched by the driver.
 
-torch compiles and loads the code. Its launcher is not used, since it cannot launch a kernel early: see operation.py.
+torch loads the code. Its compiler and launcher of such kernels are not used: they keep nothing on disk, and launch none
+early (see operation.py). Compiling needs no GPU and may run in threads.
 """
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from ktqueue.operators.gpu.kernels.operation import triton
 
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -33,15 +39,63 @@ class _Launch(ctypes.Structure):
     )
 
 
-class CudaKernel:
-    """A compiled kernel.
+def machine_code(source: Path, options: Sequence[str], architecture: str, compiler: ctypes.CDLL) -> bytes:
+    """Compile for a GPU of `architecture`, such as "90a". compiler: NVRTC. Raises RuntimeError with its words."""
+    words = [f"--gpu-architecture=sm_{architecture}", f"-I{source.parent}", *options]
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    name = source.name.encode()
+    status = compiler.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), name, 0, None, None)
+    if status:
+        raise RuntimeError(f"NVRTC error {status} before it compiles {source.name}")
+    try:
+        array = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
+        if compiler.nvrtcCompileProgram(program, len(words), array):
+            compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            compiler.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"{source.name} does not compile:\n{log.value.decode()}")
+        compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetCUBIN(program, code)
+        return code.raw
+    finally:
+        compiler.nvrtcDestroyProgram(ctypes.byref(program))
 
-    source: its file; name: that of the function; options: of the compiler; threads: of a program; shared_bytes: shared
-    memory of a program that is given at the launch. Raises RuntimeError with the compiler's or the driver's words.
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """The compiler that torch brings. Raises OSError if there is none."""
+    return ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}")
+
+
+def kept_code(source: Path, options: Sequence[str], architecture: str, compiler: ctypes.CDLL | None = None) -> bytes:
+    """As `machine_code`, from Triton's cache on disk if it is there, which depends on all that is compiled and on the
+    compiler's version. compiler: None: that of torch."""
+    compiler = compiler or _nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    compiler.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    parts = [*texts, *options, architecture, f"{major.value}.{minor.value}"]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    kept, name = triton.runtime.cache.get_cache_manager(key), f"{source.stem}.cubin"
+    path = kept.get_file(name)
+    if path is not None:
+        return Path(path).read_bytes()
+    code = machine_code(source, options, architecture, compiler)
+    kept.put(code, name, binary=True)
+    return code
+
+
+class CudaKernel:
+    """A compiled kernel, loaded to the current device.
+
+    code: from `kept_code`; name: that of the function; threads: of a program; shared_bytes: shared memory of a program
+    that is given at the launch. Raises RuntimeError with the driver's words.
     """
 
-    def __init__(self, source: Path, name: str, options: Sequence[str], threads: int, shared_bytes: int) -> None:
-        self._kernel = torch.cuda._compile_kernel(source.read_text(), name, nvcc_options=list(options))
+    def __init__(self, code: bytes, name: str, threads: int, shared_bytes: int) -> None:
+        loaded: Any = torch.cuda._utils._cuda_load_module(code, [name])
+        self._kernel = loaded[name]
         # Less would not let the kernel's own memory pass 48 KiB.
         self._kernel.set_shared_memory_config(max(shared_bytes, _DEFAULT_SHARED_BYTES))
         self._threads, self._shared_bytes = threads, shared_bytes

@@ -4,8 +4,7 @@ The rows are those of expert_int8.py: `prepare` quantises x and sorts the pairs 
 `gate_up` and `down` stand for the ones there. A program multiplies weights that it has decoded by eight pairs of an
 expert at the cost of one. The result of a pair does not depend on other pairs.
 
-The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp has. It is compiled at first use, by the
-NVRTC that torch brings.
+The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp has. It is compiled at first use.
 """
 
 from functools import cache
@@ -16,7 +15,7 @@ import torch
 
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels import dots, panel_layout
-from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
+from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, kept_code
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
@@ -126,14 +125,15 @@ def constants(facts: MatrixFacts) -> dict[str, str | int]:
 
 def options(constants: dict[str, str | int]) -> list[str]:
     """The compiler's options for such constants."""
-    return [f"-I{SOURCE.parent}", *(f"-D{name}={value}" for name, value in constants.items())]
+    return [f"-D{name}={value}" for name, value in constants.items()]
 
 
 @cache
 def _kernel(facts: MatrixFacts) -> tuple[CudaKernel, int]:
     """Compile the kernel. Returns it and the programs that a multiprocessor can hold."""
     known, shared = constants(facts), _shared_bytes(facts.quant, facts.columns, facts.tile)
-    return CudaKernel(SOURCE, NAME, options(known), 32 * facts.tile.warps, shared), int(known["PROGRAMS"])
+    code = kept_code(SOURCE, options(known), "{}{}".format(*torch.cuda.get_device_capability()))
+    return CudaKernel(code, NAME, 32 * facts.tile.warps, shared), int(known["PROGRAMS"])
 
 
 def gate_up(

@@ -12,6 +12,9 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 
 SORTED_AT_ONCE = 2048
 """Pairs that a program of the sort reads at a time."""
+MOST_READ_BY_EACH = 8192
+"""Pairs up to which a program for each expert reads them all, in one launch. More are sorted block by block."""
+_BLOCK, _BLOCKS_AT_ONCE = 128, 1024
 
 
 class ExpertBiases(NamedTuple):
@@ -83,10 +86,71 @@ def _sort_kernel(ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK: tl.co
     list_pairs(tl.program_id(0), ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK)
 
 
+@triton.jit
+def _chosen(ids, pairs, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """The pairs of a program's block, the expert of each, and [BLOCK, EXPERTS], whether it is that."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    return pair, expert, expert[:, None] == tl.arange(0, EXPERTS)[None, :]
+
+
+@triton.jit
+def _count_blocks(ids, pairs, experts, counts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """counts [blocks, experts]: pairs of each expert in each block. One program for a block."""
+    _, _, matches = _chosen(ids, pairs, BLOCK, EXPERTS)
+    every = tl.arange(0, EXPERTS)
+    tl.store(counts + tl.program_id(0) * experts + every, tl.sum(matches.to(tl.int32), 0), mask=every < experts)
+
+
+@triton.jit
+def _add_blocks(counts, totals, blocks, experts, CHUNK: tl.constexpr):
+    """Make counts those of earlier blocks. totals: [experts], of all. One program for an expert."""
+    expert = tl.program_id(0)
+    total = tl.zeros((), tl.int32)
+    begin = expert * 0
+    while begin < blocks:
+        block = begin + tl.arange(0, CHUNK)
+        count = tl.load(counts + block * experts + expert, mask=block < blocks, other=0)
+        tl.store(counts + block * experts + expert, total + tl.cumsum(count, 0) - count, mask=block < blocks)
+        total += tl.sum(count, 0)
+        begin += CHUNK
+    tl.store(totals + expert, total)
+
+
+@triton.jit
+def _place_pairs(
+    ids, offsets, pairs, experts, earlier, totals, sorted_pairs, starts, counts,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """One program for a block."""
+    pair, expert, matches = _chosen(ids, pairs, BLOCK, EXPERTS)
+    every = tl.arange(0, EXPERTS)
+    known = every < experts
+    total = tl.load(totals + every, mask=known, other=0)
+    start = tl.cumsum(total, 0) - total
+    if tl.program_id(0) == 0:
+        tl.store(starts + every, start, mask=known)
+        on_gpu = tl.load(offsets + every, mask=known, other=-1) >= 0
+        tl.store(counts + every, tl.where(on_gpu, total, 0), mask=known)
+    first = start + tl.load(earlier + tl.program_id(0) * experts + every, mask=known, other=0)
+    number = tl.arange(0, BLOCK)
+    before = (expert[:, None] == expert[None, :]) & (number[None, :] < number[:, None])
+    place = tl.sum(tl.where(matches, first[None, :], 0), 1) + tl.sum(before.to(tl.int32), 1)
+    tl.store(sorted_pairs + place, pair, mask=expert >= 0)
+
+
 def sort_pairs(pairs: ExpertPairs) -> SortedPairs:
-    """Sort the pairs by expert, on the device."""
-    lists = SortedPairs.empty(pairs)
-    _sort_kernel[(pairs.offsets.numel(),)](
-        pairs.ids, pairs.offsets, pairs.ids.numel(), *lists, CHUNK=SORTED_AT_ONCE, num_warps=8
-    )
+    """Sort the pairs by expert, on the device. Those of an expert stay in order."""
+    lists, number, experts = SortedPairs.empty(pairs), pairs.ids.numel(), pairs.offsets.numel()
+    if number <= MOST_READ_BY_EACH:
+        _sort_kernel[(experts,)](pairs.ids, pairs.offsets, number, *lists, CHUNK=SORTED_AT_ONCE, num_warps=8)
+        return lists
+    blocks = triton.cdiv(number, _BLOCK)
+    width = triton.next_power_of_2(experts)
+    shape = {"BLOCK": _BLOCK, "EXPERTS": width, "num_warps": max(4, width // 32)}
+    counts = torch.empty(blocks + 1, experts, dtype=torch.int32, device=pairs.ids.device)
+    totals = counts[blocks]
+    _count_blocks[(blocks,)](pairs.ids, number, experts, counts, **shape)
+    _add_blocks[(experts,)](counts, totals, blocks, experts, CHUNK=_BLOCKS_AT_ONCE)
+    _place_pairs[(blocks,)](pairs.ids, pairs.offsets, number, experts, counts, totals, *lists, **shape)
     return lists

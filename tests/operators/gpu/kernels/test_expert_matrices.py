@@ -8,13 +8,14 @@ import pytest
 
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_matrices, panel_layout
-from ktqueue.operators.gpu.kernels.expert_matrices import MatrixFacts
+from ktqueue.operators.gpu.kernels.cuda_kernel import machine_code
+from ktqueue.operators.gpu.kernels.expert_matrices import SOURCE, MatrixFacts
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, MatrixTile
 from ktqueue.operators.native import SILU
 
 from .panel_pools import GATES
 
-ARCHITECTURES = "sm_80", "sm_90"
+ARCHITECTURES = "80", "90"
 QUANTS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS]
 
 
@@ -27,25 +28,6 @@ def compiler() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def machine_code(compiler: ctypes.CDLL, constants: dict[str, str | int], architecture: str) -> bytes:
-    """Compile as torch does. Fails with what the compiler says."""
-    options = [f"--gpu-architecture={architecture}", *expert_matrices.options(constants)]
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = expert_matrices.SOURCE.read_bytes()
-    assert not compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"expert_matrices.cu", 0, None, None)
-    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = compiler.nvrtcCompileProgram(program, len(options), words)
-    compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    compiler.nvrtcGetProgramLog(program, log)
-    assert not failed, log.value.decode()
-    compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    code = ctypes.create_string_buffer(size.value)
-    compiler.nvrtcGetCUBIN(program, code)
-    compiler.nvrtcDestroyProgram(ctypes.byref(program))
-    return code.raw
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_format_compiles(architecture: str, compiler: ctypes.CDLL) -> None:
@@ -56,7 +38,8 @@ def test_every_format_compiles(architecture: str, compiler: ctypes.CDLL) -> None
         both = MatrixFacts(quant, 8, 384, 96, SILU, tiles.gate_up)
         one = MatrixFacts(quant, 8, 256, 512, None, tiles.down, has_bias=True, is_weighted=True)
         for facts in (both, one):
-            code = machine_code(compiler, expert_matrices.constants(facts), architecture)
+            options = expert_matrices.options(expert_matrices.constants(facts))
+            code = machine_code(SOURCE, options, architecture, compiler)
             assert expert_matrices.NAME.encode() in code
 
 
@@ -67,7 +50,8 @@ def test_every_gate_and_tile_compiles(compiler: ctypes.CDLL) -> None:
         assert tiles
         for gate in GATES:
             facts = MatrixFacts("Q4_K", 128, 2048, 768, gate, tiles.gate_up, True, gate.weighted_input)
-            assert machine_code(compiler, expert_matrices.constants(facts), "sm_90")
+            options = expert_matrices.options(expert_matrices.constants(facts))
+            assert machine_code(SOURCE, options, "90", compiler)
 
 
 def test_tiles_are_smaller_where_shared_memory_is_short() -> None:

@@ -1,0 +1,267 @@
+"""Products of many tokens with packed experts on Hopper's tensor cores: how expert_warpgroups.cu is launched.
+
+Weights are decoded to bfloat16 between shared memory and the tensor cores, again for every PAIRS pairs (of a token and
+an expert) of an expert. So nothing decoded is written to memory, as decoded_experts.py does it. Gate and up are joined
+in float32; the rows between both products and those of down are rounded to bfloat16. The weighted sum is float32 and in
+the order of a token's slots.
+
+The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp has. Knows no layer and no placement.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ktqueue.operators.gpu.device import has_warpgroups
+from ktqueue.operators.gpu.kernels import dots, expert_products, panel_layout
+from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, kept_code
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, sort_pairs
+from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
+from ktqueue.operators.native import GateFacts
+
+SOURCE = Path(__file__).with_suffix(".cu")
+NAME = "multiply_many"
+PAIRS = 128
+"""Of an expert that are multiplied by weights that are decoded once."""
+_WARPS = 8
+_COUPLE_ROWS = 32  # of the two panels of a warp
+_CHUNK_SLOTS, _CHUNK_COLUMNS, _STAGES = 5, 64, 2  # as in the source
+_ARCHITECTURE = "90a"
+_LINE_BYTES = 128
+_MOST_COLUMNS = 1024
+"""Columns that one program adds."""
+_WORDS = 1024
+"""Of 4 bytes, that a program puts in the order of the kernel."""
+LEAST_PAIRS = 20
+"""Of an expert, on average, from which on this is faster than int8 matrices (ADR 0076)."""
+
+
+def pays(pairs: int, experts: int) -> bool:
+    """Whether a layer of `experts` experts multiplies so many pairs faster in this way."""
+    return pairs >= LEAST_PAIRS * experts
+
+
+def fits(record: ExpertRecord) -> bool:
+    """Whether the kernel has the formats and sizes of such experts."""
+    group = _WARPS * _COUPLE_ROWS
+    formats = record.gate == record.up and not {record.gate, record.down} & {*panel_layout.FLOAT_PRODUCTS}
+    return formats and record.hidden % group == 0 and record.intermediate % group == 0
+
+
+def can_multiply(record: ExpertRecord, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `device` multiplies rows of `dtype` by such experts. CPU tensors are multiplied by a twin, if asked to,
+    since that is not faster."""
+    if not has_warpgroups(device) or not fits(record) or dtype != torch.bfloat16:
+        return False
+    # torch's type stubs do not have this property.
+    largest = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
+    own = 4 * (1 << 10) + 8 * PAIRS
+    return all(_shared_bytes(quant) + own <= largest for quant in (record.gate, record.down))
+
+
+def _shared_bytes(quant: str) -> int:
+    """Shared memory for chunks of x and for superblocks."""
+    slot = -(-panel_layout.superblock_bytes(quant) // _LINE_BYTES) * _LINE_BYTES
+    return _CHUNK_SLOTS * PAIRS * 2 * _CHUNK_COLUMNS + _WARPS * _STAGES * 2 * slot
+
+
+class ProductFacts(NamedTuple):
+    """What the kernel is compiled for: matrices [rows, columns] of `quant`. gate: of gate and up; None: it is one
+    matrix. is_weighted: whether rows of pairs are multiplied by their weights."""
+
+    quant: str
+    experts: int
+    columns: int
+    rows: int
+    gate: GateFacts | None
+    has_bias: bool = False
+    is_weighted: bool = False
+
+
+def options(facts: ProductFacts) -> list[str]:
+    """The compiler's options."""
+    gate = facts.gate
+    shape = panel_layout.constants(facts.quant, facts.columns)
+    form = shape["FORMAT"]
+    constants = {
+        "QUANT": form,
+        "HALVES": int(dots.halves(form)),
+        "MINIMUMS": int(dots.minimums(form)),
+        "OFFSET": dots.offset(form),
+        "SUPERBLOCK_BYTES": shape["SUPERBLOCK_BYTES"],
+        "PANEL_BYTES": shape["PANEL_BYTES"],
+        "COLUMNS": facts.columns,
+        "ROWS": facts.rows,
+        "ACTIVATION": gate.activation if gate else "NONE",
+        "ALPHA": f"float({gate.alpha if gate else 0.0!r})",
+        "LIMIT": f"float({gate.limit if gate else 0.0!r})",
+        "WEIGHTED": int(facts.is_weighted),
+        "BIASED": int(facts.has_bias),
+        "EXPERTS": facts.experts,
+        "PAIRS": PAIRS,
+    }
+    return [f"-D{name}={value}" for name, value in constants.items()]
+
+
+@cache
+def _code(facts: ProductFacts) -> bytes:
+    return kept_code(SOURCE, options(facts), _ARCHITECTURE)
+
+
+@cache
+def _kernel(facts: ProductFacts) -> CudaKernel:
+    return CudaKernel(_code(facts), NAME, 32 * _WARPS, _shared_bytes(facts.quant))
+
+
+def product_facts(record: ExpertRecord, experts: int, gate: GateFacts, *, biased: bool) -> list[ProductFacts]:
+    """Those of both products of a layer."""
+    of_gate = ProductFacts(
+        record.gate, experts, record.hidden, record.intermediate, gate, biased, bool(gate.weighted_input)
+    )
+    return [of_gate, ProductFacts(record.down, experts, record.intermediate, record.hidden, None)]
+
+
+def compile_products(facts: Iterable[ProductFacts]) -> None:
+    """Compile the kernels in threads, so that no step has to. A few seconds each, unless they are kept on disk."""
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(_code, dict.fromkeys(facts)))
+
+
+def experts(
+    pairs: ExpertPairs, down_offsets: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, gate: GateFacts
+) -> torch.Tensor:
+    """Return the sum over slots of weight * expert(x), or of expert(weight * x) if the gate says so: [tokens, 1,
+    hidden] float32. Skipped pairs add nothing.
+
+    Arguments as in expert_products.experts, x bfloat16 on a GPU. Raises ValueError for shapes that do not fit.
+    """
+    record, (tokens, slots) = pairs.record, pairs.ids.shape
+    fits = len(x) == tokens and x.shape[1] == record.hidden and pairs.ids.is_contiguous()
+    check_fits(fits, "experts of warpgroups", ids=pairs.ids, x=x)
+    weights = weights.contiguous()
+    of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
+    mid = x.new_empty(tokens, slots, record.intermediate)
+    products = x.new_empty(tokens * slots, record.hidden)
+    down_pairs = pairs._replace(offsets=down_offsets)
+    if runs_kernel(x):
+        lists = sort_pairs(pairs)
+        biases = None if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
+        _launch(pairs, lists, in_kernel_order(x), record.gate, mid.view(tokens * slots, -1), gate, of_input, biases)
+        _launch(down_pairs, lists, mid, record.down, products, None, None, None, start=record.down_start)
+    else:
+        expert_products.gate_up_twin(pairs, x, gate, mid, of_input)
+        partials = torch.empty(tokens, slots, record.hidden)
+        rows = mid.view(tokens * slots, -1)
+        expert_products.down_twin(down_pairs._replace(biases=None), rows, None, partials)
+        products.copy_(partials.view(products.shape))
+    return add_pairs(pairs, products, of_output)
+
+
+def in_kernel_order(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, columns] of 2 bytes -> the same, of each 32 columns 8t + 4s + 2h + e at 16s + 8h + 2t + e."""
+    words = x.contiguous().view(torch.int32)
+    if not runs_kernel(x):
+        return words.view(-1, 4, 2, 2).permute(0, 2, 3, 1).reshape(words.shape).view(x.dtype)
+    out = torch.empty_like(words)
+    if words.numel():
+        _order_words[(triton.cdiv(words.numel(), _WORDS),)](words, out, words.numel(), BLOCK=_WORDS)
+    return out.view(x.dtype)
+
+
+@triton.jit
+def _order_words(x, out, words, BLOCK: tl.constexpr):
+    """One program for BLOCK words of two columns."""
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < words
+    source = word // 16 * 16 + word % 4 * 4 + word // 8 % 2 * 2 + word // 4 % 2
+    tl.store(out + word, tl.load(x + source, mask=inside), mask=inside)
+
+
+def _launch(
+    pairs: ExpertPairs,
+    lists: SortedPairs,
+    x: torch.Tensor,
+    quant: str,
+    out: torch.Tensor,
+    gate: GateFacts | None,
+    weights: torch.Tensor | None,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    start: int = 0,
+) -> None:
+    experts, columns, rows = pairs.offsets.numel(), x.shape[-1], out.shape[1]
+    facts = ProductFacts(quant, experts, columns, rows, gate, biases is not None, weights is not None)
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    _kernel(facts).launch(
+        (programs, 1),
+        [
+            pairs.pool, pairs.offsets, x, out if weights is None else weights, *(biases or (out, out)), out, *lists,
+            pairs.ids.shape[1], start,
+        ],
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_pairs(
+    products,  # [tokens, SLOTS, HIDDEN]
+    ids,  # [tokens, SLOTS]
+    offsets,
+    pair_weights,  # [tokens, SLOTS] float32
+    bias,  # [experts, HIDDEN] float32 or None
+    out,  # [tokens, HIDDEN] float32
+    SLOTS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for BLOCK columns of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = token * SLOTS + slot
+        expert = tl.load(ids + pair)
+        used = (expert >= 0) & (tl.load(offsets + tl.maximum(expert, 0)) >= 0)
+        inside = (n < HIDDEN) & used
+        value = tl.load(products + pair * HIDDEN + n, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            value += tl.load(bias + expert * HIDDEN + n, mask=inside, other=0.0)
+        if WEIGHTED:
+            value = tl.where(inside, value * tl.load(pair_weights + pair), 0.0)  # of a skipped pair it may be NaN
+        total += value
+    tl.store(out + token * HIDDEN + n, total, mask=n < HIDDEN)
+
+
+def add_pairs(pairs: ExpertPairs, products: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Add weight * (product + bias) over the slots of each token: [tokens, 1, hidden] float32.
+
+    products: [pairs, hidden], undefined for skipped pairs; weights: [tokens, k] float32; None: all 1.
+    """
+    tokens, slots = pairs.ids.shape
+    hidden, bias = products.shape[1], None if pairs.biases is None else pairs.biases.down
+    out = torch.empty(tokens, 1, hidden, device=products.device)
+    if runs_kernel(products) and tokens:
+        block = min(triton.next_power_of_2(hidden), _MOST_COLUMNS)
+        _add_pairs[(tokens, triton.cdiv(hidden, block))](
+            products, pairs.ids, pairs.offsets, out if weights is None else weights, bias, out,
+            SLOTS=slots,
+            WEIGHTED=weights is not None,
+            HIDDEN=hidden,
+            BLOCK=block,
+            num_warps=max(block // 256, 1),
+        )  # fmt: skip
+        return out
+    used = (pairs.ids >= 0) & (pairs.offsets[pairs.ids.clamp(min=0)] >= 0)
+    terms = torch.zeros(tokens, slots, hidden)
+    terms[used] = products.view(terms.shape)[used].float() + (0.0 if bias is None else bias[pairs.ids[used]])
+    if weights is not None:
+        terms[used] *= weights[used][:, None]
+    out.zero_()
+    for slot in range(slots):
+        out[:, 0] += terms[:, slot]
+    return out

@@ -1,0 +1,133 @@
+"""Products of many tokens by warpgroups: the twin against decoded experts, and machine code for an H200 without one."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels import expert_products as products
+from ktqueue.operators.gpu.kernels import expert_warpgroups
+from ktqueue.operators.gpu.kernels.cuda_kernel import kept_code, machine_code
+from ktqueue.operators.gpu.kernels.expert_pairs import MOST_READ_BY_EACH, ExpertPairs, sort_pairs
+from ktqueue.operators.gpu.kernels.expert_warpgroups import SOURCE, ProductFacts
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
+from ktqueue.operators.native import SILU, GateFacts
+from ktqueue.operators.packed import Bytes
+
+from ..interpreted import by_kernel, by_twin, compiled_for_h200
+from .panel_pools import GATES, make_pool, route
+from .test_expert_matrices import QUANTS, compiler
+
+__all__ = ["compiler"]
+BOUND = 2e-6
+"""Relative error of float32 sums in another order."""
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_the_twin_equals_packed_experts(gate: GateFacts, random_weights: Callable[..., Bytes]) -> None:
+    """Some pairs have no expert, and an expert is on the CPU. The weights of these pairs are NaN."""
+    pool = make_pool(random_weights, ("Q4_K", "Q4_K", "Q6_K"), 5, 256, 256, biased=True)
+    offsets, (ids, weights) = pool.offsets.clone(), route(12, 5, 3)
+    offsets[1], ids[4, 0] = -1, -1
+    x = torch.randn(12, 256, generator=torch.Generator().manual_seed(1))
+    pairs = pool.pairs(ids, offsets)
+    expected = products.experts(pairs, offsets, x, weights, gate, exact=True).sum(1, keepdim=True)
+    weights[(ids < 0) | (ids == 1)] = torch.nan
+    found = by_twin(expert_warpgroups.experts, pairs, offsets, x, weights, gate)
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+def test_pairs_are_added_as_by_the_twin(random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, "Q8_0", 5, 32, 32, biased=True)
+    offsets, (ids, weights) = pool.offsets.clone(), route(9, 5, 3)
+    offsets[2], ids[3, 1] = -1, -1
+    rows = torch.randn(27, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows[(ids.flatten() < 0) | (ids.flatten() == 2)] = torch.nan
+    for factors in (weights, None):
+        twin, kernel = (
+            run(expert_warpgroups.add_pairs, pool.pairs(ids, offsets), rows, factors) for run in (by_twin, by_kernel)
+        )
+        assert twin.isfinite().all() and (twin - kernel).abs().max() <= BOUND * twin.abs().max()
+
+
+def test_columns_are_in_the_order_of_the_kernel() -> None:
+    x = torch.arange(64.0).bfloat16().view(1, 64)
+    found = by_twin(expert_warpgroups.in_kernel_order, x)[0].tolist()
+    assert found[:16] == [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]
+    assert found[16:20] == [4, 5, 12, 13] and found[32:34] == [32, 33] and sorted(found) == x[0].tolist()
+    many = torch.randn(9, 288).bfloat16()
+    twin, kernel = (run(expert_warpgroups.in_kernel_order, many) for run in (by_twin, by_kernel))
+    assert twin.equal(kernel)
+
+
+@pytest.mark.parametrize("experts", [3, 40])
+def test_many_pairs_are_sorted_block_by_block(experts: int) -> None:
+    """Those of an expert stay in order. Some pairs have no expert, one expert has none, and one is on the CPU."""
+    tokens = MOST_READ_BY_EACH // 4 + 45
+    ids = torch.randint(-1, experts, (tokens, 4), generator=torch.Generator().manual_seed(experts))
+    ids[ids == 1] = 2
+    offsets = torch.arange(experts)
+    offsets[0] = -1
+    record = ExpertRecord("Q8_0", "Q8_0", "Q8_0", 32, 32)
+    lists = by_kernel(sort_pairs, ExpertPairs(torch.empty(0, dtype=torch.uint8), offsets, ids, record))
+    chosen = ids.flatten()
+    expected = chosen.argsort(stable=True)[(chosen < 0).sum() :]
+    totals = torch.bincount(chosen[chosen >= 0], minlength=experts)
+    assert lists.sorted[: len(expected)].equal(expected.int())
+    assert lists.starts.equal((totals.cumsum(0) - totals).int())
+    assert lists.counts.tolist() == [0, *totals[1:].tolist()]
+
+
+def test_shapes_that_fit() -> None:
+    for record, fits in (
+        (ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 768), True),
+        (ExpertRecord("Q4_K", "Q6_K", "Q6_K", 2048, 768), False),
+        (ExpertRecord("Q4_K", "Q4_K", "F16", 2048, 768), False),
+        (ExpertRecord("Q4_K", "Q4_K", "Q6_K", 2048, 1408), False),
+    ):
+        assert expert_warpgroups.fits(record) == fits
+        assert not expert_warpgroups.can_multiply(record, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.compiled
+def test_code_is_kept(compiler: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process would not compile it, unless a header has changed."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    source, header = tmp_path / "one.cu", tmp_path / "one.cuh"
+    source.write_text('#include "one.cuh"\nextern "C" __global__ void one(int* x) { *x = NUMBER; }')
+    found = []
+    for number in (1, 1, 2):
+        header.write_text(f"#define NUMBER {number}")
+        found.append(kept_code(source, [], "90", compiler))
+    assert found[0] == found[1] != found[2]
+    assert len([*tmp_path.glob("cache/*/one.cubin")]) == 2
+    next(path for path in tmp_path.glob("cache/*/one.cubin") if path.read_bytes() == found[2]).write_bytes(b"kept")
+    assert kept_code(source, [], "90", compiler) == b"kept"
+    source.write_text("no")
+    with pytest.raises(RuntimeError, match=r"one\.cu does not compile:\n"):
+        kept_code(source, [], "90", compiler)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("quant", QUANTS)
+def test_every_format_compiles(quant: str, compiler: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_warpgroups, "PAIRS", 32)
+    for facts in (ProductFacts(quant, 8, 256, 256, SILU), ProductFacts(quant, 8, 512, 256, None)):
+        assert machine_code(SOURCE, expert_warpgroups.options(facts), "90a", compiler)
+
+
+@pytest.mark.compiled
+def test_every_gate_compiles(compiler: ctypes.CDLL) -> None:
+    for gate in (*GATES, native.SILU):
+        facts = ProductFacts("Q4_K", 128, 512, 256, gate, True, gate.weighted_input)
+        assert machine_code(SOURCE, expert_warpgroups.options(facts), "90a", compiler)
+
+
+@pytest.mark.compiled
+def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
+    blocks = ["_count_blocks", "_add_blocks", "_place_pairs"]
+    ends = ["_order_words", "_add_pairs"]
+    assert compiled_for_h200("warpgroups", tmp_path) == ["_sort_kernel", *ends, *blocks, *ends]
