@@ -158,8 +158,8 @@ def _summary(snapshot: "Snapshot") -> str:
             f"{len(workers)} worker{'' if len(workers) == 1 else 's'}",
             f"{rows}/{max_rows} rows",
             f"{_rate(snapshot.tokens_per_second)} tok/s",
-            f"Redis {format_bytes(snapshot.memory_used)}{limit}",
             *_batches(snapshot.batches),
+            f"Redis {format_bytes(snapshot.memory_used)}{limit}",
         )
     )
 
@@ -168,9 +168,9 @@ def _batches(load: "BatchLoad") -> list[str]:
     """Describe the batches that have not ended, if there are any."""
     if not load.count:
         return []
-    parts = [f"{load.count} batch{'' if load.count == 1 else 'es'}", f"{load.lines_left} lines left"]
+    parts = [f"{load.count} batch{'' if load.count == 1 else 'es'}", f"{load.lines_left:,} lines left"]
     if load.seconds_left is not None:
-        parts.append(f"{load.seconds_left / 60:.0f} min")
+        parts.append(span(load.seconds_left))
     if load.unowned:
         parts.append(f"{load.unowned} without a control worker")
     return [", ".join(parts)]

@@ -7,6 +7,12 @@ from typing import Any
 from ktqueue.cli.terminal.console import plain_text, results, span, table
 
 Json = dict[str, Any]
+_HELD_BY = {
+    "rows": "all rows are taken",
+    "costs": "more rows would not be faster",
+    "pages": "the cache is full",
+    "interactive": "interactive jobs go first",
+}
 _ENDED_AT = ("completed_at", "failed_at", "expired_at", "cancelled_at")
 
 
@@ -81,8 +87,9 @@ def _fields(batch: Json) -> Iterator[tuple[str, str]]:
     if progress.get("seconds_left"):
         yield "time left", span(progress["seconds_left"])
     if progress.get("running") or progress.get("waiting"):
-        reason = f" (for {progress['held_by']})" if progress.get("held_by") else ""
-        yield "in flight", f"{progress.get('running') or 0} running, {progress.get('waiting') or 0} waiting{reason}"
+        reasons = [_HELD_BY.get(each, each) for each in str(progress.get("held_by") or "").split(", ") if each]
+        waiting = f"{progress.get('waiting') or 0} waiting" + (f": {', '.join(reasons)}" if reasons else "")
+        yield "in flight", f"{progress.get('running') or 0} running, {waiting}"
     created, now = batch.get("created_at"), time.time()
     if created:
         yield "created", f"{span(now - created)} ago"
