@@ -117,16 +117,17 @@ async def test_the_time_left_is_known_before_any_line_has_ended(
     await put(store, 8, max_tokens=400, n=4, ignore_eos=True)
     async with start_worker():
         batch_id = await create(broker)
-        running = asyncio.create_task(owned(broker, store, *await taken(broker)).run())
+        running_batch = asyncio.create_task(owned(broker, store, *await taken(broker)).run())
         await until(broker, batch_id, lambda record: record.speed.seconds_left is not None)
         record = await broker.batches.get("default", batch_id)
         assert record.facts.answered == 0
-        rate, left = record.speed.tokens_per_second, record.speed.seconds_left
+        rate, left, running = record.speed.tokens_per_second, record.speed.seconds_left, record.speed.running
         assert rate
         assert left
+        assert running, "tokens of lines in flight are counted, not only those of lines that have ended"
         assert 0 < rate * left < 8 * 4 * 400
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    running_batch.cancel()
+    await asyncio.gather(running_batch, return_exceptions=True)
 
 
 async def test_a_batch_that_stands_still_says_that_it_takes_longer(
