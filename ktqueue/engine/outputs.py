@@ -51,8 +51,8 @@ class EngineStats:
     batch sequences may fill, as more would not raise the tokens computed in a second. rows_left_out: batch rows
     that the last step left out for interactive sequences. rows_held_by: what keeps batch sequences from more rows:
     `rows` (max_num_seqs), `costs` (more would not raise the tokens of a second), `pages` of the cache, `interactive`
-    sequences, or '': nothing. prompt_tokens: computed prompt tokens, including recomputed
-    ones but not cached ones. batch_tokens: those of `generation_tokens` that are of the batch class. prefix_queries,
+    sequences, or '': nothing. prompt_tokens: computed prompt tokens, including recomputed ones but not cached ones.
+    batch_tokens: those of `generation_tokens` that are of the batch class. prefix_queries,
     prefix_hits: tokens looked up in the prefix cache, and found there. out_of_memory: steps that were made smaller
     because the device had too little memory. replayed_steps: steps that replayed a captured graph. prepared_steps:
     steps that were built while the device computed the step before. steps_ahead: those of them that were launched

@@ -234,8 +234,8 @@ class Scheduler:
         left_out: Mapping[Sequence, int] | None = None,
     ) -> None:
         """Plan rows of these classes until the step has `budget` tokens. least, longest: tokens that a sequence of the
-        step has to compute, now or later; None: any number. left_out: the last step that did not
-        compute a sequence. The latest come first."""
+        step has to compute, now or later; None: any number. left_out: the last step that did not compute a sequence.
+        The latest come first."""
         running = self._running_of(classes)
         if in_flight := self._rows.in_flight:
             running = [sequence for sequence in running if sequence not in in_flight]

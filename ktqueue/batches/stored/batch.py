@@ -335,10 +335,10 @@ class StoredBatch:
         """Renew the lease and the speed, and notice that the batch is cancelled or late. Raises LeaseLost."""
         while True:
             try:
-                if self._execution is not None:
-                    await self._speed.look(self._execution, self._runner)
                 speed = self._speed.measured(self._facts.total)
                 self._notice(await self._owner.broker.batches.update(self._lease, speed=speed))
+                if self._execution is not None:  # after the renewal, which must not wait for it
+                    await self._speed.look(self._execution, self._runner)
             except Unavailable as error:
                 self._say(error)
             await asyncio.sleep(min(1.0, self._owner.broker.batches.lease_seconds / BEATS))

@@ -78,25 +78,22 @@ def _own_bytes(experts: int, tile: MatrixTile) -> int:
     return _OWN_BYTES + 20 * experts + tile.pairs * (12 + 12 * tile.warps)
 
 
-class MatrixFacts(NamedTuple):
-    """What the kernel is compiled for: matrices [rows, columns] of `quant`. gate: of gate and up; None: it is one
-    matrix. is_weighted: whether rows of pairs are multiplied by their weights."""
+class ProductFacts(NamedTuple):
+    """What a kernel of experts is compiled for: matrices [rows, columns] of `quant`. gate: of gate and up; None: it is
+    one matrix. is_weighted: whether rows of pairs are multiplied by their weights."""
 
     quant: str
     experts: int
     columns: int
     rows: int
     gate: GateFacts | None
-    tile: MatrixTile
     has_bias: bool = False
     is_weighted: bool = False
 
 
-def constants(facts: MatrixFacts) -> dict[str, str | int]:
-    """The constants of the kernel's source, by name."""
-    gate, tile = facts.gate, facts.tile
-    shape = panel_layout.constants(facts.quant, facts.columns)
-    shared = _shared_bytes(facts.quant, facts.columns, tile)
+def product_constants(facts: ProductFacts) -> dict[str, str | int]:
+    """The constants that a kernel's source has for such matrices, by name."""
+    gate, shape = facts.gate, panel_layout.constants(facts.quant, facts.columns)
     form = shape["FORMAT"]
     return {
         "QUANT": form,
@@ -113,13 +110,20 @@ def constants(facts: MatrixFacts) -> dict[str, str | int]:
         "WEIGHTED": int(facts.is_weighted),
         "BIASED": int(facts.has_bias),
         "EXPERTS": facts.experts,
+    }
+
+
+def constants(facts: ProductFacts, tile: MatrixTile) -> dict[str, str | int]:
+    """The constants of this kernel's source, by name."""
+    programs = _MULTIPROCESSOR_BYTES // (
+        _shared_bytes(facts.quant, facts.columns, tile) + _own_bytes(facts.experts, tile)
+    )
+    return product_constants(facts) | {
         "PAIRS": tile.pairs,
         "WARPS": tile.warps,
         "STAGES": tile.stages,
         "RUNS": int(tile.has_runs),
-        "PROGRAMS": max(
-            1, min(_MULTIPROCESSOR_BYTES // (shared + _own_bytes(facts.experts, tile)), _WARPS // tile.warps)
-        ),
+        "PROGRAMS": max(1, min(programs, _WARPS // tile.warps)),
     }
 
 
@@ -129,11 +133,11 @@ def options(constants: dict[str, str | int]) -> list[str]:
 
 
 @cache
-def _kernel(facts: MatrixFacts) -> tuple[CudaKernel, int]:
+def _kernel(facts: ProductFacts, tile: MatrixTile) -> tuple[CudaKernel, int]:
     """Compile the kernel. Returns it and the programs that a multiprocessor can hold."""
-    known, shared = constants(facts), _shared_bytes(facts.quant, facts.columns, facts.tile)
+    known, shared = constants(facts, tile), _shared_bytes(facts.quant, facts.columns, tile)
     code = kept_code(SOURCE, options(known), "{}{}".format(*torch.cuda.get_device_capability()))
-    return CudaKernel(code, NAME, 32 * facts.tile.warps, shared), int(known["PROGRAMS"])
+    return CudaKernel(code, NAME, 32 * tile.warps, shared), int(known["PROGRAMS"])
 
 
 def gate_up(
@@ -179,8 +183,8 @@ def _launch(
     number, rows = outs[0].shape
     tokens, columns = x.codes.shape
     experts = pairs.offsets.numel()
-    facts = MatrixFacts(quant, experts, columns, rows, gate, tile, biases is not None, weights is not None)
-    kernel, programs = _kernel(facts)
+    facts = ProductFacts(quant, experts, columns, rows, gate, biases is not None, weights is not None)
+    kernel, programs = _kernel(facts, tile)
     if tile.has_runs:
         grid = programs * torch.cuda.get_device_properties(x.codes.device).multi_processor_count, 1
     else:

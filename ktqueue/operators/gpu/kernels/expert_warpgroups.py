@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from ktqueue.operators.gpu.device import has_warpgroups
-from ktqueue.operators.gpu.kernels import dots, expert_products, panel_layout
+from ktqueue.operators.gpu.kernels import expert_products, panel_layout
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, kept_code
+from ktqueue.operators.gpu.kernels.expert_matrices import ProductFacts, options, product_constants
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, sort_pairs
 from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
@@ -70,47 +70,14 @@ def _shared_bytes(quant: str) -> int:
     return _CHUNK_SLOTS * PAIRS * 2 * _CHUNK_COLUMNS + _WARPS * _STAGES * 2 * slot
 
 
-class ProductFacts(NamedTuple):
-    """What the kernel is compiled for: matrices [rows, columns] of `quant`. gate: of gate and up; None: it is one
-    matrix. is_weighted: whether rows of pairs are multiplied by their weights."""
-
-    quant: str
-    experts: int
-    columns: int
-    rows: int
-    gate: GateFacts | None
-    has_bias: bool = False
-    is_weighted: bool = False
-
-
-def options(facts: ProductFacts) -> list[str]:
-    """The compiler's options."""
-    gate = facts.gate
-    shape = panel_layout.constants(facts.quant, facts.columns)
-    form = shape["FORMAT"]
-    constants = {
-        "QUANT": form,
-        "HALVES": int(dots.halves(form)),
-        "MINIMUMS": int(dots.minimums(form)),
-        "OFFSET": dots.offset(form),
-        "SUPERBLOCK_BYTES": shape["SUPERBLOCK_BYTES"],
-        "PANEL_BYTES": shape["PANEL_BYTES"],
-        "COLUMNS": facts.columns,
-        "ROWS": facts.rows,
-        "ACTIVATION": gate.activation if gate else "NONE",
-        "ALPHA": f"float({gate.alpha if gate else 0.0!r})",
-        "LIMIT": f"float({gate.limit if gate else 0.0!r})",
-        "WEIGHTED": int(facts.is_weighted),
-        "BIASED": int(facts.has_bias),
-        "EXPERTS": facts.experts,
-        "PAIRS": PAIRS,
-    }
-    return [f"-D{name}={value}" for name, value in constants.items()]
+def constants(facts: ProductFacts) -> dict[str, str | int]:
+    """The constants of the kernel's source, by name."""
+    return product_constants(facts) | {"PAIRS": PAIRS}
 
 
 @cache
 def _code(facts: ProductFacts) -> bytes:
-    return kept_code(SOURCE, options(facts), _ARCHITECTURE)
+    return kept_code(SOURCE, options(constants(facts)), _ARCHITECTURE)
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_matrices, panel_layout
 from ktqueue.operators.gpu.kernels.cuda_kernel import machine_code
-from ktqueue.operators.gpu.kernels.expert_matrices import SOURCE, MatrixFacts
+from ktqueue.operators.gpu.kernels.expert_matrices import SOURCE, ProductFacts
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, MatrixTile
 from ktqueue.operators.native import SILU
 
@@ -35,10 +35,10 @@ def test_every_format_compiles(architecture: str, compiler: ctypes.CDLL) -> None
     tiles = TILES.matrix_tiles(4, 1)
     assert tiles
     for quant in QUANTS:
-        both = MatrixFacts(quant, 8, 384, 96, SILU, tiles.gate_up)
-        one = MatrixFacts(quant, 8, 256, 512, None, tiles.down, has_bias=True, is_weighted=True)
-        for facts in (both, one):
-            options = expert_matrices.options(expert_matrices.constants(facts))
+        both = ProductFacts(quant, 8, 384, 96, SILU)
+        one = ProductFacts(quant, 8, 256, 512, None, has_bias=True, is_weighted=True)
+        for facts, tile in ((both, tiles.gate_up), (one, tiles.down)):
+            options = expert_matrices.options(expert_matrices.constants(facts, tile))
             code = machine_code(SOURCE, options, architecture, compiler)
             assert expert_matrices.NAME.encode() in code
 
@@ -49,8 +49,8 @@ def test_every_gate_and_tile_compiles(compiler: ctypes.CDLL) -> None:
         tiles = TILES.matrix_tiles(pairs, 1)
         assert tiles
         for gate in GATES:
-            facts = MatrixFacts("Q4_K", 128, 2048, 768, gate, tiles.gate_up, True, gate.weighted_input)
-            options = expert_matrices.options(expert_matrices.constants(facts))
+            facts = ProductFacts("Q4_K", 128, 2048, 768, gate, True, gate.weighted_input)
+            options = expert_matrices.options(expert_matrices.constants(facts, tiles.gate_up))
             assert machine_code(SOURCE, options, "90", compiler)
 
 

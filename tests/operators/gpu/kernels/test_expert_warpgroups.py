@@ -11,8 +11,9 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels import expert_warpgroups
 from ktqueue.operators.gpu.kernels.cuda_kernel import kept_code, machine_code
+from ktqueue.operators.gpu.kernels.expert_matrices import ProductFacts, options
 from ktqueue.operators.gpu.kernels.expert_pairs import MOST_READ_BY_EACH, ExpertPairs, sort_pairs
-from ktqueue.operators.gpu.kernels.expert_warpgroups import SOURCE, ProductFacts
+from ktqueue.operators.gpu.kernels.expert_warpgroups import SOURCE
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import SILU, GateFacts
 from ktqueue.operators.packed import Bytes
@@ -116,14 +117,14 @@ def test_code_is_kept(compiler: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest
 def test_every_format_compiles(quant: str, compiler: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_warpgroups, "PAIRS", 32)
     for facts in (ProductFacts(quant, 8, 256, 256, SILU), ProductFacts(quant, 8, 512, 256, None)):
-        assert machine_code(SOURCE, expert_warpgroups.options(facts), "90a", compiler)
+        assert machine_code(SOURCE, options(expert_warpgroups.constants(facts)), "90a", compiler)
 
 
 @pytest.mark.compiled
 def test_every_gate_compiles(compiler: ctypes.CDLL) -> None:
     for gate in (*GATES, native.SILU):
         facts = ProductFacts("Q4_K", 128, 512, 256, gate, True, gate.weighted_input)
-        assert machine_code(SOURCE, expert_warpgroups.options(facts), "90a", compiler)
+        assert machine_code(SOURCE, options(expert_warpgroups.constants(facts)), "90a", compiler)
 
 
 @pytest.mark.compiled
