@@ -131,9 +131,10 @@ async def test_the_time_left_is_known_before_any_line_has_ended(
 
 
 async def test_a_batch_that_stands_still_says_that_it_takes_longer(
-    broker: Broker, store: Store, start_worker: Any
+    broker: Broker, store: Store, start_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await put(store, 300, max_tokens=16)
+    monkeypatch.setattr(batch, "BEATS", 100)
+    await put(store, 3000, max_tokens=16)  # more than a worker answers meanwhile
     async with start_worker():
         batch_id = await create(broker)
         running = asyncio.create_task(owned(broker, store, *await taken(broker)).run())
