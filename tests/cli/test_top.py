@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -92,21 +93,27 @@ def test_a_missing_redis_at_the_start_is_an_error(ktqueue: Run, tmp_path: Path) 
     assert done.stdout == ""
 
 
+@pytest.fixture
+def server() -> Iterator[PrivateServer]:
+    server = PrivateServer()
+    yield server
+    server.stop()
+
+
 @pytest.mark.parametrize("words", [("--json",), ()])
-def test_top_continues_when_redis_comes_back(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
-    first = PrivateServer()
-    first.start(tmp_path / "state")
+def test_top_continues_when_redis_comes_back(
+    start: Start, server: PrivateServer, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    server.start(tmp_path / "state")
     process = start("top", "--interval", 0.1, *words, "--state-dir", tmp_path / "state", cwd=tmp_path)
     wait_for_line(process, "memory_used" if words else "0 workers")
-    first.stop()
+    server.stop()
     wait_for_line(process, '"error"' if words else "without an answer")
-    second = PrivateServer()
-    second.start(tmp_path / "state")
+    server.start(tmp_path / "state")
     wait_for_line(process, "memory_used" if words else "Redis is back after")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")
-    second.stop()
 
 
 def wait_for_line(process: Process, text: str) -> None:

@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 from ktqueue.broker.redis.address import DeploymentKind, RedisEndpoint, read_address
-from ktqueue.broker.redis.node import Node, ReadOnly, RedisSubscriber, ServerLost, SlotMoved
+from ktqueue.broker.redis.node import Node, ReadOnly, RedisSubscriber, ServerLost, SlotMoved, retrieve_error
 from ktqueue.broker.redis.server_checks import check
 from ktqueue.broker.redis.topology import make_topology
 from ktqueue.core.config import BrokerConfig
@@ -111,6 +111,7 @@ class RedisConnection:
         """Find the server. Concurrent calls share one search."""
         if self._search is None or self._search.done():
             self._search = asyncio.create_task(self._look(), name="ktqueue-find-redis")
+            self._search.add_done_callback(retrieve_error)  # if all calls have reached their time limits
         return await asyncio.shield(self._search)
 
     async def _look(self) -> Node:

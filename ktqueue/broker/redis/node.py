@@ -5,6 +5,7 @@ redis-py never retries, because only the callers know what may be sent twice. Er
 Unavailable, SlotMoved, ConfigError or ReplyError.
 """
 
+import asyncio
 import contextlib
 from typing import Any, cast
 
@@ -64,6 +65,42 @@ class ReplyError(Exception):
 
 class NotPermitted(ReplyError):
     """The user lacks the permission."""
+
+
+def retrieve_error(future: asyncio.Future[Any]) -> None:
+    """Mark the error of a future as retrieved, since another way leads to its callers or they have left."""
+    if not future.cancelled():
+        future.exception()
+
+
+class _Connection(AbstractConnection):
+    """A connection whose error is known to its callers only, and not reported when the connection is freed.
+
+    asyncio also keeps the error in a future, which reports it unless it is retrieved. `StreamReaderProtocol.__del__`
+    does that, but the error's traceback refers to the protocol, and the garbage collector may free the future first.
+    """
+
+    async def disconnect(self, nowait: bool = False) -> None:
+        writer: Any = self._writer
+        if writer is not None:
+            closed = writer._protocol._get_close_waiter(writer)  # what `wait_closed` awaits, without a task for it
+            if closed.done():
+                retrieve_error(closed)
+            else:
+                closed.add_done_callback(retrieve_error)
+        await super().disconnect(nowait)
+
+
+class _TcpConnection(_Connection, PlainConnection):
+    pass
+
+
+class _TlsConnection(_Connection, SSLConnection):
+    pass
+
+
+class _UnixConnection(_Connection, UnixDomainSocketConnection):
+    pass
 
 
 class Node:
@@ -247,13 +284,13 @@ def _options(endpoint: RedisEndpoint, login: Login, tls: Tls | None, database: i
         "lib_version": None,
     }
     if endpoint.port == 0:
-        return {**options, "connection_class": UnixDomainSocketConnection, "path": endpoint.host}
+        return {**options, "connection_class": _UnixConnection, "path": endpoint.host}
     options |= {"host": endpoint.host, "port": endpoint.port, "socket_keepalive": True}
     if tls is None:
-        return {**options, "connection_class": PlainConnection}
+        return {**options, "connection_class": _TcpConnection}
     return {
         **options,
-        "connection_class": SSLConnection,
+        "connection_class": _TlsConnection,
         "ssl_ca_certs": tls.ca_certs,
         "ssl_certfile": tls.certfile,
         "ssl_keyfile": tls.keyfile,
