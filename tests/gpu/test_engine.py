@@ -4,6 +4,7 @@ Each test also runs on CPU tensors, with the kernels' twins; captured steps are 
 """
 
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,18 +31,20 @@ from ktqueue.workers.startup.gpu_memory import planner_of
 RULES = Path(__file__).parents[2] / "rules"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NEW_TOKENS = 20
+
+
+def few_on_the_cpu(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases of a test: `cases` on tensors of the CPU, and all combinations of their values on a GPU."""
+    kinds = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
+    on_gpu = [pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in itertools.product(*kinds)]
+    return [("cpu", *case) for case in cases] + on_gpu
+
+
 SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "eos_token_id": None,
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.3, "eos_token_id": None,
     "bos_token_id": None,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +73,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         kind(config).float().save_pretrained(folder)
         made[name] = str(folder)
     return made
-
-
-@pytest.fixture(scope="module")
-def by_decoder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Rules that use GpuDecoder on any device."""
-    rules = tmp_path_factory.mktemp("rules") / "rules.yaml"
-    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
-    return str(rules)
 
 
 def settings_for(device: str, **given: Any) -> EngineConfig:
@@ -133,10 +128,15 @@ def answers(models: dict[str, str]) -> Callable[[str], list[list[int]]]:
     return of
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("path", ["decoder", "modules"])
-@pytest.mark.parametrize("name", ["demo", "dense", "experts"])
-@pytest.mark.parametrize("device", DEVICES)
+# On a CPU the demo model takes longest: two of its cases have each path, and steps with graphs and without.
+@pytest.mark.parametrize(
+    ("device", "name", "path", "graphs"),
+    few_on_the_cpu(
+        ("demo", "decoder", True),
+        ("demo", "modules", False),
+        *itertools.product(["dense", "experts"], ["decoder", "modules"], [True, False]),
+    ),
+)
 def test_tokens_equal_the_cpu_s(
     device: str,
     name: str,
@@ -161,10 +161,14 @@ def test_tokens_equal_the_cpu_s(
     assert (engine.stats().replayed_steps > 0) == (graphs and not waits)
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("name", ["demo", "experts"])
-@pytest.mark.parametrize("speculation", ["lookup", "model"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "speculation", "name", "graphs"),
+    few_on_the_cpu(
+        ("lookup", "demo", True),
+        ("model", "demo", False),
+        *itertools.product(["lookup", "model"], ["experts"], [True, False]),
+    ),
+)
 def test_steps_with_drafts_give_the_cpu_s_tokens(
     device: str,
     speculation: Any,

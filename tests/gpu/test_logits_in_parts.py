@@ -5,7 +5,6 @@ Each test also runs on CPU tensors.
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,7 @@ Found = dict[tuple[str, int], tuple[list[int], list[Any]]]
 
 
 @pytest.fixture
-def make_engine(tmp_path: Path) -> Iterator[Any]:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
+def make_engine(by_decoder: str) -> Iterator[Any]:
     made: list[Engine] = []
 
     def make(device: str, **given: Any) -> Engine:
@@ -44,7 +41,7 @@ def make_engine(tmp_path: Path) -> Iterator[Any]:
             cuda_graphs=False,
             **given,
         )
-        made.append(on_device(load_model("demo", rules=str(rules), device=device, dtype=torch.float32), config))
+        made.append(on_device(load_model("demo", rules=by_decoder, device=device, dtype=torch.float32), config))
         return made[-1]
 
     yield make

@@ -22,7 +22,7 @@ from ktqueue.engine.engine import Engine
 from ktqueue.engine.gpu.graph_runner import GraphRunner
 from ktqueue.engine.gpu.parted_step import PartedStep
 from ktqueue.engine.outputs import SequenceOutput
-from ktqueue.loading.load import LoadedModel, load_model
+from ktqueue.loading.load import load_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.step import StepInputs
@@ -40,10 +40,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model of four layers with experts."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.3,
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "eos_token_id": None,
-        "bos_token_id": None,
+        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "eos_token_id": None, "bos_token_id": None,
     }  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
     made: Any = Qwen3MoeForCausalLM
@@ -51,25 +50,18 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def rules(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("rules") / "rules.yaml"
-    path.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
-    return str(path)
+def engine_of(model_path: str, rules: str, device: str, **given: Any) -> Engine:
+    settings: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 256, "num_pages": 400}
+    config = EngineConfig(device=device, dtype="float32", speculation="off", **settings | given)
+    return on_device(load_model(model_path, rules=rules, device=device, dtype=torch.float32), config)
 
 
 @pytest.fixture
-def make_engine(request: pytest.FixtureRequest, model_path: str, rules: str) -> Iterator[Any]:
+def make_engine(model_path: str, by_decoder: str) -> Iterator[Any]:
     made: list[Engine] = []
 
     def make(device: str, **given: Any) -> Engine:
-        settings: dict[str, Any] = {
-            "max_num_seqs": 40, "max_num_batched_tokens": 256, "dtype": "float32", "num_pages": 400,
-            "speculation": "off",
-        }  # fmt: skip
-        config = EngineConfig(device=device, **settings | given)
-        model: LoadedModel = load_model(model_path, rules=rules, device=device, dtype=torch.float32)
-        made.append(on_device(model, config))
+        made.append(engine_of(model_path, by_decoder, device, **given))
         return made[-1]
 
     yield make
@@ -117,12 +109,18 @@ def run(
     return found
 
 
-@pytest.fixture
-def alone(make_engine: Any) -> Any:
-    """The tokens of requests in an engine without classes, by device."""
+@pytest.fixture(scope="module")
+def alone(model_path: str, by_decoder: str) -> Any:
+    """The tokens of requests in an engine without classes, by device. Call it before anything is patched."""
+    known: dict[str, dict[str, list[int]]] = {}
 
     def of(device: str, asked: Asked) -> dict[str, list[int]]:
-        return run(make_engine(device, interactive_step_ms=0), asked, 100)
+        name = f"{device} {asked}"
+        if name not in known:
+            engine = engine_of(model_path, by_decoder, device, interactive_step_ms=0)
+            known[name] = run(engine, asked, 100)
+            engine.close()
+        return known[name]
 
     return of
 
@@ -133,10 +131,11 @@ def test_both_classes_get_the_tokens_that_they_get_alone(
     device: str, graphs: bool, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short steps fetch half of their experts to memory that the overlapped step uses, unless they are told not to."""
-    monkeypatch.setattr(gpu_memory, "GpuSettings", partial(GpuSettings, fetched_shares=(0.5, 0.5)))
     asked = asked_for(46, 30)
+    expected = alone(device, asked)
+    monkeypatch.setattr(gpu_memory, "GpuSettings", partial(GpuSettings, fetched_shares=(0.5, 0.5)))
     engine = make_engine(device, cuda_graphs=graphs)
-    assert run(engine, asked, 1) == alone(device, asked)
+    assert run(engine, asked, 1) == expected
     assert engine.stats().overlapped_steps > 5
 
 
@@ -145,11 +144,12 @@ def test_both_classes_get_the_tokens_that_they_get_alone(
 def test_tokens_stay_the_same_while_they_ride(
     device: str, borne: Beside, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = asked_for(60, 36, seed=4)
+    expected = alone(device, asked)
     monkeypatch.setattr(BatchLoss, "borne", borne)
     monkeypatch.setattr(overlap, "PROMPT_WAITS_SECONDS", -1e9)  # no prompt waits for the next step
-    asked = asked_for(60, 36, seed=4)
     engine = make_engine(device)
-    assert run(engine, asked, 1) == alone(device, asked)
+    assert run(engine, asked, 1) == expected
     assert engine.stats().overlapped_steps > 5
 
 
@@ -247,12 +247,10 @@ def test_experts_move_between_overlapped_steps(device: str, make_engine: Any, al
     assert engine.model_stats()["expert_moves"] > 0
 
 
-@pytest.mark.parametrize("device", ["cpu"])  # where it is known how many layers a step launches
-def test_interactive_tokens_come_while_a_batch_step_is_computed(
-    device: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interactive_tokens_come_while_a_batch_step_is_computed(make_engine: Any, monkeypatch: Any) -> None:
+    """On CPU tensors, where it is known how many layers a step launches."""
     monkeypatch.setattr(BatchLoss, "borne", Beside.ALL)
-    engine, asked = make_engine(device), asked_for(31, 30)
+    engine, asked = make_engine("cpu"), asked_for(31, 30)
     for name, (prompt, sampling, job_class) in asked.items():
         engine.add(name, prompt, sampling, job_class=job_class)
     between: list[int] = []  # interactive tokens before the batch's first ones, and from there to its next
@@ -288,6 +286,10 @@ def test_only_a_step_that_has_begun_is_overtaken(
 ) -> None:
     """Interactive sequences hold nearly all pages, so none of the batch class can begin. Their own steps then follow
     what was launched before, and stream no experts."""
+    asked = asked_for(4, 4, seed=5)
+    prompt = [number % VOCABULARY for number in range(440)]
+    asked["long"] = prompt, SamplingParams(max_tokens=24, temperature=0.0), JobClass.INTERACTIVE
+    expected = alone(device, asked)
     monkeypatch.setattr(BatchLoss, "borne", borne)
     begun = False
 
@@ -309,9 +311,6 @@ def test_only_a_step_that_has_begun_is_overtaken(
     monkeypatch.setattr(GraphRunner, "begin", begin)
     monkeypatch.setattr(GraphRunner, "beside", beside)
     monkeypatch.setattr(GraphRunner, "end_overlap", end_overlap)
-    prompt = [number % VOCABULARY for number in range(440)]
-    asked = asked_for(4, 4, seed=5)
-    asked["long"] = prompt, SamplingParams(max_tokens=24, temperature=0.0), JobClass.INTERACTIVE
     engine = make_engine(device, num_pages=30)
     engine.add("long", *asked["long"][:2])
     outputs: list[SequenceOutput] = []
@@ -325,7 +324,7 @@ def test_only_a_step_that_has_begun_is_overtaken(
     while engine.has_work:
         outputs += engine.step()
     found = {name: [token for one in outputs if one.request_id == name for token in one.token_ids] for name in asked}
-    assert found == alone(device, asked)
+    assert found == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -347,6 +346,8 @@ def test_steps_share_again_once_memory_runs_out(
     device: str, part: int, begun: int, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 0
+    asked = asked_for(46, 30)
+    expected = alone(device, asked)
 
     def parts(decoder: GpuDecoder, inputs: StepInputs, *, overlapped: bool = False) -> Generator[None, None, Any]:
         nonlocal steps
@@ -362,9 +363,8 @@ def test_steps_share_again_once_memory_runs_out(
 
     launch = GpuDecoder.forward_in_parts
     monkeypatch.setattr(GpuDecoder, "forward_in_parts", parts)
-    asked = asked_for(46, 30)
     engine = make_engine(device)
-    assert run(engine, asked, 1) == alone(device, asked)
+    assert run(engine, asked, 1) == expected
     assert engine.stats().out_of_memory == 1 and steps == begun
 
 

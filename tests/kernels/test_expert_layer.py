@@ -1,9 +1,4 @@
-"""The expert layer against float64 arithmetic on the decoded weights, and its promises.
-
-Bounds: with float32 activations the error is that of float32 sums. With int8 activations the kernels agree with the
-twin, which rounds the same way, except for a few activations between gate and down that are on the edge between two
-steps. If an expert has enough rows for AMX tiles, weights and activations are rounded to bf16 instead.
-"""
+"""The expert layer against float64 arithmetic on the decoded weights, and its promises."""
 
 import gc
 from collections.abc import Sequence
@@ -13,16 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from expert_twin import PLAIN, TWIN_BOUND, Known, assert_close, tiled
 from kernel_types import Exact, MakeWeights, RunLayer
 
 from ktqueue.operators import native, reference
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
-
-BOUND = 1e-5
-TWIN_BOUND = 2e-3
-WORD_BOUNDS = {"Q4_K": 1e-2}  # its scales are 16-bit integers; a fifth of the error from rounding activations
-TILE_BOUND = 0.02
-PLAIN = ("F32", "F16", "BF16")
 
 
 def route(tokens: int, experts: int, slots: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,36 +25,10 @@ def activations(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def tiled(packed: ExpertWeights, isa: str, ids: torch.Tensor) -> bool:
-    """Return whether an expert has enough rows for tiles in one of its matrices."""
-    matrices = (packed.gate, packed.up, packed.down)
-    rows = [native.tile_rows(matrix.quant, isa or native.isa()) for matrix in matrices]
-    return any(0 < least <= ids.flatten().bincount().max() for least in rows)
-
-
-def assert_close(
-    got: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    packed: ExpertWeights,
-    exact: Exact,
-    isa: str = "",
-    activations: str = "int8",
-    **options: Any,
-) -> None:
-    """Compare `got` with the twin of a layer with those options."""
-    tiles = activations == "int8" and tiled(packed, isa, ids)
-    rounded = activations == "int8" and not tiles and packed.gate.quant not in (*PLAIN, "FP8")
-    if rounded:
-        options["rounded"] = reference.quantize_activations
-    expected = reference.experts(x.double(), ids, weights.double(), packed, exact, **options)
-    if tiles:
-        assert (got - expected).norm() <= TILE_BOUND * expected.norm()
-    elif rounded:
-        assert (got - expected).norm() <= WORD_BOUNDS.get(packed.gate.quant, TWIN_BOUND) * expected.norm()
-    else:
-        assert (got - expected).abs().max() <= BOUND * expected.abs().max()
+@pytest.fixture(scope="module")
+def known() -> Known:
+    """Results of the twin in the next two tests, which are the same for each instruction set."""
+    return {}
 
 
 @pytest.mark.parametrize("kept", ["int8", "float32"])
@@ -76,22 +40,30 @@ def test_the_layer_equals_float64(
     make_weights: MakeWeights,
     run_layer: RunLayer,
     exact: Exact,
+    known: Known,
     two_threads: None,
 ) -> None:
     packed = make_weights(quant, 5, 512, 256)
     layer = native.ExpertLayer(packed, activations=kept, isa=isa)
     for tokens in (1, 2, 3, 4, 7, 8, 16, 33, *([128] if isa != "scalar" else [])):  # the scalar kernel is slow
         x, (ids, weights) = activations(tokens, 512, tokens), route(tokens, 5, 3, tokens)
-        assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, isa, kept)
+        assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, isa, kept, known)
 
 
 @pytest.mark.parametrize("quant", native.QUANTS)
 def test_many_tokens_equal_float64(
-    quant: str, isa: str, make_weights: MakeWeights, run_layer: RunLayer, exact: Exact, two_threads: None
+    quant: str,
+    isa: str,
+    make_weights: MakeWeights,
+    run_layer: RunLayer,
+    exact: Exact,
+    known: Known,
+    two_threads: None,
 ) -> None:
     packed = make_weights(quant, 3, 256, 256)
     x, (ids, weights) = activations(512, 256), route(512, 3, 2)
-    assert_close(run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights), x, ids, weights, packed, exact, isa)
+    got = run_layer(native.ExpertLayer(packed, isa=isa), x, ids, weights)
+    assert_close(got, x, ids, weights, packed, exact, isa, known=known)
 
 
 @pytest.mark.parametrize("tokens", [9, 40])
