@@ -1,5 +1,6 @@
 """Drafts change no answer of real models, on the kernels of the CPU and on the operators of a GPU."""
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,11 @@ from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
 
+FAMILIES = ["qwen3_moe with a window", "gpt_oss", "llama4", "gemma4 with experts", "deepseek_v32"]
 
-@pytest.mark.parametrize(
-    "family",
-    ["demo", "qwen3_moe with a window", "gpt_oss", "llama4", "gemma4 with experts", "deepseek_v32"],
-)
-@pytest.mark.parametrize("kind", ["host", "device"])
+
+# The demo model on a device has drafts in tests/gpu/test_engine.py.
+@pytest.mark.parametrize(("kind", "family"), [("host", "demo"), *itertools.product(["host", "device"], FAMILIES)])
 def test_kernels_compute_drafts_alike(
     tmp_path: Any, by_decoder: str, free_drafts: None, family: str, kind: str
 ) -> None:

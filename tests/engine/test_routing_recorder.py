@@ -19,7 +19,7 @@ from ktqueue.engine.sequence import SequenceStatus
 from ktqueue.loading.load import LoadedModel, load_model
 
 CONFIG = EngineConfig(max_num_seqs=4, max_num_batched_tokens=24, page_size=4, dtype="float32", num_pages=300)
-LAYERS, CHOSEN, SEGMENT = 8, 4, 16
+LAYERS, CHOSEN, SEGMENT = 8, 4, 8
 PROMPTS = {name: [(7 * place + 3 * len(name)) % 90 for place in range(5 * len(name))] for name in ("a", "bb", "cccc")}
 
 

@@ -65,7 +65,7 @@ def loaded(request: Any, folder: str, tmp_path_factory: Any) -> LoadedModel:
     return model
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_engine(loaded: LoadedModel) -> Callable[..., Engine]:
     """make_engine(pages=..., **EngineConfig fields)."""
 
@@ -93,7 +93,7 @@ def finish(engine: Engine, *, ahead: bool = True) -> dict[tuple[str, int], list[
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(make_engine: Callable[..., Engine]) -> list[int]:
     """What follows PROMPT, from an engine that does nothing else."""
     engine = make_engine(enable_prefix_caching=False)
@@ -278,10 +278,11 @@ def test_no_state_of_a_failed_step_is_used(make_engine: Callable[..., Engine], a
 def test_snapshots_are_evicted_before_a_slot_is_lacking(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_num_seqs=2)
     prompts = [[i, *PROMPT] for i in range(9)]
+    sampling = dataclasses.replace(SAMPLING, max_tokens=20)  # past the end of a page
     first: list[list[int]] = []
     for turn in range(2):
         for i, prompt in enumerate(prompts):
-            engine.add(f"{turn}-{i}", prompt, SAMPLING)
+            engine.add(f"{turn}-{i}", prompt, sampling)
         found = finish(engine)
         answers = [found[f"{turn}-{i}", 0] for i in range(len(prompts))]
         first = first or answers

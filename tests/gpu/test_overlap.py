@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from device_engine import on_device
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
@@ -35,33 +34,18 @@ VOCABULARY = 512
 Asked = dict[str, tuple[list[int], SamplingParams, JobClass]]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random model of four layers with experts."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "eos_token_id": None, "bos_token_id": None,
-    }  # fmt: skip
-    folder = tmp_path_factory.mktemp("model")
-    made: Any = Qwen3MoeForCausalLM
-    made(Qwen3MoeConfig(**sizes)).float().save_pretrained(folder)
-    return str(folder)
-
-
-def engine_of(model_path: str, rules: str, device: str, **given: Any) -> Engine:
+def engine_of(small_experts: str, rules: str, device: str, **given: Any) -> Engine:
     settings: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 256, "num_pages": 400}
     config = EngineConfig(device=device, dtype="float32", speculation="off", **settings | given)
-    return on_device(load_model(model_path, rules=rules, device=device, dtype=torch.float32), config)
+    return on_device(load_model(small_experts, rules=rules, device=device, dtype=torch.float32), config)
 
 
 @pytest.fixture
-def make_engine(model_path: str, by_decoder: str) -> Iterator[Any]:
+def make_engine(small_experts: str, by_decoder: str) -> Iterator[Any]:
     made: list[Engine] = []
 
     def make(device: str, **given: Any) -> Engine:
-        made.append(engine_of(model_path, by_decoder, device, **given))
+        made.append(engine_of(small_experts, by_decoder, device, **given))
         return made[-1]
 
     yield make
@@ -110,14 +94,14 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def alone(model_path: str, by_decoder: str) -> Any:
+def alone(small_experts: str, by_decoder: str) -> Any:
     """The tokens of requests in an engine without classes, by device. Call it before anything is patched."""
     known: dict[str, dict[str, list[int]]] = {}
 
     def of(device: str, asked: Asked) -> dict[str, list[int]]:
         name = f"{device} {asked}"
         if name not in known:
-            engine = engine_of(model_path, by_decoder, device, interactive_step_ms=0)
+            engine = engine_of(small_experts, by_decoder, device, interactive_step_ms=0)
             known[name] = run(engine, asked, 100)
             engine.close()
         return known[name]
