@@ -1,6 +1,7 @@
 """The layer that predicts further tokens computes what its formula says, and its drafts change no answer."""
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,13 @@ ON_GPU = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("cuda", "cuda a
 KINDS = ["host", "cpu", "cpu all", *ON_GPU]
 
 
-@pytest.fixture(params=["deepseek_v3", "glm4_moe", "glm4_moe without norms", "qwen3_next", "qwen3_5_moe"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Twin]:
+FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe without norms", "qwen3_next", "qwen3_5_moe"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Twin]:
     """A folder with such a layer, and its twin."""
-    return save_folder(request.param, tmp_path)
+    return save_folder(request.param, tmp_path_factory.mktemp("layer"))
 
 
 @pytest.fixture
@@ -134,8 +138,11 @@ def test_a_report_for_a_gpu_counts_the_layer(folder: tuple[str, Twin], by_decode
     assert cache[1] < cache[0]
 
 
-def test_a_float8_cache_of_the_layer_has_scales_of_its_own(folder: tuple[str, Twin], by_decoder: str) -> None:
-    path, twin = folder
+def test_a_float8_cache_of_the_layer_has_scales_of_its_own(
+    folder: tuple[str, Twin], by_decoder: str, tmp_path: Path
+) -> None:
+    original, twin = folder
+    path = str(shutil.copytree(original, tmp_path / "changed"))
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)
     tensors[f"{twin.prefixes[0]}input_layernorm.weight"] *= 10_000

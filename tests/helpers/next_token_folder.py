@@ -43,6 +43,7 @@ class Twin:
         deeper.model.layers = torch.nn.ModuleList([layer])
         deeper.model.norm = torch.nn.Identity()
         deeper.config.num_hidden_layers = 1
+        self._chains: dict[tuple[int, ...], list[int]] = {}
 
     def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = (x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps).rsqrt()
@@ -50,7 +51,14 @@ class Twin:
         return found
 
     def chain(self, tokens: list[int], count: int) -> list[int]:
-        """The `count` likeliest drafts after `tokens`."""
+        """The `count` likeliest drafts after `tokens`, computed once: engines of several kinds ask for the same."""
+        key = (count, *tokens)
+        if key not in self._chains:
+            self._chains[key] = self._compute_chain(tokens, count)
+        return self._chains[key]
+
+    @torch.no_grad()
+    def _compute_chain(self, tokens: list[int], count: int) -> list[int]:
         hidden = self.model.model(torch.tensor([tokens])).last_hidden_state[:, :-1]
         drafts: list[int] = []
         for _ in range(count):
