@@ -6,7 +6,7 @@ from ktqueue.operators.gpu.attention.base import AttentionPlanner, DecodePlan, P
 from ktqueue.operators.gpu.attention.page_lists import Indices
 from ktqueue.operators.step import AttentionPlan, StepContext
 
-FEW_ROWS = 4
+FEW_ROWS = 16
 """Rows of the largest captured step that has our kernels."""
 PROMPT_KEYS = 32
 """A decode row reads a key as fast as a prompt multiplies it with 10 to 50 tokens, on an H200."""

@@ -22,10 +22,12 @@ from ktqueue.operators.step import ScoreOptions
 
 MAX_SPLITS = 128
 """Most splits of the keys of a decode row."""
-FEW_ITEMS = 4
+FEW_ITEMS = 16
 """Most decode rows of a launch that looks pages up ahead."""
-_AHEAD = 32, 4
-"""Keys of a block and stages of such a launch: four of its programs fit into one processor of an H200."""
+_AHEAD_KEYS = 32
+"""Of a block of such a launch."""
+_AHEAD_STAGES = ((4, 4), (FEW_ITEMS, 3))
+"""Most rows of such a launch, and its stages: five programs of three stages fit into one processor of an H200."""
 _FEW_SPLITS = 16
 """Splits that one program joins for a whole head. Of more splits, it joins 32 columns."""
 
@@ -172,7 +174,8 @@ def decode(
     block, stages = block_keys(width, query.dtype), 2 if exact else 3
     ahead = decode_rows.items <= FEW_ITEMS and keys.itemsize == 2 and width <= 128  # what has been measured
     if ahead:
-        block, stages = _AHEAD
+        block = _AHEAD_KEYS
+        stages = next(stages for most, stages in _AHEAD_STAGES if decode_rows.items <= most)
     parts, levels = partial_results(decode_rows, heads, head_dim)
     _decode_split[(decode_rows.items, kv_heads, decode_rows.splits)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, decode_rows.rows,
