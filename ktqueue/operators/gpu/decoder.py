@@ -43,8 +43,8 @@ from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import DecoderOutput, StepContext, StepInputs, result_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EARLY_TOKENS = 16
-"""Of the largest captured step whose kernels are launched early. With 64, such a step was slower."""
+EARLY_TOKENS = 128
+"""Of the largest captured decode step whose kernels are launched early. With 256, such a step was slower."""
 
 
 class GpuDecoder(Operator):
@@ -289,7 +289,8 @@ class GpuDecoder(Operator):
         use_cache: bool = False,
     ) -> DecoderOutput:
         """Compute one step: see StepInputs. Raises RuntimeError before `prepare_device`."""
-        is_short = step.live_tokens is not None and input_ids.shape[1] <= EARLY_TOKENS
+        decodes = step.live_tokens is not None and len(logits_to_keep) == input_ids.shape[1]
+        is_short = decodes and input_ids.shape[1] <= EARLY_TOKENS
         parts = self.forward_in_parts(StepInputs(input_ids, position_ids, logits_to_keep, step))
         with dependent_launches(self._launches_early and is_short):
             return DecoderOutput(self.logits(result_of(parts))[None])

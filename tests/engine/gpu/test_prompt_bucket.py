@@ -41,7 +41,7 @@ def test_sizes() -> None:
     assert prompt_buckets_up_to(20) == [20]
     assert prompt_buckets_up_to(256) == [32, 64, 128, 256]
     assert prompt_buckets_up_to(300) == [32, 64, 128, 256, 300]
-    assert prompt_buckets_up_to(8192) == prompt_buckets_up_to(1024) == [32, 64, 128, 256, 512, 1024]
+    assert prompt_buckets_up_to(8192) == prompt_buckets_up_to(2048) == [32, 64, 128, 256, 512, 1024, 1536, 2048]
 
 
 @pytest.mark.parametrize("pages", [400, 18])
