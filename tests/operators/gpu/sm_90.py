@@ -22,7 +22,7 @@ from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expand
 from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
-from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, expert_warpgroups, fetch
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_few_pairs, expert_int8, expert_warpgroups, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs, sort_pairs
@@ -31,13 +31,13 @@ from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import dependent_launches, kernels_on_any_device
-from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
+from ktqueue.operators.gpu.kernels.panel_layout import FLOAT_PRODUCTS, ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import PLAIN, Scoring, route
 from ktqueue.operators.latent_shape import LatentShape
 from ktqueue.operators.linear_attention import LinearAttentionShape
-from ktqueue.operators.native import SILU, GateFacts
+from ktqueue.operators.native import QUANTS, SILU, GateFacts
 from ktqueue.operators.step import ScoreOptions
 
 
@@ -278,11 +278,20 @@ def experts(tokens: int) -> None:
     mid = expert_int8.gate_up(pairs, lists, x, SILU, of_input)
     expert_int8.down(pairs, lists, mid, of_output)
     if lists is None:
-        residual, counters = (
-            torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16),
-            torch.zeros(64, dtype=torch.int32),
-        )
-        expert_int8.down(pairs, lists, mid, of_output, added_to=residual, counters=counters)
+        residual = torch.zeros(tokens, RECORD.hidden, dtype=torch.bfloat16)
+        expert_int8.down(pairs, lists, mid, of_output, added_to=residual, counters=torch.zeros(64, dtype=torch.int32))
+
+
+def few_pairs() -> None:
+    """Experts of one token in every format, launched early, with the sum of its pairs."""
+    pool, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(EXPERTS, dtype=torch.int64)
+    residual, counters = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
+    formats = [quant for quant in QUANTS if quant not in FLOAT_PRODUCTS]
+    for gate, up, down in zip(formats[::3], formats[1::3] + formats, formats[2::3] + formats, strict=False):
+        pairs = ExpertPairs(pool, offsets, offsets[None, :SLOTS], ExpertRecord(gate, up, down, 2048, 768))
+        with dependent_launches(True):
+            mid = expert_few_pairs.gate_up(pairs, expert_int8.Int8Rows.empty(1, 2048, pool.device), SILU, None)
+            expert_few_pairs.down(pairs, mid, torch.zeros(1, SLOTS), added_to=residual, counters=counters)
 
 
 def decoded(record: ExpertRecord, gate: GateFacts, *, biased: bool) -> None:
@@ -292,8 +301,7 @@ def decoded(record: ExpertRecord, gate: GateFacts, *, biased: bool) -> None:
     ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
     pairs = ExpertPairs(pool, offsets, ids, record, biases if biased else None)
     memory = torch.zeros(decoded_experts.decoded_weights(record, 2), dtype=torch.bfloat16)
-    x = torch.zeros(3, record.hidden, dtype=torch.bfloat16)
-    decoded_experts.experts(pairs, offsets, x, weights, gate, memory)
+    decoded_experts.experts(pairs, offsets, memory.new_zeros(3, record.hidden), weights, gate, memory)
 
 
 def around_warpgroups(tokens: int) -> None:
@@ -306,12 +314,8 @@ def around_warpgroups(tokens: int) -> None:
 
 def expert_tiles() -> None:
     """Choices of the benchmark that differ in more than the size of their tiles."""
-    layers = benchmark.Layers(
-        torch.zeros(64, dtype=torch.uint8),
-        torch.zeros(1, EXPERTS, dtype=torch.int64),
-        RECORD,
-        torch.zeros(1, dtype=torch.bfloat16),
-    )
+    memory, offsets = torch.zeros(64, dtype=torch.uint8), torch.zeros(1, EXPERTS, dtype=torch.int64)
+    layers = benchmark.Layers(memory, offsets, RECORD, torch.zeros(1, dtype=torch.bfloat16))
     for name in ("dots 8 of some, 8x32x3, 8x32", "cores 16x64, permuted", "cores 64x128, permuted, 3 stages"):
         choice = benchmark.CHOICES[name]
         benchmark.Step.make(layers, 0, max(choice.least, 16), SLOTS).run(choice, layers.memory)
@@ -359,8 +363,10 @@ def sampling() -> None:
 
 def compile_topic(topic: str) -> None:
     """Launch every kernel of the topic."""
-    if topic == "between matrices":
-        between_matrices()
+    alone = {"between matrices": between_matrices, "few pairs": few_pairs, "expert tiles": expert_tiles}
+    alone |= {"matrices": panel_matrices, "sampling": sampling}
+    if topic in alone:
+        alone[topic]()
     elif topic == "attention":
         attention()
         latent_attention()
@@ -370,8 +376,6 @@ def compile_topic(topic: str) -> None:
             experts(tokens)
         for tokens, slots in ((1, 2), (64, 38)):
             fetched(tokens, slots)
-    elif topic == "expert tiles":
-        expert_tiles()
     elif topic == "decoded experts":
         decoded(RECORD, SILU, biased=False)
         decoded(ExpertRecord("MXFP4", "MXFP4", "BF16", 2880, 2880), GateFacts("swiglu_clamped", 1.7, 7.0), biased=True)
@@ -386,10 +390,6 @@ def compile_topic(topic: str) -> None:
             attention()
             latent_attention()
             latent_inputs()
-    elif topic == "matrices":
-        panel_matrices()
-    elif topic == "sampling":
-        sampling()
     else:
         raise ValueError(f"unknown topic {topic}")
 

@@ -82,9 +82,9 @@ def _look_up(word, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.
 
 
 @triton.jit
-def _bits(base, byte, row):
-    """Load one line of a plane of bits: the lowest bit of each byte."""
-    return formats.spread(tl.load(base + byte + row // 2).to(tl.int32) >> (row % 2 * 4))
+def _bits(byte, row):
+    """The lowest bit of each byte, of one line of a plane of bits that has been loaded."""
+    return formats.spread(byte.to(tl.int32) >> (row % 2 * 4))
 
 
 @triton.jit
@@ -95,49 +95,76 @@ def _signed_magnitudes(pairs, negative):
 
 
 @triton.jit
-def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
-    """Load lines 2J and 2J + 1 of each slab, int32 [S, N] of four codes each.
+def stored_lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
+    """Load what `read_lines` makes lines 2J and 2J + 1 of each slab of, three tensors [S, N].
 
     base: scalar uint8 pointer; panel: byte offset of the slab's superblock [S, N]; slab: its number in the superblock
     [S, 1]; row: [1, N] 0..15; slabs: how many slabs the superblock has.
     """
     if FORMAT == "Q8_0":
         index = panel // 4 + slab * 128 + J * 32 + row
-        return formats.words(base, index), formats.words(base, index + 16)
+        first, second = formats.words(base, index), formats.words(base, index + 16)
+        third = second
+    elif (FORMAT == "Q2_K") or (FORMAT == "Q3_K") or (FORMAT == "IQ2_S") or (FORMAT == "IQ1_M"):
+        first = formats.words(base, panel // 4 + slab * 32 + J // 2 * 16 + row)
+        second, third = first, first
+        if (FORMAT == "Q3_K") or (FORMAT == "IQ2_S"):
+            byte = base + panel + 128 * slabs + slab * 64 + J * 16 + row // 2
+            second, third = tl.load(byte), tl.load(byte + 8)
+        elif FORMAT == "IQ1_M":
+            second = formats.row_bit(base, panel, slab, J, row, 128 * slabs)
+    else:
+        first = formats.words(base, panel // 4 + slab * 64 + J * 16 + row)
+        second, third = first, first
+        if (FORMAT == "Q5_K") or (FORMAT == "Q5_1"):
+            byte = base + panel + 256 * slabs + slab * 64 + J * 16 + row // 2
+            second, third = tl.load(byte), tl.load(byte + 8)
+        elif FORMAT == "Q6_K":
+            second = formats.words(base, (panel + 256 * slabs) // 4 + slab * 32 + J // 2 * 16 + row)
+    return first, second, third
+
+
+@triton.jit
+def read_lines(first, second, third, row, J: tl.constexpr, FORMAT: tl.constexpr):
+    """Lines 2J and 2J + 1 of each slab, int32 [S, N] of four codes each. The first arguments: from `stored_lines`."""
+    if FORMAT == "Q8_0":
+        return first, second
     if (FORMAT == "Q2_K") or (FORMAT == "Q3_K") or (FORMAT == "IQ2_S") or (FORMAT == "IQ1_M"):
-        pairs = formats.words(base, panel // 4 + slab * 32 + J // 2 * 16 + row) >> (J % 2 * 4)
+        pairs = first >> (J % 2 * 4)
         even, odd = pairs & 0x03030303, (pairs >> 2) & 0x03030303
         if FORMAT == "Q3_K":
-            byte = panel + 128 * slabs + slab * 64 + J * 16
-            even, odd = even | (_bits(base, byte, row) << 2), odd | (_bits(base, byte + 8, row) << 2)
+            even, odd = even | (_bits(second, row) << 2), odd | (_bits(third, row) << 2)
         elif FORMAT == "IQ2_S":
-            byte = panel + 128 * slabs + slab * 64 + J * 16
-            even = _signed_magnitudes(even, _bits(base, byte, row))
-            odd = _signed_magnitudes(odd, _bits(base, byte + 8, row))
+            even = _signed_magnitudes(even, _bits(second, row))
+            odd = _signed_magnitudes(odd, _bits(third, row))
         elif FORMAT == "IQ1_M":
-            delta = formats.row_bit(base, panel, slab, J, row, 128 * slabs) * 0x02020202
+            delta = second * 0x02020202
             even, odd = (even << 3) + delta, (odd << 3) + delta
         return even, odd
-    word = formats.words(base, panel // 4 + slab * 64 + J * 16 + row)
     if (FORMAT == "IQ4_NL") or (FORMAT == "IQ4_XS"):
-        return _look_up(word, -0x4052677F, -0x09152231, 0x26190D01, 0x71594535)
+        return _look_up(first, -0x4052677F, -0x09152231, 0x26190D01, 0x71594535)
     if FORMAT == "IQ3_XXS":
-        return _look_up(word, -0x1115191F, -0x0105090E, 0x0E0A0602, 0x1F1A1612)
+        return _look_up(first, -0x1115191F, -0x0105090E, 0x0E0A0602, 0x1F1A1612)
     if (FORMAT == "MXFP4") or (FORMAT == "NVFP4"):
-        return _look_up(word, 0x03020100, 0x0C080604, -0x02010100, -0x0B070504)
-    even, odd = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+        return _look_up(first, 0x03020100, 0x0C080604, -0x02010100, -0x0B070504)
+    even, odd = first & 0x0F0F0F0F, (first >> 4) & 0x0F0F0F0F
     if FORMAT == "IQ3_S":
         even, odd = even << 1, odd << 1
     elif (FORMAT == "Q5_K") or (FORMAT == "Q5_1"):
-        byte = panel + 256 * slabs + slab * 64 + J * 16
-        even, odd = even | (_bits(base, byte, row) << 4), odd | (_bits(base, byte + 8, row) << 4)
+        even, odd = even | (_bits(second, row) << 4), odd | (_bits(third, row) << 4)
     elif FORMAT == "Q6_K":
-        pairs = formats.words(base, (panel + 256 * slabs) // 4 + slab * 32 + J // 2 * 16 + row)
         if J % 2 == 0:
-            even, odd = even | ((pairs << 4) & 0x30303030), odd | ((pairs << 2) & 0x30303030)
+            even, odd = even | ((second << 4) & 0x30303030), odd | ((second << 2) & 0x30303030)
         else:
-            even, odd = even | (pairs & 0x30303030), odd | ((pairs >> 2) & 0x30303030)
+            even, odd = even | (second & 0x30303030), odd | ((second >> 2) & 0x30303030)
     return even, odd
+
+
+@triton.jit
+def lines(base, panel, slab, row, slabs, J: tl.constexpr, FORMAT: tl.constexpr):
+    """Load lines 2J and 2J + 1 of each slab: see `stored_lines` and `read_lines`."""
+    first, second, third = stored_lines(base, panel, slab, row, slabs, J, FORMAT)
+    return read_lines(first, second, third, row, J, FORMAT)
 
 
 @triton.jit
@@ -189,6 +216,46 @@ def _times_row(
         if MINIMUMS:
             value -= minimum * (first_sum + second_sum).to(tl.float32)
     return value * x_scale
+
+
+@triton.jit
+def stored_tile(
+    base, panels, slab, row, SLAB_COUNT: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr
+):
+    """Load a tile that is multiplied later: 20 tensors, for `times_tile`. Arguments as in `add_products`."""
+    block = slab // 8
+    within = slab % 8
+    panel = panels + block * SUPERBLOCK_BYTES
+    if SLAB_COUNT % 8 == 0:
+        slabs: tl.constexpr = 8
+    else:
+        slabs = tl.minimum(SLAB_COUNT - block * 8, 8)
+    a0, a1, a2 = stored_lines(base, panel, within, row, slabs, 0, FORMAT)
+    b0, b1, b2 = stored_lines(base, panel, within, row, slabs, 1, FORMAT)
+    c0, c1, c2 = stored_lines(base, panel, within, row, slabs, 2, FORMAT)
+    d0, d1, d2 = stored_lines(base, panel, within, row, slabs, 3, FORMAT)
+    e0, e1, e2, e3 = formats.stored_scales(base, panel, within, 0, row, slabs, FORMAT)
+    f0, f1, f2, f3 = e0, e1, e2, e3
+    if halves(FORMAT):
+        f0, f1, f2, f3 = formats.stored_scales(base, panel, within, 2, row, slabs, FORMAT)
+    return a0, a1, a2, b0, b1, b2, c0, c1, c2, d0, d1, d2, e0, e1, e2, e3, f0, f1, f2, f3
+
+
+@triton.jit
+def times_tile(tile, row, x_slab, inside, codes, scales, code_sums, FORMAT: tl.constexpr):
+    """Multiply a tile from `stored_tile` by the slabs x_slab [S, 1] of x: float32 [S, N]."""
+    line0, line1 = read_lines(tile[0], tile[1], tile[2], row, 0, FORMAT)
+    line2, line3 = read_lines(tile[3], tile[4], tile[5], row, 1, FORMAT)
+    line4, line5 = read_lines(tile[6], tile[7], tile[8], row, 2, FORMAT)
+    line6, line7 = read_lines(tile[9], tile[10], tile[11], row, 3, FORMAT)
+    scale, minimum = formats.read_scales(tile[12], tile[13], tile[14], tile[15], FORMAT)
+    second_scale, second_minimum = scale, minimum
+    if halves(FORMAT):
+        second_scale, second_minimum = formats.read_scales(tile[16], tile[17], tile[18], tile[19], FORMAT)
+    whole = (line0, line1, line2, line3, line4, line5, line6, line7)
+    return _times_row(
+        whole, scale, minimum, second_scale, second_minimum, x_slab, inside, codes, scales, code_sums, FORMAT
+    )
 
 
 @triton.jit

@@ -92,6 +92,32 @@ def quantise_row(line, x, codes, scales, sums, x_stride, SLAB_COUNT: tl.constexp
         tl.store(sums + line * SLAB_COUNT + slab, total, mask=inside)
 
 
+@triton.jit
+def store_quantised(value, pair, live, out, scales, sums, ROWS: tl.constexpr, N: tl.constexpr):
+    """Quantise a program's N columns of row `pair` (int64) and write them, if it is `live`: see Int8Rows."""
+    code, scale, total = _quantise(tl.reshape(value, (N // 32, 32)), N // 32, 32)
+    slab = tl.program_id(0) * (N // 32) + tl.arange(0, N // 32)
+    column = slab[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out + pair * ROWS + column, code.to(tl.int8), mask=(column < ROWS) & live)
+    target = pair * (ROWS // 32) + slab
+    tl.store(scales + target, scale, mask=(slab < ROWS // 32) & live)
+    tl.store(sums + target, total, mask=(slab < ROWS // 32) & live)
+
+
+@triton.jit
+def add_pairs(pair, n, out, residual, counters, ADDED: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr):
+    """The last program of a token's ADDED pairs adds columns n [N] of all of them to the residual, by their slots."""
+    token = pair // ADDED
+    if is_last(counters + token * tl.num_programs(0) + tl.program_id(0), ADDED):
+        total = tl.zeros([N], tl.float32)
+        for slot in tl.static_range(ADDED):
+            place = (token * ADDED + slot).to(tl.int64) * ROWS + n
+            total += tl.load(out + place, mask=n < ROWS, other=0.0)
+        target = residual + token.to(tl.int64) * ROWS + n
+        total += tl.load(target, mask=n < ROWS, other=0.0).to(tl.float32)
+        tl.store(target, total.to(residual.dtype.element_ty), mask=n < ROWS)
+
+
 @triton.jit(do_not_specialize=["pairs", "experts"])
 def _prepare_kernel(
     x, ids, offsets, codes, scales, sums, sorted_pairs, starts, counts,
@@ -226,24 +252,10 @@ def _experts_kernel(
                 if up_bias is not None:
                     up += tl.load(up_bias + tl.maximum(expert, 0) * ROWS + n, mask=n < ROWS, other=0.0)
                 value = joined(value, up, ACTIVATION, ALPHA, LIMIT)
-                code, scale, total = _quantise(tl.reshape(value, (N // 32, 32)), N // 32, 32)
-                out_slab = tl.program_id(0) * (N // 32) + tl.arange(0, N // 32)
-                column = out_slab[:, None] * 32 + tl.arange(0, 32)[None, :]
-                tl.store(out + pair * ROWS + column, code.to(tl.int8), mask=(column < ROWS) & live)
-                target = pair * (ROWS // 32) + out_slab
-                tl.store(out_scales + target, scale, mask=(out_slab < ROWS // 32) & live)
-                tl.store(out_sums + target, total, mask=(out_slab < ROWS // 32) & live)
+                store_quantised(value, pair, live, out, out_scales, out_sums, ROWS, N)
         done += M
-    if ADDED > 0:  # the last program of a token's pairs adds up the rows of all of them, in the order of their slots
-        token = program // ADDED
-        if is_last(counters + token * tl.num_programs(0) + tl.program_id(0), ADDED):
-            total = tl.zeros([N], tl.float32)
-            for slot in tl.static_range(ADDED):
-                place = (token * ADDED + slot).to(tl.int64) * ROWS + n
-                total += tl.load(out + place, mask=n < ROWS, other=0.0)
-            target = residual + token.to(tl.int64) * ROWS + n
-            total += tl.load(target, mask=n < ROWS, other=0.0).to(tl.float32)
-            tl.store(target, total.to(residual.dtype.element_ty), mask=n < ROWS)
+    if ADDED > 0:
+        add_pairs(program, n, out, residual, counters, ADDED, ROWS, N)
 
 
 def slabs_at_once(slabs: int) -> int:

@@ -7,7 +7,13 @@ router and no placement.
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.kernels import expert_int8, expert_matrices, expert_tensor_cores, panel_layout
+from ktqueue.operators.gpu.kernels import (
+    expert_few_pairs,
+    expert_int8,
+    expert_matrices,
+    expert_tensor_cores,
+    panel_layout,
+)
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, ExpertTiles
@@ -62,6 +68,9 @@ def experts(
         if matrices and lists:
             rows = expert_matrices.gate_up(pairs, lists, rows, gate, of_input, matrices.gate_up)
             return expert_matrices.down(down_pairs, lists, rows, of_output, matrices.down)
+        if lists is None and len(x) == 1 and number <= tiles.early_pairs:
+            rows = expert_few_pairs.gate_up(pairs, rows, gate, of_input)
+            return expert_few_pairs.down(down_pairs, rows, of_output, added_to=added_to, counters=counters)
         chosen = tiles.dot_tiles(number, are_sorted=lists is not None)
         rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
         return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen, added_to=added_to, counters=counters)

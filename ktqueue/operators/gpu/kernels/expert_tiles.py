@@ -81,6 +81,7 @@ class ExpertTiles:
 
     few_pairs: average pairs of an expert up to which the integer kernel is used, where that for matrices is not.
     own_pairs: pairs of a step up to which each has programs of its own, if there are experts enough: see `own_limit`.
+    early_pairs: pairs of a step of one token up to which expert_few_pairs.py requests their weights early.
     own: their tiles, by pairs of the step. dots: the tiles of more pairs. matrices, cores: by average pairs of an
     expert. scanned_pairs: pairs of a step up to which programs on tensor cores find their pairs by themselves, at most
     512; for more, pairs are sorted first.
@@ -88,6 +89,7 @@ class ExpertTiles:
 
     few_pairs: float
     own_pairs: int
+    early_pairs: int
     own: Sequence[tuple[float, DotTiles]]
     dots: DotTiles
     matrices: Sequence[tuple[float, MatrixTiles | None]]
@@ -133,6 +135,7 @@ _SMALL = DotTile(slabs=16, rows=32), DotTile(slabs=8, rows=32)
 TILES = ExpertTiles(
     few_pairs=12,
     own_pairs=64,  # a weight that two of them read comes from the cache
+    early_pairs=11,
     # Between one row of 8 pairs and four rows, nothing was measured.
     own=((12, DotTiles(1, *_LARGE)), (INFINITE, DotTiles(1, *_SMALL))),
     dots=DotTiles(2, *_SMALL),

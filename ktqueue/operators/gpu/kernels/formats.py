@@ -128,26 +128,15 @@ def planes(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
-    """Load scale and minimum of each word, float32 [32, N], with the same operations as GGUF's own dequantisation."""
+def _further_scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
+    """Load the scales of formats that have no scale of scales in bytes, float32 [32, N]."""
     half = word % 4 // 2
-    if (FORMAT == "Q4_K") or (FORMAT == "Q5_K"):
-        start = panel + (256 + 64 * (FORMAT == "Q5_K")) * slabs
-        scale = _unsigned(tl.load(base + start + slab * 16 + row))
-        minimum = _unsigned(tl.load(base + start + (slabs + slab) * 16 + row))
-        shared = (start + 32 * slabs) // 2 + row
-        scale, minimum = scale * _halves(base, shared), minimum * _halves(base, shared + 16)
-    elif FORMAT == "Q2_K":
+    if FORMAT == "Q2_K":
         start = panel + 128 * slabs
         both = tl.load(base + start + slab * 32 + half * 16 + row).to(tl.int32)
         shared = (start + 32 * slabs) // 2 + row
         scale = number(both, 0, 4, 0) * _halves(base, shared)
         minimum = number(both, 4, 4, 0) * _halves(base, shared + 16)
-    elif (FORMAT == "Q6_K") or (FORMAT == "Q3_K"):
-        start = panel + (384 if FORMAT == "Q6_K" else 192) * slabs
-        scale = _signed(tl.load(base + start + slab * 32 + half * 16 + row))
-        scale *= _halves(base, (start + 32 * slabs) // 2 + row)
-        minimum = tl.zeros_like(scale)
     elif FORMAT == "IQ4_XS":
         start = panel + 256 * slabs
         scale = _signed(tl.load(base + start + slab * 16 + row))
@@ -197,6 +186,47 @@ def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
         scale = _halves(base, start // 2 + slab * 16 + row)
         minimum = tl.zeros_like(scale)
     return scale, minimum
+
+
+@triton.jit
+def stored_scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
+    """Load what `read_scales` makes scales of: those of each word, and those of the superblock."""
+    half = word % 4 // 2
+    halves = base.to(tl.pointer_type(tl.float16))
+    if (FORMAT == "Q4_K") or (FORMAT == "Q5_K"):
+        start = panel + (256 + 64 * (FORMAT == "Q5_K")) * slabs
+        scale = tl.load(base + start + slab * 16 + row)
+        minimum = tl.load(base + start + (slabs + slab) * 16 + row)
+        shared = (start + 32 * slabs) // 2 + row
+        of_scale, of_minimum = tl.load(halves + shared), tl.load(halves + shared + 16)
+    elif (FORMAT == "Q6_K") or (FORMAT == "Q3_K"):
+        start = panel + (384 if FORMAT == "Q6_K" else 192) * slabs
+        scale = tl.load(base + start + slab * 32 + half * 16 + row)
+        of_scale = tl.load(halves + (start + 32 * slabs) // 2 + row)
+        minimum, of_minimum = scale, of_scale
+    else:
+        scale, minimum = _further_scales(base, panel, slab, word, row, slabs, FORMAT)
+        of_scale, of_minimum = scale, minimum
+    return scale, minimum, of_scale, of_minimum
+
+
+@triton.jit
+def read_scales(scale, minimum, of_scale, of_minimum, FORMAT: tl.constexpr):
+    """Scale and minimum of each word, float32, with the same operations as GGUF's own dequantisation."""
+    if (FORMAT == "Q4_K") or (FORMAT == "Q5_K"):
+        scale = _unsigned(scale) * of_scale.to(tl.float32)
+        minimum = _unsigned(minimum) * of_minimum.to(tl.float32)
+    elif (FORMAT == "Q6_K") or (FORMAT == "Q3_K"):
+        scale = _signed(scale) * of_scale.to(tl.float32)
+        minimum = tl.zeros_like(scale)
+    return scale, minimum
+
+
+@triton.jit
+def scales(base, panel, slab, word, row, slabs, FORMAT: tl.constexpr):
+    """Load scale and minimum of each word, float32 [32, N]."""
+    scale, minimum, of_scale, of_minimum = stored_scales(base, panel, slab, word, row, slabs, FORMAT)
+    return read_scales(scale, minimum, of_scale, of_minimum, FORMAT)
 
 
 @triton.jit

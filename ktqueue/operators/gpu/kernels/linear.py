@@ -6,6 +6,7 @@ from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels.activation import activated, gated
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm, weighted
 from ktqueue.operators.gpu.kernels.operation import (
+    INTERPRETED,
     check_fits,
     launch_options,
     runs_kernel,
@@ -19,29 +20,47 @@ FEW_ROWS = 4
 """Up to here our kernel reads a matrix faster; for more rows, tensor cores (torch's kernels) are needed to keep up."""
 _COLUMNS = 2048
 """Columns that a program has in flight at a time, of each of its rows of weights."""
+_REGISTERS = 96
+"""Most of a thread for one row, so that five programs fit into a multiprocessor."""
 _PROGRAMS = 512
 """Programs to start at least, if there are enough outputs: about four per multiprocessor."""
+
+
+@triton.jit
+def _used_from_here(x):
+    """Return `x` of 16 bits. The compiler converts no number of it earlier, which would wait for its load."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
 def _few_rows_linear(
     x, weight, bias, norm, out, outputs, x_stride, epsilon,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    ADDS: tl.constexpr, WAITS: tl.constexpr,
+    ADDS: tl.constexpr, AHEAD: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_OUT outputs of all tokens. It requests whole rows of weights at once, so that what is in
     flight covers the latency of memory. norm: weights of an RMSNorm of x, which each program computes again; or None.
-    ADDS: the rounded product is added to what is in `out`."""
+    ADDS: the rounded product is added to what is in `out`. AHEAD: steps whose weights are requested before those of the
+    first are multiplied, and then whole rows of x; more than 1 only with one token."""
     output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     rows = weight + output.to(tl.int64)[:, None] * COLUMNS
     token = tl.arange(0, 4)[:, None]
     sums = tl.zeros([4, BLOCK_OUT], tl.float32)
+    requested = ()
+    x_rows = ()
     for step in tl.static_range(STEPS):
+        if step % AHEAD == 0:
+            requested = ()
+            for ahead in tl.static_range(min(AHEAD, STEPS - step)):
+                place = (step + ahead) * BLOCK + tl.arange(0, BLOCK)
+                mask = (output < outputs)[:, None] & (place < COLUMNS)[None, :]
+                w = tl.load(rows + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+                requested = requested + (w,)
         column = step * BLOCK + tl.arange(0, BLOCK)
-        mask = (output < outputs)[:, None] & (column < COLUMNS)[None, :]
-        w = tl.load(rows + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if norm is not None:
-            factors = tl.load(norm + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+            factors = tl.load(norm + column, mask=column < COLUMNS, other=0.0)
         if step == 0:
             wait_for_previous(WAITS)  # while weights arrive, which no kernel of a step writes
             if norm is not None:
@@ -53,8 +72,22 @@ def _few_rows_linear(
                         some = tl.load(x + t * x_stride + place, mask=place < COLUMNS, other=0.0).to(tl.float32)
                         squares += tl.sum(some * some, axis=0)
                     scales = scales + (tl.rsqrt(squares / COLUMNS + epsilon),)
+        if norm is not None:
+            factors = factors.to(tl.float32)
+        w = requested[step % AHEAD]
+        if AHEAD > 1:
+            if step % AHEAD == 0:
+                x_rows = ()
+                for ahead in tl.static_range(min(AHEAD, STEPS - step)):
+                    place = (step + ahead) * BLOCK + tl.arange(0, BLOCK)
+                    x_rows = x_rows + (tl.load(x + place, mask=place < COLUMNS, other=0.0),)
+            w = _used_from_here(w)
+        w = w.to(tl.float32)
         for t in tl.static_range(TOKENS):
-            row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+            if AHEAD == 1:
+                row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+            else:
+                row = x_rows[step % AHEAD].to(tl.float32)
             if norm is not None:
                 row = weighted(row * scales[t], factors, x.dtype.element_ty, norm.dtype.element_ty != tl.float32)
                 row = row.to(tl.float32)
@@ -157,8 +190,10 @@ def _launch(
         BLOCK=block,
         STEPS=triton.cdiv(columns, block),
         ADDS=added_to is not None,
+        AHEAD=2 if tokens == 1 else 1,
         **launch_options(),
         num_warps=4,
+        maxnreg=_REGISTERS if tokens == 1 else None,
     )  # fmt: skip
     return out
 

@@ -21,6 +21,7 @@ __all__ = [
     "kernels_on_any_device",
     "launch_after_all",
     "launch_options",
+    "let_next_begin",
     "runs_kernel",
     "tl",
     "triton",
@@ -101,14 +102,23 @@ def launch_options() -> dict[str, bool]:
 
 
 @triton.jit
-def wait_for_previous(WAITS: tl.constexpr):
+def wait_for_previous(WAITS: tl.constexpr, BEGINS: tl.constexpr = True):
     """Wait until the kernel before this one has ended and its writes can be read. Then let the next kernel begin.
 
     A kernel with WAITS must call it in every program, before it reads what a step writes and before its first write. So
-    whoever has waited knows that all earlier kernels have ended too, not only the one before.
+    whoever has waited knows that all earlier kernels have ended too, not only the one before. BEGINS: False: the next
+    kernel begins later, when all programs have called `let_next_begin` or have ended.
     """
     if WAITS and not INTERPRETED:
         tl.extra.cuda.gdc_wait()
+        if BEGINS:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_begin(WAITS: tl.constexpr):
+    """Let the next kernel begin. Call it after `wait_for_previous`, behind loads that the next kernel's would delay."""
+    if WAITS and not INTERPRETED:
         tl.extra.cuda.gdc_launch_dependents()
 
 

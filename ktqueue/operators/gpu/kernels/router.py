@@ -21,7 +21,7 @@ from ktqueue.operators.gpu.kernels.panel_layout import SLAB
 
 SIGMOID_SUM_FLOOR = 1e-20
 """Added to a sum of sigmoids before dividing by it (transformers' DeepseekV3MoE), because all of them may be 0."""
-_CHOSEN = tl.constexpr(-(2**63) + 1)  # below the rank of every logit that is not NaN
+_CHOSEN = tl.constexpr(-(2**31))  # below the order of -infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +113,18 @@ def choose(
         scores = tl.load(choice + token.to(tl.int64) * EXPERTS + expert, mask=expert < EXPERTS, other=-infinity)
     scores = tl.where(scores == 0.0, 0.0, scores)  # -0 equals 0, but their bits differ
 
-    # The highest score is the greatest int64 of (score, expert counted backwards). Among equal scores the lowest id
-    # wins, so the padding of the block comes after every expert.
-    rank = (_sortable(scores.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (EXPERT_BLOCK - 1 - expert).to(tl.int64)
+    # Scores are ordered as int32, which a warp compares in one instruction. That is exact: they are float32, and equal
+    # ones have equal bits now. Among them the lowest id wins, so the padding of the block comes after every expert. A
+    # NaN comes first or last by its sign, but a row of logits with one is unsound.
+    order = _sortable(scores.to(tl.int32, bitcast=True))
     ids = tl.zeros([CHOSEN_BLOCK], tl.int64)
     keys = tl.zeros([CHOSEN_BLOCK], tl.int32)
     for i in tl.static_range(CHOSEN):
-        best = tl.max(rank, axis=0)
-        ids = tl.where(slot == i, EXPERT_BLOCK - 1 - (best & (EXPERT_BLOCK - 1)), ids)
-        keys = tl.where(slot == i, (best >> 32).to(tl.int32), keys)
-        rank = tl.where(rank == best, _CHOSEN, rank)
+        highest = tl.max(order, axis=0)
+        first = tl.min(tl.where(order == highest, expert, EXPERT_BLOCK), axis=0)
+        ids = tl.where(slot == i, first.to(tl.int64), ids)
+        keys = tl.where(slot == i, highest, keys)
+        order = tl.where(expert == first, _CHOSEN, order)
 
     chosen = _sortable(keys).to(tl.float32, bitcast=True)  # logits of the chosen experts
     place = slot

@@ -68,6 +68,17 @@ def test_a_norm_before_and_a_sum_behind_are_part_of_the_launch(outputs: int, col
         assert torch.equal(twin, (before.float() + few_rows_linear(x, weight).float()).to(dtype))
 
 
+def test_one_row_has_the_bits_of_a_row_among_others() -> None:
+    """Its weights come in three steps, of which two are requested at once."""
+    x, weight, before = torch.randn(2, 4500).bfloat16(), torch.randn(5, 4500).bfloat16(), torch.randn(2, 5).bfloat16()
+    bias, norm = weight[:, 0].contiguous(), RmsNorm(torch.rand(4500).bfloat16(), 1e-6)
+    for options in ({"bias": bias}, {"norm": norm}):
+        both = by_kernel(few_rows_linear, x, weight, **options)
+        assert torch.equal(by_kernel(few_rows_linear, x[:1], weight, **options), both[:1])
+    both = by_kernel(few_rows_linear, x, weight, added_to=before.clone())
+    assert torch.equal(by_kernel(few_rows_linear, x[:1], weight, added_to=before[:1].clone()), both[:1])
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("intermediate", "columns", "programs"), [(9, 100, 512), (3, 2100, 512), (9, 20, 2)])

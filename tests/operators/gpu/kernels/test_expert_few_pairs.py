@@ -1,0 +1,94 @@
+"""Products of one token's pairs: the kernels (interpreted) have the bits of those of expert_int8.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels import expert_few_pairs, expert_int8
+from ktqueue.operators.gpu.kernels import expert_products as products
+from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.native import GateFacts
+from ktqueue.operators.packed import Bytes
+
+from ..interpreted import by_kernel, compiled_for_h200
+from .matrices import BLOCKS, columns_of
+from .panel_pools import GATES, Pool, make_pool, route
+
+
+def assert_same(pool: Pool, ids: torch.Tensor, weights: torch.Tensor, gate: GateFacts = native.SILU) -> None:
+    """Each launch has the bits of expert_int8's, with a sum of the token's pairs and without it."""
+    pairs, record = pool.pairs(ids), pool.record
+    x = Int8Rows.quantise(torch.randn(len(ids), record.hidden, generator=torch.Generator().manual_seed(1)))
+    of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
+    found = by_kernel(expert_few_pairs.gate_up, pairs, x, gate, of_input)
+    expected = by_kernel(expert_int8.gate_up, pairs, None, x, gate, of_input)
+    computed = ((ids >= 0) & (pool.offsets[ids.clamp(min=0)] >= 0)).flatten()
+    assert computed.any()
+    for part in ("codes", "scales", "sums"):
+        assert torch.equal(getattr(found, part)[computed], getattr(expected, part)[computed])
+    partials = by_kernel(expert_few_pairs.down, pairs, expected, of_output)
+    assert torch.equal(partials, by_kernel(expert_int8.down, pairs, None, expected, of_output))
+    assert partials.flatten(0, 1)[~computed].eq(0).all()
+    before = torch.randn(len(ids), record.hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
+    ours, theirs = before.clone(), before.clone()
+    counters = torch.zeros(expert_int8.down_counters(len(ids), record.hidden), dtype=torch.int32)
+    by_kernel(expert_few_pairs.down, pairs, expected, of_output, added_to=ours, counters=counters)
+    by_kernel(expert_int8.down, pairs, None, expected, of_output, added_to=theirs, counters=counters)
+    assert not counters.any()
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, before)
+
+
+@pytest.mark.parametrize("quant", BLOCKS)
+def test_each_format(quant: str, random_weights: Callable[..., Bytes]) -> None:
+    """The last superblock is not whole, and a tile has more slabs than the matrices."""
+    pool = make_pool(random_weights, (quant, quant, "Q4_0"), 2, columns_of(quant), 32)
+    assert_same(pool, *route(1, 2, 1))
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2048 + 64, 32), (64, 768 + 64)])
+def test_more_slabs_than_are_requested_at_once(
+    hidden: int, intermediate: int, random_weights: Callable[..., Bytes]
+) -> None:
+    """Some pairs have no expert, or one that is not on the GPU."""
+    pool = make_pool(random_weights, ("Q4_0", "Q8_0", "Q5_1"), 3, hidden, intermediate)
+    pool.offsets[1] = -1
+    assert_same(pool, torch.tensor([[0, 1, 2, -1]]), torch.rand(1, 4))
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_each_activation(gate: GateFacts, random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, ("MXFP4", "MXFP4", "Q4_0"), 2, 64, 64, biased=True)
+    assert_same(pool, *route(1, 2, 2), gate)
+
+
+def test_only_few_pairs_of_one_token_take_them(
+    random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(random_weights, "Q8_0", 32, 32, 32)
+    launched: list[int] = []
+    gate_up = expert_few_pairs.gate_up
+
+    def noted(pairs: ExpertPairs, *rest: Any) -> Int8Rows:
+        launched.append(pairs.ids.numel())
+        return gate_up(pairs, *rest)
+
+    monkeypatch.setattr(expert_few_pairs, "gate_up", noted)
+    for tokens, slots in ((1, 2), (1, 11), (1, 12), (2, 2)):
+        ids, weights = route(tokens, 32, slots)
+        by_kernel(
+            products.experts, pool.pairs(ids), pool.offsets, torch.randn(tokens, 32).bfloat16(), weights, native.SILU
+        )
+    assert launched == [2, 11]
+
+
+@pytest.mark.compiled
+def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
+    """In every format, with the wait for the kernel before."""
+    names = ["_gate_up_of_pair+waits", "_down_of_pair+waits"]
+    assert compiled_for_h200("few pairs", tmp_path) == names * -(-len(BLOCKS) // 3)
