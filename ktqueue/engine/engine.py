@@ -352,7 +352,7 @@ class Engine:
     def close(self) -> None:
         """Release what the model has on a device. No step follows."""
         self._next.close()
-        self._overlap.finish()
+        self._overlap.close()
         self._masks.close()
         self.drafts.close()
         self._model.close()

@@ -8,6 +8,7 @@ Both read host memory, so the overlapped step takes longer than alone. What that
 batch_loss.py.
 """
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -168,6 +169,11 @@ class Overlap:
         self._usual = max(self._seconds)
         self._loss.note(plan.tokens, seconds, is_alone=self._is_alone)
         return plan, batch, logits, began
+
+    def close(self) -> None:
+        """Wait for the overlapped step, if one runs. An error of it has reached the caller of `Engine.step` before."""
+        with contextlib.suppress(Exception):
+            self.finish()
 
     def give_up(self) -> None:
         """Never overlap steps again, since memory ran out. What they compute is not recorded, so others compute it."""

@@ -352,6 +352,22 @@ def test_steps_share_again_once_memory_runs_out(
     assert engine.stats().out_of_memory == 1 and steps == begun
 
 
+@pytest.mark.timeout(30)
+def test_an_engine_ends_after_a_part_has_failed(small_experts: str, by_decoder: str, monkeypatch: Any) -> None:
+    """The error is raised whoever asks for the step, and closing does not wait for the parts that are left."""
+
+    def parts(decoder: GpuDecoder, inputs: StepInputs, *, overlapped: bool = False) -> Generator[None, None, Any]:
+        yield
+        raise RuntimeError("broken")
+
+    engine = engine_of(small_experts, by_decoder, "cpu")
+    monkeypatch.setattr(GpuDecoder, "forward_in_parts", parts)
+    for call in (lambda: run(engine, asked_for(31, 30), 1), engine._overlap.finish):
+        with pytest.raises(RuntimeError, match="broken"):
+            call()
+    engine.close()
+
+
 @pytest.mark.parametrize("device", ["cpu"])  # where a step is not done after its first part
 def test_memory_that_runs_out_while_an_abort_waits_is_counted(
     device: str, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ class PartedStep:
         self._unfinished: deque[torch.cuda.Event] = deque()  # ends of parts that the device has not done
         self.logits: Logits | None = None
         """None until all is launched."""
+        self._error: BaseException | None = None
         self.launch()
 
     @property
@@ -34,14 +35,19 @@ class PartedStep:
         return self.logits is not None and not self._parts_ahead()
 
     def launch(self) -> bool:
-        """Launch the next part. Returns False if there is none."""
+        """Launch the next part. Returns False if there is none. After a part that failed, raises its error again."""
         if self.logits is not None:
             return False
+        if self._error is not None:  # `parts` has ended without logits
+            raise self._error
         with torch.inference_mode(), self._on_stream():
             try:
                 next(self._parts)
             except StopIteration as end:
                 self.logits = end.value
+            except BaseException as error:
+                self._error = error
+                raise
             if self._stream is not None:
                 self._unfinished.append(self._stream.record_event())
         return True
