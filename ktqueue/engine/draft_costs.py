@@ -10,8 +10,8 @@ cannot be launched ahead (docs/adr/0058).
 **Loss.** Costs and chances are estimates, and on a machine with other work they may be wrong. So the time that drafts
 really saved or lost is kept as a balance, in steps. It begins at FIRST_BALANCE and grows by ALLOWED_LOSS a step. A step
 gets no more drafts than the balance could pay for if all of them were wrong. The step that follows drafts is not
-launched ahead either, which is part of their loss. Tokens that a draft model has to read first are paid by
-ALLOWED_LOSS alone. Otherwise no draft model would begin.
+launched ahead either, which is part of their loss. Tokens that a draft model has to read first are paid by what drafts
+saved, and else by ALLOWED_LOSS. Otherwise no draft model would begin. Until they are paid, it reads no others.
 """
 
 from collections import deque
@@ -102,11 +102,19 @@ class DraftCosts:
         elif follows_drafts and between is not None:
             saved = min(0.0, before - between)
         saved = max(-self._foreseen - MOST_SURPRISE, saved / max(self._usual, 1e-9))
-        self._owed = min(MOST_SAVED, self._owed + reading / max(self._usual, 1e-9))
         self._balance = min(MOST_SAVED, self._balance + saved)
+        read = reading / max(self._usual, 1e-9)
+        of_savings = min(read, max(0.0, self._balance - MOST_ALLOWED))
+        self._balance -= of_savings
+        self._owed = min(MOST_SAVED, self._owed + read - of_savings)
         paid = min(self._owed, ALLOWED_LOSS)
         self._owed -= paid
         self._balance = max(self._balance, min(MOST_ALLOWED, self._balance + ALLOWED_LOSS - paid))
+
+    @property
+    def may_read(self) -> bool:
+        """Whether a draft model may read known tokens: what it read before is paid, or drafts saved enough."""
+        return self._owed <= 0.0 or self._balance > MOST_ALLOWED
 
     def begin_again(self) -> None:
         """Forget what drafts lost, and keep the costs. For probes, whose drafts are wrong."""

@@ -95,6 +95,12 @@ class DraftModel:
         passes = self._passes[min(1, ahead)]
         return passes.seconds(min(rows, int(passes.points[-1][0])) if passes.points else rows)
 
+    def reads_first(self, sequence: Sequence, ahead: int = 0) -> bool:
+        """Whether many known tokens must be read before drafts of a sequence, once it has `ahead` more tokens: all of a
+        new one, or more than JOINED."""
+        computed, end = self._progress(sequence).computed, sequence.length + ahead - self.unread
+        return end > 0 and (computed == 0 or end > computed + JOINED)
+
     def take_seconds(self) -> tuple[float, float]:
         """Seconds since the last call that were spent on drafts, and on reading known tokens before."""
         seconds = self._making, self._reading

@@ -117,7 +117,7 @@ class Drafts:
         if self._rows.states is not None and plan.tokens != len(plan.rows):
             return {}  # with states, rows continue others only where each has one token
         for sequence, count in plan.rows.items():
-            if count != 1 or not _may_have_drafts(sequence, ahead):
+            if count != 1 or not _may_have_drafts(sequence, ahead) or not self._may_read(sequence, ahead):
                 continue
             most = min(
                 self._most, sequence.request.max_tokens - sequence.generated - ahead - 1
@@ -135,6 +135,15 @@ class Drafts:
         decodes = plan.tokens == len(plan.rows)
         best = self.costs.best(plan.tokens, [chance for chance, _ in chances], decodes=decodes, making=making)
         return dict(Counter(wanted[:best]))
+
+    def _may_read(self, sequence: Sequence, ahead: int) -> bool:
+        """Whether what the draft model would have to read first may be read now."""
+        return (
+            self._model is None
+            or self.probed > 0
+            or self.costs.may_read
+            or not self._model.reads_first(sequence, ahead)
+        )
 
     @staticmethod
     def _making_seconds(model: DraftModel, wanted: list[Sequence]) -> list[float]:

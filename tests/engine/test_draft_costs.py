@@ -124,6 +124,23 @@ def test_reading_is_paid_by_the_allowed_loss() -> None:
     assert costs.best(1, [1.0], decodes=True) == 1
 
 
+def test_nothing_is_read_until_what_was_read_is_paid() -> None:
+    """By the allowed loss, or by what drafts saved."""
+    costs = learnt({1: 1.0, 2: 1.9})
+    assert costs.may_read
+    costs.learn(2, 1, 0, 1.9, 0.0, decodes=True, reading=1.0)
+    steps = 0
+    while not costs.may_read:
+        costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
+        steps += 1
+    assert 98 <= steps <= 100
+    costs = learnt({1: 1.0, 9: 1.0})
+    costs.learn(9, 8, 8, 1.0, 0.0, decodes=True, reading=3.0)
+    assert costs.may_read
+    costs.learn(9, 8, 0, 1.0, 0.0, decodes=True, reading=8.0)
+    assert not costs.may_read
+
+
 def test_one_of_many_steps_has_no_drafts() -> None:
     """So the costs of steps without drafts stay new."""
     costs = learnt({1: 1.0, 2: 1.0})

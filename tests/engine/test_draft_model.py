@@ -220,6 +220,23 @@ def test_a_sequence_is_drafted_again_after_wrong_drafts(
     assert stats.accepted_tokens < stats.drafted_tokens <= stats.accepted_tokens + 8 and stats.steps < 30
 
 
+def test_no_prompt_is_read_before_the_last_ones_are_paid(
+    model: Any,
+    make_draft: Callable[..., Any],
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    free_steps: None,
+) -> None:
+    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(lambda _: False))
+    engine.drafts.costs._owed = 5.0
+    for name, drafts in (("a", False), ("b", True)):
+        engine.add(name, PROMPT, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        run(engine)
+        assert (engine.stats().drafted_tokens > 0) == drafts
+        engine.drafts.costs._owed = 0.0
+
+
 def test_known_tokens_are_computed_beside_the_last_one(
     model: Any,
     make_draft: Callable[..., Any],
