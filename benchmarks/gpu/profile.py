@@ -27,7 +27,7 @@ LONG_GAP = 5.0  # microseconds
 PARTS = {  # by words of a kernel's name; the first that fits
     "over the bus": ("_fetch_kernel", "_divide_kernel"),
     "experts": (
-        *("_experts_kernel", "multiply_experts", "_prepare_kernel", "_panels_kernel", "_sort_kernel"),
+        *("_experts_kernel", "_of_pair", "multiply_experts", "_prepare_kernel", "_panels_kernel", "_sort_kernel"),
         *("multiply_many", "_order_words", "_count_blocks", "_add_blocks", "_place_pairs", "_add_pairs"),
         *("_decode_experts", "_join_rows", "_add_slots", "GroupProblemShape", "grouped_gemm"),
     ),

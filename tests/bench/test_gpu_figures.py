@@ -22,6 +22,7 @@ def test_kernels_are_recognised_by_their_names() -> None:
     assert part_of("_few_rows_linear") == part_of("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT") == "matrices"
     assert part_of("_decode_experts") == part_of("void cutlass::GemmUniversal<GroupProblemShape<...>>") == "experts"
     assert part_of("_add_rms_norm") == "norms, rotary, router"
+    assert part_of("_down_of_pair") == "experts"
     assert part_of("Memcpy HtoD (Pinned -> Device)") == REST
 
 
