@@ -1,6 +1,7 @@
 """On a GPU, products of many tokens by warpgroups equal their twin: every format and gate, lists of all lengths."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_warpgroups, panel_layout
 from ktqueue.operators.gpu.kernels.expert_pairs import MOST_READ_BY_EACH, ExpertPairs, sort_pairs
+from ktqueue.operators.gpu.kernels.expert_warpgroups import NARROW, WIDE, WarpgroupKernel
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import SILU, GateFacts
 from ktqueue.operators.packed import Bytes
@@ -20,23 +22,32 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BOUND = 1e-2
 """Relative norm of the error: weights are rounded to bfloat16."""
 EXPERTS, SLOTS = 6, 3
-TOKENS = (1, 60, 130, 400, 900)
+TOKENS = (1, 60, 130, 320, 400, 700, 900)
 """An expert's pairs fill one block of columns, some, all of them, and several lists."""
 
 
+def multiplied(kernel: WarpgroupKernel, *arguments: Any) -> torch.Tensor:
+    """What `experts` returns if it chooses `kernel`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(expert_warpgroups, "kernel_for", lambda *_: kernel)
+        return expert_warpgroups.experts(*arguments)
+
+
 def assert_equals_the_twin(pairs: ExpertPairs, x: torch.Tensor, weights: torch.Tensor, gate: GateFacts = SILU) -> None:
-    """The sum over slots is the twin's, and the same bits in a second run and in a graph."""
+    """The sum over slots is the twin's, and the same bits by the other kernel, in a second run and in a graph."""
     there, on_device, factors = on_gpu(pairs), x.cuda(), weights.cuda()
-    found = expert_warpgroups.experts(there, there.offsets, on_device, factors, gate)
+    arguments = there, there.offsets, on_device, factors, gate
+    found = multiplied(NARROW, *arguments)
+    assert multiplied(WIDE, *arguments).equal(found)
     torch.cuda.synchronize()
     expected = expert_warpgroups.experts(pairs, pairs.offsets, x, weights, gate)
     error = (found.cpu().double() - expected.double()).norm()
     assert error <= BOUND * expected.double().norm()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = expert_warpgroups.experts(there, there.offsets, on_device, factors, gate)
+        again = [multiplied(kernel, *arguments) for kernel in (NARROW, WIDE)]
     graph.replay()
-    assert again.equal(found)
+    assert all(one.equal(found) for one in again)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +112,6 @@ def test_other_gpu_work_does_not_change_a_bit(random_weights: Callable[..., Byte
     for _ in range(10):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(expert_warpgroups.experts(pairs, pairs.offsets, x, weights, SILU))
+                found += [multiplied(kernel, pairs, pairs.offsets, x, weights, SILU) for kernel in (NARROW, WIDE)]
     torch.cuda.synchronize()
     assert all(one.equal(expected) for one in found)

@@ -1,17 +1,19 @@
-"""Products of many tokens with packed experts on Hopper's tensor cores: how expert_warpgroups.cu is launched.
+"""Products of many tokens with packed experts on Hopper's tensor cores: how two kernels in CUDA C++ are launched.
 
-Weights are decoded to bfloat16 between shared memory and the tensor cores, again for every PAIRS pairs (of a token and
-an expert) of an expert. So nothing decoded is written to memory, as decoded_experts.py does it. Gate and up are joined
-in float32; the rows between both products and those of down are rounded to bfloat16. The weighted sum is float32 and in
-the order of a token's slots.
+Weights are decoded to bfloat16 between shared memory and the tensor cores: again for every 128 pairs (of a token and
+an expert) of an expert, or for every 256 by the wide kernel. So nothing decoded is written to memory, as
+decoded_experts.py does it. Gate and up are joined in float32; the rows between both products and those of down are
+rounded to bfloat16. The weighted sum is float32 and in the order of a token's slots. Both kernels add in the same
+order, so a pair has the same bits by both.
 
-The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp has. Knows no layer and no placement.
+The kernels are CUDA C++, since Triton cannot say which weights a lane of a warp has. Knows no layer and no placement.
 """
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,21 +26,63 @@ from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl,
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 
-SOURCE = Path(__file__).with_suffix(".cu")
-NAME = "multiply_many"
-PAIRS = 128
-"""Of an expert that are multiplied by weights that are decoded once."""
-_WARPS = 8
-_COUPLE_ROWS = 32  # of the two panels of a warp
-_CHUNK_SLOTS, _CHUNK_COLUMNS, _STAGES = 5, 64, 2  # as in the source
+_CHUNK_COLUMNS, _STAGES = 64, 2  # as in the sources
 _ARCHITECTURE = "90a"
 _LINE_BYTES = 128
+_SHARED_BYTES = 227 << 10
+"""That a program may have on Hopper."""
 _MOST_COLUMNS = 1024
 """Columns that one program adds."""
+_ROW_STEP = 256
+"""A matrix has a multiple of so many rows. The wide kernel could do with 128."""
 _WORDS = 1024
 """Of 4 bytes, that a program puts in the order of the kernel."""
 LEAST_PAIRS = 20
 """Of an expert, on average, from which on this is faster than int8 matrices (ADR 0076)."""
+LEAST_WIDE_PAIRS = 384
+"""Of an expert, on average, from which on the wide kernel is faster than the narrow one (ADR 0076)."""
+
+
+class WarpgroupKernel(NamedTuple):
+    """A source of products by warpgroups. pairs: of an expert that are multiplied by weights that are decoded once.
+
+    threads, panels: of a program. slots: the numbers of chunks of x in shared memory from which the first that fits is
+    taken. exchanged_bytes: shared memory in which gate and up meet.
+    """
+
+    source: Path
+    name: str
+    pairs: int
+    threads: int
+    panels: int
+    slots: tuple[int, ...]
+    exchanged_bytes: int
+
+    def shared_bytes(self, facts: ProductFacts) -> tuple[int, int]:
+        """Chunks of x in shared memory, and its bytes beside what the source declares. Raises ValueError if a program
+        cannot have so much."""
+        slot = -(-panel_layout.superblock_bytes(facts.quant) // _LINE_BYTES) * _LINE_BYTES
+        others = self.panels * _STAGES * slot + (self.exchanged_bytes if facts.gate else 0)
+        own = 4 * facts.experts + 3 * (4 * self.pairs + 16) + 128 + 1024
+        for slots in self.slots:
+            needed = slots * self.pairs * 2 * _CHUNK_COLUMNS + others
+            if needed + own <= _SHARED_BYTES:
+                return slots, needed
+        raise ValueError(f"{facts.experts} experts of {facts.quant} need more than {_SHARED_BYTES} bytes at once")
+
+    def constants(self, facts: ProductFacts) -> dict[str, str | int]:
+        """The constants of the source, by name."""
+        return product_constants(facts) | {"PAIRS": self.pairs, "CHUNK_SLOTS": self.shared_bytes(facts)[0]}
+
+
+_FOLDER = Path(__file__).parent
+NARROW = WarpgroupKernel(_FOLDER / "expert_warpgroups.cu", "multiply_many", 128, 256, 16, (5,), 0)
+WIDE = WarpgroupKernel(_FOLDER / "expert_wide_warpgroups.cu", "multiply_very_many", 256, 384, 8, (5, 4), 1 << 14)
+
+
+def kernel_for(pairs: int, experts: int) -> WarpgroupKernel:
+    """The kernel for so many pairs of a layer of `experts` experts."""
+    return WIDE if pairs >= LEAST_WIDE_PAIRS * experts else NARROW
 
 
 def pays(pairs: int, experts: int) -> bool:
@@ -47,42 +91,25 @@ def pays(pairs: int, experts: int) -> bool:
 
 
 def fits(record: ExpertRecord) -> bool:
-    """Whether the kernel has the formats and sizes of such experts."""
-    group = _WARPS * _COUPLE_ROWS
+    """Whether the kernels have the formats and sizes of such experts."""
     formats = record.gate == record.up and not {record.gate, record.down} & {*panel_layout.FLOAT_PRODUCTS}
-    return formats and record.hidden % group == 0 and record.intermediate % group == 0
+    return formats and record.hidden % _ROW_STEP == 0 and record.intermediate % _ROW_STEP == 0
 
 
 def can_multiply(record: ExpertRecord, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether `device` multiplies rows of `dtype` by such experts. CPU tensors are multiplied by a twin, if asked to,
     since that is not faster."""
-    if not has_warpgroups(device) or not fits(record) or dtype != torch.bfloat16:
-        return False
-    # torch's type stubs do not have this property.
-    largest = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
-    own = 4 * (1 << 10) + 8 * PAIRS
-    return all(_shared_bytes(quant) + own <= largest for quant in (record.gate, record.down))
-
-
-def _shared_bytes(quant: str) -> int:
-    """Shared memory for chunks of x and for superblocks."""
-    slot = -(-panel_layout.superblock_bytes(quant) // _LINE_BYTES) * _LINE_BYTES
-    return _CHUNK_SLOTS * PAIRS * 2 * _CHUNK_COLUMNS + _WARPS * _STAGES * 2 * slot
-
-
-def constants(facts: ProductFacts) -> dict[str, str | int]:
-    """The constants of the kernel's source, by name."""
-    return product_constants(facts) | {"PAIRS": PAIRS}
+    return has_warpgroups(device) and fits(record) and dtype == torch.bfloat16
 
 
 @cache
-def _code(facts: ProductFacts) -> bytes:
-    return kept_code(SOURCE, options(constants(facts)), _ARCHITECTURE)
+def _code(kernel: WarpgroupKernel, facts: ProductFacts) -> bytes:
+    return kept_code(kernel.source, options(kernel.constants(facts)), _ARCHITECTURE)
 
 
 @cache
-def _kernel(facts: ProductFacts) -> CudaKernel:
-    return CudaKernel(_code(facts), NAME, 32 * _WARPS, _shared_bytes(facts.quant))
+def _kernel(kernel: WarpgroupKernel, facts: ProductFacts) -> CudaKernel:
+    return CudaKernel(_code(kernel, facts), kernel.name, kernel.threads, kernel.shared_bytes(facts)[1])
 
 
 def product_facts(record: ExpertRecord, experts: int, gate: GateFacts, *, biased: bool) -> list[ProductFacts]:
@@ -93,10 +120,10 @@ def product_facts(record: ExpertRecord, experts: int, gate: GateFacts, *, biased
     return [of_gate, ProductFacts(record.down, experts, record.intermediate, record.hidden, None)]
 
 
-def compile_products(facts: Iterable[ProductFacts]) -> None:
+def compile_products(products: Iterable[tuple[WarpgroupKernel, ProductFacts]]) -> None:
     """Compile the kernels in threads, so that no step has to. A few seconds each, unless they are kept on disk."""
     with ThreadPoolExecutor() as threads:
-        list(threads.map(_code, dict.fromkeys(facts)))
+        list(threads.map(lambda product: _code(*product), dict.fromkeys(products)))
 
 
 def experts(
@@ -117,9 +144,11 @@ def experts(
     down_pairs = pairs._replace(offsets=down_offsets)
     if runs_kernel(x):
         lists = sort_pairs(pairs)
+        kernel = kernel_for(tokens * slots, pairs.offsets.numel())
         biases = None if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
-        _launch(pairs, lists, in_kernel_order(x), record.gate, mid.view(tokens * slots, -1), gate, of_input, biases)
-        _launch(down_pairs, lists, mid, record.down, products, None, None, None, start=record.down_start)
+        rows = mid.view(tokens * slots, -1)
+        _launch(kernel, pairs, lists, in_kernel_order(x), record.gate, rows, gate, of_input, biases)
+        _launch(kernel, down_pairs, lists, mid, record.down, products, None, None, None, start=record.down_start)
     else:
         expert_products.gate_up_twin(pairs, x, gate, mid, of_input)
         partials = torch.empty(tokens, slots, record.hidden)
@@ -150,6 +179,7 @@ def _order_words(x, out, words, BLOCK: tl.constexpr):
 
 
 def _launch(
+    kernel: WarpgroupKernel,
     pairs: ExpertPairs,
     lists: SortedPairs,
     x: torch.Tensor,
@@ -164,7 +194,7 @@ def _launch(
     experts, columns, rows = pairs.offsets.numel(), x.shape[-1], out.shape[1]
     facts = ProductFacts(quant, experts, columns, rows, gate, biases is not None, weights is not None)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
-    _kernel(facts).launch(
+    _kernel(kernel, facts).launch(
         (programs, 1),
         [
             pairs.pool, pairs.offsets, x, out if weights is None else weights, *(biases or (out, out)), out, *lists,

@@ -182,24 +182,36 @@ __device__ inline int scales_at(int slabs) {
   return bytes * slabs;
 }
 
-// The scales of rows 2g and 2g + 1 in part `part` of a slab, by the operations of formats.scales.
-__device__ inline void scales_of(const uint8_t* block, int slab, int part, int slabs, int g, float scale[2]) {
-  constexpr bool has_parts = quant == Q2_K || quant == Q6_K || quant == Q3_K || quant == NVFP4;
-  constexpr bool has_minimums = quant == Q4_K || quant == Q5_K;
-  constexpr bool are_halves =
-      quant == Q8_0 || quant == Q4_0 || quant == IQ4_NL || quant == Q4_1 || quant == Q5_1 || quant == UINT4;
-  const int start = scales_at(slabs);
-  const int shared =
-      start + (has_parts || has_minimums ? 32 : 16) * slabs;  // where the superblock has what it has once
+constexpr bool HAS_PARTS = quant == Q2_K || quant == Q6_K || quant == Q3_K || quant == NVFP4;
+constexpr bool ARE_HALVES =  // scales; each slab has its own
+    quant == Q8_0 || quant == Q4_0 || quant == IQ4_NL || quant == Q4_1 || quant == Q5_1 || quant == UINT4;
+
+// Where a superblock has what it has once.
+__device__ inline int shared_at(int slabs) {
+  return scales_at(slabs) + (HAS_PARTS || quant == Q4_K || quant == Q5_K ? 32 : 16) * slabs;
+}
+
+// What multiplies the scales of rows 2g and 2g + 1 of a superblock, in formats that have it.
+__device__ inline float2 scale_factors(const uint8_t* block, int slabs, int g) {
+  if constexpr (ARE_HALVES || quant == MXFP4 || quant == NVFP4) return make_float2(1.0f, 1.0f);
+  return both_halves(block, shared_at(slabs), g);
+}
+
+// The scales of rows 2g and 2g + 1 in part `part` of a slab, by the operations of formats.scales. factors: from
+// `scale_factors`.
+__device__ inline void scales_of(const uint8_t* block, int slab, int part, int slabs, int g, float2 factors,
+                                 float scale[2]) {
+  const int start = scales_at(slabs), shared = shared_at(slabs);
   uint32_t both = 0;
-  float2 halves = {};
-  if constexpr (!are_halves) both = both_rows(block, start + (has_parts ? slab * 32 + part * 16 : slab * 16), g);
-  if constexpr (quant != MXFP4 && quant != NVFP4)
-    halves = both_halves(block, are_halves ? start + slab * 32 : shared, g);
+  float2 halves = factors;
+  if constexpr (ARE_HALVES)
+    halves = both_halves(block, start + slab * 32, g);
+  else
+    both = both_rows(block, start + (HAS_PARTS ? slab * 32 + part * 16 : slab * 16), g);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float half = r == 0 ? halves.x : halves.y;
-    if constexpr (are_halves) {
+    if constexpr (ARE_HALVES) {
       scale[r] = half;
     } else if constexpr (quant == Q4_K || quant == Q5_K) {
       scale[r] = byte_times(both, r, half);
@@ -224,6 +236,10 @@ __device__ inline void scales_of(const uint8_t* block, int slab, int part, int s
   }
 }
 
+__device__ inline void scales_of(const uint8_t* block, int slab, int part, int slabs, int g, float scale[2]) {
+  scales_of(block, slab, part, slabs, g, scale_factors(block, slabs, g), scale);
+}
+
 // The minimums of rows 2g and 2g + 1 in part `line` of a superblock, to be multiplied by `minimum_factor`. Parts are
 // counted over all slabs. A number has at most 11 significant bits, or 22 for UINT4.
 __device__ inline float2 minimums_of(const uint8_t* block, int line, int slabs, int g) {
@@ -246,4 +262,14 @@ __device__ inline float2 minimum_factors(const uint8_t* block, int slabs, int g)
   if constexpr (quant == Q4_K || quant == Q5_K || quant == Q2_K)
     return both_halves(block, scales_at(slabs) + 32 * slabs + 32, g);
   return make_float2(1.0f, 1.0f);
+}
+
+// The minimums of rows 2g and 2g + 1 in part `line` of a superblock. factors: from `minimum_factors`.
+__device__ inline float2 minimums_times(const uint8_t* block, int line, int slabs, int g, float2 factors) {
+  if constexpr (quant == Q4_K || quant == Q5_K) {
+    const uint32_t both = both_rows(block, scales_at(slabs) + (slabs + line) * 16, g);
+    return make_float2(byte_times(both, 0, factors.x), byte_times(both, 1, factors.y));
+  }
+  const float2 numbers = minimums_of(block, line, slabs, g);
+  return make_float2(numbers.x * factors.x, numbers.y * factors.y);
 }

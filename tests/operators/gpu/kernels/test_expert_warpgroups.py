@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktqueue.operators import native
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels import expert_warpgroups
 from ktqueue.operators.gpu.kernels.cuda_kernel import kept_code, machine_code
 from ktqueue.operators.gpu.kernels.expert_matrices import ProductFacts, options
 from ktqueue.operators.gpu.kernels.expert_pairs import MOST_READ_BY_EACH, ExpertPairs, sort_pairs
-from ktqueue.operators.gpu.kernels.expert_warpgroups import SOURCE
+from ktqueue.operators.gpu.kernels.expert_warpgroups import NARROW, WIDE, WarpgroupKernel
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import SILU, GateFacts
 from ktqueue.operators.packed import Bytes
@@ -23,6 +22,8 @@ from .panel_pools import GATES, make_pool, route
 from .test_expert_matrices import QUANTS, compiler
 
 __all__ = ["compiler"]
+KERNELS = NARROW, WIDE
+NAMES = [kernel.name for kernel in KERNELS]
 BOUND = 2e-6
 """Relative error of float32 sums in another order."""
 
@@ -113,18 +114,49 @@ def test_code_is_kept(compiler: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.compiled
+@pytest.mark.parametrize("kernel", KERNELS, ids=NAMES)
 @pytest.mark.parametrize("quant", QUANTS)
-def test_every_format_compiles(quant: str, compiler: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_warpgroups, "PAIRS", 32)
+def test_every_format_compiles(quant: str, kernel: WarpgroupKernel, compiler: ctypes.CDLL) -> None:
+    """For few pairs, whose code is short."""
+    few = kernel._replace(pairs=64)
     for facts in (ProductFacts(quant, 8, 256, 256, SILU), ProductFacts(quant, 8, 512, 256, None)):
-        assert machine_code(SOURCE, options(expert_warpgroups.constants(facts)), "90a", compiler)
+        assert kernel.name.encode() in machine_code(kernel.source, options(few.constants(facts)), "90a", compiler)
 
 
 @pytest.mark.compiled
-def test_every_gate_compiles(compiler: ctypes.CDLL) -> None:
-    for gate in (*GATES, native.SILU):
+@pytest.mark.parametrize("kernel", KERNELS, ids=NAMES)
+def test_every_gate_compiles(kernel: WarpgroupKernel, compiler: ctypes.CDLL) -> None:
+    """SILU for all pairs, and the others for few."""
+    assert SILU in GATES
+    for gate in GATES:
+        size = kernel if gate == SILU else kernel._replace(pairs=64)
         facts = ProductFacts("Q4_K", 128, 512, 256, gate, True, gate.weighted_input)
-        assert machine_code(SOURCE, options(expert_warpgroups.constants(facts)), "90a", compiler)
+        assert kernel.name.encode() in machine_code(kernel.source, options(size.constants(facts)), "90a", compiler)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_shared_memory_suffices(quant: str) -> None:
+    """On Hopper, a program has up to 227 KiB, with what the source declares."""
+    for kernel in KERNELS:
+        for gate in (SILU, None):
+            slots, needed = kernel.shared_bytes(ProductFacts(quant, 1024, 256, 256, gate))
+            assert slots >= 4 and needed + (8 << 10) <= 227 << 10
+    with pytest.raises(ValueError, match=r"^100000 experts of .* need more than 232448 bytes at once$"):
+        WIDE.shared_bytes(ProductFacts(quant, 100_000, 256, 256, None))
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(383, NARROW), (384, WIDE)])
+def test_the_wide_kernel_multiplies_384_pairs_of_an_expert(
+    tokens: int, kernel: WarpgroupKernel, random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And more, on average. Both products are by the same kernel."""
+    pool = make_pool(random_weights, "Q8_0", 2, 256, 256)
+    ids, weights = route(tokens, 2, 2)
+    chosen: list[WarpgroupKernel] = []
+    monkeypatch.setattr(expert_warpgroups, "_launch", lambda kernel, *_, **__: chosen.append(kernel))
+    x = torch.zeros(tokens, 256).bfloat16()
+    by_kernel(expert_warpgroups.experts, pool.pairs(ids), pool.offsets, x, weights, SILU)
+    assert chosen == [kernel, kernel]
 
 
 @pytest.mark.compiled
