@@ -1,4 +1,4 @@
-"""Greedy output equals transformers.generate token for token, under any schedule.
+"""Greedy output is what transformers chooses, token for token, under any schedule.
 
 64 requests arrive at random steps with prompts of 1 to 700 tokens, in steps of at most 16, 64 and
 512 tokens, with and without prefix reuse, and with so few pages that sequences are preempted.
