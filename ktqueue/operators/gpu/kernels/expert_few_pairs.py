@@ -13,12 +13,21 @@ from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows, add_pairs, store
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import DotTile
 from ktqueue.operators.gpu.kernels.operation import launch_options, let_next_begin, tl, triton, wait_for_previous
-from ktqueue.operators.gpu.kernels.panel_layout import SLAB
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB, ExpertRecord
 from ktqueue.operators.native import GateFacts
 
 _GATE_UP, _DOWN = DotTile(32, 32), DotTile(8, 64, registers=168)
 _GATE_UP_STEPS, _DOWN_STEPS = 2, 3
 """Tiles that are requested at once. Further ones come one by one."""
+_LARGE = "Q8_0", "Q2_K", "Q3_K", "Q5_K", "Q5_1", "Q6_K", "IQ2_S", "IQ1_M"
+"""Formats of gate and up of which a thread has too few registers for so many tiles, by the compiler. Then it would
+store them to memory. Of `down`, that is Q5_K."""
+
+
+def fits(record: ExpertRecord) -> bool:
+    """Whether the kernels can hold what they request of such experts."""
+    gate, up, down = map(panel_layout.panel_format, (record.gate, record.up, record.down))
+    return not {gate, up} & {*_LARGE} and down != "Q5_K"
 
 
 @triton.jit

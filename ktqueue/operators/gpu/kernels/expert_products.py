@@ -68,7 +68,7 @@ def experts(
         if matrices and lists:
             rows = expert_matrices.gate_up(pairs, lists, rows, gate, of_input, matrices.gate_up)
             return expert_matrices.down(down_pairs, lists, rows, of_output, matrices.down)
-        if lists is None and len(x) == 1 and number <= tiles.early_pairs:
+        if lists is None and len(x) == 1 and number <= tiles.early_pairs and expert_few_pairs.fits(record):
             rows = expert_few_pairs.gate_up(pairs, rows, gate, of_input)
             return expert_few_pairs.down(down_pairs, rows, of_output, added_to=added_to, counters=counters)
         chosen = tiles.dot_tiles(number, are_sorted=lists is not None)

@@ -12,6 +12,7 @@ from ktqueue.operators.gpu.kernels import expert_few_pairs, expert_int8
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
@@ -70,7 +71,7 @@ def test_each_activation(gate: GateFacts, random_weights: Callable[..., Bytes]) 
 def test_only_few_pairs_of_one_token_take_them(
     random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = make_pool(random_weights, "Q8_0", 32, 32, 32)
+    pool = make_pool(random_weights, ("Q4_0", "Q4_0", "Q8_0"), 32, 32, 32)
     launched: list[int] = []
     gate_up = expert_few_pairs.gate_up
 
@@ -85,6 +86,20 @@ def test_only_few_pairs_of_one_token_take_them(
             products.experts, pool.pairs(ids), pool.offsets, torch.randn(tokens, 32).bfloat16(), weights, native.SILU
         )
     assert launched == [2, 11]
+
+
+@pytest.mark.parametrize(
+    ("quants", "fits"),
+    [
+        (("Q4_K", "Q4_K", "Q6_K"), True),
+        (("MXFP4", "MXFP4", "Q8_0"), True),
+        (("Q4_K", "Q4_K", "Q5_K"), False),
+        (("Q6_K", "Q6_K", "Q6_K"), False),
+        (("Q4_K", "IQ2_XXS", "Q4_K"), False),  # has the panels of IQ2_S
+    ],
+)
+def test_formats_that_need_too_many_registers(quants: tuple[str, str, str], fits: bool) -> None:
+    assert expert_few_pairs.fits(ExpertRecord(*quants, 2048, 768)) == fits
 
 
 @pytest.mark.compiled
