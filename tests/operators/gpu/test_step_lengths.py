@@ -119,6 +119,7 @@ def test_rounding_beside_the_router_changes_no_bit(
 def test_short_captured_steps_are_launched_early_if_all_experts_are_on_the_gpu(
     share: float, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Steps with prompts are not, nor those of more than EARLY_TOKENS."""
     model = make_model("qwen3_moe")
     memory = int(share * record_bytes(make_decoder(model, "Q8_0")))
     asked: list[dict[str, bool]] = []
@@ -129,11 +130,13 @@ def test_short_captured_steps_are_launched_early_if_all_experts_are_on_the_gpu(
 
     monkeypatch.setattr(memory_module, "StepExperts", noted)
     monkeypatch.setattr(decoder_module, "launches_dependents", lambda _: True)
+    monkeypatch.setattr(decoder_module, "EARLY_TOKENS", 16)
     decoder = make_decoder(model, "Q8_0", expert_memory_bytes=memory)
     cache = Cache(decoder, device=decoder.device, planner=make_planner_for)
     asked.clear()
     with torch.inference_mode():
         for rows, live in ((16, 16), (17, 17), (16, None)):
             cache.step({f"row {row}": [row] for row in range(rows)}, live_tokens=live)
+        cache.step({"a prompt": [1, 2, 3]}, live_tokens=3)
     late, early = {"WAITS": False}, {"WAITS": True, "launch_pdl": True}
-    assert asked == [early if share == 1 else late, late, late]
+    assert asked == [early if share == 1 else late, late, late, late]
