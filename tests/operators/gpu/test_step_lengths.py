@@ -137,6 +137,6 @@ def test_short_captured_steps_are_launched_early_if_all_experts_are_on_the_gpu(
     with torch.inference_mode():
         for rows, live in ((16, 16), (17, 17), (16, None)):
             cache.step({f"row {row}": [row] for row in range(rows)}, live_tokens=live)
-        cache.step({"a prompt": [1, 2, 3]}, live_tokens=3)
+        cache.step({"a prompt": [1, 2, 3]}, scored=[2], live_tokens=3)
     late, early = {"WAITS": False}, {"WAITS": True, "launch_pdl": True}
     assert asked == [early if share == 1 else late, late, late, late]
