@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 
 import torch
 
@@ -46,7 +47,7 @@ class PartedStep:
             except StopIteration as end:
                 self.logits = end.value
             except BaseException as error:
-                self._error = error
+                self._error = copy(error)  # without its traceback, which would keep the tensors of the step alive
                 raise
             if self._stream is not None:
                 self._unfinished.append(self._stream.record_event())
