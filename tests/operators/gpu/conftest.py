@@ -17,6 +17,8 @@ from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
+from .faster_interpreter import speed_up
+
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_cpus() -> None:
@@ -122,14 +124,16 @@ def _interpreter() -> Iterator[None]:
     def device_function() -> None:
         """Its globals name both modules of the language, as the interpreter looks them up."""
 
-    replaced = interpreter._patch_lang(FunctionType(device_function.__code__, {"tl": language, "core": language.core}))
-    replaced.set_attr(language.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
     with pytest.MonkeyPatch.context() as patched:
+        speed_up(patched, interpreter, language)
         patched.setattr(interpreter, "_convert_float", _rounded)
         patched.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
+        functions = {"tl": language, "core": language.core}
+        replaced = interpreter._patch_lang(FunctionType(device_function.__code__, functions))
+        replaced.set_attr(language.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
         patched.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
         yield
-    replaced.restore()
+        replaced.restore()
 
 
 def qkv_case(

