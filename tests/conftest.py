@@ -72,7 +72,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests if `--without-long` asks for that, and mix files that wait with files that compute."""
+    """Leave out the long tests if `--without-long` asks for that, and mix files that wait with files that compute.
+
+    Those of the command line stay together, since they share an installation.
+    """
     if config.getoption("--without-long"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
@@ -81,6 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     waiting = [path for path in files if any((TESTS / folder) in path.parents for folder in WAITING)]
     for group in (waiting, [path for path in files if path not in waiting]):
         places |= {path: (index + 0.5) / len(group) for index, path in enumerate(group)}
+    together = [path for path in files if TESTS / "cli" in path.parents]
+    places |= dict.fromkeys(together, min((places[path] for path in together), default=0.0))
     items.sort(key=lambda item: places[item.path])
 
 

@@ -1,5 +1,6 @@
 """Fixtures for tests of the command line: real processes of `ktqueue`, one running installation, a real terminal."""
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
 from functools import partial
@@ -48,11 +49,25 @@ def ktqueue(tmp_path: Path) -> Run:
     return runner
 
 
-@pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Iterator[Stack]:
-    """`ktqueue up` with the demo model."""
-    with serving(start, tmp_path_factory.mktemp("up")) as running:
-        yield running
+running: list[Stack] = []
+stops = contextlib.ExitStack()  # of what is running
+
+
+@pytest.fixture
+def stack(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Stack:
+    """`ktqueue up` with the demo model: one for all tests of this folder."""
+    if not running:
+        running.append(stops.enter_context(serving(start, tmp_path_factory.mktemp("up"))))
+    return running[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """Stop it behind the last of these tests: even without jobs it takes 4% of a CPU."""
+    yield
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        running.clear()
+        stops.close()
 
 
 @pytest.fixture
