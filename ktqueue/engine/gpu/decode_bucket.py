@@ -47,6 +47,7 @@ class DecodeBucket:
         # reads the same tensors, and is done before the next step starts. So the host seldom waits to write again.
         self._tokens = FixedStaging({"input_ids": ((1, rows), np.int64)}, device)
         self._places = FixedStaging({"places": ((rows,), np.int64)}, device)  # of token ids that are on the device
+        self._sent_places: list[int] = []
         self._staging = FixedStaging(
             {
                 "position_ids": ((1, rows), np.int64),
@@ -85,10 +86,11 @@ class DecodeBucket:
             ids[0, live:] = 0
             self._tokens.send()
         else:
-            places = self._places.open()["places"]
-            places[:live] = tokens.places
-            places[live:] = 0  # padding rows compute any token
-            self._places.send()
+            wanted = tokens.places + [0] * (self.rows - live)  # padding rows compute any token
+            if wanted != self._sent_places:  # rows seldom change their places
+                self._places.open()["places"][:] = wanted
+                self._places.send()
+                self._sent_places = wanted
             target = self._tokens.device["input_ids"][0]
             torch.index_select(tokens.ids, 0, self._places.device["places"], out=target)
         return self._replay()[:live]

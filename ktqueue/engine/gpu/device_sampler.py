@@ -38,12 +38,6 @@ class DrawnRows:
         return DrawnRows(*(number[row : row + 1] for number in numbers))
 
 
-def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely token of each row of `logits` [rows, vocab] as int64, and which rows are finite as bool."""
-    chosen = logits.argmax(dim=1)
-    return chosen, logits.gather(1, chosen[:, None])[:, 0].isfinite()
-
-
 def weigh(logits: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
     """Weights [rows, vocab] float32, with 1 for the most likely token of each row. `logits` is not changed."""
     weights = logits - logits.amax(dim=1, keepdim=True)

@@ -16,14 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ktqueue.core.events import PositionLogprobs
-from ktqueue.engine.gpu.device_sampler import (
-    CANDIDATES,
-    DrawnRows,
-    draw_from_all,
-    draw_from_few,
-    greedy,
-    weigh,
-)
+from ktqueue.engine.gpu.device_sampler import CANDIDATES, DrawnRows, draw_from_all, draw_from_few, weigh
 from ktqueue.engine.gpu.staging import ResultFetcher, Staging
 from ktqueue.engine.logit_edits import flat_edits
 from ktqueue.engine.logits import Logits
@@ -33,6 +26,7 @@ from ktqueue.engine.sampler import GREEDY_BELOW, Uniform
 from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_masks import MaskedRows
 from ktqueue.engine.token_selector import Meanwhile, TokenSelection, are_some, do_nothing, sampling_rows
+from ktqueue.operators.gpu.kernels.greedy import greedy
 
 _WORD = 32  # bits
 
@@ -101,18 +95,17 @@ class DeviceSelector:
         if arrays:
             on_device = dict(zip(arrays, self._staging.put(list(arrays.values())), strict=True))
         logits = scored[on_device["rows"] if "rows" in on_device else slice(None)]
-        chosen, finite = greedy(logits)
+        best = greedy(logits)
         if masked is not None:
             logits = _apply_masks(logits, on_device["masks"], on_device.get("grammar_rows"))
-            chosen, allowed = greedy(logits)
-            finite &= allowed
+            best = _still_finite(greedy(logits), best)
         unedited = logits[on_device["with_logprobs"]] if work.with_logprobs else logits
         if "masked_ids" in on_device:
             logits = logits.clone()  # so that the call can be repeated if memory runs out below
             _edit(logits, on_device)
-            chosen, still = greedy(logits)
-            finite &= still
-        drawn = _DrawnTokens(chosen, finite)
+            best = _still_finite(greedy(logits), best)
+        chosen, finite = best
+        drawn = _DrawnTokens(best)
         if work.drawn_from_all:
             parameters = _drawn_rows(on_device, "all")
             found = draw_from_all(weigh(_select_rows(logits, on_device, "all_rows"), parameters), parameters)
@@ -122,7 +115,7 @@ class DeviceSelector:
             weights = weigh(_select_rows(logits, on_device, "few_rows"), parameters)
             found, enough = draw_from_few(weights, parameters, self._candidates)
             chosen.index_copy_(0, on_device["few_rows"], found)
-            drawn.enough = (enough | ~finite[on_device["few_rows"]]).long()
+            drawn.enough = enough | (finite[on_device["few_rows"]] == 0)
         if work.with_logprobs:
             drawn.described = on_device["with_logprobs"]
             drawn.logprobs = log_probabilities(unedited)
@@ -148,17 +141,18 @@ class DeviceSelector:
 
     def _fetch(self, drawn: "_DrawnTokens", meanwhile: Callable[[], None]) -> "_FetchedTokens":
         """Bring the tokens and what describes them to the host."""
-        parts = [drawn.tokens, drawn.finite.long()]
+        parts = [*drawn.tokens]
         if drawn.enough is not None:
-            parts.append(drawn.enough)
+            parts.append(drawn.enough.long())
         if drawn.logprobs is not None:
-            chosen = drawn.tokens[drawn.described][:, None]
+            chosen = drawn.tokens[0][drawn.described][:, None]
             parts.append(drawn.logprobs.gather(1, chosen)[:, 0].view(torch.int64))
             if drawn.alternatives is not None:
                 values = drawn.logprobs.gather(1, drawn.alternatives)
                 parts += [drawn.alternatives.flatten(), values.flatten().view(torch.int64)]
         ends = list(itertools.accumulate(part.shape[0] for part in parts))
-        fetched = self._fetcher.fetch(torch.cat(parts), meanwhile)
+        all_parts = torch.cat(parts) if len(parts) > len(drawn.tokens) else drawn.tokens.flatten()
+        fetched = self._fetcher.fetch(all_parts, meanwhile)
         tokens, fine, *others = (fetched[start:end] for start, end in itertools.pairwise([0, *ends]))
         enough = others.pop(0) if drawn.enough is not None else fine[:0]
         return _FetchedTokens(tokens.tolist(), fine.astype(bool).tolist(), enough.copy(), others)
@@ -190,13 +184,12 @@ class DeviceSelector:
 class _DrawnTokens:
     """The tokens of a step on the device, and what is still needed once the logits are overwritten.
 
-    tokens: [rows] int64; finite: [rows] bool; enough: [filtered rows] int64, 0 where the candidates did not suffice.
+    tokens: [2, rows] int64, see `greedy`; enough: [filtered rows] bool, whether the candidates sufficed.
     Of rows with log probabilities, described: [described] int64, their numbers; logprobs: [described, vocab] float64;
     alternatives: [described, alternatives] int64.
     """
 
     tokens: torch.Tensor
-    finite: torch.Tensor
     enough: torch.Tensor | None = None
     described: torch.Tensor | None = None
     logprobs: torch.Tensor | None = None
@@ -260,6 +253,12 @@ def _drawn_rows(on_device: dict[str, torch.Tensor], kind: str) -> DrawnRows:
 def _select_rows(logits: torch.Tensor, on_device: dict[str, torch.Tensor], rows: str) -> torch.Tensor:
     """The rows of `logits` that `on_device[rows]` names, without a copy if these are all."""
     return logits if len(on_device[rows]) == len(logits) else logits[on_device[rows]]
+
+
+def _still_finite(best: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """`best` of edited logits, where rows stay what they were if they were not finite `before`: see `greedy`."""
+    best[1] &= before[1]
+    return best
 
 
 def _apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

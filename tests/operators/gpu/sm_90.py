@@ -27,6 +27,7 @@ from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs, sort_pairs
 from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route
+from ktqueue.operators.gpu.kernels.greedy import greedy
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
@@ -63,8 +64,8 @@ def compiling() -> Iterator[list[str]]:
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        assert kernel.asm["cubin"]
         ptx = kernel.asm["ptx"]
+        assert kernel.asm["cubin"]
         waits = "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
         names.append(self.fn.__name__ + "+volatile" * ("ld.volatile" in ptx) + "+waits" * waits)
         return kernel
@@ -212,6 +213,8 @@ def attention() -> None:
         for long_blocks in (False, True):
             with patch.object(triton_prefill, "has_large_shared_memory", lambda _, has=long_blocks: has):
                 triton_prefill.prefill(query, keys, keys, chunks, indices.view(-1, 2), query, options)
+    latent_attention()
+    latent_inputs()
 
 
 def latent_attention() -> None:
@@ -354,23 +357,20 @@ def panel_matrices() -> None:
 
 
 def sampling() -> None:
-    """Draws from the candidates of a large and of a small vocabulary."""
+    """The most likely token, and draws from the candidates, of a large and of a small vocabulary."""
     for vocab, candidates in ((151_936, 1024), (300, 300)):
         values = torch.zeros(1, candidates)
         numbers = (torch.zeros(1, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float32, torch.float64))
         draw_from_candidates(values, values.long(), torch.zeros(1, vocab), Filters(*numbers))
+    greedy(torch.zeros(1, 151_936))
 
 
 def compile_topic(topic: str) -> None:
     """Launch every kernel of the topic."""
     alone = {"between matrices": between_matrices, "few pairs": few_pairs, "expert tiles": expert_tiles}
-    alone |= {"matrices": panel_matrices, "sampling": sampling}
+    alone |= {"matrices": panel_matrices, "sampling": sampling, "attention": attention}
     if topic in alone:
         alone[topic]()
-    elif topic == "attention":
-        attention()
-        latent_attention()
-        latent_inputs()
     elif topic == "experts":
         for tokens in (1, 4, 64):
             experts(tokens)
@@ -388,8 +388,6 @@ def compile_topic(topic: str) -> None:
             experts(1)
             panel_matrices()
             attention()
-            latent_attention()
-            latent_inputs()
     else:
         raise ValueError(f"unknown topic {topic}")
 

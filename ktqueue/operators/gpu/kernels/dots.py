@@ -242,16 +242,29 @@ def stored_tile(
 
 
 @triton.jit
+def lines_of_tile(tile, row, J: tl.constexpr, FORMAT: tl.constexpr):
+    """Lines 2J and 2J + 1 of each slab of a tile from `stored_tile`: see `read_lines`."""
+    return read_lines(tile[3 * J], tile[3 * J + 1], tile[3 * J + 2], row, J, FORMAT)
+
+
+@triton.jit
+def scales_of_tile(tile, HALF: tl.constexpr, FORMAT: tl.constexpr):
+    """Scale and minimum of each slab's first or second half, of a tile from `stored_tile`."""
+    first: tl.constexpr = 12 + 4 * HALF
+    return formats.read_scales(tile[first], tile[first + 1], tile[first + 2], tile[first + 3], FORMAT)
+
+
+@triton.jit
 def times_tile(tile, row, x_slab, inside, codes, scales, code_sums, FORMAT: tl.constexpr):
     """Multiply a tile from `stored_tile` by the slabs x_slab [S, 1] of x: float32 [S, N]."""
-    line0, line1 = read_lines(tile[0], tile[1], tile[2], row, 0, FORMAT)
-    line2, line3 = read_lines(tile[3], tile[4], tile[5], row, 1, FORMAT)
-    line4, line5 = read_lines(tile[6], tile[7], tile[8], row, 2, FORMAT)
-    line6, line7 = read_lines(tile[9], tile[10], tile[11], row, 3, FORMAT)
-    scale, minimum = formats.read_scales(tile[12], tile[13], tile[14], tile[15], FORMAT)
+    line0, line1 = lines_of_tile(tile, row, 0, FORMAT)
+    line2, line3 = lines_of_tile(tile, row, 1, FORMAT)
+    line4, line5 = lines_of_tile(tile, row, 2, FORMAT)
+    line6, line7 = lines_of_tile(tile, row, 3, FORMAT)
+    scale, minimum = scales_of_tile(tile, 0, FORMAT)
     second_scale, second_minimum = scale, minimum
     if halves(FORMAT):
-        second_scale, second_minimum = formats.read_scales(tile[16], tile[17], tile[18], tile[19], FORMAT)
+        second_scale, second_minimum = scales_of_tile(tile, 1, FORMAT)
     whole = (line0, line1, line2, line3, line4, line5, line6, line7)
     return _times_row(
         whole, scale, minimum, second_scale, second_minimum, x_slab, inside, codes, scales, code_sums, FORMAT

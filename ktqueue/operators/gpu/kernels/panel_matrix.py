@@ -83,12 +83,35 @@ def _eight_columns(
 
 
 @triton.jit
+def _rows_once_ready(
+    x, norm, factors, normed, x_stride, epsilon,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Wait for x. With a norm, all rows are normed, to a place of the program's own in `normed`, which is returned."""
+    wait_for_previous(WAITS)
+    rows = x
+    if norm is not None:
+        column = tl.arange(0, BLOCK)
+        rows = normed + tl.program_id(0).to(tl.int64) * (TOKENS * COLUMNS)
+        for t in tl.static_range(TOKENS):
+            row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+            row *= tl.rsqrt(tl.sum(row * row, axis=0) / COLUMNS + epsilon)
+            row = weighted(row, factors.to(tl.float32), x.dtype.element_ty, norm.dtype.element_ty != tl.float32)
+            tl.store(rows + t * COLUMNS + column, row, mask=column < COLUMNS)
+        tl.debug_barrier()  # other threads of this program read them
+    return rows
+
+
+@triton.jit
 def _few_rows_panel(
     matrix,  # pointer of its first panel
-    program,  # which panel
+    panel,  # its number
     x,
     bias,  # of this part, or None
     out,  # of this part
+    norm,
+    normed,
+    epsilon,
     x_stride,
     out_stride,
     magic,  # 0x43000000. If the compiler knew the value, it would load it again for every use
@@ -100,42 +123,62 @@ def _few_rows_panel(
     TOKENS: tl.constexpr,
     S: tl.constexpr,
     ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
-    """Compute the 16 outputs of a panel for all tokens. ADDS: the rounded outputs are added to what is in `out`."""
+    """Compute the 16 outputs of a panel for all tokens. ADDS: the rounded outputs are added to what is in `out`.
+    AHEAD: steps of S slabs whose weights are requested before those of the first are multiplied. More than 1: the first
+    ones also before x is ready."""
     HALVES: tl.constexpr = dots.halves(FORMAT)
     MINIMUMS: tl.constexpr = dots.minimums(FORMAT)
     SIGNED: tl.constexpr = dots.signed(FORMAT)
     WIDE: tl.constexpr = SIGNED or FORMAT == "Q8_0"
     OFFSET: tl.constexpr = 128 if SIGNED else dots.offset(FORMAT)
     row = tl.arange(0, 16)[None, :]
-    base = matrix + program.to(tl.int64) * PANEL_BYTES
+    base = matrix + panel.to(tl.int64) * PANEL_BYTES
     sums = ()
     for _ in tl.static_range(TOKENS):
         sums = sums + (tl.zeros((S, 16), tl.float32),)
-    for step in tl.static_range((SLAB_COUNT + S - 1) // S):
+    STEPS: tl.constexpr = (SLAB_COUNT + S - 1) // S
+    factors = None
+    if norm is not None:
+        column = tl.arange(0, BLOCK)
+        factors = tl.load(norm + column, mask=column < SLAB_COUNT * 32, other=0.0)
+        stride = SLAB_COUNT * 32
+    else:
+        stride = x_stride
+    if AHEAD == 1:
+        x = _rows_once_ready(x, norm, factors, normed, x_stride, epsilon, TOKENS, SLAB_COUNT * 32, BLOCK, WAITS)
+    tiles = ()
+    for step in tl.static_range(STEPS):
+        if step % AHEAD == 0:
+            tiles = ()
+            for ahead in tl.static_range(min(AHEAD, STEPS - step)):
+                slab = tl.minimum((step + ahead) * S + tl.arange(0, S)[:, None], SLAB_COUNT - 1)
+                tiles = tiles + (dots.stored_tile(base, row * 0, slab, row, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES),)
+        if AHEAD > 1 and step == 0:  # while weights arrive, which no kernel of a step writes
+            x = _rows_once_ready(x, norm, factors, normed, x_stride, epsilon, TOKENS, SLAB_COUNT * 32, BLOCK, WAITS)
         slab = step * S + tl.arange(0, S)[:, None]
         inside = slab < SLAB_COUNT
         slab = tl.minimum(slab, SLAB_COUNT - 1)
-        within = slab % 8
-        panel = slab // 8 * SUPERBLOCK_BYTES + row * 0
-        slabs = 8 if SLAB_COUNT % 8 == 0 else tl.minimum(SLAB_COUNT - slab // 8 * 8, 8)
         words = x.to(tl.pointer_type(tl.int64)) + slab * 8
         for half in tl.static_range(2):
             if half == 0 or HALVES:
-                scale, minimum = formats.scales(base, panel, within, 2 * half, row, slabs, FORMAT)
+                scale, minimum = dots.scales_of_tile(tiles[step % AHEAD], half, FORMAT)
                 products = ()
                 totals = ()
                 for _ in tl.static_range(TOKENS):
                     products = products + (tl.zeros((S, 16), tl.float32),)
                     totals = totals + (tl.zeros((S, 1), tl.float32),)
             for j in tl.static_range(2):
-                even, odd = dots.lines(base, panel, within, row, slabs, 2 * half + j, FORMAT)
+                even, odd = dots.lines_of_tile(tiles[step % AHEAD], row, 2 * half + j, FORMAT)
                 if SIGNED:
                     even, odd = even ^ -0x7F7F7F80, odd ^ -0x7F7F7F80
                 added = ()
                 added_totals = ()
                 for t in tl.static_range(TOKENS):
-                    columns = words + t * x_stride // 4 + 4 * half + 2 * j
+                    columns = words + t * stride // 4 + 4 * half + 2 * j
                     product, total = _eight_columns(
                         products[t], totals[t], columns, inside, even, odd, magic, x.dtype.element_ty, S, WIDE, OFFSET
                     )
@@ -150,7 +193,7 @@ def _few_rows_panel(
                     value = sums[t] + scale * product
                     added = added + (value - minimum * totals[t] if MINIMUMS else value,)
                 sums = added
-    n = program * 16 + tl.arange(0, 16)
+    n = panel * 16 + tl.arange(0, 16)
     for t in tl.static_range(TOKENS):
         value = tl.sum(sums[t], 0)
         if bias is not None:
@@ -168,37 +211,23 @@ def _few_rows_kernel(
     ROWS: tl.constexpr, FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr, PANEL_BYTES: tl.constexpr,
     SECOND_ROWS: tl.constexpr, SECOND_FORMAT: tl.constexpr, SECOND_SUPERBLOCK_BYTES: tl.constexpr,
     SECOND_PANEL_BYTES: tl.constexpr, SLAB_COUNT: tl.constexpr, TOKENS: tl.constexpr, S: tl.constexpr,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program per panel. SECOND_ROWS 0: there is no second part. norm: weights of an RMSNorm of x, or None. Each
     program norms all rows, to a place of its own in `normed` [programs, TOKENS, columns]: BLOCK columns at once."""
     program = tl.program_id(0)
-    COLUMNS: tl.constexpr = SLAB_COUNT * 32
-    if norm is not None:
-        column = tl.arange(0, BLOCK)
-        factors = tl.load(norm + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    wait_for_previous(WAITS)
-    if norm is not None:
-        own = normed + program.to(tl.int64) * (TOKENS * COLUMNS)
-        for t in tl.static_range(TOKENS):
-            row = tl.load(x + t * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-            row *= tl.rsqrt(tl.sum(row * row, axis=0) / COLUMNS + epsilon)
-            row = weighted(row, factors, x.dtype.element_ty, norm.dtype.element_ty != tl.float32)
-            tl.store(own + t * COLUMNS + column, row, mask=column < COLUMNS)
-        tl.debug_barrier()  # other threads of this program read them
-        x = own
-        x_stride = COLUMNS
     panels: tl.constexpr = (ROWS + 15) // 16
     if SECOND_ROWS == 0 or program < panels:
         _few_rows_panel(
-            matrix, program, x, bias, out, x_stride, out_stride, magic,
-            ROWS, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES, PANEL_BYTES, TOKENS, S, ADDS,
+            matrix, program, x, bias, out, norm, normed, epsilon, x_stride, out_stride, magic,
+            ROWS, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES, PANEL_BYTES, TOKENS, S, ADDS, BLOCK, AHEAD, WAITS,
         )  # fmt: skip
     else:
         _few_rows_panel(
-            second_matrix, program - panels, x, bias + ROWS if bias is not None else None, out + ROWS, x_stride,
-            out_stride, magic,
+            second_matrix, program - panels, x, bias + ROWS if bias is not None else None, out + ROWS, norm, normed,
+            epsilon, x_stride, out_stride, magic,
             SECOND_ROWS, SLAB_COUNT, SECOND_FORMAT, SECOND_SUPERBLOCK_BYTES, SECOND_PANEL_BYTES, TOKENS, S, ADDS,
+            BLOCK, AHEAD, WAITS,
         )  # fmt: skip
 
 
@@ -239,6 +268,7 @@ def _launch_few_rows(
         S=at_once,
         ADDS=adds,
         BLOCK=triton.next_power_of_2(columns) if norm else 0,
+        AHEAD=2 if tokens == 1 else 1,  # several tokens need the registers
         **launch_options(),
         num_warps=max(1, at_once * PANEL_ROWS // 128),
     )  # fmt: skip

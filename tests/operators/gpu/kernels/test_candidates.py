@@ -70,5 +70,5 @@ def test_the_first_and_the_last_kept_token_can_be_drawn(noise: float) -> None:
 
 
 @pytest.mark.compiled
-def test_the_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
-    assert set(compiled_for_h200("sampling", tmp_path)) == {"_draw_kernel"}
+def test_kernels_of_sampling_compile_for_an_h200(tmp_path: Path) -> None:
+    assert set(compiled_for_h200("sampling", tmp_path)) == {"_draw_kernel", "_parts_kernel", "_greatest_kernel"}
