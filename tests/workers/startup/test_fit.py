@@ -1,12 +1,15 @@
 """`fit` says whether a model runs here and with which settings. Flags that the user gave are not changed."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading import load
 from ktqueue.loading.model_report import ModelReport
 from ktqueue.workers.startup.build import build, check_context, report_of, resolve_max_model_len
 from ktqueue.workers.startup.fit import Fit, choose_settings
@@ -32,8 +35,11 @@ class Reports:
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
-    return Reports()
+def reports() -> Iterator[Reports]:
+    """Reports of checkpoints that are opened once: making 1.5 GB of random weights takes more than the reports do."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(load, "open_checkpoint", lru_cache(1)(load.open_checkpoint))
+        yield Reports()
 
 
 def machine(host: float, gpu: float = 0, others: float = 0) -> MachineResources:
