@@ -109,17 +109,18 @@ def paged_attention(
             cache[pages].to(query.dtype).flatten(0, 1)[:context].transpose(0, 1).repeat_interleave(groups, dim=0)
             for cache in (keys, values)
         )
-        position = torch.arange(context - (end - begin), context, device=query.device)[:, None]
-        key_position = torch.arange(context, device=query.device)[None, :]
-        hidden = key_position > position
-        if sliding_window is not None:
-            hidden |= key_position <= position - sliding_window
-        if chunk:
-            hidden |= key_position < position // chunk * chunk
         scores = (query[:, begin:end] @ k.transpose(1, 2)) * (scaling * scale.key)  # [heads, chunk, context]
         if cap:
             scores = (scores / cap).tanh() * cap
-        scores = scores.masked_fill(hidden, float("-inf"))
+        if end - begin > 1 or sliding_window is not None or chunk:  # else the only token sees every key
+            position = torch.arange(context - (end - begin), context, device=query.device)[:, None]
+            key_position = torch.arange(context, device=query.device)[None, :]
+            hidden = key_position > position
+            if sliding_window is not None:
+                hidden |= key_position <= position - sliding_window
+            if chunk:
+                hidden |= key_position < position // chunk * chunk
+            scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(heads, end - begin, 1)], -1)
         weights = scores.softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))[..., :context]

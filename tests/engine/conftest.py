@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,11 @@ def next_scores(context: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
     seed = 0
     for token in context:
         seed = (seed * 1_000_003 + int(token) + 1) % (2**61 - 1)
+    return _drawn_scores(seed, vocab).copy()
+
+
+@lru_cache(20_000)  # runs that are compared ask for the same
+def _drawn_scores(seed: int, vocab: int) -> np.ndarray:
     scores = np.random.default_rng(seed).normal(size=vocab).astype(np.float32) * 3
     scores[vocab - 1] = -20.0
     return scores
@@ -104,14 +110,14 @@ class CacheModel:
         self.computed_tokens += live
         step.kv.write(0, step.slot_mapping, input_ids[0].view(-1, 1, 1).float(), position_ids[0].view(-1, 1, 1).float())
         rows = []
-        scored = logits_to_keep.tolist()
+        scored, positions = logits_to_keep.tolist(), position_ids[0].tolist()
+        page_table, keys, values = (part.numpy() for part in (step.page_table, step.kv.keys[0], step.kv.values[0]))
         for row, length in enumerate(lengths):
-            assert position_ids[0, starts[row] : starts[row + 1]].tolist() == list(
-                range(length - (starts[row + 1] - starts[row]), length)
-            )
-            pages = step.page_table[row, : -(-length // page_size)].long()
-            context = step.kv.keys[0][pages].view(-1)[:length].int().tolist()
-            assert step.kv.values[0][pages].view(-1)[:length].int().tolist() == list(range(length))
+            chunk = starts[row + 1] - starts[row]
+            assert positions[starts[row] : starts[row + 1]] == list(range(length - chunk, length))
+            pages = page_table[row, : -(-length // page_size)]
+            context = keys[pages].ravel()[:length].astype(int).tolist()
+            assert values[pages].ravel()[:length].tolist() == list(range(length))
             for token in (token for token in scored if starts[row] <= token < starts[row + 1]):
                 known = context[: length - (starts[row + 1] - 1 - token)]
                 rows.append(np.full(VOCAB, np.nan, np.float32) if self.poison(known) else self.scores(known))

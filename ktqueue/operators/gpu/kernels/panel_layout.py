@@ -6,6 +6,7 @@ csrc/formats/panel_layout.h describes the layout: *panels* of 16 rows, each a ru
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def panel_format(quant: str) -> str:
     return _SAME_PANELS.get(quant, quant)
 
 
+@cache
 def superblock_bytes(quant: str, slabs: int = SLABS) -> int:
     """Bytes of a superblock with `slabs` slabs. Raises ValueError for an unknown quant."""
     if panel_format(quant) not in _BYTES:
@@ -68,6 +70,7 @@ def superblock_bytes(quant: str, slabs: int = SLABS) -> int:
     return -(-(slabs * slab + once) // 64) * 64
 
 
+@cache
 def panel_bytes(quant: str, columns: int) -> int:
     """Bytes of a panel with `columns` columns, a multiple of 64. Raises ValueError for an unknown quant."""
     whole, rest = divmod(-(-columns // SLAB), SLABS)
