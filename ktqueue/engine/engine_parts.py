@@ -177,8 +177,8 @@ def captured_steps(config: EngineConfig) -> int:
 
 def captured_prompts(config: EngineConfig, model: object, layout: KVLayout) -> list[int]:
     """Tokens of the steps with prompts that are captured for a model on a device, once that is prepared. None are with
-    states of linear attention, and with latents, whose plans need lengths on the host."""
-    if not config.cuda_graphs or layout.linear or layout.latent is not None or not isinstance(model, CapturesPrompts):
+    states of linear attention, and with indexers, whose choice depends on lengths."""
+    if not config.cuda_graphs or layout.linear or layout.index or not isinstance(model, CapturesPrompts):
         return []
     return prompt_buckets_up_to(min(config.step_tokens, model.most_captured_tokens))
 

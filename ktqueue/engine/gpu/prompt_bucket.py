@@ -53,7 +53,6 @@ class PromptBucket:
         self.tokens = tokens
         page_size = kv.layout.page_size
         self._max_pages = min(max_pages, -(-MOST_KEYS // page_size))
-        self._most_keys = self._max_pages * page_size
         self._scratch_slots = kv.scratch_page * page_size + np.arange(tokens) % page_size
         rows = ROWS + 1  # the last is always padding
         self._staging = FixedStaging(
@@ -80,9 +79,7 @@ class PromptBucket:
 
     def holds(self, batch: Batch) -> bool:
         """Whether the bucket can compute this step."""
-        contexts = batch.step.context_lengths.numpy()
-        fits = batch.input_ids.shape[1] <= self.tokens and len(contexts) <= ROWS and len(batch.scored) <= ROWS
-        return fits and int(contexts.max()) <= self._most_keys
+        return len(batch.scored) <= ROWS and self._plan.holds(batch.step)
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Run a batch that the bucket holds. Returns the logits of its scored tokens, [scored, vocab]."""

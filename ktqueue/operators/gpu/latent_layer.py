@@ -11,7 +11,6 @@ from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.indexer import Indexer, KeyChoice, attend_to_choice
 from ktqueue.operators.latent_shape import (
     LatentShape,
-    absorb_rotated,
     expand_values,
     grown,
     rms_norm,
@@ -104,13 +103,7 @@ class LatentSelfAttention:
             return plan.values(self._index, query, self._value_up, step.kv, self._scores)
         if expansion is None:
             return expand_values(plan.attend(self._index, query, step.kv, self._scores), self._value_up)
-        out = query.new_empty(*query.shape[:2], self._shape.value)
-        expansion.attend(self._index, query, self._up, out, step.kv, self._shape.scaling)
-        if expansion.other_plan is not None:
-            absorbed = absorb_rotated(query[expansion.others], self._key_up)
-            attended = expansion.other_plan.attend(self._index, absorbed, step.kv, self._scores)
-            out[expansion.others] = expand_values(attended, self._value_up).view(-1, *out.shape[1:])
-        return out.flatten(1)
+        return expansion.values(self._index, query, self._up, step.kv, self._scores)
 
     def project(self, attended: torch.Tensor, added_to: torch.Tensor | None = None) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual. added_to: the residual, to add it IN PLACE."""

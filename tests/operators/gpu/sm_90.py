@@ -19,6 +19,7 @@ from benchmarks.gpu import expert_tiles as benchmark
 from benchmarks.gpu.latents import TILES
 from ktqueue.operators.gpu.attention import latent, triton_decode, triton_prefill
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded
+from ktqueue.operators.gpu.attention.expanded_prompts import KeyTiles, expand_keys
 from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
@@ -220,28 +221,29 @@ def attention() -> None:
 def latent_attention() -> None:
     """DeepSeek's latents, with one split of the keys and with many, and expanded; scores of the indexer."""
     indices = torch.zeros(16, dtype=torch.int32)
-    decode = Tables(indices, indices, indices)
+    decode, tiles = Tables(indices, indices, indices), KeyTiles(indices.view(-1, 2), indices, indices, indices, 64)
+    rows = ExpandedRows(indices.view(-1, 2), indices, indices, indices)
     for heads, dtype, cache, splits, row_of in (
         (16, torch.bfloat16, torch.bfloat16, 1, indices),
         (128, torch.bfloat16, torch.float8_e4m3fn, 8, None),
         (16, torch.float32, torch.float32, 1, None),
     ):
         query, out = torch.zeros(3, heads, 576, dtype=dtype), torch.zeros(3, heads, 512, dtype=dtype)
-        keys = torch.zeros(4, 16, 1, 576).to(cache)
+        keys, up = torch.zeros(4, 16, 1, 576).to(cache), torch.zeros(heads, 256, 512, dtype=dtype)
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
-        latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
+        rows_of = DecodeRows(3, row_of, splits, workspace)
+        latent.attend(query, keys, out, decode, rows_of, scaling=0.1)
         if splits > 1:
             for tile in TILES:
                 latent.attend(query, keys, out, decode, DecodeRows(3, row_of, 1, workspace), scaling=0.1, tile=tile)
-            up = torch.zeros(heads, 256, 512, dtype=dtype)[:, 128:].transpose(1, 2)
-            rows_of = DecodeRows(3, row_of, splits, workspace)
-            latent.attend(query, keys, query.new_zeros(3, heads, 128), decode, rows_of, scaling=0.1, value_up=up)
+            out, value_up = query.new_zeros(3, heads, 128), up[:, 128:].transpose(1, 2)
+            latent.attend(query, keys, out, decode, rows_of, scaling=0.1, value_up=value_up)
+        query, out, states = query[..., :192].contiguous(), out[..., :128].contiguous(), query.new_zeros(64, heads, 256)
+        for latents in (query.new_zeros(64, 64), query.new_zeros(64, 576)):  # of captured steps, and of eager ones
+            expand_keys(keys, up, tiles, rows, states, latents[:, :64].contiguous(), scale=1.0, processors=132)
+            attend_expanded(query, states, latents, out, rows, scaling=0.1)
     query, weights = torch.zeros(3, 64, 128, dtype=torch.bfloat16), torch.zeros(3, 64)
     index_scores(query, weights, torch.zeros(4, 16, 128, dtype=torch.bfloat16), indices[:6].view(3, 2), indices)
-    rows, dtype = ExpandedRows(indices.view(-1, 2), indices, indices, indices), torch.bfloat16
-    query, out = torch.zeros(3, 16, 192, dtype=dtype), torch.zeros(3, 16, 128, dtype=dtype)
-    latents, states = torch.zeros(3, 576, dtype=dtype), torch.zeros(3, 16, 256, dtype=dtype)
-    attend_expanded(query, states, latents, out, rows, scaling=0.1)
 
 
 def latent_inputs() -> None:

@@ -29,8 +29,11 @@ class DecodePlan(AttentionPlan, Protocol):
 class PromptPlan(AttentionPlan, Protocol):
     """The plan of captured steps with prompts: `attend` is captured, its buffers never move."""
 
+    def holds(self, host: StepContext) -> bool:
+        """Whether the plan is large enough for `host`, any step of CPU tensors."""
+
     def update(self, host: StepContext) -> None:
-        """Make the next replay attend for `host`, any step of CPU tensors that the plan is large enough for.
+        """Make the next replay attend for `host`, any step of CPU tensors that the plan holds.
 
         Tokens behind those of the step get zeros. Call it on the stream that replays. Raises ValueError for more rows,
         tokens or pages than planned for.
@@ -66,7 +69,7 @@ class AttentionPlanner(Protocol):
         """Make the plan of captured steps of at most `rows` rows, with at most `tokens` tokens in all and `max_pages`
         pages each.
 
-        Before the first `update` all results are zeros. Raises ValueError if this backend has no such plan.
+        Before the first `update` all results are zeros.
         """
 
 

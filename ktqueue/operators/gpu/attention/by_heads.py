@@ -21,10 +21,10 @@ class HeadsPlan:
         return self._plans[self._kinds[layer]].attend(layer, query, kv, options)
 
 
-class HeadsCapturedPlan(HeadsPlan):
-    """The plans of captured steps of one size, one for each kind of heads."""
+class HeadsDecodePlan(HeadsPlan):
+    """The plans of captured decode steps of one size, one for each kind of heads."""
 
-    def __init__(self, plans: Sequence[DecodePlan] | Sequence[PromptPlan], kinds: Sequence[int]) -> None:
+    def __init__(self, plans: Sequence[DecodePlan], kinds: Sequence[int]) -> None:
         super().__init__(plans, kinds)
         self._captured = plans
 
@@ -32,6 +32,18 @@ class HeadsCapturedPlan(HeadsPlan):
         """See DecodePlan and PromptPlan."""
         for plan in self._captured:
             plan.update(host)
+
+
+class HeadsPromptPlan(HeadsDecodePlan):
+    """The plans of captured steps with prompts of one size, one for each kind of heads."""
+
+    def __init__(self, plans: Sequence[PromptPlan], kinds: Sequence[int]) -> None:
+        super().__init__(plans, kinds)
+        self._prompts = plans
+
+    def holds(self, host: StepContext) -> bool:
+        """See PromptPlan."""
+        return all(plan.holds(host) for plan in self._prompts)
 
 
 class HeadsPlanner:
@@ -55,11 +67,11 @@ class HeadsPlanner:
         """See AttentionPlanner."""
         return HeadsPlanner([planner.another() for planner in self._planners], self._kinds)
 
-    def decode_plan(self, rows: int, max_pages: int) -> HeadsCapturedPlan:
+    def decode_plan(self, rows: int, max_pages: int) -> HeadsDecodePlan:
         """See AttentionPlanner."""
-        return HeadsCapturedPlan([planner.decode_plan(rows, max_pages) for planner in self._planners], self._kinds)
+        return HeadsDecodePlan([planner.decode_plan(rows, max_pages) for planner in self._planners], self._kinds)
 
-    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> HeadsCapturedPlan:
+    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> HeadsPromptPlan:
         """See AttentionPlanner."""
         plans = [planner.prompt_plan(rows, tokens, max_pages) for planner in self._planners]
-        return HeadsCapturedPlan(plans, self._kinds)
+        return HeadsPromptPlan(plans, self._kinds)

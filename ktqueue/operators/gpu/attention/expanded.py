@@ -5,11 +5,28 @@ row for one head. See triton_blocks.py for the method.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, padded, precision
 from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+from ktqueue.operators.kv_cache import KVCache
+from ktqueue.operators.latent_shape import absorb_rotated
+from ktqueue.operators.step import ScoreOptions
+
+EXPANDED_BYTES = 256 << 20
+"""Memory for the expanded keys and values of a layer, or in eager steps twice that of the queries if they are larger.
+Heads take turns if all of them need more."""
+
+
+class AbsorbedPlan(Protocol):
+    """What LatentPlan does: it attends over latents."""
+
+    def values(
+        self, layer: int, query: torch.Tensor, value_up: torch.Tensor, kv: KVCache, options: ScoreOptions
+    ) -> torch.Tensor:
+        """See LatentPlan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,67 @@ class ExpandedRows:
     query_starts: torch.Tensor
     key_starts: torch.Tensor
     contexts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The long rows of an eager step. Their latents are read from the cache and expanded to keys and values.
+
+    slots: [keys] int32, where the keys of these rows are in the cache, row after row. others: [tokens] int32, the
+    tokens of all other rows, and other_plan: how they attend over latents; None: there are none.
+    """
+
+    rows: ExpandedRows
+    slots: torch.Tensor
+    others: torch.Tensor | None
+    other_plan: AbsorbedPlan | None
+
+    def values(
+        self, layer: int, query: torch.Tensor, up: torch.Tensor, kv: KVCache, options: ScoreOptions
+    ) -> torch.Tensor:
+        """Attend for all tokens: query [tokens, heads, plain + rotary], rotated -> [tokens, heads * value].
+
+        up: [heads, plain + value, latent], the matrix that expands latents.
+        """
+        out = query.new_empty(*query.shape[:2], up.shape[1] - plain_columns(query, up, kv))
+        self.attend(layer, query, up, out, kv, options.scaling)
+        if self.others is not None and self.other_plan is not None:
+            values = absorbed_values(self.other_plan, layer, query[self.others], up, kv, options)
+            out[self.others] = values.view(-1, *out.shape[1:])
+        return out.flatten(1)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, up: torch.Tensor, out: torch.Tensor, kv: KVCache, scaling: float
+    ) -> None:
+        """Attend for the tokens of the long rows. out: [tokens, heads, value]. For the others see `values`."""
+        cache = kv.keys[layer].flatten(0, 2)
+        if cache.dtype.itemsize == 1:  # index_select does not know it
+            latents = cache.view(torch.uint8).index_select(0, self.slots).view(cache.dtype).to(query.dtype)
+            if (scale := kv.layout.scale(layer).key) != 1:
+                latents.mul_(scale)
+        else:
+            latents = cache.index_select(0, self.slots).to(query.dtype)
+        heads = len(up)
+        head_bytes = len(latents) * up.shape[1] * up.itemsize
+        group = max(1, min(heads, max(EXPANDED_BYTES, 2 * query.nbytes) // head_bytes))
+        for first in range(0, heads, group):
+            matrix = up[first : first + group].flatten(0, 1)
+            expanded = torch.nn.functional.linear(latents[:, : up.shape[-1]], matrix)
+            states = expanded.view(len(latents), -1, up.shape[1])
+            attend_expanded(query, states, latents, out, self.rows, scaling=scaling, first_head=first)
+
+
+def plain_columns(query: torch.Tensor, up: torch.Tensor, kv: KVCache) -> int:
+    """Columns without position of a rotated query: see Expansion.values."""
+    return query.shape[-1] - (kv.layout.head_dim - up.shape[-1])
+
+
+def absorbed_values(
+    plan: AbsorbedPlan, layer: int, query: torch.Tensor, up: torch.Tensor, kv: KVCache, options: ScoreOptions
+) -> torch.Tensor:
+    """Attend over latents with rotated queries: the shapes of Expansion.values."""
+    plain = plain_columns(query, up, kv)
+    return plan.values(layer, absorb_rotated(query, up[:, :plain]), up[:, plain:].transpose(1, 2), kv, options)
 
 
 @triton.jit

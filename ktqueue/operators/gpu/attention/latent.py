@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ktqueue.operators.gpu.attention.expanded import ExpandedRows, attend_expanded, tile_tokens
+from ktqueue.operators.gpu.attention.expanded import ExpandedRows, Expansion, tile_tokens
+from ktqueue.operators.gpu.attention.expanded_prompts import KEYS_AT_ONCE, CapturedExpansion, CapturedRows, KeyTiles
 from ktqueue.operators.gpu.attention.page_lists import Indices, PageLists, page_lists, sent
 from ktqueue.operators.gpu.attention.triton import TritonDecodePlan, TritonPlan, TritonPlanner, TritonPromptPlan
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, DecodeRows, Tables, looked_up, padded, precision
@@ -32,14 +33,13 @@ HEADS_AT_ONCE = 16
 EXPANDED_TOKENS = 64
 """Rows with at least so many tokens in a step attend over expanded latents. On an H200, 64 tokens of 8,192 keys then
 take 0.24 instead of 0.29 ms with 16 heads and 0.78 instead of 1.46 ms with 128."""
+EXPANDED_KEYS = 16384
+"""Most expanded keys of a captured step. One with more runs eagerly: it has memory for the keys that it has."""
 _JOINED_HEADS = 16
 """Up to so many heads of all tokens, joining the splits of their keys and expanding the result is one launch: each of
 its programs joins again. With more, two launches are as fast or faster (adr/0067)."""
 _VALUE_COLUMNS = 16
 """Columns of a value that a program expands to: 16 heads of 128 columns then fill a GPU."""
-_EXPANDED_BYTES = 256 << 20
-"""Memory for the expanded keys and values of a layer, or twice that of the queries if they are larger. Heads take turns
-if all of them need more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,8 @@ def split_count(tokens: int, heads: int, max_keys: int, processors: int) -> int:
 class LatentPlan(TritonPlan):
     """Attends for one step. The `contexts` of its tables are those of each token."""
 
-    expansion: "Expansion | None" = None
-    """How the long rows of the step attend over expanded latents; None: it has none."""
+    expansion: Expansion | CapturedExpansion | None = None
+    """How rows of the step attend over expanded latents; None: none does."""
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim] -> [tokens, heads, value_dim].
@@ -260,46 +260,70 @@ class LatentDecodePlan(LatentPlan, TritonDecodePlan):
     """The plan of a row bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """The long rows of a step. Their latents are read from the cache and expanded to keys and values.
+class LatentPromptPlan(LatentPlan, TritonPromptPlan):
+    """The plan of captured steps with prompts. Rows of several tokens are expanded, all others attend over latents.
 
-    slots: [keys] int32, where the keys of these rows are in the cache, row after row. others: [tokens] int32, the
-    tokens of all other rows, and other_plan: how they attend over latents; None: there are none.
+    So few tokens have absorbed queries, and their keys are split. Most keys of all expanded rows are EXPANDED_KEYS.
     """
 
-    rows: ExpandedRows
-    slots: torch.Tensor
-    others: torch.Tensor | None
-    other_plan: LatentPlan | None
+    _least = 2
 
-    def attend(
-        self, layer: int, query: torch.Tensor, up: torch.Tensor, out: torch.Tensor, kv: KVCache, scaling: float
-    ) -> None:
-        """Attend for the tokens of the long rows.
+    def __init__(self, planner: "LatentPlanner", rows: int, tokens: int, max_pages: int, page_size: int) -> None:
+        self._most_keys = min(rows * max_pages * page_size, EXPANDED_KEYS)
+        self._most_key_tiles = min(self._most_keys, self._most_keys // KEYS_AT_ONCE + rows)
+        super().__init__(planner, rows, tokens, max_pages, page_size)
+        key_starts, key_tiles, count, places, targets, seen, row_of = self._further
+        tables, decode = self.tables, planner.decode_rows(rows, row_of, max_pages * page_size)
+        assert tables.query_starts is not None and self._tiles is not None
+        expanded = ExpandedRows(self._tiles, tables.query_starts, key_starts, tables.contexts)
+        others = LatentPlan(Tables(page_starts=tables.page_starts, contexts=seen, pages=tables.pages), decode, None)
+        keys = KeyTiles(key_tiles.view(-1, 2), count, tables.page_starts, tables.pages, self._most_keys)
+        self.expansion = CapturedExpansion(
+            CapturedRows(expanded, keys, places, targets.view(torch.int64)), others, planner.processors
+        )
 
-        query: [tokens, heads, plain + rotary], rotated. up: [heads, plain + value, latent], the matrix that expands
-        latents. out: [tokens, heads, value].
-        """
-        cache = kv.keys[layer].flatten(0, 2)
-        if cache.dtype.itemsize == 1:  # index_select does not know it
-            latents = cache.view(torch.uint8).index_select(0, self.slots).view(cache.dtype).to(query.dtype)
-            if (scale := kv.layout.scale(layer).key) != 1:
-                latents.mul_(scale)
-        else:
-            latents = cache.index_select(0, self.slots).to(query.dtype)
-        heads = len(up)
-        head_bytes = len(latents) * up.shape[1] * up.itemsize
-        group = max(1, min(heads, max(_EXPANDED_BYTES, 2 * query.nbytes) // head_bytes))
-        for first in range(0, heads, group):
-            matrix = up[first : first + group].flatten(0, 1)
-            expanded = torch.nn.functional.linear(latents[:, : up.shape[-1]], matrix)
-            states = expanded.view(len(latents), -1, up.shape[1])
-            attend_expanded(query, states, latents, out, self.rows, scaling=scaling, first_head=first)
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
+        """Raises ValueError: see `expansion`."""
+        raise ValueError("captured steps with prompts attend over expanded latents")
+
+    def holds(self, host: StepContext) -> bool:
+        """See PromptPlan."""
+        several = np.diff(host.query_starts.numpy()) >= self._least
+        return super().holds(host) and int(host.context_lengths.numpy()[several].sum()) <= self._most_keys
+
+    def update(self, host: StepContext) -> None:
+        """See PromptPlan. Raises ValueError, too, for more keys of rows with several tokens than are expanded."""
+        if super().holds(host) and not self.holds(host):
+            raise ValueError(f"this plan is for {self._most_keys} keys of rows with several tokens at most")
+        super().update(host)
+
+    def _arrays(self, starts: Indices, lists: PageLists) -> list[Indices]:
+        """See TritonPromptPlan. Behind its own arrays: where the expanded keys of each row begin, tiles of these keys
+        and their number; of the other tokens their places, where their results go, the keys that they see and their
+        rows. Padding results go behind those of all tokens."""
+        *arrays, pages = super()._arrays(starts, lists)
+        rows, tokens = self._limits[:2]
+        key_starts, key_tiles = np.zeros(rows + 1, dtype=np.int32), np.zeros((self._most_key_tiles, 2), dtype=np.int32)
+        count, places = np.zeros(1, dtype=np.int32), np.zeros(rows, dtype=np.int32)
+        targets = np.full(rows, tokens, dtype=np.int64)
+        seen, row_of = np.ones(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)  # padding sees any real key
+        if len(starts):
+            chunks = np.diff(starts)
+            several, single = np.flatnonzero(chunks >= self._least), np.flatnonzero(chunks == 1)
+            contexts = lists.contexts[several]
+            key_starts[several[1:]] = np.cumsum(contexts)[:-1]
+            counts = -(-contexts // KEYS_AT_ONCE)
+            count[0] = counts.sum()
+            key_tiles[: count[0], 0] = np.repeat(several, counts)
+            firsts = np.arange(count[0]) - np.repeat(np.cumsum(counts) - counts, counts)
+            key_tiles[: count[0], 1] = firsts * KEYS_AT_ONCE
+            places[: len(single)] = targets[: len(single)] = starts[single]
+            seen[: len(single)], row_of[: len(single)] = lists.contexts[single], single
+        return [*arrays, key_starts, key_tiles, count, places, targets.view(np.int32), seen, row_of, pages]
 
 
-def expansion_of(plan: AttentionPlan) -> Expansion | None:
-    """The long rows of the plan's step; None: it has none, or another kind of plan attends without expanding."""
+def expansion_of(plan: AttentionPlan) -> Expansion | CapturedExpansion | None:
+    """How rows of the plan's step are expanded; None: none is, or another kind of plan attends without expanding."""
     return plan.expansion if isinstance(plan, LatentPlan) else None
 
 
@@ -307,6 +331,7 @@ class LatentPlanner(TritonPlanner):
     """An AttentionPlanner over a latent cache."""
 
     _decode_plan_type = LatentDecodePlan
+    _prompt_plan_type = LatentPromptPlan
 
     def plan(self, host: StepContext) -> LatentPlan:
         """See AttentionPlanner."""
@@ -329,15 +354,11 @@ class LatentPlanner(TritonPlanner):
             plan.expansion = Expansion(rows, slots, indices if len(others) else None, other_plan)
         return plan
 
-    def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> TritonPromptPlan:
-        """See AttentionPlanner. Raises ValueError: sizes of an Expansion depend on the lengths of the rows."""
-        raise ValueError("latent attention has no plan of captured steps with prompts")
-
     def _plan(
         self, page_starts: torch.Tensor, pages: torch.Tensor, seen: torch.Tensor, rows: torch.Tensor, on_host: Indices
     ) -> LatentPlan:
         """Plan absorbed attention of tokens that see `seen` [tokens] keys of their `rows`. on_host: the same."""
-        decode = self._decode_rows(len(on_host), rows, int(on_host.max()))
+        decode = self.decode_rows(len(on_host), rows, int(on_host.max()))
         return LatentPlan(Tables(page_starts=page_starts, contexts=seen, pages=pages), decode, None)
 
     def _expanded_rows(self, starts: Indices, lists: PageLists, long: np.ndarray) -> list[Indices]:
@@ -353,7 +374,8 @@ class LatentPlanner(TritonPlanner):
         tiles = self.tiles(np.where(np.isin(np.arange(len(chunks)), long), chunks, 0), contexts)
         return [tiles, starts, key_starts, contexts, np.concatenate(slots)]
 
-    def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
+    def decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
+        """What a launch for `items` tokens of at most `max_keys` keys computes. rows: see DecodeRows."""
         heads = self._shape.heads
         splits = split_count(items, heads, max_keys, self.processors)
         size = 0 if splits == 1 else partial_bytes(items, heads, self._layout.value_dim, splits)

@@ -62,10 +62,16 @@ def check_decode_step(host: StepContext, rows: int, max_pages: int, page_size: i
         raise ValueError(f"this decode plan is for rows of {max_pages} pages of {page_size} keys, not {longest} keys")
 
 
+def prompt_step_fits(host: StepContext, rows: int, tokens: int, max_pages: int, page_size: int) -> bool:
+    """Whether `host` has at most so many rows, tokens in all and pages of a row."""
+    fits = len(host.context_lengths) <= rows and len(host.slot_mapping) <= tokens
+    return fits and int(host.context_lengths.max()) <= max_pages * page_size
+
+
 def check_prompt_step(host: StepContext, rows: int, tokens: int, max_pages: int, page_size: int) -> None:
-    """Raise ValueError unless `host` has at most so many rows, tokens in all and pages of a row."""
-    step_rows, step_tokens, longest = len(host.context_lengths), len(host.slot_mapping), int(host.context_lengths.max())
-    if step_rows > rows or step_tokens > tokens or longest > max_pages * page_size:
+    """Raise ValueError unless `prompt_step_fits`."""
+    if not prompt_step_fits(host, rows, tokens, max_pages, page_size):
+        step_rows, step_tokens, longest = len(host.context_lengths), len(host.slot_mapping), host.context_lengths.max()
         raise ValueError(
             f"this plan is for {rows} rows, {tokens} tokens and {max_pages} pages of {page_size} keys at most, not for "
             f"{step_rows} rows, {step_tokens} tokens and {longest} keys"

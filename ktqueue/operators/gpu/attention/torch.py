@@ -3,7 +3,7 @@
 import torch
 
 from ktqueue.operators import reference
-from ktqueue.operators.gpu.attention.page_lists import check_decode_step, check_prompt_step
+from ktqueue.operators.gpu.attention.page_lists import check_decode_step, check_prompt_step, prompt_step_fits
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import ScoreOptions, StepContext
 
@@ -54,6 +54,10 @@ class TorchPromptPlan(TorchPlan):
         super().__init__(None)
         self._limits = rows, tokens, max_pages, page_size
 
+    def holds(self, host: StepContext) -> bool:
+        """See PromptPlan."""
+        return prompt_step_fits(host, *self._limits)
+
     def update(self, host: StepContext) -> None:
         """See PromptPlan."""
         check_prompt_step(host, *self._limits)
@@ -61,7 +65,7 @@ class TorchPromptPlan(TorchPlan):
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan and PromptPlan."""
-        out = torch.zeros_like(query)
+        out = query.new_zeros(*query.shape[:2], kv.values[layer].shape[-1])
         if self._host is not None:
             live = len(self._host.slot_mapping)
             out[:live] = super().attend(layer, query[:live], kv, options)

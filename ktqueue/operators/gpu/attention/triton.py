@@ -13,8 +13,10 @@ from ktqueue.operators.gpu.attention.page_lists import (
     check_prompt_step,
     one_page_each,
     page_lists,
+    prompt_step_fits,
     sent,
     staged,
+    views_of,
 )
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.attention.triton_decode import decode, partial_bytes, split_count
@@ -91,6 +93,7 @@ class TritonPromptPlan(TritonPlan):
     """
 
     _results = staticmethod(torch.zeros_like)  # padding tokens have no row, but must not get what memory held before
+    _least = 1  # tokens of a row that has tiles
 
     def __init__(self, planner: "TritonPlanner", rows: int, tokens: int, max_pages: int, page_size: int) -> None:
         self._planner = planner
@@ -98,8 +101,9 @@ class TritonPromptPlan(TritonPlan):
         device = planner.device
         self._most_tiles = min(tokens, tokens // planner.tile_tokens + rows)
         none = np.zeros(0, dtype=np.int32)
-        host, offsets = staged(self._arrays(none, PageLists(none, none, none, none)), device)
-        starts, page_starts, contexts, tiles, pages = offsets
+        arrays = self._arrays(none, PageLists(none, none, none, none))
+        host, offsets = staged(arrays, device)
+        starts, page_starts, contexts, tiles, *_, pages = offsets
         with torch.inference_mode(False):  # so that it can be written in any mode
             self._buffer = torch.zeros(pages + rows * max_pages, dtype=torch.int32, device=device)
         self._write(host)
@@ -109,12 +113,17 @@ class TritonPromptPlan(TritonPlan):
             pages=self._buffer[pages:],
             query_starts=self._buffer[starts : starts + rows + 2],
         )
+        self._further = views_of(self._buffer, arrays, offsets)[4:-1]
         super().__init__(tables, None, self._buffer[tiles : tiles + 2 * self._most_tiles].view(-1, 2))
 
     @property
     def bytes(self) -> int:
         """Device memory of the index arrays."""
         return self._buffer.nbytes
+
+    def holds(self, host: StepContext) -> bool:
+        """See PromptPlan."""
+        return prompt_step_fits(host, *self._limits)
 
     def update(self, host: StepContext) -> None:
         """See PromptPlan. Takes one copy to the device."""
@@ -137,7 +146,7 @@ class TritonPromptPlan(TritonPlan):
             query_starts[: len(starts)] = starts
             page_starts[: len(starts)] = lists.starts
             contexts[: len(lists.contexts)] = lists.contexts
-            used = self._planner.tiles(np.diff(starts), lists.contexts, least=1)
+            used = self._planner.tiles(np.diff(starts), lists.contexts, least=self._least)
             tiles[: len(used)] = used
         return [query_starts, page_starts, contexts, tiles, lists.pages]
 
@@ -147,6 +156,7 @@ class TritonPlanner:
 
     backend = "triton"
     _decode_plan_type = TritonDecodePlan
+    _prompt_plan_type = TritonPromptPlan
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
@@ -175,7 +185,7 @@ class TritonPlanner:
         tables = Tables(page_starts, pages, contexts, query_starts)
         decode = None
         if len(single):
-            decode = self._decode_rows(len(single), rows, int(lists.contexts[single].max()))
+            decode = self.decode_rows(len(single), rows, int(lists.contexts[single].max()))
         on_device = flat_tiles.view(-1, 2) if len(tiles) else None
         return TritonPlan(tables, decode, on_device)
 
@@ -186,18 +196,19 @@ class TritonPlanner:
     def decode_plan(self, rows: int, max_pages: int) -> TritonDecodePlan:
         """See AttentionPlanner."""
         page_size = self._layout.page_size
-        decode = self._decode_rows(rows, None, max_pages * page_size)
+        decode = self.decode_rows(rows, None, max_pages * page_size)
         plan = self._decode_plan_type(rows, max_pages, page_size, self.device, decode)
         self._index_bytes += plan.bytes
         return plan
 
     def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> TritonPromptPlan:
         """See AttentionPlanner."""
-        plan = TritonPromptPlan(self, rows, tokens, max_pages, self._layout.page_size)
+        plan = self._prompt_plan_type(self, rows, tokens, max_pages, self._layout.page_size)
         self._index_bytes += plan.bytes
         return plan
 
-    def _decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
+    def decode_rows(self, items: int, rows: torch.Tensor | None, max_keys: int) -> DecodeRows:
+        """What a launch for `items` tokens of at most `max_keys` keys computes. rows: see DecodeRows."""
         splits = split_count(items, self._layout.kv_heads, max_keys, self.processors)
         size = partial_bytes(items, self._shape.heads, self._layout.head_dim, splits)
         return DecodeRows(items, rows, splits, self._workspace.take(size))

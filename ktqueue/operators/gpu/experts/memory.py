@@ -229,7 +229,7 @@ class ExpertMemory:
         overlapped: other steps run before this one is done. So it streams all experts, and until `end_overlap` the
         others have the CPU and no memory for experts.
         """
-        decoded = None if self._decoded is None or captured else self._decoded.memory_for
+        decoded = None if self._decoded is None or (captured and decodes) else self._decoded.memory_for
         if overlapped:
             assert self._streaming is not None and self.may_overlap, "this step needs the CPU"
             self._is_overlapped = True
@@ -261,11 +261,9 @@ class ExpertMemory:
 
     @property
     def most_captured_tokens(self) -> int:
-        """Tokens of the largest step with prompts that may be captured, because it decodes no experts. 0: none, because
-        the CPU has some of the experts."""
-        if self.handoff is not None:
-            return 0
-        return self._max_tokens if self._decoded is None else min(self._max_tokens, self._decoded.least_tokens - 1)
+        """Tokens of the largest step with prompts that may be captured. 0: none, because the CPU has some of the
+        experts."""
+        return self._max_tokens if self.handoff is None else 0
 
     def streams(self, tokens: int) -> bool:
         """Whether a step of `tokens` tokens that is not captured may stream."""

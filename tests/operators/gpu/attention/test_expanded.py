@@ -9,10 +9,10 @@ from decoder_families import answers, feed, make_model
 
 from ktqueue.operators import reference
 from ktqueue.operators.decoder_facts import DecoderFacts
-from ktqueue.operators.gpu.attention import latent
+from ktqueue.operators.gpu.attention import expanded, latent
 from ktqueue.operators.gpu.attention.base import AttentionShape
-from ktqueue.operators.gpu.attention.expanded import attend_expanded
-from ktqueue.operators.gpu.attention.latent import Expansion, LatentPlanner, expansion_of
+from ktqueue.operators.gpu.attention.expanded import Expansion, attend_expanded
+from ktqueue.operators.gpu.attention.latent import LatentPlanner, expansion_of
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
 from ..attention_steps import BOUNDS, MIXED, make_cache, make_shape, make_step
@@ -29,7 +29,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def planned(kv: KVCache, heads: int, dtype: torch.dtype, rows: tuple[list[int], list[int]] = LONG) -> Expansion:
     expansion = expansion_of(LatentPlanner(make_shape(kv, heads, dtype)).plan(make_step(kv, *rows)))
-    assert expansion is not None
+    assert isinstance(expansion, Expansion)
     return expansion
 
 
@@ -80,13 +80,13 @@ def test_heads_take_turns_if_there_are_many_keys(monkeypatch: pytest.MonkeyPatch
     apart, together = torch.zeros(66, 5, 16), torch.zeros(66, 5, 16)
     turns: list[tuple[int, int]] = []
 
-    def noted(query: Any, expanded: torch.Tensor, *rest: Any, first_head: int, **options: Any) -> None:
-        turns.append((first_head, expanded.shape[1]))
-        attend_expanded(query, expanded, *rest, first_head=first_head, **options)
+    def noted(query: Any, states: torch.Tensor, *rest: Any, first_head: int, **options: Any) -> None:
+        turns.append((first_head, states.shape[1]))
+        attend_expanded(query, states, *rest, first_head=first_head, **options)
 
-    monkeypatch.setattr(latent, "attend_expanded", noted)
+    monkeypatch.setattr(expanded, "attend_expanded", noted)
     planned(kv, 5, torch.float32, rows).attend(0, query, up, together, kv, SCALING)
-    monkeypatch.setattr(latent, "_EXPANDED_BYTES", 2 * 400 * 32 * 4)
+    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 2 * 400 * 32 * 4)
     planned(kv, 5, torch.float32, rows).attend(0, query, up, apart, kv, SCALING)
     assert turns == [(0, 5), (0, 2), (2, 2), (4, 1)]
     torch.testing.assert_close(apart, together)

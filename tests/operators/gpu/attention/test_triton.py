@@ -185,5 +185,5 @@ def test_splits_keep_the_processors_busy() -> None:
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     """The interpreter accepts what the compiler refuses."""
     names = {"_decode_split", "_decode_join", "_prefill_tile", "_latent_split", "_expanded_tile", "_index_scores"}
-    names |= {"_latent_inputs", "_latent_join"}
+    names |= {"_latent_inputs", "_latent_join", "_expand_keys"}
     assert set(compiled_for_h200("attention", tmp_path)) == names
