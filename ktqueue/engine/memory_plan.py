@@ -173,14 +173,23 @@ def estimate_selection(rows: int, vocabulary: int) -> int:
 
 
 def estimate_graphs(
-    steps: int, step_bytes: int, tokens: int, rows: int, vocabulary: int, *, prompts: Sequence[int] = ()
+    steps: int,
+    step_bytes: int,
+    tokens: int,
+    rows: int,
+    vocabulary: int,
+    *,
+    prompts: Sequence[int] = (),
+    expanded_bytes: int = 0,
 ) -> int:
     """Device memory in bytes of `steps` captured decode steps, and of others of `prompts` tokens. All share tensors.
 
     The largest decode step has `rows` rows, all of them scored. A step of `tokens` tokens needs `step_bytes`.
+    expanded_bytes: of expanded latents, for which every captured step with prompts has memory.
     """
     if not steps:
         return 0
     most = max(rows, *prompts) if prompts else rows
     graphs = steps * _GRAPH_BYTES + len(prompts) * _PROMPT_GRAPH_BYTES
+    graphs += expanded_bytes if prompts else 0
     return graphs + step_bytes * most // tokens + 4 * rows * vocabulary

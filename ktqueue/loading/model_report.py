@@ -63,6 +63,7 @@ class ModelReport:
     `source` is the file or folder. `rows` are in model order. `device_bytes` are the bytes of weights on each device.
     `refusal`: why loading would fail, or None. `cache_token_bytes` are the bytes of the cache per token, in
     `cache_layers` layers, `state_bytes` those of a sequence's states in layers with linear attention.
+    `caches_latents`: whether keys are latents.
     `position_bytes` are the bytes of rotary tables on a GPU for each position. For `original_length` see KVLayout.
     `movable_bytes` are those of experts on the CPU that a GPU may hold too, `movable_layer_bytes` those of the largest
     layer, `decoded_layer_bytes` what a GPU needs to decode these: 0 if it does not. `fits_warpgroups`: whether
@@ -80,6 +81,7 @@ class ModelReport:
     experts_per_token: int
     cache_token_bytes: int
     cache_layers: int
+    caches_latents: bool
     state_bytes: int
     position_bytes: int
     original_length: int
@@ -129,6 +131,7 @@ def report_model(
         experts_per_token=experts_per_token(prepared.config),
         cache_token_bytes=layout.page_bytes,
         cache_layers=layout.layers,
+        caches_latents=layout.latent is not None,
         state_bytes=layout.state_bytes,
         position_bytes=_position_bytes(prepared),
         original_length=layout.original_length,

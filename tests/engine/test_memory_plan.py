@@ -67,6 +67,8 @@ def test_estimates_grow_with_their_settings() -> None:
     assert estimate_graphs(9, large, 8192, 64, 151_936, prompts=[32]) == decode + (36 << 20)
     with_prompts = estimate_graphs(9, large, 8192, 64, 151_936, prompts=[512, 32])
     assert with_prompts == decode + (72 << 20) + large * 512 // 8192 - large * 64 // 8192
+    assert estimate_graphs(9, large, 8192, 64, 151_936, expanded_bytes=5) == decode
+    assert estimate_graphs(9, large, 8192, 64, 151_936, prompts=[512, 32], expanded_bytes=5) == with_prompts + 5
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Latent attention on a GPU: the kernel attends as the reference does, eager and captured; a DeepSeek model says what
 the CPU's engine says."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ktqueue.engine.engine import Engine
 from ktqueue.loading.load import load_model
 from ktqueue.operators import native, reference
 from ktqueue.operators.gpu.attention.backends import make_planner
+from ktqueue.operators.gpu.attention.expanded import Expansion
 from ktqueue.operators.gpu.attention.latent import LatentPlan, expansion_of
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.kv_cache import CacheScale, KVCache, KVLayout, store
@@ -97,7 +99,7 @@ class TestKernel:
         if kind == "decode":
             assert expansion is None
             return
-        assert expansion is not None
+        assert isinstance(expansion, Expansion)
         up = (torch.randn(heads, 256, LATENT, device="cuda") / LATENT**0.5).to(dtype)
         query = torch.randn(len(step.slot_mapping), heads, 128 + ROTARY, device="cuda").to(dtype)
         out = torch.full((len(query), heads, 128), float("nan"), dtype=dtype, device="cuda")
@@ -132,6 +134,47 @@ class TestGraph:
                 decode.update(step)
                 graph.replay()
             same(got, step, query)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "cache"),
+    [
+        (16, torch.bfloat16, torch.bfloat16),
+        (16, torch.bfloat16, torch.float8_e4m3fn),
+        (16, torch.float32, torch.float32),
+        (128, torch.float16, torch.float16),
+    ],
+)
+class TestPromptGraph:
+    pytestmark = GPU
+
+    def test_a_prompt_graph_follows_updates(self, heads: int, dtype: torch.dtype, cache: torch.dtype) -> None:
+        """One capture without tokens, replays for chunks and decode rows of any lengths. With 128 heads, these take
+        turns."""
+        kv = random_cache(cache, 1300)
+        plans = make_planner(kv.layout, heads=heads, scaling=SCALING, windows={0}, device="cuda", dtype=dtype)
+        up = (torch.randn(heads, 256, LATENT, device="cuda") / LATENT**0.5).to(dtype)
+        query = torch.randn(1024, heads, 128 + ROTARY, device="cuda").to(dtype)
+        plan, options = plans.prompt_plan(16, 1024, 1024), ScoreOptions(SCALING)
+        expansion = expansion_of(plan)
+        assert expansion is not None
+        graph = torch.cuda.CUDAGraph()
+        for captured in (nullcontext(), torch.cuda.graph(graph)):  # the first compiles
+            with captured:
+                got = expansion.values(0, query, up, kv, options)
+        absorbed = absorb_rotated(query.float(), up[:, :128].float()).to(dtype)
+        others = ([1] * 16, [*range(1, 17)]), ([64, 300], [16000, 301]), ([2] * 15 + [994], [900] * 15 + [1000])
+        for chunks, contexts in (([1024], [1024]), *(STEPS[name] for name in ("continued", "mixed")), *others):
+            step, live = make_step(kv, chunks, contexts), sum(chunks)
+            assert plan.holds(step)
+            with no_waiting():
+                plan.update(step)
+                graph.replay()
+            attended = plans.plan(step).attend(0, absorbed[:live], kv, options).float()
+            expected = torch.einsum("qhl,hvl->qhv", attended, up[:, 128:].float()).flatten(1)
+            errors = (got[:live].float() - expected).norm(dim=1) / expected.norm(dim=1)
+            assert errors.max() < {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+            assert not got[live:].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300])
@@ -226,10 +269,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(made)
 
 
-@pytest.mark.parametrize("kind", ["GpuDecoder", "LatentAttention"])
+@pytest.mark.parametrize(("kind", "memory"), [("GpuDecoder", 0), ("GpuDecoder", 1 << 30), ("LatentAttention", 0)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_engine_says_what_the_cpus_says(device: str, kind: str, folder: str, tmp_path: Path) -> None:
-    """As one operator with captured steps, and as transformers' modules."""
+def test_an_engine_says_what_the_cpus_says(device: str, kind: str, memory: int, folder: str, tmp_path: Path) -> None:
+    """As one operator with captured steps, and as transformers' modules. memory: of the GPU, for experts."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     native.set_threads()
@@ -245,4 +288,7 @@ def test_an_engine_says_what_the_cpus_says(device: str, kind: str, folder: str, 
         rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n")
     model = load_model(folder, rules=str(rules), device=device)
     assert kind in {type(module).__name__ for module in model.module.modules()}
-    assert serve(on_device(model, settings_for(device)), asked) == expected
+    engine = on_device(model, settings_for(device, gpu_expert_memory_bytes=memory))
+    assert serve(engine, asked) == expected
+    stats = engine.stats()
+    assert (stats.replayed_steps == stats.steps) == (memory > 0), "without the CPU's experts, prompts are captured too"

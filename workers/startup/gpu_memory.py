@@ -4,6 +4,7 @@ It knows what must be measured in which order. engine/memory_plan.py computes th
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -39,6 +40,7 @@ from ktqueue.loading.model_report import ModelReport
 from ktqueue.operators.base import Operator
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
+from ktqueue.operators.gpu.attention.expanded import EXPANDED_BYTES
 from ktqueue.operators.gpu.experts.decoding import MEMORY_SHARE
 from ktqueue.operators.gpu.experts.streaming import AREAS
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
@@ -141,6 +143,7 @@ def prepare_gpu(
     step = max(0, memory.peak() - cache)
     vocabulary = model.card_facts.vocab_size
     graphs = config.cuda_graphs and can_be_captured(model, planner)
+    prompts = captured_prompts(config, model.module, layout)
     overlaps = can_overlap(model.module) and _may_overlap(config, layout)
     beside = _beside_bytes(step, config, vocabulary, planner.workspace_bytes) if overlaps else 0
     others = estimate_selection(captured, vocabulary) + max(0, memory.used() - weights - experts)
@@ -148,14 +151,7 @@ def prepare_gpu(
         weights=weights,
         experts=experts,
         workspaces=step + beside + others,
-        graphs=estimate_graphs(
-            captured_steps(config) if graphs else 0,
-            step,
-            config.step_tokens,
-            captured,
-            vocabulary,
-            prompts=captured_prompts(config, model.module, layout),
-        ),
+        graphs=_graph_bytes(config, step, vocabulary, prompts, latents=layout.latent is not None) if graphs else 0,
         states=slots_for(rows, drafts=config.drafts) * layout.state_bytes,
     )
     plan = plan_memory(
@@ -290,8 +286,8 @@ def plan_before_loading(
             + (_beside_bytes(step, config, vocabulary, PLANNER_BYTES) if overlaps else 0)
             + estimate_selection(captured, vocabulary)
             + (_decoded_bytes(report, config, device_bytes) if decodes and not packed else 0),
-            graphs=estimate_graphs(
-                captured_steps(config), step, tokens, captured, vocabulary, prompts=_captured_prompts(report, config)
+            graphs=_graph_bytes(
+                config, step, vocabulary, _captured_prompts(report, config), latents=report.caches_latents
             ),
             states=slots_for(rows, drafts=config.drafts) * report.state_bytes,
         ),
@@ -319,6 +315,15 @@ def _beside_bytes(step: int, config: EngineConfig, vocabulary: int, planner_byte
     """Bytes for steps that overlap the largest, of `step` bytes."""
     tokens, rows = config.step_tokens, min(config.rows, config.step_tokens)
     return estimate_beside(step, tokens, rows, few=MOST_BESIDE, vocabulary=vocabulary, planner_bytes=planner_bytes)
+
+
+def _graph_bytes(
+    config: EngineConfig, step: int, vocabulary: int, prompts: Sequence[int], *, latents: bool
+) -> int:
+    """Bytes of captured steps, if the largest eager step needs `step` bytes. latents: whether the cache has them."""
+    steps, tokens, rows = captured_steps(config), config.step_tokens, captured_rows(config)
+    expanded = EXPANDED_BYTES if latents else 0
+    return estimate_graphs(steps, step, tokens, rows, vocabulary, prompts=prompts, expanded_bytes=expanded)
 
 
 def _hands_over(report: ModelReport, config: EngineConfig) -> bool:

@@ -143,14 +143,15 @@ def test_the_largest_steps_are_captured_first(capturing: Any) -> None:
 
 
 def test_models_without_captured_prompts(capturing: Any, model: Any) -> None:
-    """Others than GpuDecoder, caches of latents, states of linear attention, and engines without graphs."""
+    """Others than GpuDecoder, indexers that choose keys, states of linear attention, and engines without graphs."""
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_size=4, dtype=torch.float32)
     shape = LinearAttentionShape(key_heads=1, value_heads=1, key_dim=4, value_dim=4, taps=2)
     config = EngineConfig(max_num_batched_tokens=100)
     assert captured_prompts(config, capturing, layout) == [32, 64]
     assert captured_prompts(config, model, layout) == []
     assert captured_prompts(replace(config, cuda_graphs=False), capturing, layout) == []
-    assert captured_prompts(config, capturing, replace(layout, latent=6)) == []
+    assert captured_prompts(config, capturing, replace(layout, latent=6)) == [32, 64]
+    assert captured_prompts(config, capturing, replace(layout, latent=6, index=4)) == []
     assert captured_prompts(config, capturing, replace(layout, linear=(shape,))) == []
     kv = KVCache(replace(layout, linear=(shape,)), 8, slots=4, scratch=True)
     others = KVCache(layout, 8, scratch=True), KVCache(layout, 8)

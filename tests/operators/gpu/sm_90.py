@@ -221,8 +221,8 @@ def attention() -> None:
 def latent_attention() -> None:
     """DeepSeek's latents, with one split of the keys and with many, and expanded; scores of the indexer."""
     indices = torch.zeros(16, dtype=torch.int32)
-    decode, tiles = Tables(indices, indices, indices), KeyTiles(indices.view(-1, 2), indices, indices, indices, 64)
-    rows = ExpandedRows(indices.view(-1, 2), indices, indices, indices)
+    same, pairs = (indices,) * 3, indices.view(-1, 2)
+    decode, rows, tiles = Tables(*same), ExpandedRows(pairs, *same), KeyTiles(pairs, *same, 64)
     for heads, dtype, cache, splits, row_of in (
         (16, torch.bfloat16, torch.bfloat16, 1, indices),
         (128, torch.bfloat16, torch.float8_e4m3fn, 8, None),
@@ -231,19 +231,17 @@ def latent_attention() -> None:
         query, out = torch.zeros(3, heads, 576, dtype=dtype), torch.zeros(3, heads, 512, dtype=dtype)
         keys, up = torch.zeros(4, 16, 1, 576).to(cache), torch.zeros(heads, 256, 512, dtype=dtype)
         workspace = torch.zeros(triton_decode.partial_bytes(3, heads, 512, splits), dtype=torch.uint8)
-        rows_of = DecodeRows(3, row_of, splits, workspace)
-        latent.attend(query, keys, out, decode, rows_of, scaling=0.1)
+        latent.attend(query, keys, out, decode, DecodeRows(3, row_of, splits, workspace), scaling=0.1)
         if splits > 1:
             for tile in TILES:
                 latent.attend(query, keys, out, decode, DecodeRows(3, row_of, 1, workspace), scaling=0.1, tile=tile)
-            out, value_up = query.new_zeros(3, heads, 128), up[:, 128:].transpose(1, 2)
-            latent.attend(query, keys, out, decode, rows_of, scaling=0.1, value_up=value_up)
-        query, out, states = query[..., :192].contiguous(), out[..., :128].contiguous(), query.new_zeros(64, heads, 256)
-        for latents in (query.new_zeros(64, 64), query.new_zeros(64, 576)):  # of captured steps, and of eager ones
-            expand_keys(keys, up, tiles, rows, states, latents[:, :64].contiguous(), scale=1.0, processors=132)
-            attend_expanded(query, states, latents, out, rows, scaling=0.1)
-    query, weights = torch.zeros(3, 64, 128, dtype=torch.bfloat16), torch.zeros(3, 64)
-    index_scores(query, weights, torch.zeros(4, 16, 128, dtype=torch.bfloat16), indices[:6].view(3, 2), indices)
+            rows_of, value_up = DecodeRows(3, row_of, splits, workspace), up[:, 128:].transpose(1, 2)
+            latent.attend(query, keys, out[..., :128], decode, rows_of, scaling=0.1, value_up=value_up)
+        states, latents = query.new_zeros(64, heads, 256), query.new_zeros(64, 576 if splits > 1 else 64)
+        expand_keys(keys, up, tiles, rows, states, query.new_zeros(64, 64), scale=1.0, processors=132)
+        attend_expanded(query[..., :192], states, latents, out[..., :128], rows, scaling=0.1)
+    query, keys = (torch.zeros(*sizes, 128, dtype=torch.bfloat16) for sizes in ((3, 64), (4, 16)))
+    index_scores(query, torch.zeros(3, 64), keys, indices[:6].view(3, 2), indices)
 
 
 def latent_inputs() -> None:

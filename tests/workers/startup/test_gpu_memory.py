@@ -19,6 +19,8 @@ from ktqueue.loading.model_report import report_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings
+from ktqueue.operators.kv_cache import KVLayout
+from ktqueue.workers.startup import gpu_memory
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
 
 MIB = 1 << 20
@@ -277,3 +279,26 @@ def test_the_planned_graphs_are_those_that_will_be_captured(
     if prompts:  # the largest step of all is captured
         own -= plan.use.workspaces - CONTEXT_BYTES - estimate_selection(3, report.facts.vocab_size)
     assert 0 <= own - mebibytes * MIB < 16 * MIB
+    with_latents = plan_before_loading(replace(report, caches_latents=True), config, 80 << 30)
+    assert with_latents.use.graphs - plan.use.graphs == 256 * MIB * prompts
+
+
+def test_the_planned_graphs_of_a_prepared_model_have_memory_for_expanded_latents(
+    demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(Prepared):
+        """It says nothing about any step, and keeps no keys."""
+
+        most_captured_tokens = 100
+
+        def forward(self, **arguments: Any) -> Any:
+            return SimpleNamespace(logits=torch.zeros(1, len(arguments["logits_to_keep"]), demo.card_facts.vocab_size))
+
+    monkeypatch.setattr(gpu_memory, "can_be_captured", lambda *_: True)
+    model = replace(demo, module=Silent(demo.module, lambda settings: None))
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=24, page_size=16, dtype=torch.float32, latent=16)
+    planned = [
+        prepare_gpu(model, layout, replace(CONFIG, cuda_graphs=graphs), MadeUpMemory()).plan.use.graphs
+        for layout, graphs in ((replace(layout, latent=None, head_dim=12), True), (layout, True), (layout, False))
+    ]
+    assert planned[1] - planned[0] == 256 * MIB and planned[2] == 0

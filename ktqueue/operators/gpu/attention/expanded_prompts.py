@@ -83,13 +83,13 @@ def _expand_keys(
                 rows + column[None, :], mask=(n < COLUMNS)[:, None] & (column < LATENT)[None, :], other=0.0
             )
             total = tl.dot(latents, tl.trans(weights), total, input_precision=PRECISION)
-        mask = exists[:, None] & (n < COLUMNS)[None, :]
-        tl.store(out + target * COLUMNS + n[None, :], (total * scale).to(dtype), mask=mask)
+        written = exists[:, None] & (n < COLUMNS)[None, :]
+        tl.store(out + target * COLUMNS + n[None, :], (total * scale).to(dtype), mask=written)
         if part == 0:
             rotary = tl.arange(0, ROTARY_WIDTH)[None, :]
-            mask = exists[:, None] & (rotary < ROTARY)
-            position = tl.load(slots + LATENT + rotary, mask=mask, other=0.0).to(dtype).to(tl.float32)
-            tl.store(positions + target * ROTARY + rotary, (position * scale).to(dtype), mask=mask)
+            copied = exists[:, None] & (rotary < ROTARY)
+            position = tl.load(slots + LATENT + rotary, mask=copied, other=0.0).to(dtype).to(tl.float32)
+            tl.store(positions + target * ROTARY + rotary, (position * scale).to(dtype), mask=copied)
 
 
 def expand_keys(
@@ -130,6 +130,7 @@ def expand_keys(
         PRECISION=precision(up.dtype),
         num_warps=8,
         num_stages=3,
+        maxnreg=None if exact else 128,  # else only one program has room
     )  # fmt: skip
 
 
