@@ -18,6 +18,7 @@ from ktqueue.operators.gpu.attention.expanded import (
 )
 from ktqueue.operators.gpu.attention.triton_blocks import precision
 from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+from ktqueue.operators.gpu.side_stream import SideStream
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import ScoreOptions
 
@@ -156,11 +157,16 @@ def _twin(
 
 @dataclass(frozen=True, slots=True)
 class CapturedExpansion:
-    """Like Expansion, of a captured step: nothing depends on its lengths. other_plan: how `places` attend."""
+    """Like Expansion, of a captured step: nothing depends on its lengths.
+
+    other_plan: how the tokens at `places` attend. beside: where they do so, while the others are expanded; None: behind
+    them.
+    """
 
     captured: CapturedRows
     other_plan: AbsorbedPlan
     processors: int
+    beside: SideStream | None
 
     def values(
         self, layer: int, query: torch.Tensor, up: torch.Tensor, kv: KVCache, options: ScoreOptions
@@ -168,6 +174,12 @@ class CapturedExpansion:
         """See Expansion. Padding tokens get zeros."""
         captured, tokens, (heads, width, latent) = self.captured, len(query), up.shape
         rows, most_keys = captured.rows, captured.keys.most_keys
+
+        def attend_others(query: torch.Tensor) -> torch.Tensor:
+            others = query.index_select(0, captured.places)
+            return absorbed_values(self.other_plan, layer, others, up, kv, options)
+
+        other_values = attend_others if self.beside is None else self.beside.start(attend_others, query)
         out = query.new_zeros(tokens + 1, heads, width - plain_columns(query, up, kv))  # the last row: of padding
         positions = query.new_empty(most_keys, kv.layout.head_dim - latent)
         group = max(1, min(heads, EXPANDED_BYTES // (most_keys * width * up.itemsize)))
@@ -181,6 +193,5 @@ class CapturedExpansion:
                 processors=self.processors,
             )  # fmt: skip
             attend_expanded(query, states, positions, out, rows, scaling=options.scaling, first_head=first)
-        values = absorbed_values(self.other_plan, layer, query.index_select(0, captured.places), up, kv, options)
-        out.index_copy_(0, captured.targets, values.view(-1, *out.shape[1:]))
+        out.index_copy_(0, captured.targets, other_values(query).view(-1, *out.shape[1:]))
         return out[:tokens].flatten(1)

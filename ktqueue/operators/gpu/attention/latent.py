@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, Expansion, tile_tokens
 from ktqueue.operators.gpu.attention.expanded_prompts import KEYS_AT_ONCE, CapturedExpansion, CapturedRows, KeyTiles
 from ktqueue.operators.gpu.attention.page_lists import Indices, PageLists, page_lists, sent
@@ -24,6 +25,7 @@ from ktqueue.operators.gpu.attention.triton_decode import (
     partial_results,
 )
 from ktqueue.operators.gpu.kernels.operation import launch_options, tl, triton, wait_for_previous
+from ktqueue.operators.gpu.side_stream import SideStream
 from ktqueue.operators.kv_cache import UNSCALED, CacheScale, KVCache
 from ktqueue.operators.latent_shape import expand_values
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
@@ -278,9 +280,8 @@ class LatentPromptPlan(LatentPlan, TritonPromptPlan):
         expanded = ExpandedRows(self._tiles, tables.query_starts, key_starts, tables.contexts)
         others = LatentPlan(Tables(page_starts=tables.page_starts, contexts=seen, pages=tables.pages), decode, None)
         keys = KeyTiles(key_tiles.view(-1, 2), count, tables.page_starts, tables.pages, self._most_keys)
-        self.expansion = CapturedExpansion(
-            CapturedRows(expanded, keys, places, targets.view(torch.int64)), others, planner.processors
-        )
+        captured = CapturedRows(expanded, keys, places, targets.view(torch.int64))
+        self.expansion = CapturedExpansion(captured, others, planner.processors, planner.beside)
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """Raises ValueError: see `expansion`."""
@@ -332,6 +333,10 @@ class LatentPlanner(TritonPlanner):
 
     _decode_plan_type = LatentDecodePlan
     _prompt_plan_type = LatentPromptPlan
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.beside = SideStream(shape.device)
 
     def plan(self, host: StepContext) -> LatentPlan:
         """See AttentionPlanner."""
