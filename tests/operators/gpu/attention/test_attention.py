@@ -9,8 +9,9 @@ import torch
 
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
-from ktqueue.operators.gpu.attention.by_heads import HeadsPlan
+from ktqueue.operators.gpu.attention.by_heads import HeadsPlan, HeadsPromptPlan
 from ktqueue.operators.gpu.attention.page_lists import page_lists, staged
+from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.kv_cache import KVCache, KVHeads
 from ktqueue.operators.step import AttentionPlan, ScoreOptions
 
@@ -56,6 +57,7 @@ def test_a_prompt_plan_follows_its_updates_and_refuses_larger_steps() -> None:
     assert not plan.attend(0, query, kv, ScoreOptions(0.25)).any()
     for chunks, contexts in (([5, 1], [9, 17]), ([12], [13]), ([1, 4, 7], [2, 24, 7])):
         step, live = make_step(kv, chunks, contexts), sum(chunks)
+        assert plan.holds(step)
         plan.update(step)
         expected = attended(step, query[:live], scaling=0.25)
         step.context_lengths.fill_(1)  # as the host overwrites them for the next step
@@ -64,8 +66,10 @@ def test_a_prompt_plan_follows_its_updates_and_refuses_larger_steps() -> None:
         torch.testing.assert_close(got[:live], expected)
         assert not got[live:].any()
     for chunks, contexts in (([1] * 4, [1] * 4), ([13], [13]), ([1], [25])):
+        step = make_step(kv, chunks, contexts)
+        assert not plan.holds(step)
         with pytest.raises(ValueError, match="3 rows, 12 tokens and 6 pages of 4 keys at most"):
-            plan.update(make_step(kv, chunks, contexts))
+            plan.update(step)
 
 
 def test_layers_with_different_heads_have_plans_of_their_own() -> None:
@@ -76,6 +80,8 @@ def test_layers_with_different_heads_have_plans_of_their_own() -> None:
     step = make_step(kv, [1, 1], [9, 17])
     for captured in (plan, prompts):
         captured.update(step)
+    smaller = HeadsPromptPlan([TorchPlanner(4).prompt_plan(2, 2, pages) for pages in (6, 4)], (0, 1))
+    assert prompts.holds(step) and not smaller.holds(step)
     for layer, (heads, window) in enumerate(zip(by_layer, (0, 6), strict=True)):
         query = torch.randn(2, 4, heads.head_dim)
         for attend in (plan.attend, prompts.attend, planner.plan(step).attend):

@@ -131,10 +131,12 @@ def test_a_prompt_plan_follows_its_updates(window: int, chunk: int) -> None:
     assert ours.workspace_bytes == plan.bytes
     places = [table.data_ptr() for table in (plan.tables.pages, plan.tables.contexts)]
     query = random_query(make_step(kv, [40], [40]), 4)
+    assert not plan.holds(make_step(kv, [41], [41])) and not plan.holds(make_step(kv, [1], [257]))
     options = ScoreOptions(0.2, window, chunk=chunk)
     assert not plan.attend(1, query, kv, options).any()
     for chunks, contexts in (MIXED, ([40], [70]), ([1, 39], [256, 39]), ([3], [4])):
         step, live = make_step(kv, chunks, contexts), sum(chunks)
+        assert plan.holds(step)
         plan.update(step)
         got = plan.attend(1, query, kv, options)
         assert_attended(got[:live], step, query[:live], layer=1, scaling=0.2, window=window, chunk=chunk)
