@@ -317,9 +317,7 @@ def _beside_bytes(step: int, config: EngineConfig, vocabulary: int, planner_byte
     return estimate_beside(step, tokens, rows, few=MOST_BESIDE, vocabulary=vocabulary, planner_bytes=planner_bytes)
 
 
-def _graph_bytes(
-    config: EngineConfig, step: int, vocabulary: int, prompts: Sequence[int], *, latents: bool
-) -> int:
+def _graph_bytes(config: EngineConfig, step: int, vocabulary: int, prompts: Sequence[int], *, latents: bool) -> int:
     """Bytes of captured steps, if the largest eager step needs `step` bytes. latents: whether the cache has them."""
     steps, tokens, rows = captured_steps(config), config.step_tokens, captured_rows(config)
     expanded = EXPANDED_BYTES if latents else 0
