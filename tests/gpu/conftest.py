@@ -29,10 +29,10 @@ def by_decoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def small_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a random model of four layers with experts and 512 tokens."""
+    """The folder of a random model of three layers with experts and 512 tokens."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64,
+        "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 64,
         "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3, "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "eos_token_id": None, "bos_token_id": None,
     }  # fmt: skip
