@@ -50,11 +50,11 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "profile*": gpu.profile,
             "launches*": gpu.launches,
             "trials*": gpu.trials,
-            "drafts-*": turns_page.drafts,
             "prefill-*": turns_page.prefill,
             "expert-tiles-*": gpu.expert_tiles,
         },
     ),
+    "drafts": ("Drafted tokens", {"drafts-*": turns_page.drafts}),
     "quality": (
         "How near to the model",
         {
