@@ -38,16 +38,16 @@ def _greatest_kernel(parts, tokens, finite, PARTS: tl.constexpr, BLOCK: tl.const
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """logits [rows, vocab] float32, rows may be strided -> [2, rows] int64: tokens, and 1 for rows that are finite.
+    """logits [rows, vocab] of any float type -> [2, rows] int64: tokens, and 1 for rows that are finite.
 
     The first of the greatest logits is chosen; the first NaN counts as the greatest. A row is not finite if it has a
     NaN or +infinity, or only -infinity.
     """
     rows, vocab = logits.shape
-    if not runs_kernel(logits) or rows == 0:
+    fits = logits.dtype == torch.float32 and logits.stride(1) == 1
+    if not (runs_kernel(logits) and fits and rows):
         chosen = logits.argmax(dim=1)
         return torch.stack([chosen, logits.gather(1, chosen[:, None])[:, 0].isfinite().long()])
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1
     both = torch.empty(2, rows, dtype=torch.int64, device=logits.device)
     parts = torch.empty(rows, triton.cdiv(vocab, _COLUMNS), dtype=torch.int64, device=logits.device)
     count = parts.shape[1]
