@@ -11,6 +11,7 @@ if torch.cuda.is_available():
 
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention import expanded_prompts, latent
+from ktqueue.operators.gpu.attention.expanded import attend_expanded
 from ktqueue.operators.gpu.attention.expanded_prompts import CapturedExpansion
 from ktqueue.operators.gpu.attention.latent import LatentPlanner, expansion_of
 from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
@@ -134,11 +135,10 @@ def test_heads_take_turns_if_there_are_many_keys(monkeypatch: pytest.MonkeyPatch
     plan.update(step)
     query, up = random(40, 5, 32, dtype=torch.float32), random(5, 32, 32, dtype=torch.float32)
     turns: list[tuple[int, int]] = []
-    attend = expanded_prompts.attend_expanded
 
     def noted(query: Any, states: torch.Tensor, *rest: Any, first_head: int, **options: Any) -> None:
         turns.append((first_head, states.shape[1]))
-        attend(query, states, *rest, first_head=first_head, **options)
+        attend_expanded(query, states, *rest, first_head=first_head, **options)
 
     monkeypatch.setattr(expanded_prompts, "attend_expanded", noted)
     together = captured(plan).values(0, query, up, kv, SCORES)
