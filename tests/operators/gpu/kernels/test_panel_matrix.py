@@ -48,12 +48,18 @@ def test_products_of_few_rows_equal_the_decoded_weights(quant: str, random_weigh
         assert_close(out, x.float() @ weights.T)
 
 
-def test_a_matrix_may_have_more_columns_than_a_tile(random_weights: Callable[..., Bytes]) -> None:
-    """The matrix has 129 slabs, and there are several tokens of float16."""
-    panels, weights = make_panels(random_weights, "Q4_0", 16, 4128)
-    x, out = activations(3, 4128, torch.float16), torch.full((3, 16), torch.nan)
+@pytest.mark.parametrize(("quant", "tokens", "columns"), [("Q4_0", 3, 4128), ("Q6_K", 1, 8448), ("Q4_K", 1, 13_312)])
+def test_a_matrix_may_have_more_columns_than_a_tile(
+    quant: str, tokens: int, columns: int, random_weights: Callable[..., Bytes]
+) -> None:
+    """Matrices of 2, 3 and 4 tiles. With one token, two tiles are requested at once. Rows are normed, or not."""
+    panels, weights = make_panels(random_weights, quant, 16, columns)
+    x, norm = activations(tokens, columns, torch.float16), RmsNorm(torch.rand(columns), 1e-5)
+    out, normed = torch.full((2, tokens, 16), torch.nan)
     by_kernel(multiply_few, [panels], x, None, out)
     assert_close(out, x.float() @ weights.T)
+    by_kernel(multiply_few, [panels], x, None, normed, norm=norm)
+    assert_close(normed, add_rms_norm(x, *norm).float() @ weights.T, 1e-3)
 
 
 @pytest.mark.parametrize("quants", [("Q4_K", "Q6_K"), ("Q8_0", "MXFP4")])
