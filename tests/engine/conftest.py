@@ -15,6 +15,7 @@ from ktqueue.answers.grammar import GrammarCompiler, Matcher
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
+from ktqueue.engine.draft_costs import DraftCosts
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts, make_parts
@@ -308,7 +309,21 @@ def answered(run: Callable[..., dict[tuple[str, int], Result]]) -> Callable[[Eng
 
 
 @pytest.fixture
-def any_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+def timeless_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs of drafts do not know how long steps really take, so a slow moment stops no drafts."""
+    learn = DraftCosts.learn
+
+    def learn_no_time(
+        self: DraftCosts, tokens: int, drafted: int, accepted: int, _: float, between: float | None, **options: Any
+    ) -> None:
+        timeless = {name: 0.0 for name in options if name in ("making", "reading")}
+        learn(self, tokens, drafted, accepted, 0.0, None if between is None else 0.0, **options | timeless)
+
+    monkeypatch.setattr(DraftCosts, "learn", learn_no_time)
+
+
+@pytest.fixture
+def any_chance(timeless_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tokens be drafted that are hardly ever right."""
     monkeypatch.setattr("ktqueue.engine.lookup.LEAST_CHANCE", 0.0)
     monkeypatch.setattr("ktqueue.engine.draft_costs.LEAST_GAIN", 1.0)

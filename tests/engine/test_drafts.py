@@ -237,7 +237,12 @@ def test_drafts_save_steps_and_stay_within_the_budget(
 
 
 def test_a_step_has_drafts_only_where_they_pay(
-    repeating: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, monkeypatch: pytest.MonkeyPatch
+    repeating: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    run: Any,
+    timeless_steps: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If each token of a step costs the same, no draft is worth it. The larger a step is anyway, the more are."""
     drafted = []
