@@ -46,7 +46,7 @@ def make_draft(make_model: Any, scores: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def free_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_steps(timeless_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps of all sizes cost the same, and drafts nothing."""
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0)
     monkeypatch.setattr(DraftModel, "pass_seconds", lambda *_: 0.0)
@@ -60,6 +60,7 @@ def test_answers_stay_the_same(
     make_draft: Callable[..., Any],
     gather_outputs: Any,
     compile_grammar: Any,
+    timeless_steps: None,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
     pages: int,
