@@ -68,8 +68,7 @@ def same(got: torch.Tensor, step: StepContext, query: torch.Tensor) -> None:
     torch.testing.assert_close(got.cpu().float(), twin, rtol=BOUNDS[query.dtype], atol=BOUNDS[query.dtype])
 
 
-@pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize(
+TYPES = pytest.mark.parametrize(
     ("heads", "dtype", "cache"),
     [
         (16, torch.bfloat16, torch.bfloat16),
@@ -78,6 +77,11 @@ def same(got: torch.Tensor, step: StepContext, query: torch.Tensor) -> None:
         (128, torch.float16, torch.float16),
     ],
 )
+"""Of queries and cache."""
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@TYPES
 class TestKernel:
     pytestmark = GPU
 
@@ -136,15 +140,7 @@ class TestGraph:
             same(got, step, query)
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype", "cache"),
-    [
-        (16, torch.bfloat16, torch.bfloat16),
-        (16, torch.bfloat16, torch.float8_e4m3fn),
-        (16, torch.float32, torch.float32),
-        (128, torch.float16, torch.float16),
-    ],
-)
+@TYPES
 class TestPromptGraph:
     pytestmark = GPU
 

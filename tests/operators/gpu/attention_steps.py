@@ -120,3 +120,23 @@ def check_plan(
     """The plan of a model of `make_shape` attends in layer 1 as the reference does."""
     got = plan.attend(1, query, step.kv, ScoreOptions(0.2, window, sinks, cap, chunk))
     assert_attended(got, step, query, layer=1, scaling=0.2, window=window, sinks=sinks, cap=cap, chunk=chunk)
+
+
+def absorbed_reference(step: StepContext, query: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
+    """What the reference attends in layer 1 with absorbed queries: [tokens, heads, value] float32.
+
+    query: [tokens, heads, plain + rotary]; up: [heads, plain + value, latent], which expands latents.
+    """
+    kv, plain = step.kv, query.shape[-1] - (step.kv.layout.head_dim - up.shape[-1])
+    keys, values = torch.split(up.float(), [plain, up.shape[1] - plain], 1)
+    absorbed = torch.cat([torch.einsum("qhd,hdl->qhl", query[..., :plain].float(), keys), query[..., plain:]], -1)
+    attended = reference.paged_attention(
+        absorbed.transpose(0, 1),
+        kv.keys[1].float() * kv.layout.scale(1).key,
+        kv.values[1].float() * kv.layout.scale(1).value,
+        step.query_starts,
+        step.context_lengths,
+        step.page_table,
+        scaling=scaling,
+    )
+    return torch.einsum("qhl,hvl->qhv", attended, values)

@@ -15,6 +15,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE
+from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 from .faster_interpreter import speed_up
@@ -32,6 +33,20 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     return str(request.param)
+
+
+@pytest.fixture
+def decoded_pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Receives the tokens of each product with experts that were decoded before."""
+    tokens: list[int] = []
+    compute = decoded_experts.experts
+
+    def noted(pairs: Any, *rest: Any) -> torch.Tensor:
+        tokens.append(len(pairs.ids))
+        return compute(pairs, *rest)
+
+    monkeypatch.setattr(decoded_experts, "experts", noted)
+    return tokens
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
 from ktqueue.operators.gpu.attention.latent import LatentPlanner
 from ktqueue.operators.gpu.decoder import GpuDecoder
-from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
@@ -108,18 +107,10 @@ def test_prompts_are_not_captured_with_experts_on_the_cpu(share: float, make_dec
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
 def test_replayed_steps_may_decode_experts(
-    family: str, make_decoder: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
+    family: str, make_decoder: Callable[..., Any], device: str, decoded_pairs: list[int]
 ) -> None:
     """On a GPU, grouped products are for bfloat16 only. Steps of 48 tokens decode experts, with padding among them, and
     eager ones of these tokens do not."""
-    decoded: list[int] = []
-    compute = decoded_experts.experts
-
-    def noted(pairs: Any, *rest: Any) -> torch.Tensor:
-        decoded.append(len(pairs.ids))
-        return compute(pairs, *rest)
-
-    monkeypatch.setattr(decoded_experts, "experts", noted)
     model = make_model(family)
     if device == "cuda":
         model = model.to(torch.bfloat16)
@@ -127,5 +118,5 @@ def test_replayed_steps_may_decode_experts(
     assert decoder.most_captured_tokens == 128
     found = errors(decoder, device)
     assert median(found) < 0.1 if device == "cuda" else max(found) < 2e-5
-    assert {*decoded} == {48} or not decoder._experts._decoded
+    assert {*decoded_pairs} == {48} or not decoder._experts._decoded
     assert decoder._experts._decoded or device == "cuda", "an H200 has a grouped product, other GPUs may not"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from decoder_families import answers, feed, make_model
 
-from ktqueue.operators import reference
 from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention import expanded, latent
 from ktqueue.operators.gpu.attention.base import AttentionShape
@@ -15,7 +14,7 @@ from ktqueue.operators.gpu.attention.expanded import Expansion, attend_expanded
 from ktqueue.operators.gpu.attention.latent import LatentPlanner, expansion_of
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 
-from ..attention_steps import BOUNDS, MIXED, make_cache, make_shape, make_step
+from ..attention_steps import BOUNDS, MIXED, absorbed_reference, make_cache, make_shape, make_step
 from ..interpreted import by_kernel, by_twin
 
 SCALING = 0.2
@@ -55,18 +54,7 @@ def test_long_rows_attend_as_the_reference_does(
     out = torch.full((len(query), heads, value), float("nan"), dtype=dtype)
     expansion = planned(kv, heads, dtype)
     run(expansion.attend, 1, query, up, out, kv, SCALING)
-    keys, values = torch.split(up.float(), [plain, value], 1)
-    absorbed = torch.cat([torch.einsum("qhd,hdl->qhl", query[..., :plain].float(), keys), query[..., plain:]], -1)
-    attended = reference.paged_attention(
-        absorbed.transpose(0, 1),
-        kv.keys[1].float() * kv.layout.scale(1).key,
-        kv.values[1].float() * kv.layout.scale(1).value,
-        step.query_starts,
-        step.context_lengths,
-        step.page_table,
-        scaling=SCALING,
-    )
-    expected = torch.einsum("qhl,hvl->qhv", attended, values)
+    expected = absorbed_reference(step, query, up, SCALING)
     assert expansion.others is not None
     long = torch.ones(len(query), dtype=torch.bool).index_fill(0, expansion.others.long(), False)
     assert long.sum() == 80 + 65 + 70 and out[~long].isnan().all()

@@ -9,16 +9,15 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/gpu/test_latent.py", allow_module_level=True)
 
-from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention import expanded_prompts, latent
 from ktqueue.operators.gpu.attention.expanded import attend_expanded
 from ktqueue.operators.gpu.attention.expanded_prompts import CapturedExpansion
 from ktqueue.operators.gpu.attention.latent import LatentPlanner, expansion_of
 from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
 from ktqueue.operators.kv_cache import KVCache
-from ktqueue.operators.step import ScoreOptions, StepContext
+from ktqueue.operators.step import ScoreOptions
 
-from ..attention_steps import BOUNDS, MIXED, make_cache, make_shape, make_step
+from ..attention_steps import BOUNDS, MIXED, absorbed_reference, make_cache, make_shape, make_step
 
 SCORES = ScoreOptions(0.2)
 STEPS = (
@@ -45,23 +44,6 @@ def captured(plan: Any) -> CapturedExpansion:
     found = expansion_of(plan)
     assert isinstance(found, CapturedExpansion)
     return found
-
-
-def expected(step: StepContext, query: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """What the reference attends in layer 1 with absorbed queries: [tokens, heads * value] float32."""
-    kv, plain = step.kv, query.shape[-1] - (step.kv.layout.head_dim - up.shape[-1])
-    keys, values = torch.split(up.float(), [plain, up.shape[1] - plain], 1)
-    absorbed = torch.cat([torch.einsum("qhd,hdl->qhl", query[..., :plain].float(), keys), query[..., plain:]], -1)
-    attended = reference.paged_attention(
-        absorbed.transpose(0, 1),
-        kv.keys[1].float() * kv.layout.scale(1).key,
-        kv.values[1].float() * kv.layout.scale(1).value,
-        step.query_starts,
-        step.context_lengths,
-        step.page_table,
-        scaling=SCORES.scaling,
-    )
-    return torch.einsum("qhl,hvl->qhv", attended, values).flatten(1)
 
 
 @pytest.mark.parametrize("by_twin", [False, True])
@@ -100,7 +82,12 @@ def test_a_prompt_plan_follows_its_updates(
         got = values()
         bound = BOUNDS[dtype]
         assert got.shape == (40, heads * value) and got.dtype == dtype
-        torch.testing.assert_close(got[:live].float(), expected(step, query[:live], up), rtol=bound, atol=bound)
+        torch.testing.assert_close(
+            got[:live].float(),
+            absorbed_reference(step, query[:live], up, SCORES.scaling).flatten(1),
+            rtol=bound,
+            atol=bound,
+        )
         assert not got[live:].any()
     assert places == [table.data_ptr() for table in (plan.tables.pages, plan.tables.contexts)]
 
