@@ -83,7 +83,7 @@ def _eight_columns(
 
 
 @triton.jit
-def _rows_once_ready(
+def _wait_for_rows(
     x, norm, factors, normed, x_stride, epsilon,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def _few_rows_panel(
     else:
         stride = x_stride
     if AHEAD == 1:
-        x = _rows_once_ready(x, norm, factors, normed, x_stride, epsilon, TOKENS, SLAB_COUNT * 32, BLOCK, WAITS)
+        x = _wait_for_rows(x, norm, factors, normed, x_stride, epsilon, TOKENS, SLAB_COUNT * 32, BLOCK, WAITS)
     tiles = ()
     for step in tl.static_range(STEPS):
         if step % AHEAD == 0:
@@ -158,7 +158,7 @@ def _few_rows_panel(
                 slab = tl.minimum((step + ahead) * S + tl.arange(0, S)[:, None], SLAB_COUNT - 1)
                 tiles = tiles + (dots.stored_tile(base, row * 0, slab, row, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES),)
         if AHEAD > 1 and step == 0:  # while weights arrive, which no kernel of a step writes
-            x = _rows_once_ready(x, norm, factors, normed, x_stride, epsilon, TOKENS, SLAB_COUNT * 32, BLOCK, WAITS)
+            x = _wait_for_rows(x, norm, factors, normed, x_stride, epsilon, TOKENS, SLAB_COUNT * 32, BLOCK, WAITS)
         slab = step * S + tl.arange(0, S)[:, None]
         inside = slab < SLAB_COUNT
         slab = tl.minimum(slab, SLAB_COUNT - 1)
