@@ -82,8 +82,8 @@ async def whole(page: Any) -> str:
 
 async def until_it_says(page: Any, characters: int) -> None:
     """Wait until the answer has so many characters."""
-    script = "([where, least]) => (document.querySelector(where)?.textContent.length ?? 0) >= least"
-    await page.wait_for_function(script, arg=[ANSWER, characters], timeout=60_000)
+    written = re.compile(f".{{{characters}}}", re.DOTALL)
+    await playwright.expect(page.locator(ANSWER).first).to_have_text(written, timeout=60_000)
 
 
 async def expected(stack: Any, text: str, max_tokens: int = 60) -> str:
@@ -135,7 +135,7 @@ async def test_a_text_file_becomes_part_of_the_message(page: Any, tmp_path: Path
     file.write_text("the fox is red\n<b>not HTML</b>")
     await set_options(page, 8)
     await page.set_input_files("#attach", file)
-    await page.wait_for_function("document.getElementById('question').value.includes('red')")
+    await playwright.expect(page.locator("#question")).to_have_value(re.compile("red"), timeout=30_000)
     await page.press("#question", "Enter")
     block = page.locator("#messages > li.user pre")
     assert await block.text_content() == "the fox is red\n<b>not HTML</b>\n"
