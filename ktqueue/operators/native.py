@@ -4,6 +4,7 @@ Arrays are numpy. The kernels read and write them in place and release the inter
 raises ValueError before anything is written. Knows no module and no model.
 """
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -378,3 +379,8 @@ def peak(isa: str, arithmetic: str, *, threads: int = 0, seconds: float = 0.02, 
     ValueError that names an instruction set that is unknown, that this CPU lacks, or that has no such arithmetic.
     """
     return float(_kernels.peak(isa, arithmetic, threads, seconds, repeats))
+
+
+def host_bytes(address: int, size: int) -> torch.Tensor:
+    """A view of host memory as [size] uint8. Only read it, and only while its owner lives."""
+    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))

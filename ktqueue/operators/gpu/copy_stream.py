@@ -1,17 +1,16 @@
 """CopyStream: copies from host memory to the device while steps run. On CPU tensors, copies are synchronous."""
 
-import ctypes
 import logging
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 
-import numpy as np
 import torch
 
 from ktqueue.core.units import format_bytes
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.handoff.driver import Driver
+from ktqueue.operators.gpu.kernels.operation import launch_after_all
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +88,7 @@ class CopyStream:
         """Let the current stream, which runs the steps, wait for `mark`."""
         if mark.event is not None:
             torch.cuda.current_stream(self.device).wait_event(mark.event)
+            launch_after_all()
 
     def mark(self) -> Mark:
         """A mark after all copies so far."""
@@ -138,11 +138,6 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((address, size))
     return merged
-
-
-def host_bytes(address: int, size: int) -> torch.Tensor:
-    """A view of host memory as [size] uint8. Only read it, and only while its owner lives."""
-    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
 
 def _timed_event() -> torch.cuda.Event:

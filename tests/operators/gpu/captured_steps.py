@@ -12,11 +12,12 @@ ROWS = 3
 
 
 class Captured:
-    """Decode steps that are replayed. They have one row more than there are sequences, which is padding."""
+    """Decode steps of up to `rows` sequences that are replayed. They have one row more, which is padding, or none."""
 
-    def __init__(self, decoder: GpuDecoder, cache: Cache) -> None:
+    def __init__(self, decoder: GpuDecoder, cache: Cache, *, rows: int = ROWS, padding: int = 1) -> None:
         self._cache = cache
-        rows = ROWS + 1
+        live = torch.tensor([rows], dtype=torch.int32, device="cuda")
+        rows += padding
         self._pages = 24
         ints: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
         self._ids, self._positions, self._slots = (
@@ -24,7 +25,6 @@ class Captured:
         )
         self._table = torch.zeros(rows, self._pages, **ints)
         self._contexts = torch.ones(rows, **ints)
-        live = torch.tensor([ROWS], **ints)
         starts = torch.arange(rows + 1, **ints)
         self._plan = cache.planner.decode_plan(rows, self._pages)
         self._host(self._empty())

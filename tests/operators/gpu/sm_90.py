@@ -386,6 +386,7 @@ def compile_topic(topic: str) -> None:
         with dependent_launches(True):
             between_matrices()
             experts(1)
+            fetched(1, 2)
             panel_matrices()
             attention()
     else:

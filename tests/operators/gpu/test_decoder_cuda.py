@@ -95,6 +95,38 @@ def test_steps_of_other_launches_compute_the_same(
             torch.testing.assert_close(replayed, logits, atol=0.1 * logits.abs().max().item(), rtol=0)
 
 
+@pytest.mark.parametrize("method", ["flags", "host_functions"])
+@pytest.mark.parametrize("fetches", [False, True])
+@pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 1), (2, 0), (3, 1), (9, 1)])
+def test_early_launches_beside_the_cpu_change_no_bit(
+    rows: int, padding: int, fetches: bool, method: str, make_decoder: Callable[..., Any]
+) -> None:
+    """Experts stay where they are. Steps before the first token are not compared: all their rows write one slot."""
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+    model = make_model("qwen3_moe", num_hidden_layers=6, **sizes).to(torch.bfloat16)
+    options: dict[str, Any] = {"handoff": method, "expert_memory_bytes": record_bytes(make_decoder(model, "Q8_0")) // 2}
+    options |= {"expert_streaming": "auto", "fetched_shares": (0.5, 0.5)} if fetches else {}
+    names = [f"row {row}" for row in range(rows)]
+    found, cpu_experts = [], []
+    for early in (False, True):
+        decoder = make_decoder(model, "Q8_0", activations="int8", trials=Trials(early_with_cpu=early), **options)
+        cache = Cache(decoder, device="cuda", planner=make_planner_for)
+        cache._free.remove(cache.kv.pages - 1)  # the scratch page: see Captured
+        with torch.inference_mode():
+            captured = Captured(decoder, cache, rows=rows, padding=padding)
+            cache.step({name: [3 + row, 5, 2 * row + 1] for row, name in enumerate(names)})
+            before = decoder.expert_work().cpu_experts
+            steps = [{name: (7 * i + 3 * row) % 90 for row, name in enumerate(names)} for i in range(40)]
+            found.append(torch.stack([captured.step(tokens) for tokens in steps]))
+        assert decoder.handoff is not None
+        decoder.handoff.check()
+        cpu_experts.append(decoder.expert_work().cpu_experts - before)
+    differing = (found[0] != found[1]).flatten(1).any(1).nonzero().flatten().tolist()
+    assert found[0].isfinite().all()
+    assert differing == [], "steps with other bits"
+    assert cpu_experts[0] == cpu_experts[1] > 0
+
+
 @pytest.mark.parametrize("streamed", [0.5, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "llama4"])

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, host_bytes
+from ktqueue.operators import native
+from ktqueue.operators.gpu.copy_stream import Copy, CopyStream
 from ktqueue.operators.gpu.experts.step import RoutedLayer
 
 ABSENT = -1
@@ -70,7 +71,7 @@ class ExpertPool:
         """Copy an expert's record to `offset` in `memory`, on the copy stream."""
         copies: list[Copy] = []
         for address, size in self._layers[layer].packed.ranges(expert):
-            copies.append((host_bytes(address, size), self.memory[offset : offset + size]))
+            copies.append((native.host_bytes(address, size), self.memory[offset : offset + size]))
             offset += size
         self._copies.copy(copies)
 

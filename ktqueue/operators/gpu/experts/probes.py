@@ -8,7 +8,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, host_bytes
+from ktqueue.operators import native
+from ktqueue.operators.gpu.copy_stream import Copy, CopyStream
 from ktqueue.operators.gpu.experts.fetching import FetchedShares
 from ktqueue.operators.gpu.experts.pool import ExpertPool
 from ktqueue.operators.gpu.experts.step import RoutedLayer, StepExperts
@@ -150,7 +151,7 @@ def _copies_to_staging(layer: RoutedLayer, pool: ExpertPool) -> list[Copy]:
     for expert in range(layer.experts):
         for address, size in layer.packed.ranges(expert):
             if offset + size <= len(pool.memory) and offset + size - pool.staging_start <= MAX_COPIED_BYTES:
-                copies.append((host_bytes(address, size), pool.memory[offset : offset + size]))
+                copies.append((native.host_bytes(address, size), pool.memory[offset : offset + size]))
                 offset += size
     return copies
 

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, Mark, host_bytes
+from ktqueue.operators import native
+from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, Mark
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
 from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency, RoutedLayer
 from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice, StreamingCosts
@@ -191,7 +192,7 @@ class Streamer(ExpertResidency):
                 address, offset, size = runs[-1][0], runs[-1][1], runs.pop()[2] + size
             runs.append((address, offset, size))
         memory = self._pool.memory
-        return [(host_bytes(address, size), memory[offset : offset + size]) for address, offset, size in runs]
+        return [(native.host_bytes(address, size), memory[offset : offset + size]) for address, offset, size in runs]
 
 
 @dataclass(frozen=True, slots=True)

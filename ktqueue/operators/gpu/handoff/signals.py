@@ -9,6 +9,7 @@ import torch
 
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.handoff.driver import Driver, MemoryOperation
+from ktqueue.operators.gpu.kernels.operation import launch_after_all
 from ktqueue.operators.native_handoff import HandoffMemory, HandoffService
 
 
@@ -80,7 +81,8 @@ class DirectCalls:
 
 
 class WordSignals:
-    """The stream itself writes the request word and waits for the done word, each as one node of the graph."""
+    """The stream itself writes the request word and waits for the done word, each as one node of the graph. The next
+    kernel begins behind such a node, and never early: only kernels let others do so."""
 
     def __init__(self, memory: HandoffMemory, stream: StepStream) -> None:
         self._stream = stream
@@ -89,10 +91,12 @@ class WordSignals:
     def request(self, word: int) -> None:
         """Steps G2 and G3 of csrc/handoff/handoff.h."""
         self._stream.enqueue(MemoryOperation("write", self._done, 0), MemoryOperation("write", self._request, word))
+        launch_after_all()
 
     def wait(self, word: int) -> None:
         """Step G4 of csrc/handoff/handoff.h."""
         self._stream.enqueue(MemoryOperation("wait", self._done, word))
+        launch_after_all()
 
 
 class HostFunctionSignals:
@@ -118,3 +122,4 @@ class HostFunctionSignals:
         """Join."""
         assert self._ended is not None
         torch.cuda.current_stream(self._device).wait_event(self._ended)
+        launch_after_all()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ktqueue.operators.gpu.copy_stream import host_bytes
-from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+from ktqueue.operators import native
+from ktqueue.operators.gpu.kernels.operation import launch_options, runs_kernel, tl, triton, wait_for_previous
 
 _WORD = 8
 """Bytes of a word."""
@@ -24,9 +24,10 @@ _PAIRS = 64
 def _divide_kernel(
     ids, resident, addresses, allowed, offsets_out, sources_out, cpu_ids_out, pairs, share, area, record,
     EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One program in all."""
+    wait_for_previous(WAITS)
     expert = tl.arange(0, EXPERT_BLOCK)
     used = tl.zeros([EXPERT_BLOCK], tl.int32)
     begin = tl.program_id(0) * 0
@@ -61,8 +62,11 @@ def _divide_kernel(
 
 
 @triton.jit(do_not_specialize=["area"])
-def _fetch_kernel(sources, parts, memory, area, record, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _fetch_kernel(
+    sources, parts, memory, area, record, PARTS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr
+):  # fmt: skip
     """Program (i, part, slot) copies the i-th block of a part. All sizes in words."""
+    wait_for_previous(WAITS)
     part, slot = tl.program_id(1), tl.program_id(2)
     source = tl.load(sources + slot * PARTS + part)
     start, size = tl.load(parts + 2 * part), tl.load(parts + 2 * part + 1)
@@ -105,6 +109,7 @@ def divide(
             SLOTS=len(sources),
             SLOT_BLOCK=triton.next_power_of_2(len(sources)),
             PAIR_BLOCK=min(_PAIRS, triton.next_power_of_2(ids.numel())),
+            **launch_options(),
             num_warps=4,
         )  # fmt: skip
         return
@@ -136,11 +141,11 @@ def fetch(
         slots, count = sources.shape
         _fetch_kernel[(triton.cdiv(longest, _WORD * _BLOCK), count, slots)](
             sources, parts, memory.view(torch.int64), area // _WORD, record // _WORD,
-            PARTS=count, BLOCK=_BLOCK, num_warps=4,
+            PARTS=count, BLOCK=_BLOCK, **launch_options(), num_warps=4,
         )  # fmt: skip
         return
     for slot, row in enumerate(sources.tolist()):
         for address, (start, size) in zip(row, sizes, strict=True):
             if address:
                 begin = area + slot * record + start
-                memory[begin : begin + size] = host_bytes(address, size)
+                memory[begin : begin + size] = native.host_bytes(address, size)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.copy_stream import host_bytes
 from ktqueue.operators.gpu.kernels import dots, formats, panel_layout
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm, weighted
 from ktqueue.operators.gpu.kernels.operation import launch_options, runs_kernel, tl, triton, wait_for_previous
@@ -309,7 +308,7 @@ class PanelMatrix:
     def pack(cls, matrix: PackedMatrix, device: str) -> "PanelMatrix":
         """Pack the matrix with the CPU's kernels and copy it. Raises ValueError for a scale that is not finite."""
         linear = native.Linear(matrix.quant, matrix.rows, matrix.columns, matrix.data)
-        return cls(host_bytes(*linear.range).to(device, copy=True), matrix.quant, matrix.rows, matrix.columns)
+        return cls(native.host_bytes(*linear.range).to(device, copy=True), matrix.quant, matrix.rows, matrix.columns)
 
     def decode(self, out: torch.Tensor, *, first: int = 0, ids: torch.Tensor | None = None) -> None:
         """Decode rows to `out` [count, columns] of any float type: from `first` on, or those of `ids` [count] int64."""

@@ -12,6 +12,7 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.driver import MemoryOperation
 from ktqueue.operators.gpu.handoff.handoff import Handoff
+from ktqueue.operators.gpu.kernels.operation import dependent_launches, launch_options
 from ktqueue.operators.native_handoff import request_word
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
@@ -173,6 +174,16 @@ def test_flags_serve_step_after_step(flags: Handoff, stream: PlayedStream, layer
     assert stream.nodes == 2 * 40, "one node for each of the two signals"
     flags.check()
     assert flags.statistics.tasks == 40
+
+
+def test_no_kernel_is_launched_early_behind_a_signal(flags: Handoff, layers: list[native.ExpertLayer]) -> None:
+    """Only a kernel lets another begin, not an operation of the stream."""
+    number, rows = flags.add_layer(layers[0]), inputs(2)
+    with dependent_launches(True):
+        submit(flags, number, *rows)
+        assert [launch_options()["WAITS"] for _ in range(2)] == [False, True]
+        flags.wait(number, 2)
+        assert [launch_options()["WAITS"] for _ in range(2)] == [False, True]
 
 
 def test_flags_serve_the_same_word_each_time(flags: Handoff, layers: list[native.ExpertLayer]) -> None:
