@@ -3,29 +3,25 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ktqueue.openai.common_fields import FreeObject
 from ktqueue.openai.messages import MAX_MESSAGES
-from ktqueue.openai.validation import must_be
+from ktqueue.openai.validation import StrictBody, must_be
 
 MAX_BLOCKS = 1024  # of one message
 Json = dict[str, Any]
 
 
-class TextBlock(BaseModel):
+class TextBlock(StrictBody):
     """A block of text. `cache_control` and `citations` change nothing."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlock(BaseModel):
+class ToolUseBlock(StrictBody):
     """An earlier tool call of the model."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["tool_use"]
     id: str
@@ -33,19 +29,15 @@ class ToolUseBlock(BaseModel):
     input: FreeObject
 
 
-class ThinkingBlock(BaseModel):
+class ThinkingBlock(StrictBody):
     """What the model thought before. Its signature is not checked."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(BaseModel):
+class RedactedThinkingBlock(StrictBody):
     """Thoughts that another server encrypted. No prompt can have them."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["redacted_thinking"]
     data: str
@@ -75,10 +67,8 @@ Text = Annotated[
 ]
 
 
-class ToolResultBlock(BaseModel):
+class ToolResultBlock(StrictBody):
     """What a tool returned. The model reads an error as it reads a result."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -92,10 +82,8 @@ Block = Annotated[
 _ALLOWED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "redacted_thinking", "tool_use")}
 
 
-class InputMessage(BaseModel):
+class InputMessage(StrictBody):
     """One message of the conversation."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["user", "assistant"]
     content: Annotated[

@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ktqueue.anthropic.messages import PATH, CountBody, MessagesBody
 from ktqueue.openai.document import Description
-from ktqueue.openai.schema import ErrorDetail
+from ktqueue.openai.schema import ErrorDetail, Shape
 
 
 class MessageUsage(BaseModel):
@@ -18,10 +18,8 @@ class MessageUsage(BaseModel):
     cache_read_input_tokens: int
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(Shape):
     """The answer of POST /v1/messages."""
-
-    model_config = ConfigDict(extra="allow")
 
     id: str
     type: Literal["message"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ktqueue.anthropic.blocks import InputMessages, Text, chat_messages, text_parts
 from ktqueue.anthropic.errors import ThreadUnsupported
@@ -20,7 +20,7 @@ from ktqueue.openai.client_names import CHAT_NAMES, Names, client_name
 from ktqueue.openai.common_fields import MAX_ID, FreeObject
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.prompt_endpoints import PromptCall
-from ktqueue.openai.validation import parse
+from ktqueue.openai.validation import StrictBody, parse
 
 PATH = "/v1/messages"
 NAMES: Names = (
@@ -31,14 +31,11 @@ NAMES: Names = (
     *CHAT_NAMES,
 )
 Json = dict[str, Any]
-_STRICT = ConfigDict(strict=True, extra="ignore")
 _REFUSED = {"mcp_servers": "tools are called by the client", "container": "there are no hosted tools"}
 
 
-class ClientTool(BaseModel):
+class ClientTool(StrictBody):
     """A tool that the client runs. Tools that Anthropic's servers run, such as web search, are refused."""
-
-    model_config = _STRICT
 
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=128)
@@ -47,54 +44,42 @@ class ClientTool(BaseModel):
     strict: bool | None = None
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(StrictBody):
     """Whether the model calls tools, and which."""
-
-    model_config = _STRICT
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, min_length=1, max_length=128, description="For tool.")
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(StrictBody):
     """Whether the model thinks before it answers. `budget_tokens` changes nothing: max_tokens is the limit."""
-
-    model_config = _STRICT
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class RequestMetadata(BaseModel):
+class RequestMetadata(StrictBody):
     """What is stored with the job."""
-
-    model_config = _STRICT
 
     user_id: str | None = Field(None, max_length=512)
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(StrictBody):
     """The form of the answer."""
-
-    model_config = _STRICT
 
     type: Literal["json_schema"]
     schema_: FreeObject = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(StrictBody):
     """How the answer is written."""
-
-    model_config = _STRICT
 
     format: OutputFormat | None = None
     effort: str | None = Field(None, max_length=32, description="Passed to the chat template as reasoning_effort.")
 
 
-class CountBody(BaseModel):
+class CountBody(StrictBody):
     """The body of POST /v1/messages/count_tokens. Further fields are those of /v1/chat/completions."""
-
-    model_config = _STRICT
 
     messages: InputMessages
     system: Text | None = None

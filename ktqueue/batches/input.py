@@ -11,7 +11,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from ktqueue.anthropic.batch_endpoints import BATCH_ENDPOINTS
+from ktqueue.anthropic.endpoints import BATCH_ENDPOINTS
 from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, loads

@@ -10,7 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
-from ktqueue.anthropic.batch_endpoints import BATCH_ENDPOINTS
+from ktqueue.anthropic.endpoints import BATCH_ENDPOINTS
 from ktqueue.batches.input import BatchLine
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import DeadlineExceeded, ErrorInfo

@@ -4,7 +4,7 @@ from starlette.endpoints import HTTPEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ktqueue.anthropic.batch_endpoints import BATCH_ENDPOINTS
+from ktqueue.anthropic.endpoints import BATCH_ENDPOINTS
 from ktqueue.core.errors import FileNotFound, InvalidRequest
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import tenant_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from ktqueue.core.errors import InvalidRequest, ModelNotFound
 from ktqueue.core.model_card import ModelCard
@@ -17,11 +17,10 @@ from ktqueue.openai.completions import CompletionBody, parse_completion
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.foreign_fields import ALIASES, refused_fields
 from ktqueue.openai.messages import MAX_MESSAGES, MAX_TOOL_CALLS, NotSupported
-from ktqueue.openai.validation import must_be, parse
+from ktqueue.openai.validation import StrictBody, must_be, parse
 
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
 Json = dict[str, Any]
-_STRICT = ConfigDict(strict=True, extra="ignore")
 # Options of Ollama's own runner, which say how a model is loaded and change no answer.
 LOADING = frozenset((
     "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",
@@ -43,28 +42,22 @@ def _think(value: Any) -> Any:
     return value
 
 
-class PastFunction(BaseModel):
+class PastFunction(StrictBody):
     """The function that an earlier message called."""
-
-    model_config = _STRICT
 
     name: str
     arguments: FreeObject
 
 
-class PastToolCall(BaseModel):
+class PastToolCall(StrictBody):
     """A tool call of an earlier message."""
-
-    model_config = _STRICT
 
     id: str = ""
     function: PastFunction
 
 
-class OllamaMessage(BaseModel):
+class OllamaMessage(StrictBody):
     """One message of a conversation. Images are refused."""
-
-    model_config = _STRICT
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -88,10 +81,8 @@ class OllamaMessage(BaseModel):
         return {name: value for name, value in made.items() if value is not None}
 
 
-class OllamaFields(BaseModel):
+class OllamaFields(StrictBody):
     """Fields of both endpoints. `keep_alive` changes nothing: workers decide which models are loaded."""
-
-    model_config = _STRICT
 
     model: str = Field(min_length=1, max_length=256)
     stream: bool | None = Field(None, description="Default true.")

@@ -2,17 +2,15 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ktqueue.ollama.bodies import CHAT_PATH, GENERATE_PATH, OllamaChatBody, OllamaGenerateBody
 from ktqueue.openai.document import Description
-from ktqueue.openai.schema import Version
+from ktqueue.openai.schema import Shape, Version
 
 
-class OllamaAnswer(BaseModel):
+class OllamaAnswer(Shape):
     """An answer, or a line of a stream. Counts, reason and durations in nanoseconds are in the last line."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str
     created_at: str
@@ -47,10 +45,8 @@ class OllamaModelName(BaseModel):
     model: str = Field(min_length=1, max_length=256)
 
 
-class OllamaModel(BaseModel):
+class OllamaModel(Shape):
     """The answer of POST /api/show."""
-
-    model_config = ConfigDict(extra="allow")
 
     details: dict[str, Any]
     model_info: dict[str, Any]

@@ -4,12 +4,12 @@ import re
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from ktqueue.broker.batches import BatchRecord, BatchRequest, BatchStatus
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai.common_fields import Metadata
-from ktqueue.openai.validation import must_be
+from ktqueue.openai.validation import StrictBody, must_be
 
 Json = dict[str, Any]
 SHORTEST_WINDOW, LONGEST_WINDOW = 1, 14 * 86_400  # seconds
@@ -24,19 +24,15 @@ def _window(value: Any) -> Any:
     return value
 
 
-class OutputExpiresAfter(BaseModel):
+class OutputExpiresAfter(StrictBody):
     """When the output files expire: `seconds` after their creation."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3_600, le=2_592_000)
 
 
-class BatchBody(BaseModel):
+class BatchBody(StrictBody):
     """The body of POST /v1/batches."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     input_file_id: str = Field(min_length=1, max_length=64)
     endpoint: str

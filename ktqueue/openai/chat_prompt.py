@@ -5,11 +5,11 @@ The names are those of vLLM, SGLang, llama.cpp, OpenRouter, Ollama and the model
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from ktqueue.core.request import MAX_TEMPLATE
 from ktqueue.openai.common_fields import FreeObject
-from ktqueue.openai.validation import must_be
+from ktqueue.openai.validation import StrictBody, must_be
 
 EFFORTS = ("low", "medium", "high")
 
@@ -26,20 +26,16 @@ def _thinking(value: Any) -> Any:
 Thinking = Annotated[bool | str | None, BeforeValidator(_thinking)]
 
 
-class Reasoning(BaseModel):
+class Reasoning(StrictBody):
     """How long the model reasons, as OpenAI and OpenRouter name it."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: str | None = Field(None, max_length=32)
     enabled: bool | None = None
     exclude: bool | None = Field(None, description="true: the reasoning is not returned.")
 
 
-class ChatPromptFields(BaseModel):
+class ChatPromptFields(StrictBody):
     """Fields of the prompt and of reasoning."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     chat_template: str | None = Field(
         None, min_length=1, max_length=MAX_TEMPLATE, description="Instead of the model's."

@@ -7,7 +7,7 @@ ignored, as by other OpenAI-compatible servers; `foreign_fields` lists those tha
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import (
@@ -24,7 +24,7 @@ from ktqueue.core.request import (
 )
 from ktqueue.openai.constraints import ConstraintFields
 from ktqueue.openai.errors import UnsupportedParameter
-from ktqueue.openai.validation import is_deeper, must_be
+from ktqueue.openai.validation import StrictBody, is_deeper, must_be
 
 MAX_ID = 2**31 - 1
 MAX_DIGITS = 20  # of a token id; Python refuses to parse thousands of digits
@@ -83,10 +83,8 @@ FreeObject = Annotated[dict[str, Any], BeforeValidator(shallow)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictBody):
     """What a stream has besides text."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = Field(None, description="End the stream with a chunk of token counts.")
     continuous_usage_stats: bool | None = Field(

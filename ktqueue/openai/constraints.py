@@ -15,13 +15,12 @@ from ktqueue.answers import grammar
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.json_schema import WHITESPACE, lark_of_schema
+from ktqueue.openai.validation import StrictBody
 
 MAX_CHOICES_LISTED = 1000
 MAX_PATTERN = 1 << 15  # characters
 MAX_GRAMMAR_TEXT = 1 << 18  # characters
 MAX_NAME = 64
-
-_STRICT = ConfigDict(strict=True, extra="ignore")
 
 
 def _none_if_empty(value: Any) -> Any:
@@ -35,10 +34,8 @@ OptionalSchema = Annotated[dict[str, Any] | str | None, _Empty]
 OptionalChoices = Annotated[list[str] | None, _Empty]
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(StrictBody):
     """The schema of `response_format`. Strict or not, the answer matches it."""
-
-    model_config = _STRICT
 
     name: str | None = Field(None, max_length=MAX_NAME)
     description: str | None = None
@@ -46,10 +43,8 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictBody):
     """OpenAI's `response_format`, with the fields that other servers have in it."""
-
-    model_config = _STRICT
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchemaFormat | None = None
@@ -75,10 +70,8 @@ class StructuredOutputs(BaseModel):
     structural_tag: Literal[None] = None
 
 
-class ConstraintFields(BaseModel):
+class ConstraintFields(StrictBody):
     """Fields that say which form the answer must have. At most one form may be given."""
-
-    model_config = _STRICT
 
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[StructuredOutputs | None, _Empty] = None
@@ -225,7 +218,7 @@ def _regex(pattern: str, param: str, whitespace: str | None) -> str:
     inner = pattern
     if inner.startswith("^") and inner.endswith("$") and not inner.endswith("\\$") and not _has_alternatives(inner):
         inner = inner[1:-1]  # the whole answer matches in any case
-    return _checked(f"start: {grammar.regex_terminal(f'(?:{inner})')}", param)
+    return check_lark(f"start: {grammar.regex_terminal(f'(?:{inner})')}", param)
 
 
 def _has_alternatives(pattern: str) -> bool:
@@ -253,7 +246,7 @@ def _choice(choices: Sequence[str], param: str, whitespace: str | None) -> str:
         raise InvalidRequest(f"{param} must be {limit}, got {len(choices)}", param=param, limit=limit)
     if not all(choices):
         raise InvalidRequest(f"{param} has an empty text", param=param, limit="texts that are not empty")
-    return _checked("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices), param)
+    return check_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices), param)
 
 
 def _grammar(text: str, param: str, whitespace: str | None) -> str:
@@ -264,10 +257,11 @@ def _grammar(text: str, param: str, whitespace: str | None) -> str:
             text = grammar.from_gbnf(text)
         except grammar.GrammarRefused as refused:
             raise _refused(param, refused) from None
-    return _checked(text, param)
+    return check_lark(text, param)
 
 
-def _checked(lark: str, param: str) -> str:
+def check_lark(lark: str, param: str) -> str:
+    """Return a grammar in Lark as it is. Raises InvalidRequest."""
     try:
         grammar.check(lark)
     except grammar.GrammarRefused as refused:
@@ -283,8 +277,3 @@ def _too_long(param: str, text: str, limit: int) -> InvalidRequest:
     return InvalidRequest(
         f"{param} must have 1 to {limit} characters, got {len(text)}", param=param, limit=limit, value=len(text)
     )
-
-
-def check_lark(text: str, param: str) -> str:
-    """A grammar in Lark as it is. Raises InvalidRequest."""
-    return _checked(text, param)

@@ -9,7 +9,6 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ktqueue import __version__
 from ktqueue.openai import batch_schema as batch_shapes
-from ktqueue.openai import file_schema as file_shapes
 from ktqueue.openai import schema as shapes
 from ktqueue.openai.batches import BatchBody
 from ktqueue.openai.chat import ChatBody
@@ -46,9 +45,9 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.ResponseObject,
     batch_shapes.Batch,
     batch_shapes.BatchList,
-    file_shapes.File,
-    file_shapes.FileList,
-    file_shapes.DeletedFile,
+    batch_shapes.File,
+    batch_shapes.FileList,
+    batch_shapes.DeletedFile,
     shapes.HealthStatus,
     shapes.Status,
     shapes.Version,
@@ -267,7 +266,7 @@ def _batch_paths() -> Json:
 
 
 def _file_paths() -> Json:
-    upload = _post("uploadFile", "Upload a file of requests, for a batch.", [], file_shapes.File, is_job=False)
+    upload = _post("uploadFile", "Upload a file of requests, for a batch.", [], batch_shapes.File, is_job=False)
     text: Json = {"type": "string"}
     seconds = {"type": "integer", "minimum": SHORTEST_LIFE, "maximum": LONGEST_LIFE}
     upload["requestBody"]["content"] = {
@@ -284,7 +283,7 @@ def _file_paths() -> Json:
             }
         }
     }
-    listing = _get("listFiles", "List files.", file_shapes.FileList, errors=("400", "401", "503"))
+    listing = _get("listFiles", "List files.", batch_shapes.FileList, errors=("400", "401", "503"))
     listing["parameters"] = [
         {"name": "purpose", "in": "query", "schema": text},
         {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
@@ -299,8 +298,8 @@ def _file_paths() -> Json:
     return {
         "/v1/files": {"get": listing, "post": upload},
         "/v1/files/{file_id}": {
-            "get": _get("getFile", "Get the facts of a file.", file_shapes.File),
-            "delete": _get("deleteFile", "Delete a file.", file_shapes.DeletedFile, ("409", *_READ)),
+            "get": _get("getFile", "Get the facts of a file.", batch_shapes.File),
+            "delete": _get("deleteFile", "Delete a file.", batch_shapes.DeletedFile, ("409", *_READ)),
             "parameters": name,
         },
         "/v1/files/{file_id}/content": {

@@ -105,14 +105,6 @@ class ReplyHead:
         return usage_json(usage, timings=self.wants("timings"))
 
 
-class ReplyFactory(Protocol):
-    """Makes the `Reply` to a call. A class that implements `Reply` is one."""
-
-    def __call__(self, head: ReplyHead, /) -> Reply:
-        """The writer of all answers with this head."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One endpoint that generates text.
@@ -123,7 +115,7 @@ class Endpoint:
 
     path: str
     parse: Callable[[Mapping[str, Any]], EndpointBody]
-    reply: ReplyFactory
+    reply: Callable[[ReplyHead], Reply]
     id_prefix: str
     stream_format: StreamFormat = EVENTS
     names: Names = ()

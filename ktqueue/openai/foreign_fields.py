@@ -286,24 +286,6 @@ def _unsupported(name: str, value: Any, rule: FieldRefusal) -> UnsupportedParame
     )
 
 
-def field_rows() -> list[tuple[str, str]]:
-    """The table of the documentation: (names of fields, how they are handled), one row for each way of handling."""
-    handling = {name: f"means `{ours}`" for name, ours in ALIASES.items()}
-    handling |= {name: f"changes nothing: {why}" for name, why in HINTS.items()}
-    handling |= {name: f"refused unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED.items()}
-    handling |= {
-        name: f"refused in chats unless {rule.allowed}: {rule.advice}" for name, rule in REFUSED_IN_CHATS.items()
-    }
-    handling |= {
-        name: f"refused in completions unless {rule.allowed}: {rule.advice}"
-        for name, rule in REFUSED_IN_COMPLETIONS.items()
-    }
-    by_way: dict[str, list[str]] = {}
-    for name, way in handling.items():
-        by_way.setdefault(way, []).append(f"`{name}`")
-    return [(", ".join(names), way) for way, names in by_way.items()]
-
-
 def refused_fields() -> tuple[str, ...]:
     """The names of all fields that can be refused."""
     return tuple(sorted({*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS}))

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.openai.common_fields import shallow
-from ktqueue.openai.validation import must_be
+from ktqueue.openai.validation import StrictBody, must_be
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 1024  # of one message
@@ -21,10 +21,8 @@ Role = Annotated[str, Field(min_length=1, max_length=64)]
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-class TextPart(BaseModel):
+class TextPart(StrictBody):
     """One text part of a message's content."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text"]
     text: str
@@ -57,29 +55,23 @@ def _not_supported(value: Any) -> None:
 NotSupported = Annotated[None, BeforeValidator(_not_supported)]
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(StrictBody):
     """The function that an earlier assistant message called."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: str
     arguments: Annotated[str | dict[str, Any], BeforeValidator(_arguments)] = ""
 
 
-class ToolCall(BaseModel):
+class ToolCall(StrictBody):
     """A tool call in an earlier assistant message."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(BaseModel):
+class Message(StrictBody):
     """One message of a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Role
     content: Content = None
@@ -127,10 +119,8 @@ class FunctionDefinition(BaseModel):
     strict: bool | None = Field(None, description="true: arguments match the schema.")
 
 
-class ToolDefinition(BaseModel):
+class ToolDefinition(StrictBody):
     """A tool that the chat template offers to the model."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["function"]
     function: FunctionDefinition

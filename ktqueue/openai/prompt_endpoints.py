@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
+from pydantic import BeforeValidator, Field, SkipValidation
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import PromptPart
@@ -16,7 +16,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, are_token_ids
 from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.client_names import Names
-from ktqueue.openai.validation import must_be, parse
+from ktqueue.openai.validation import StrictBody, must_be, parse
 
 Json = dict[str, Any]
 
@@ -27,10 +27,8 @@ def _token_ids(value: Any) -> Any:
     return value
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(StrictBody):
     """The body of POST /v1/tokenize for a text. With `messages` it is a chat body instead."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str = Field(min_length=1, max_length=256)
     prompt: str | None = Field(None, min_length=1)
@@ -41,10 +39,8 @@ class TokenizeBody(BaseModel):
     with_pieces: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(StrictBody):
     """The body of POST /v1/detokenize."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str = Field(min_length=1, max_length=256)
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], SkipValidation, BeforeValidator(_token_ids)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from ktqueue.answers.tool_grammar import Function, tool_grammar
 from ktqueue.core.errors import InvalidRequest
@@ -12,7 +12,7 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.json_schema import lark_of_schema
 from ktqueue.openai.messages import Tool, ToolDefinition
-from ktqueue.openai.validation import must_be
+from ktqueue.openai.validation import StrictBody, must_be
 
 MAX_TOOLS = 128
 MODES = ("none", "auto", "required")
@@ -57,10 +57,8 @@ def _old_choice(value: Any) -> Any:
     return value
 
 
-class ToolFields(BaseModel):
+class ToolFields(StrictBody):
     """Fields of tools in chats. `functions` and `function_call` are OpenAI's old names."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="Functions that the model may call.")
     tool_choice: ToolChoice = None

@@ -6,13 +6,19 @@ Only the first error is reported: one clear sentence is easier to act on than a 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+class StrictBody(BaseModel):
+    """A part of a body: no value is converted to another type, and fields that we do not have are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
 
 
 def _number(limit: float) -> str:

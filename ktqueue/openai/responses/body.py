@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.model_card import ModelCard
@@ -18,7 +18,7 @@ from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.client_names import Names, client_name, client_names
 from ktqueue.openai.common_fields import FreeObject, Metadata, shallow
 from ktqueue.openai.errors import UnsupportedParameter
-from ktqueue.openai.validation import parse
+from ktqueue.openai.validation import StrictBody, parse
 
 Json = dict[str, Any]
 MAX_ITEMS = 4096
@@ -46,10 +46,8 @@ _REFUSED = {
 }
 
 
-class TextFormat(BaseModel):
+class TextFormat(StrictBody):
     """The form of the text, as `text.format`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=64)
@@ -58,28 +56,22 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(StrictBody):
     """The field `text`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(StrictBody):
     """The field `reasoning`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: str | None = Field(None, max_length=32)
     summary: str | None = Field(None, max_length=32, description="Changes nothing: reasoning is returned whole.")
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(StrictBody):
     """A function that the model may call. Hosted tools are refused."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["function"]
     name: str
@@ -88,10 +80,8 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
 
-class ResponseBody(BaseModel):
+class ResponseBody(StrictBody):
     """The fields of POST /v1/responses that a chat does not have, or has in another form."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     input: Annotated[str | list[Json], BeforeValidator(shallow)]
     instructions: str | None = None
