@@ -31,7 +31,6 @@ class BrokerConfig:
         "Folder of the private Redis.",
         details="It has the private server's data, password and socket, and the logs of `ktqueue up`: see "
         "[the state folder](../guides/operations.md#the-state-folder).",
-        flags=("--state-dir",),
         metavar="DIR",
         panel="Settings",
     )

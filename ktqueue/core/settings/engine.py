@@ -1,6 +1,7 @@
 """Settings of a worker's engine."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ktqueue.core.settings.setting import check_settings, setting
@@ -16,130 +17,94 @@ HandoffMethod = Literal["auto", "flags", "host_functions", "direct"]
 """How routed tokens reach the CPU's experts; "direct" is for tensors on the CPU."""
 
 LEAST_AUTO_ROWS = 32  # that `max_num_seqs` auto takes even if memory is short
+_flag, _gpu_flag = partial(setting, panel="Engine"), partial(setting, panel="GPU")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One worker's engine. None: chosen from the model and the machine."""
 
-    model: str = setting(
+    model: str = _flag(
         "demo",
         "A .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT], or demo (built in).",
         details="Of a split file, name any part. `hf:` names are downloaded: see [serving](../guides/serving.md).",
         flags=("--model", "-m"),
         metavar="MODEL",
-        panel="Engine",
     )
-    served_model_name: tuple[str, ...] = setting(
+    served_model_name: tuple[str, ...] = _flag(
         (),
         "Names that clients ask for: answers have the first, the others are aliases.",
         details="Repeat the flag, or separate names by commas. By default it is the name of the file or folder; for "
         "`hf:OWNER/NAME:QUANT` it is `NAME:QUANT`.",
-        flags=("--served-model-name",),
         metavar="NAME",
-        panel="Engine",
     )
-    generation_config: GenerationConfig = setting(
+    generation_config: GenerationConfig = _flag(
         "auto",
         "Sampling defaults of the model: auto (as its files say) or none.",
         details="auto reads temperature, top_k, top_p, min_p and repetition_penalty from the folder's "
         "`generation_config.json`, or from `general.sampling.*` of a GGUF file. A request's own values come first.",
-        flags=("--generation-config",),
-        panel="Engine",
     )
-    tool_call_parser: str = setting(
+    tool_call_parser: str = _flag(
         "auto",
         "Format of the model's tool calls: auto (as its chat template shows), none, or a name.",
         details="Names are those of `ktqueue/answers/families.py`, such as `tool_call` (Hermes, Qwen) or `llama3`; "
         "names of vLLM and SGLang are understood too.",
-        flags=("--tool-call-parser",),
         metavar="NAME",
-        panel="Engine",
     )
-    reasoning_parser: str = setting(
+    reasoning_parser: str = _flag(
         "auto",
         "Format of the model's reasoning: auto (as its chat template shows), none, or a name.",
         details="Names: `think`, `kimi`, `mistral`, `seed`, `command`, `harmony`. Those of vLLM and SGLang work too.",
-        flags=("--reasoning-parser",),
         metavar="NAME",
-        panel="Engine",
     )
-    force_think: bool = setting(
+    force_think: bool = _flag(
         False,
         "Begin the answer of every chat inside the model's reasoning.",
         details="A request's `force_think` comes first.",
-        flags=("--force-think",),
-        panel="Engine",
     )
-    rules: str | None = setting(
+    rules: str | None = _flag(
         None,
         "Rules that replace modules: a YAML file, or a shipped one by name.",
         details="Shipped are `default`, `exact`, `quantised`, `both` and `modules`: see [rules](../guides/rules.md).",
         shown="default",
-        flags=("--rules",),
         metavar="NAME|FILE",
-        panel="Engine",
     )
-    tokenizer: str | None = setting(
-        None,
-        "Folder of another tokenizer.",
-        shown="the model's",
-        flags=("--tokenizer",),
-        metavar="DIR",
-        panel="Engine",
-    )
-    device: str = setting(
+    tokenizer: str | None = _flag(None, "Folder of another tokenizer.", shown="the model's", metavar="DIR")
+    device: str = _flag(
         "cpu",
         "cpu, cuda or cuda:N.",
         details="Modules that no rule places are on this device. Other devices (`xpu`, `npu`, `rocm`, `mps`) are "
         "refused by name.",
-        flags=("--device",),
-        panel="Engine",
     )
-    dtype: Dtype = setting(
-        "auto",
-        "auto, float32, bfloat16 or float16.",
-        details="auto is float32 on a CPU and bfloat16 on a GPU.",
-        flags=("--dtype",),
-        panel="Engine",
+    dtype: Dtype = _flag(
+        "auto", "auto, float32, bfloat16 or float16.", details="auto is float32 on a CPU and bfloat16 on a GPU."
     )
-    threads: int | None = setting(
+    threads: int | None = _flag(
         None,
         "CPU threads of the kernels.",
         details="torch has one of them, for the little work that is left to it.",
         shown="the physical cores allowed, on a GPU one less",
         at_least=1,
-        flags=("--threads",),
         metavar="N",
-        panel="Engine",
     )
-    pin_threads: AutoOnOff = setting(
+    pin_threads: AutoOnOff = _flag(
         "auto",
         "Keep CPU threads on their cores: auto, on or off.",
         details="Pinned threads are divided evenly among NUMA nodes. auto pins at least 4 threads that use more than "
         "half of the allowed cores, if no CPU quota is below their number.",
-        flags=("--pin-threads",),
-        panel="Engine",
     )
-    batch_invariant: bool | None = setting(
+    batch_invariant: bool | None = _flag(
         None,
         "Compute a token alike in every batch; without it AMX reads prompts faster.",
         details="A job that another worker continues then has the same text. It matters only on CPUs with AMX, which "
         "read long prompts up to twice as fast without it.",
         shown="true on a CPU, false on a GPU",
         flags=("--batch-invariant/--no-batch-invariant",),
-        panel="Engine",
     )
-    max_model_len: int | None = setting(
-        None,
-        "Context in tokens, prompt and completion together.",
-        shown="the model's",
-        at_least=1,
-        flags=("--max-model-len",),
-        metavar="N",
-        panel="Engine",
+    max_model_len: int | None = _flag(
+        None, "Context in tokens, prompt and completion together.", shown="the model's", at_least=1, metavar="N"
     )
-    max_num_seqs: int | None = setting(
+    max_num_seqs: int | None = _flag(
         None,
         "Sequences that run at once: a number, or auto.",
         details="auto takes as many as memory, `max_num_batched_tokens` and 2,112 allow. Of these, batch jobs fill as "
@@ -147,80 +112,57 @@ class EngineConfig:
         shown="auto",
         none_word="auto",
         at_least=1,
-        flags=("--max-num-seqs",),
         metavar="N|auto",
-        panel="Engine",
     )
-    max_num_batched_tokens: int | None = setting(
-        None,
-        "Tokens of one step, prefill and decode together.",
-        shown="512, on a GPU 8192",
-        at_least=1,
-        flags=("--max-num-batched-tokens",),
-        metavar="N",
-        panel="Engine",
+    max_num_batched_tokens: int | None = _flag(
+        None, "Tokens of one step, prefill and decode together.", shown="512, on a GPU 8192", at_least=1, metavar="N"
     )
-    page_size: int = setting(
-        16, "Tokens of a cache page.", at_least=1, flags=("--page-size",), metavar="N", panel="Engine"
-    )
-    kv_cache_bytes: int | None = setting(
+    page_size: int = _flag(16, "Tokens of a cache page.", at_least=1, metavar="N")
+    kv_cache_bytes: int | None = _flag(
         None,
         "Size of the cache.",
         details="On a CPU the default is 4,096 tokens for each row, or the whole context if that is shorter, and at "
         "most `host_memory_utilization` of the memory that is free after loading. On a GPU it is what "
         "`gpu_memory_utilization` leaves.",
         shown="from the free memory; all that is left of a GPU",
-        flags=("--kv-cache-bytes",),
         metavar="SIZE",
-        panel="Engine",
     )
     num_pages: int | None = setting(
         None, "Size of the cache in pages, instead of bytes.", shown="from `kv_cache_bytes`", at_least=1
     )
-    kv_cache_dtype: CacheDtype = setting(
+    kv_cache_dtype: CacheDtype = _flag(
         "auto",
         "Type of the cache on a GPU: auto (as computed) or fp8.",
         details="`fp8` is float8_e4m3fn with scales for each layer, half the bytes of bfloat16.",
-        flags=("--kv-cache-dtype",),
-        panel="Engine",
     )
-    enable_prefix_caching: bool = setting(
-        True,
-        "Reuse the pages of equal prefixes.",
-        flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
-        panel="Engine",
+    enable_prefix_caching: bool = _flag(
+        True, "Reuse the pages of equal prefixes.", flags=("--enable-prefix-caching/--no-enable-prefix-caching",)
     )
-    speculation: Speculation = setting(
+    speculation: Speculation = _flag(
         "off",
         "Verify several tokens of a sequence in one step: off, lookup, model, or mtp.",
         details="lookup drafts what followed the last tokens when they occurred in the sequence before, and model what "
         "`draft_model` would answer. mtp drafts with a layer of the model that predicts further tokens, as of "
         "DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5. The answers stay the same: see "
         "[serving](../guides/serving.md#drafts).",
-        flags=("--speculation",),
-        panel="Engine",
     )
-    draft_model: str | None = setting(
+    draft_model: str | None = _flag(
         None,
         "A small model with the same vocabulary, for `speculation` model: a file, a folder or a name as of `model`.",
         shown="none",
-        flags=("--draft-model",),
         metavar="MODEL",
-        panel="Engine",
     )
-    max_draft_tokens: int = setting(
+    max_draft_tokens: int = _flag(
         8,
         "Most tokens that are drafted for a sequence in a step.",
         details="Only as many are drafted as raise the tokens computed in a second, by measurement.",
         at_least=1,
-        flags=("--max-draft-tokens",),
         metavar="N",
-        panel="Engine",
     )
     batch_share: int = setting(
         8, "One of so many rows is never taken from running batch jobs for interactive ones.", at_least=1
     )
-    interactive_step_ms: float | None = setting(
+    interactive_step_ms: float | None = _flag(
         None,
         "Longest step, in milliseconds, while interactive jobs run or have just run: a number, or auto.",
         details="Batch jobs share the steps of interactive jobs up to this length, except the small steps of "
@@ -229,11 +171,9 @@ class EngineConfig:
         shown="auto",
         none_word="auto",
         at_least=0,
-        flags=("--interactive-step-ms",),
         metavar="MS|auto",
-        panel="Engine",
     )
-    interactive_share: float = setting(
+    interactive_share: float = _flag(
         0.05,
         "Part of the time for small steps of interactive jobs, while batch jobs run too.",
         details="More makes the tokens of interactive jobs come faster, and takes throughput from batch jobs. "
@@ -241,37 +181,27 @@ class EngineConfig:
         "With 0 all steps are shared, also there.",
         at_least=0,
         at_most=0.9,
-        flags=("--interactive-share",),
         metavar="PART",
-        panel="Engine",
     )
-    host_memory_utilization: float = setting(
+    host_memory_utilization: float = _flag(
         0.5,
         "Share of the host's free memory that the cache may take.",
         details="It applies on a CPU, within the limits of control groups, to a cache without a given size. "
         "`ktqueue up --workers N` divides it by N. The memory is taken as the cache fills.",
         above=0,
         at_most=1,
-        flags=("--host-memory-utilization",),
         metavar="PART",
-        panel="Engine",
     )
-    gpu_memory_utilization: float = setting(
+    gpu_memory_utilization: float = _gpu_flag(
         0.9,
         "Share of the GPU's memory to fill.",
         details="Weights, experts, workspaces, graphs, and pages with the rest.",
         above=0,
         at_most=1,
-        flags=("--gpu-memory-utilization",),
         metavar="PART",
-        panel="GPU",
     )
-    gpu_expert_memory_bytes: int = setting(
-        0,
-        "GPU memory for the most used experts.",
-        flags=("--gpu-expert-memory",),
-        metavar="SIZE",
-        panel="GPU",
+    gpu_expert_memory_bytes: int = _gpu_flag(
+        0, "GPU memory for the most used experts.", flags=("--gpu-expert-memory",), metavar="SIZE"
     )
     expert_uses_dir: str | None = setting(
         None,
@@ -280,7 +210,7 @@ class EngineConfig:
         "were used most before. Workers may share the folder.",
         shown="`ktqueue/experts` in `$XDG_CACHE_HOME` or `~/.cache`",
     )
-    routing_file: str | None = setting(
+    routing_file: str | None = _flag(
         None,
         "Write which experts each generated token chose to this .npz file, when the process ends.",
         details="The file is a routing trace, as `synthetic:SHAPE:QUANT:routing=FILE` reads it: up to 512 parts of "
@@ -288,41 +218,30 @@ class EngineConfig:
         shown="off",
         flags=("--record-routing",),
         metavar="FILE",
-        panel="Engine",
     )
-    attention_backend: BackendName = setting(
+    attention_backend: BackendName = _gpu_flag(
         "auto",
         "auto, flashinfer, triton or torch.",
         details="Attention on a GPU; auto takes the first that is installed.",
-        flags=("--attention-backend",),
-        panel="GPU",
     )
-    cuda_graphs: bool = setting(
+    cuda_graphs: bool = _gpu_flag(
         True,
         "Capture decode steps and short prompts at start, and replay them as CUDA graphs.",
         flags=("--cuda-graphs/--no-cuda-graphs",),
-        panel="GPU",
     )
-    handoff: HandoffMethod = setting(
+    handoff: HandoffMethod = _gpu_flag(
         "auto",
         "How tokens reach the CPU's experts: auto, flags or host_functions.",
         details="`flags` are stream memory operations.",
-        flags=("--handoff",),
-        panel="GPU",
     )
-    expert_streaming: AutoOnOff = setting(
-        "auto",
-        "Copy experts to the GPU for a step: auto, on or off.",
-        details="auto copies them if that is faster.",
-        flags=("--expert-streaming",),
-        panel="GPU",
+    expert_streaming: AutoOnOff = _gpu_flag(
+        "auto", "Copy experts to the GPU for a step: auto, on or off.", details="auto copies them if that is faster."
     )
-    expert_prefetch: bool = setting(
+    expert_prefetch: bool = _gpu_flag(
         True,
         "Let the CPU prefetch experts of the next layer while the GPU works.",
         details="Results are the same.",
         flags=("--expert-prefetch/--no-expert-prefetch",),
-        panel="GPU",
     )
 
     def __post_init__(self) -> None:

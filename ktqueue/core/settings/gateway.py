@@ -11,14 +11,9 @@ from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants
 class GatewayConfig:
     """The HTTP server. Times in seconds, sizes in bytes."""
 
-    host: str = setting("127.0.0.1", "Address to listen on.", flags=("--host",), metavar="ADDRESS", panel="Gateway")
+    host: str = setting("127.0.0.1", "Address to listen on.", metavar="ADDRESS", panel="Gateway")
     port: int = setting(
-        8000,
-        "Port to listen on.",
-        details="0 takes any free port under `ktqueue up`.",
-        flags=("--port",),
-        metavar="N",
-        panel="Gateway",
+        8000, "Port to listen on.", details="0 takes any free port under `ktqueue up`.", metavar="N", panel="Gateway"
     )
     api_keys: tuple[str, ...] = setting(
         (),

@@ -5,7 +5,7 @@ from this description.
 """
 
 import math
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,8 +20,8 @@ class Description:
 
     help: one short sentence, for the command line. details: further sentences, for the reference page. shown: the
     default in words, if it is computed. none_word: the word for None, where it can be given. at_least, at_most, above:
-    limits of a number, `above` excluded. flags: names on the command line. metavar: what the flag's value is called.
-    panel: the flag's group in --help. secret: the value is never shown.
+    limits of a number, `above` excluded. panel: the group of its flag in --help; without one it has no flag. flags: the
+    flag's names, if it is not called as the setting. metavar: what its value is called. secret: it is never shown.
     """
 
     help: str
@@ -125,4 +125,7 @@ def _setting(section: str, described: "Field[Any]", hint: Any) -> Setting:
     is_union = get_origin(hint) not in (Literal, tuple) and len(get_args(hint)) > 1
     kind = kinds[0] if is_union else hint
     assert described.default is not MISSING
-    return Setting(section, described.name, kind, is_union, described.default, described.metadata[_KEY])
+    about = described.metadata[_KEY]
+    if about.panel and not about.flags:
+        about = replace(about, flags=(f"--{described.name.replace('_', '-')}",))
+    return Setting(section, described.name, kind, is_union, described.default, about)

@@ -21,14 +21,13 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor
-from ktqueue.loading.gguf.header import read_header
+from ktqueue.loading.gguf.header import MAGIC, read_header
 from ktqueue.loading.gguf.library import type_name
-from ktqueue.loading.gguf.writer import write_floats
+from ktqueue.loading.gguf.writer import GgufWriter
 from ktqueue.loading.weight_formats import Floats
 
 _PLAIN_SUMS, _SUMS, _COUNTS = ".in_sum", ".in_sum2", ".counts"
 _PART_OF_KV_B = re.compile(r"attn_[kv]_b\.")
-_MAGIC = b"GGUF"
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ class ImportanceMatrix:
 def read_importance(path: Path) -> ImportanceMatrix:
     """Read a file of llama-imatrix, or of `write_importance`. Raises CheckpointError that names what is wrong."""
     with path.open("rb") as file:
-        is_gguf = file.read(len(_MAGIC)) == _MAGIC
+        is_gguf = file.read(len(MAGIC)) == MAGIC
     return ImportanceMatrix(str(path), _means_of_gguf(path) if is_gguf else _means_of_dat(path))
 
 
@@ -100,7 +99,13 @@ def write_importance(path: Path, sums: Mapping[str, ColumnSums], *, text: str, c
         "imatrix.chunk_count": chunks,
         "imatrix.chunk_size": chunk_tokens,
     }
-    write_floats(path, "imatrix", metadata, tensors)
+    with GgufWriter(path, "imatrix") as writer:
+        writer.add_metadata(metadata)
+        for name, values in tensors.items():
+            writer.add_tensor(name, "F32", values.shape)
+        writer.start()
+        for values in tensors.values():
+            writer.write(values.reshape(-1).view(np.uint8))
 
 
 def _means_of_gguf(path: Path) -> dict[str, Floats]:

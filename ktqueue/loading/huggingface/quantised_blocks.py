@@ -153,11 +153,6 @@ def float8_values(codes: Bytes) -> Floats:
     return values
 
 
-def float8_floats(numbers: Bytes, scales: Floats) -> Bytes:
-    """Return numbers in float8_e4m3fn, with scales, both [rows, columns], as F32."""
-    return (float8_values(numbers) * scales).reshape(-1).view(np.uint8)
-
-
 def reciprocal(divisor: float) -> tuple[float, float]:
     """Return d and r, both float32, so that scale * (d + r), rounded once, is scale / divisor for scales of E4M3.
 
@@ -204,11 +199,6 @@ def float4_floats(codes: Bytes, scales: Floats) -> Bytes:
     """
     by_column = np.repeat(scales, codes.shape[1] // scales.shape[1], 1)
     return (_FLOAT4[codes] * by_column).reshape(-1).view(np.uint8)
-
-
-def signed_floats(numbers: npt.NDArray[np.int8], scales: Floats) -> Bytes:
-    """Return signed numbers, with scales, both [rows, columns], as F32."""
-    return (numbers * scales).reshape(-1).view(np.uint8)
 
 
 def spread(scales: Floats, block: tuple[int, int], shape: tuple[int, int]) -> Floats:

@@ -36,14 +36,12 @@ from ktqueue.loading.huggingface.quantised_blocks import (
     float4_blocks,
     float4_floats,
     float8_blocks,
-    float8_floats,
     float8_values,
     four_bit_blocks,
     in_parts,
     mxfp4_blocks,
     nibbles,
     reciprocal,
-    signed_floats,
     spread,
     transposed,
 )
@@ -58,7 +56,7 @@ from ktqueue.loading.huggingface.quantised_parts import (
 )
 from ktqueue.loading.installed import FORMATS, describe
 from ktqueue.loading.storage_format import StorageFormat
-from ktqueue.loading.weight_formats import RAW, Bytes, Floats, tensor_bytes
+from ktqueue.loading.weight_formats import RAW, Bytes, tensor_bytes
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _PACKED = ("weight_packed", "weight_scale", "weight_shape")
@@ -188,18 +186,14 @@ def _from_scaled(
         if not np.isfinite(scales).all():
             raise CheckpointError(f"{source}: tensor {scale.name!r} has numbers that are not finite")
         if not has_blocks:
-            to_floats = float8_floats if is_float8 else _signed
-            return to_floats(numbers, spread(scales, block, (rows, columns)))
+            values = float8_values(numbers) if is_float8 else numbers.view(np.int8)
+            return (values * spread(scales, block, (rows, columns))).reshape(-1).view(np.uint8)
         of_blocks = spread(scales, (block[0], max(1, min(block[1], columns) // step)), (rows, columns // step))
         if is_float8:
             return in_parts(rows, columns, lambda part: float8_blocks(numbers[part], of_blocks[part]))
         return eight_bit_blocks(numbers.view(np.int8), halves_of(source, scale, of_blocks))
 
     return CheckpointTensor(f"{module}.weight", quant, (rows, columns), convert)
-
-
-def _signed(numbers: Bytes, scales: Floats) -> Bytes:
-    return signed_floats(numbers.view(np.int8), scales)
 
 
 def _scale_block(

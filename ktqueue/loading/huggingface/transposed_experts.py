@@ -14,6 +14,7 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import BIAS, DOWN, GATE_UP, CheckpointTensor
+from ktqueue.loading.huggingface.quantised_blocks import mxfp4_blocks, nibbles
 from ktqueue.loading.single_experts import ConvertedExperts
 from ktqueue.loading.weight_formats import Bytes
 from ktqueue.operators.native import as_array
@@ -102,15 +103,10 @@ def _from_transposed(parts: Mapping[str, CheckpointTensor], part: str, expert: i
 
 
 def _from_mxfp4(folder: Path, parts: Mapping[str, CheckpointTensor], part: str, expert: int, chosen: slice) -> Bytes:
-    """Return the rows as GGUF has them: a block is its exponent, then 16 bytes with numbers i and i + 16 in byte i."""
     blocks, scales = parts[f"{part}{BLOCKS}"], parts[f"{part}{SCALES}"]
     _, rows, count, half = blocks.shape
-    stored = blocks.expert_views()[expert].reshape(rows, count, half)[chosen]
-    numbers = np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:2], _BLOCK)
+    codes = nibbles(blocks.expert_views()[expert].reshape(rows, count * half)[chosen])
     exponents = scales.expert_views()[expert].reshape(rows, count)[chosen]
     if (exponents == 255).any():  # NaN in OCP Microscaling Formats 1.0
         raise CheckpointError(f"{folder}: tensor {scales.name!r} has NaN, in expert {expert}")
-    out = np.empty((*stored.shape[:2], 1 + half), np.uint8)
-    out[..., 0] = exponents
-    out[..., 1:] = numbers[..., :half] | numbers[..., half:] << 4
-    return out.reshape(-1)
+    return mxfp4_blocks(codes, exponents)
