@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.draft_progress import DraftProgress
 from ktqueue.engine.gpu.device_model import device_model
 from ktqueue.engine.logits import Logits
 from ktqueue.engine.runner import DeviceTokens, Model, Runner
-from ktqueue.engine.sequence import Sequence
+from ktqueue.engine.sequence import DraftProgress, Sequence
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.token_selector import Selector
 from ktqueue.operators.gpu.attention.base import AttentionPlanner

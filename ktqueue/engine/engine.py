@@ -39,10 +39,9 @@ from ktqueue.engine.shared_steps import SharedSteps
 from ktqueue.engine.states import States
 from ktqueue.engine.step_costs import StepCosts
 from ktqueue.engine.step_plan import StepPlan
-from ktqueue.engine.step_recorder import StepRecorder, name_parts
+from ktqueue.engine.step_recorder import StepRecorder, StepTimes, name_parts
 from ktqueue.engine.step_results import StepResults
 from ktqueue.engine.step_sampler import Ready, StepSampler
-from ktqueue.engine.step_times import StepTimes
 from ktqueue.engine.token_masks import TokenMasks
 from ktqueue.engine.token_selector import Meanwhile, TokenSelection, do_nothing
 from ktqueue.operators.gpu.attention.base import AttentionPlanner

@@ -4,6 +4,7 @@ Knows nothing of scheduling, of tensors or of sampling.
 """
 
 from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -14,7 +15,6 @@ from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.engine.detokenizer import Detokenizer
-from ktqueue.engine.draft_progress import DraftProgress
 from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.lookup import Lookup
 from ktqueue.engine.noise import stream
@@ -25,6 +25,18 @@ _ROOTS = {False: b"", True: b"rotated for long sequences"}  # what the digest of
 _NO_POSITIONS = range(0)
 NO_SLOT = -1
 """In place of a slot of `States`: a sequence without tokens, or without a planned step."""
+
+
+@dataclass(slots=True)
+class DraftProgress:
+    """What the draft model has in the pages of one sequence: `computed` known tokens, then the drafts `ahead`.
+
+    rate: how often its drafts are right after right ones.
+    """
+
+    rate: float
+    computed: int = 0
+    ahead: list[int] = field(default_factory=list)
 
 
 class SequenceStatus(Enum):

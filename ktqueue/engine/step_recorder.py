@@ -1,4 +1,6 @@
-"""StepRecorder: makes the records of an engine's steps for a profile, from counters before and after each step."""
+"""What an engine notes of its steps: their times so far for its statistics, and a record of each for a profile."""
+
+from dataclasses import dataclass
 
 from ktqueue.core.expert_work import ExpertUses, ExpertWork, PlacesExperts
 from ktqueue.engine.batch import BatchBuilder
@@ -14,6 +16,25 @@ from ktqueue.profiling.records import RoutingRecord, StepMoments, StepRecord, To
 from ktqueue.profiling.writer import RecordWriter
 
 _WRAP = 1 << 32  # of the counts of uses
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Number of steps, and seconds of wall time in their parts: see EngineStats."""
+
+    steps: int = 0
+    schedule: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+    commit: float = 0.0
+
+    def add(self, step: StepMoments) -> None:
+        """Add one step."""
+        self.steps += 1
+        self.schedule += step.built - step.began
+        self.forward += step.launched - step.built + step.waited
+        self.sample += step.sampled - step.launched - step.waited
+        self.commit += step.ended - step.sampled
 
 
 class StepRecorder:

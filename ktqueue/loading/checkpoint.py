@@ -90,6 +90,11 @@ class CheckpointTensor:
         """Bytes in the file, or once converted."""
         return tensor_bytes(self.quant, self.shape)
 
+    def computed(self, compute: Callable[[Floats], Floats]) -> "CheckpointTensor":
+        """Return a tensor in F32 of what `compute` makes of the values, in their own shape."""
+        values = compute(self.decode(torch.float32).numpy())
+        return CheckpointTensor(self.name, "F32", self.shape, values.reshape(-1).view(np.uint8))
+
     def expert_views(self) -> list[Bytes]:
         """Return one flat byte view per expert of an [experts, rows, columns] tensor."""
         return list(self.data.reshape(self.shape[0], -1))

@@ -4,6 +4,7 @@ Only packages on Python's path are seen, never files of a model folder.
 """
 
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import (
     EntryPoint,
@@ -69,6 +70,25 @@ def load_entry(group: str, name: str, kind: type[Kind]) -> Kind | None:
         wanted = f"{kind.__module__}.{kind.__name__}"
         raise CheckpointError(f"{describe(group, name)} is {type(found).__name__}, not {wanted}")
     return found
+
+
+def usable_entries(group: str, load: Callable[[str], Kind | None]) -> Iterator[Kind]:
+    """Yield what `load` returns for each entry of a group, without those for which it raises CheckpointError.
+
+    A search ends at the one that it looks for. If it goes on to the end, the first error is raised: the broken package
+    may have been the one.
+    """
+    errors: list[CheckpointError] = []
+    for name in entry_names(group):
+        try:
+            found = load(name)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        if found is not None:
+            yield found
+    if errors:
+        raise errors[0]
 
 
 def _entries(group: str) -> EntryPoints:

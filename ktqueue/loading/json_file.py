@@ -18,3 +18,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return value
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, which is empty if the file does not exist. Raises CheckpointError if it is damaged."""
+    return read_json(path) if path.exists() else {}

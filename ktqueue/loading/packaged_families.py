@@ -7,7 +7,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family
 from ktqueue.families.table import FAMILIES, family_of_type, register
 from ktqueue.loading.installed import FAMILIES as ENTRIES
-from ktqueue.loading.installed import describe, entry_names, load_entry
+from ktqueue.loading.installed import describe, load_entry, usable_entries
 
 _STATED = ("name", "model_type", "class_name", "gguf", "config", "model", "decoded")
 _FACTS = ("partly_rotated", "interleaved", "norm_after_rotary", "windows_rotated")
@@ -26,21 +26,8 @@ def packaged_family(model_type: str) -> Family | None:
 
 
 def packaged_families() -> Iterator[Family]:
-    """Yield all families of packages that can be used.
-
-    After the last one it raises the first error of `packaged_family`: the broken package may have been the one.
-    """
-    errors: list[CheckpointError] = []
-    for model_type in entry_names(ENTRIES):
-        try:
-            family = packaged_family(model_type)
-        except CheckpointError as error:
-            errors.append(error)
-            continue
-        if family is not None:
-            yield family
-    if errors:
-        raise errors[0]
+    """Yield all families of packages that can be used: see usable_entries."""
+    return usable_entries(ENTRIES, packaged_family)
 
 
 def _problem(family: Family, model_type: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.request import SamplingParams
 from ktqueue.loading.gguf.checkpoint import read_parts
-from ktqueue.loading.json_file import read_json
+from ktqueue.loading.json_file import optional_json
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
 
 # Fields of SamplingParams, with their keys in GGUF metadata. Source of the keys: gguf.constants.Keys.General.
@@ -36,7 +36,7 @@ def sampling_defaults(model: str) -> dict[str, float]:
         metadata = read_parts(path)[0].metadata
         return _valid(path, {name: metadata.get(key) for name, key in _GGUF_KEYS.items()})
     file = path / "generation_config.json"
-    return _valid(file, read_json(file)) if file.exists() else {}
+    return _valid(file, optional_json(file))
 
 
 def _valid(path: Path, values: Mapping[str, Any]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.installed import FORMATS, describe, entry_names, load_entry
+from ktqueue.loading.installed import FORMATS, describe, load_entry, usable_entries
 from ktqueue.operators.native import QUANTS, dequantize
 
 Bytes = npt.NDArray[np.uint8]
@@ -107,22 +107,8 @@ def packaged_format(name: str) -> StorageFormat | None:
 
 
 def packaged_formats() -> Iterator[StorageFormat]:
-    """Yield the formats of all packages that can be used.
-
-    A search ends at the one that it looks for. If it goes on to the end, it raises the first error of
-    `packaged_format`: the broken package may have been the one.
-    """
-    errors: list[CheckpointError] = []
-    for name in entry_names(FORMATS):
-        try:
-            found = packaged_format(name)
-        except CheckpointError as error:
-            errors.append(error)
-            continue
-        if found is not None:
-            yield found
-    if errors:
-        raise errors[0]
+    """Yield all formats of packages that can be used: see usable_entries."""
+    return usable_entries(FORMATS, packaged_format)
 
 
 def _problem(found: StorageFormat, name: str) -> str | None:

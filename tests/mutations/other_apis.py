@@ -21,7 +21,7 @@ OTHER_APIS: dict[str, Mutation] = {
     ),
     "one form of errors": Mutation(
         "errors are in the form of the API that was called",
-        "ktqueue/gateway/error_forms.py",
+        "ktqueue/gateway/endpoints.py",
         '    if path.startswith(("/v1/messages", "/messages")):\n',
         "    if False:\n",
         (f"{ANTHROPIC}::test_every_error_has_anthropics_form",),

@@ -1,10 +1,15 @@
 """Settings of the gateway."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import ip_network
 
-from ktqueue.core.settings.addresses import networks, origins
+from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.setting import check_order, check_settings, setting
 from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +102,31 @@ class GatewayConfig:
         check_tenants(self.tenants, self.api_keys)
         check_settings("gateway", self)
         check_order("gateway", self, "max_body_bytes", "max_bodies_bytes")
-        networks(self.trusted_addresses, "gateway.trusted_addresses")
-        origins(self.cors_origins, "gateway.cors_origins")
+        _networks(self.trusted_addresses, "gateway.trusted_addresses")
+        _origins(self.cors_origins, "gateway.cors_origins")
 
     @property
     def socket_limit(self) -> int:
         """How many TCP connections may be open at once."""
         return 2 * self.max_connections + 64 if self.max_sockets is None else self.max_sockets
+
+
+def _networks(values: Iterable[str], key: str) -> None:
+    """Check IP addresses, or networks such as 10.0.0.0/8. Raises ConfigError."""
+    for value in values:
+        try:
+            ip_network(value, strict=False)
+        except ValueError as error:
+            raise _wrong(key, "IP addresses or networks", "addresses or networks", value) from error
+
+
+def _origins(values: Iterable[str], key: str) -> None:
+    """Check origins as browsers send them, or * for all. Raises ConfigError."""
+    for value in values:
+        if value != "*" and not _ORIGIN.fullmatch(value):
+            limit = "* or scheme://host[:port]"
+            raise _wrong(key, "origins such as https://example.org:8443, or *", limit, value)
+
+
+def _wrong(key: str, wanted: str, limit: float | str, value: float | str) -> ConfigError:
+    return ConfigError(f"{key} must be {wanted}, got {value!r}", param=key, limit=limit, value=value)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.error_forms import error_body_of
+from ktqueue.gateway.endpoints import error_body_of
 from ktqueue.openai.errors import status_of
 
 RETRY_AFTER = 1  # seconds, if the error itself has no better value

@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import GemmaLayout, GgufLayout
 from ktqueue.loading.checkpoint import CheckpointTensor
-from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.header import metadata_count, metadata_flags, metadata_number
 
 _NORM = re.compile(r"(output_norm|blk\.\d+\.(attn|post_attention|ffn|post_ffw|attn_q|attn_k)_norm)\.weight")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -31,10 +30,8 @@ def gemma_config(
     prefix, version, layers = layout.architecture, _version(layout), int(config["num_hidden_layers"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     kinds = _kinds(version, layers)
-    if isinstance(listed := metadata.get(key := f"{prefix}.{_PATTERN}"), list):
-        if len(listed) < layers or not all(isinstance(value, bool) for value in listed):
-            raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
-        kinds = [_SLIDING if value else _FULL for value in listed[:layers]]
+    if isinstance(metadata.get(key := f"{prefix}.{_PATTERN}"), list):
+        kinds = [_SLIDING if value else _FULL for value in metadata_flags(metadata, key, layers, source)]
     elif period := metadata_count(metadata, key, source):
         kinds = _kinds(replace(version, period=period), layers)
     if not config.get("sliding_window"):
@@ -91,8 +88,7 @@ def adapt_gemma_tensors(tensors: dict[str, CheckpointTensor]) -> None:
     """Change the norms in `tensors`, by GGUF name, to what transformers has: without the 1."""
     for name, tensor in [*tensors.items()]:
         if _NORM.fullmatch(name):
-            values = tensor.decode(torch.float32).numpy() - np.float32(1)
-            tensors[name] = CheckpointTensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
+            tensors[name] = tensor.computed(lambda values: values - np.float32(1))
 
 
 def _version(layout: GgufLayout) -> GemmaLayout:

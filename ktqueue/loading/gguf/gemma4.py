@@ -12,7 +12,7 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor
-from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.header import metadata_count, metadata_flags, metadata_number
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR
 from ktqueue.loading.weight_formats import Floats
 
@@ -32,10 +32,8 @@ def gemma4_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     for key, (name, what) in _PARTS.items():
         if count := metadata_count(metadata, f"{prefix}.{key}", source):
             raise CheckpointError(f"{source}: a Gemma 4 with {what} is served from its folder only ({name} {count})")
-    listed = metadata.get(key := f"{prefix}.{_PATTERN}")
-    if not isinstance(listed, list) or len(listed) < layers or not all(isinstance(value, bool) for value in listed):
-        raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
-    if listed[layers - 1]:  # transformers does not build such a model
+    slides = metadata_flags(metadata, key := f"{prefix}.{_PATTERN}", layers, source)
+    if slides[-1]:  # transformers does not build such a model
         raise CheckpointError(f"{source}: metadata key {key} must be false for the last layer")
     widths = {kind: _head_dim(prefix, metadata, kind, source) for kind in (_FULL, _SLIDING)}
     stated = metadata.get(key := f"{prefix}.{_KV_HEADS}")
@@ -43,7 +41,7 @@ def gemma4_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     if len(counts) < layers:
         raise CheckpointError(f"{source}: metadata key {key} has numbers for {len(counts)} of {layers} layers")
     kv_heads = [int(metadata_number(count, int, key, source)) for count in counts[:layers]]
-    kinds = [_SLIDING if value else _FULL for value in listed[:layers]]
+    kinds = [_SLIDING if value else _FULL for value in slides]
     theta = metadata_number(metadata.get(key := f"{prefix}.rope.freq_base", 10_000.0), float, key, source)
     local = metadata_number(metadata.get(key := f"{prefix}.rope.freq_base_swa", theta), float, key, source)
     return {

@@ -197,6 +197,14 @@ def metadata_number(value: Any, kind: type, key: str, source: str) -> int | floa
     return int(value) if kind is int else float(value)
 
 
+def metadata_flags(metadata: Mapping[str, Any], key: str, layers: int, source: str) -> list[bool]:
+    """Return the list under `key`, which says something of each of so many layers. Raises CheckpointError."""
+    listed = metadata.get(key)
+    if not isinstance(listed, list) or len(listed) < layers or not {*map(type, listed)} <= {bool}:
+        raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
+    return listed[:layers]
+
+
 def metadata_count(metadata: Mapping[str, Any], key: str, source: str) -> int:
     """Return the count under `key`, or 0 if the key is missing. Raises CheckpointError."""
     value = metadata.get(key, 0)

@@ -129,11 +129,11 @@ def adapt_linear_tensors(path: str, tensors: dict[str, CheckpointTensor], config
     """Change `tensors`, by GGUF name, to what transformers has. Raises CheckpointError that names a wrong tensor."""
     for name, tensor in [*tensors.items()]:
         if _NORM.fullmatch(name):
-            tensors[name] = _computed(tensor, lambda values: values - np.float32(1))
+            tensors[name] = tensor.computed(lambda values: values - np.float32(1))
         elif _DECAY.fullmatch(name):
             if (tensor.decode(torch.float32) >= 0).any():
                 raise CheckpointError(f"{path}: tensor {name!r} must hold numbers below 0")
-            tensors[name] = _computed(tensor, lambda values: np.log(-values))
+            tensors[name] = tensor.computed(lambda values: np.log(-values))
         elif _CONVOLUTION.fullmatch(name):
             if len(tensor.shape) != 2:
                 raise CheckpointError(f"{path}: tensor {name!r} must be a matrix, it is {list(tensor.shape)}")
@@ -142,11 +142,6 @@ def adapt_linear_tensors(path: str, tensors: dict[str, CheckpointTensor], config
             del tensors[name]
             for part, rows in _split_scalars(path, tensor, config).items():
                 tensors[f"{match[1]}.ssm_{part}.weight"] = rows
-
-
-def _computed(tensor: CheckpointTensor, compute: Callable[[Floats], Floats]) -> CheckpointTensor:
-    values = compute(tensor.decode(torch.float32).numpy())
-    return CheckpointTensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
 
 
 def _split_scalars(path: str, tensor: CheckpointTensor, config: Mapping[str, Any]) -> dict[str, CheckpointTensor]:

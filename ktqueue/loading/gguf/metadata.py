@@ -7,7 +7,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.gemma4 import gemma4_config, gemma4_metadata
-from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.header import metadata_count, metadata_flags, metadata_number
 from ktqueue.loading.gguf.latent import SIGMOID, growth_config, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
@@ -48,7 +48,9 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
         return config | gemma4_config(layout.architecture, metadata, config, source)
     config["num_hidden_layers"] -= multi_token_layers(layout, metadata, source)
     if layout.windows_listed:
-        config["layer_types"] = _listed_windows(layout, metadata, config["num_hidden_layers"], source)
+        key = f"{layout.architecture}.{_WINDOW_PATTERN}"
+        slides = metadata_flags(metadata, key, config["num_hidden_layers"], source)
+        config["layer_types"] = [_SLIDING if value else "full_attention" for value in slides]
     if family.latent:
         config |= latent_config(family, metadata, config, source)
     if family.linear:
@@ -67,14 +69,6 @@ def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: st
     if layout.gemma:
         config |= gemma_config(layout, metadata, config, source)
     return config
-
-
-def _listed_windows(layout: GgufLayout, metadata: Mapping[str, Any], layers: int, source: str) -> list[str]:
-    """Return the kind of each layer from the list of those that have a sliding window. Raises CheckpointError."""
-    listed = metadata.get(key := f"{layout.architecture}.{_WINDOW_PATTERN}")
-    if not isinstance(listed, list) or len(listed) < layers or not all(isinstance(value, bool) for value in listed):
-        raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
-    return [_SLIDING if value else "full_attention" for value in listed[:layers]]
 
 
 def multi_token_layers(layout: GgufLayout, metadata: Mapping[str, Any], source: str) -> int:

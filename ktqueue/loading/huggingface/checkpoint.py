@@ -6,11 +6,13 @@ of the mapped file. Experts are stored one by one (`experts.3.up_proj.weight`, M
 in a way of their own are converted whenever they are read. Knows no GGUF.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
@@ -19,13 +21,11 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
-from ktqueue.loading.huggingface.cache_scales import stated_scales
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
 from ktqueue.loading.huggingface.next_tokens import next_token_names
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
-from ktqueue.loading.huggingface.text_part import text_part
 from ktqueue.loading.huggingface.transposed_experts import (
     BLOCKS,
     PARTS,
@@ -33,7 +33,7 @@ from ktqueue.loading.huggingface.transposed_experts import (
     interleaved_experts,
     transposed_experts,
 )
-from ktqueue.loading.json_file import read_json
+from ktqueue.loading.json_file import optional_json, read_json
 from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.single_experts import stack_experts
 from ktqueue.loading.unsupported import check_model_type
@@ -47,6 +47,12 @@ _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_
 _UNUSED = re.compile(r"rotary_emb\.inv_freq$")
 """Frequencies in old files, which are always computed."""
 _BY_LAYER = ("num_experts", "moe_topk")
+_STATED_OUTSIDE = ("quantization_config", "tie_word_embeddings")
+_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head."), ("mtp.", "mtp."))
+"""Beginnings of names in a folder that also has encoders of images or sounds, and in its text model."""
+_CACHE_SCALE = re.compile(r"(.+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?(kv|k|v)_scale|(k|v)_proj\.output_scale)")
+"""Scales of a float8 cache. compressed-tensors: `self_attn.k_scale`; ModelOpt: `self_attn.k_proj.k_scale`; Quark:
+`self_attn.k_proj.output_scale`; the same with v. An older name for both is `self_attn.kv_scale`."""
 
 
 def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
@@ -82,7 +88,7 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
                 tensors[name] = tensor
     scales: dict[str, CacheScale] = {}
     if quantisation is not None:
-        scales = stated_scales(str(folder), tensors)
+        scales = _stated_scales(str(folder), tensors)
         tensors = join_quantised(str(folder), tensors, quantisation)
     dense, experts = _group(folder, tensors, family)
     return Checkpoint(str(folder), config, dense, experts, maps, scales)
@@ -90,8 +96,7 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
 
 def _modelopt_config(folder: Path) -> dict[str, Any]:
     """Return what a file of ModelOpt's says of the weights. Its older folders say it there, and not in config.json."""
-    path = folder / MODELOPT_FILE
-    stated = read_json(path).get("quantization") if path.exists() else None
+    stated = optional_json(folder / MODELOPT_FILE).get("quantization")
     return {"quantization_config": {**stated, "quant_method": "modelopt"}} if isinstance(stated, dict) else {}
 
 
@@ -99,6 +104,43 @@ def _equal_in_all_layers(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a config states once for each layer, if all layers have the same: Hunyuan-A13B's."""
     lists = {name: stated for name in _BY_LAYER if isinstance(stated := config.get(name), list)}
     return {name: stated[0] for name, stated in lists.items() if stated and stated.count(stated[0]) == len(stated)}
+
+
+def text_part(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], str | None]]:
+    """Return the config of the text model, and a function for tensors' names: None for those of other parts.
+
+    Requests have text only, so encoders of images or sounds are never read. A folder of one model, or with a text
+    model that is not known to compute the same alone, is returned as it is.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not family_of_type(text.get("model_type")).text or "num_hidden_layers" in config:
+        return config, lambda name: name
+    outside = {name: config[name] for name in _STATED_OUTSIDE if name in config}
+    return {**text, **outside}, _name_in_text_model  # what the whole states counts, as in transformers
+
+
+def _name_in_text_model(name: str) -> str | None:
+    found = next(((old, new) for old, new in _PREFIXES if name.startswith(old)), None)
+    return None if found is None else found[1] + name.removeprefix(found[0])
+
+
+def _stated_scales(source: str, tensors: Mapping[str, CheckpointTensor]) -> dict[str, CacheScale]:
+    """Return what the tensors state, by the name of the layer's module. A number x is stored as x / scale.
+
+    A key without a value, or the reverse, states nothing. Scales of heads count as their largest.
+    source: the beginning of messages. Raises CheckpointError for a scale that is no positive number.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, tensor in tensors.items():
+        if (match := _CACHE_SCALE.fullmatch(name)) is None:
+            continue
+        layer, *parts = match.groups()
+        largest = float(tensor.decode(torch.float32).max()) if tensor.quant in ("F32", "F16", "BF16") else math.nan
+        if not 0 < largest < math.inf:
+            raise CheckpointError(f"{source}: tensor {name!r} must be a positive number: it scales keys or values")
+        for part in parts[0] or parts[1]:
+            found.setdefault(layer, {})[part] = largest
+    return {layer: CacheScale(scale["k"], scale["v"]) for layer, scale in found.items() if scale.keys() == {"k", "v"}}
 
 
 def weight_files(folder: Path) -> list[Path]:

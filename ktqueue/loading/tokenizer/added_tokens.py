@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.json_file import read_json
+from ktqueue.loading.json_file import optional_json
 
 FILE = "added_tokens.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -28,10 +28,8 @@ def read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[AddedTo
     them, `bos_token` to `additional_special_tokens` of tokenizer_config.json or special_tokens_map.json. Raises
     CheckpointError.
     """
-    file = folder / FILE
-    texts = read_json(file) if file.exists() else {}
-    map_file = folder / SPECIAL_TOKENS_FILE
-    special = _NAMES | _named(settings) | _named(read_json(map_file) if map_file.exists() else {})
+    texts = optional_json(folder / FILE)
+    special = _NAMES | _named(settings) | _named(optional_json(folder / SPECIAL_TOKENS_FILE))
     decoder = settings.get("added_tokens_decoder") or {}
     try:
         found = {int(i): AddedToken(int(i), str(text), text in special) for text, i in texts.items()}

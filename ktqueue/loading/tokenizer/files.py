@@ -11,7 +11,7 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.huggingface.hub_files import VOCABULARIES
-from ktqueue.loading.json_file import read_json
+from ktqueue.loading.json_file import optional_json, read_json
 from ktqueue.loading.tokenizer.added_tokens import read_added_tokens
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.loading.tokenizer.sentencepiece_file import FILE as SENTENCEPIECE
@@ -107,11 +107,6 @@ def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str],
             return found
     token = special_tokens(settings).get("eos_token")
     return [tokens.index(token)] if token in tokens[:size] else []
-
-
-def optional_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, which is empty if the file does not exist. Raises CheckpointError if it is damaged."""
-    return read_json(path) if path.exists() else {}
 
 
 def plain_vocabulary(folder: Path, vocab_size: int) -> VocabularyData | None:

@@ -11,6 +11,7 @@ from ktqueue.core.prompt_size import check_text, check_token_ids, check_tokens
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.gguf.checkpoint import read_parts
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, from_metadata
+from ktqueue.loading.json_file import optional_json
 from ktqueue.loading.model_path import DEMO, SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.synthetic.checkpoint import synthetic_vocabulary
 from ktqueue.loading.tokenizer import files, library
@@ -28,8 +29,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """A model's tokenizer. Implements core.vocabulary.Vocabulary. Safe to call from several threads.
 
-    `tokens` has the text of each id, `kinds` its TokenKind. If `byte_level`, tokens are spelled in GPT-2's byte
-    alphabet, otherwise in SentencePiece's. `gap`: tokens to fill a gap in a text, if the model has them.
+    Token ids run from 0 to `size` - 1; `eos_token_ids` end a choice. `tokens` has the text of each id, `kinds` its
+    TokenKind. If `byte_level`, tokens are spelled in GPT-2's byte alphabet, otherwise in SentencePiece's. `template`,
+    `gap`: the model's chat template and its tokens to fill a gap in a text, if it has them.
     """
 
     def __init__(
@@ -45,34 +47,19 @@ class Tokenizer:
         gap: GapTokens | None = None,
     ) -> None:
         self._model = model
-        self._size = size
+        self.size = size
         self._tokens = tokens
         self._kinds = kinds
         self._bytes_of: dict[int, bytes] = {}  # of tokens that were asked for
         self._alphabet = byte_alphabet() if byte_level else None
-        self._eos_token_ids = eos_token_ids
-        self._template = template
+        self.eos_token_ids = eos_token_ids
+        self.template = template
         self._gap = gap
-
-    @property
-    def size(self) -> int:
-        """Number of token ids, which run from 0 to `size` - 1."""
-        return self._size
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a choice."""
-        return self._eos_token_ids
-
-    @property
-    def template(self) -> ChatTemplate | None:
-        """The model's chat template, if it has one."""
-        return self._template
 
     @property
     def chat_template(self) -> str | None:
         """The source of the chat template, if the model has one."""
-        return self._template.source if self._template else None
+        return self.template.source if self.template else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Special tokens that are spelled out in the text count as such.
@@ -123,7 +110,7 @@ class Tokenizer:
         """
         text = ""
         if request.prompt_token_ids is not None:
-            check_token_ids(request.prompt_token_ids, self._size)
+            check_token_ids(request.prompt_token_ids, self.size)
             token_ids = list(request.prompt_token_ids)
         else:
             field = "messages" if request.prompt is None else "prompt"
@@ -175,16 +162,16 @@ class Tokenizer:
         """Return the prompt text of a request with messages. Raises InvalidRequest."""
         messages, tools, kwargs, options = render_arguments(request)
         if request.chat_template is not None:
-            template = other_template(self._template, request.chat_template)
-        elif self._template is not None:
-            template = self._template
+            template = other_template(self.template, request.chat_template)
+        elif self.template is not None:
+            template = self.template
         else:
             raise InvalidRequest("the model has no chat template: send prompt instead of messages", param="messages")
         return template.render(messages or (), tools, kwargs, **options)
 
     def _check_in_vocabulary(self, ids: list[int], param: str) -> list[int]:
         """Check the ids against `size`: some tokenizers have more tokens than their model."""
-        if ids and max(ids) >= self._size:
+        if ids and max(ids) >= self.size:
             token = self._tokens[max(ids)]
             raise InvalidRequest(
                 f"{param} contains {token!r}, a token that the model does not have", param=param, value=token
@@ -271,14 +258,14 @@ def from_data(data: VocabularyData, path: str) -> Tokenizer:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
-    config = files.optional_json(folder / "config.json")
+    config = optional_json(folder / "config.json")
     size = (config.get("text_config") or config).get("vocab_size")
     if size is not None and (type(size) is not int or size < 1):
         raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
     if (plain := files.plain_vocabulary(folder, size or 0)) is not None:
         return from_data(plain, str(folder))
     file = files.read_tokenizer(folder)
-    settings = files.optional_json(folder / "tokenizer_config.json")
+    settings = optional_json(folder / "tokenizer_config.json")
     size = size or len(file.tokens)
     ends = files.end_tokens(folder, settings, file.tokens, size)
     template = files.chat_template(folder, settings)

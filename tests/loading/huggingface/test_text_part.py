@@ -12,7 +12,7 @@ from llama4_sizes import LLAMA4_SIZES
 from safetensors.torch import load_file, save_file
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.huggingface.text_part import text_part
+from ktqueue.loading.huggingface.checkpoint import text_part
 from ktqueue.loading.load import load_model
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
