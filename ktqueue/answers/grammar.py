@@ -7,6 +7,8 @@ token and says which tokens may come next. Reasons for the library and for the l
 
 import functools
 import os
+import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -18,12 +20,15 @@ from llguidance import gbnf_to_lark as gbnf
 from ktqueue.core.errors import EngineFailure, InvalidRequest
 from ktqueue.core.vocabulary import Vocabulary
 
-CACHED_GRAMMARS = 32
+KEPT_GRAMMARS = 32
+KEPT_SECONDS = 2.0  # of CPU time to compile those that are kept: a second leaves up to 200 MB
 CACHED_TEXTS = 4096  # forced texts, of which a grammar has the same ones again and again
 MAX_CACHED_TEXT = 64  # characters
+MAX_FORCED_TEXT = 1024  # characters that are cut into tokens at once, in a step, for which all rows wait
 MAX_ERROR = 300  # characters of the library's message
 MAX_STATES = 20_000  # of a grammar's lexer, about 2 kB each
 MAX_THREADS = 8
+_LIMIT_REACHED = re.compile(r"[Tt]oo many|; max is")  # the library's words
 
 
 def _limits() -> llguidance.LLParserLimits:
@@ -47,7 +52,14 @@ class GrammarRefused(InvalidRequest):
 
 
 class GrammarFailed(EngineFailure):
-    """A limit was reached in the middle of an answer, or a token does not match the grammar."""
+    """A token does not match the grammar, or a limit was reached in the middle of an answer."""
+
+
+class GrammarTooAmbiguous(GrammarFailed):
+    """A limit was reached in the middle of an answer. The request asks for too much, so it would fail again."""
+
+    code = InvalidRequest.code
+    status = InvalidRequest.status
 
 
 def check(grammar: str) -> None:
@@ -99,7 +111,8 @@ class Matcher:
         consumed = self._matcher.consume_token(token_id)
         if not consumed or self._matcher.is_error():
             reason = _short(self._matcher.get_error()) or "it allows no such token"
-            raise GrammarFailed(f"the grammar failed at token {token_id}: {reason}", param="grammar")
+            kind = GrammarTooAmbiguous if _LIMIT_REACHED.search(reason) else GrammarFailed
+            raise kind(f"the grammar failed at token {token_id}: {reason}", param="grammar")
 
     @property
     def is_accepting(self) -> bool:
@@ -219,14 +232,18 @@ class MaskWriter:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps the last CACHED_GRAMMARS. Safe to call from several threads.
+    """Compiles grammars for one vocabulary, and keeps the last of them. Safe to call from several threads.
+
+    At most `kept` are kept, and fewer if they took more than KEPT_SECONDS together.
 
     `encode` tokenises plain text as the model's tokenizer does. Forced text is cut into tokens with it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]], kept: int = KEPT_GRAMMARS) -> None:
         self._tokenizer = _library_tokenizer(vocabulary, encode)
-        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._kept = kept
+        self._compiled: OrderedDict[str, tuple[Matcher, float]] = OrderedDict()  # with the seconds that each took
+        self._seconds = 0.0
         self._gate = Lock()
 
     def compile(self, grammar: str) -> Matcher:
@@ -238,7 +255,8 @@ class GrammarCompiler:
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
-                return known.copy()
+                return known[0].copy()
+        start = time.thread_time()
         compiled = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
         if not compiled.is_error():
             compiled.compute_bitmask()
@@ -246,10 +264,15 @@ class GrammarCompiler:
             raise GrammarRefused(_short(compiled.get_error()))
         matcher = Matcher(compiled)
         with self._gate:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-            return matcher.copy()
+            self._keep(grammar, matcher, time.thread_time() - start)
+        return matcher.copy()
+
+    def _keep(self, grammar: str, matcher: Matcher, seconds: float) -> None:
+        self._seconds += seconds - self._compiled.pop(grammar, (matcher, 0.0))[1]
+        self._compiled[grammar] = matcher, seconds
+        while len(self._compiled) > self._kept or (len(self._compiled) > 1 and self._seconds > KEPT_SECONDS):
+            _, (_, oldest) = self._compiled.popitem(last=False)
+            self._seconds -= oldest
 
 
 class _Tokenizer:
@@ -268,13 +291,16 @@ class _Tokenizer:
         self.bos_token_id = None
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Cut text into tokens that spell exactly this text.
+        """Cut text into tokens that spell exactly this text, or the beginning of a text of more than MAX_FORCED_TEXT.
 
         A tokenizer may add a space at the beginning, or take a part of the text for a special token. Then the text is
         cut greedily instead.
         """
         if isinstance(text, bytes):
             text = text.decode()
+        if len(text) > MAX_FORCED_TEXT:  # the rest is forced again, after these tokens
+            end = text.rfind(" ", 1, MAX_FORCED_TEXT)
+            text = text[: end if end > 0 else MAX_FORCED_TEXT]
         is_cached = self.greedy is not None and len(text) <= MAX_CACHED_TEXT
         return self._cut_again(text) if is_cached else self._cut(text)
 
@@ -298,8 +324,8 @@ def _library_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]
 
 @functools.cache
 def byte_compiler() -> GrammarCompiler:
-    """A compiler for a vocabulary of single bytes, which finds grammars that take too long."""
-    return GrammarCompiler(_Bytes(), lambda text: list(text.encode()))
+    """A compiler for a vocabulary of single bytes, which finds grammars that take too long. It keeps none."""
+    return GrammarCompiler(_Bytes(), lambda text: list(text.encode()), kept=0)
 
 
 class _Bytes:

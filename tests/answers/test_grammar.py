@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from ktqueue.answers import grammar as grammar_module
 from ktqueue.answers.grammar import GrammarCompiler, GrammarRefused, byte_compiler, check, from_gbnf, regex_terminal
 from ktqueue.answers.grammar_process import GrammarProcesses
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -72,11 +73,45 @@ def test_forced_text_never_becomes_a_special_token() -> None:
     assert compiler.compile('start: <|im_end|> "x"').forced_tokens()[0] in tokenizer.eos_token_ids
 
 
-def test_compiled_grammars_are_kept_but_not_without_bound() -> None:
+@pytest.mark.parametrize("word", ["one two three ", "abc"])
+def test_a_long_forced_text_is_cut_part_by_part(word: str) -> None:
+    """All rows of a step wait for it. 400 kB take 0.2 seconds for each of them."""
+    tokenizer = load_tokenizer("demo")
+    longest = 0
+
+    def encode(text: str) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    text = word * 1000
+    matcher = GrammarCompiler(tokenizer, encode).compile(f"start: {json.dumps(text)}")
+    written: list[int] = []
+    while not matcher.is_complete:
+        forced = matcher.forced_tokens()
+        assert forced
+        for token_id in forced:
+            matcher.consume(token_id)
+        written += forced
+    assert b"".join(map(tokenizer.token_bytes, written)) == text.encode()
+    assert 0 < longest <= 1024
+
+
+def test_compiled_grammars_are_kept_but_not_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(load_tokenizer("demo"), lambda text: load_tokenizer("demo").encode(text))
     for number in range(40):
         compiler.compile(f'start: "{number}"')
     assert len(compiler._compiled) == 32
+    monkeypatch.setattr(grammar_module, "KEPT_SECONDS", 0.0)  # the memory of a grammar grows with the time it took
+    for _ in range(2):
+        compiler.compile('start: "the latest"')
+        assert list(compiler._compiled) == ['start: "the latest"']
+
+
+def test_the_check_keeps_no_grammars() -> None:
+    """Large ones would leave no memory for the next, which would then be refused for good."""
+    byte_compiler().compile('start: "a"')
+    assert not byte_compiler()._compiled
 
 
 def test_a_copy_goes_its_own_way() -> None:

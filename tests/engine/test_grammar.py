@@ -248,16 +248,18 @@ def test_a_limit_in_the_middle_of_an_answer_ends_that_sequence(
     results = run(engine)
     assert results["y", 0].token_ids == greedy(PROMPT, 20)
     assert 5 < len(results["x", 0].token_ids) < 50
-    assert "the grammar failed" in results["x", 0].error.message and "max is 2000" in results["x", 0].error.message
+    error = results["x", 0].error
+    assert "the grammar failed" in error.message and "max is 2000" in error.message
+    assert (error.code, error.status) == ("invalid_value", 400)  # a client that tried again would fail again
 
 
 def test_a_journal_that_does_not_match_is_refused(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, compile_grammar: Any
 ) -> None:
     engine = make_engine(model, vocabulary)
-    with pytest.raises(GrammarFailed):
+    with pytest.raises(GrammarFailed) as refused:
         engine.add("x", PROMPT, SAMPLED, emitted=[EmittedChoice(token_ids=(1,))], matcher=compile_grammar(JSON))
-    assert not engine.has_work
+    assert refused.value.status == 500 and not engine.has_work
     engine.add("x", PROMPT, SAMPLED, matcher=compile_grammar(JSON))
     assert run(engine)["x", 0].finish_reason is FinishReason.STOP
 
