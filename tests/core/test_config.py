@@ -1,11 +1,13 @@
 """Settings come from a file, the environment and flags. Errors name wrong settings."""
 
+import math
+import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from ktqueue.core.config import BrokerConfig, Config, config_environment, load_config
+from ktqueue.core.config import BrokerConfig, Config, all_settings, config_environment, load_config
 from ktqueue.core.errors import ConfigError
 
 A, B = "a" * 64, "b" * 64
@@ -83,6 +85,19 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str, environment: dict[s
     with pytest.raises(ConfigError) as caught:
         load_config(path, environment)
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, 1e300])
+def test_every_number_has_limits(value: float) -> None:
+    numbers = [described for described in all_settings() if described.type in (int, float)]
+    assert len(numbers) > 60
+    for described in numbers:
+        number = 10**30 if described.type is int and value == 1e300 else value
+        with pytest.raises(ConfigError, match=rf"{described.key} must be .*, got {re.escape(repr(number))}$") as caught:
+            described.check(number)
+        assert caught.value.param == described.key and caught.value.limit is not None
+        with pytest.raises(ConfigError, match=described.key):
+            load_config(overrides={described.section: {described.name: number}})
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ async def test_uploads_are_limited_in_size_time_and_number(serve_files: ServeFil
 
 
 async def test_a_store_without_room_is_no_error_of_the_client(serve_files: ServeFiles) -> None:
-    async with serve_files(min_free_bytes=1 << 62) as (_, url), httpx.AsyncClient(base_url=url) as http:
+    async with serve_files(min_free_bytes=1 << 53) as (_, url), httpx.AsyncClient(base_url=url) as http:
         body = PURPOSE + part("file", b"x" * LIMIT) + b"--b--"
         response = await http.post("/v1/files", content=body, headers={"content-type": FORM})
         assert (response.status_code, response.json()["error"]["param"]) == (503, "storage.location")

@@ -18,7 +18,12 @@ class GatewayConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.", metavar="ADDRESS", panel="Gateway")
     port: int = setting(
-        8000, "Port to listen on.", details="0 takes any free port under `ktqueue up`.", metavar="N", panel="Gateway"
+        8000,
+        "Port to listen on.",
+        details="0 takes any free port under `ktqueue up`.",
+        at_most=65535,
+        metavar="N",
+        panel="Gateway",
     )
     api_keys: tuple[str, ...] = setting(
         (),
@@ -43,7 +48,7 @@ class GatewayConfig:
         flags=("--web-page/--no-web-page",),
         panel="Gateway",
     )
-    max_body_bytes: int = setting(8 << 20, "Largest request body. A larger one is refused with 413.")
+    max_body_bytes: int = setting(8 << 20, "Largest request body. A larger one is refused with 413.", at_least=1)
     max_bodies_bytes: int = setting(
         64 << 20, "Bytes of all bodies that are being read. Beyond it the largest are refused with 503."
     )
@@ -66,7 +71,7 @@ class GatewayConfig:
         ("127.0.0.1", "::1"), "Addresses or networks without that limit, such as a reverse proxy's."
     )
     probe_port: int | None = setting(
-        None, "A second port, for `/healthz`, `/readyz` and `/metrics` only. 0: any free port."
+        None, "A second port, for `/healthz`, `/readyz` and `/metrics` only. 0: any free port.", at_most=65535
     )
     max_url_bytes: int = setting(8 << 10, "Longest URL. A longer one is refused with 414.", at_least=256)
     max_header_bytes: int = setting(
@@ -86,10 +91,10 @@ class GatewayConfig:
         1 << 10, "Bytes a second that a body must average after its first 5 seconds. Else 408.", at_least=1
     )
     keep_alive_timeout: float = setting(15.0, "How long a connection stays open between two requests.", at_least=0.01)
-    heartbeat_seconds: float = setting(15.0, "A stream without events sends a comment so often.")
+    heartbeat_seconds: float = setting(15.0, "A stream without events sends a comment so often.", at_least=0.01)
     first_event_wait: float = setting(2.0, "An error within this time still gets its own HTTP status in a stream.")
     max_mailbox_bytes: int = setting(
-        1 << 20, "Events that are kept for one slow reader, who then continues from the journal."
+        1 << 20, "Events that are kept for one slow reader, who then continues from the journal.", at_least=1
     )
     stall_seconds: float = setting(
         60.0, "A client that neither sends its body nor reads its response for so long is dropped.", at_least=0.01

@@ -18,7 +18,9 @@ class WorkerConfig:
         "Running jobs may finish within this time after SIGTERM. The rest go back to the queue.",
         details="That costs them no attempt.",
     )
-    stall_seconds: float = setting(60.0, "A step that takes longer means that the device hangs, so the worker exits.")
+    stall_seconds: float = setting(
+        60.0, "A step that takes longer means that the device hangs, so the worker exits.", at_least=0.01
+    )
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""

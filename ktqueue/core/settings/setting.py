@@ -4,7 +4,6 @@ The checks, the command line's flags, the file and the environment, `ktqueue con
 from this description.
 """
 
-import math
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -13,6 +12,10 @@ from ktqueue.core.errors import ConfigError
 
 _KEY = "ktqueue"
 
+_LARGEST = {int: 1 << 53, float: 1e9}
+"""Limits of numbers without one of their own. Beyond the first, Redis' scripts and readers of JSON round integers. The
+second is 31 years in seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -20,8 +23,9 @@ class Description:
 
     help: one short sentence, for the command line. details: further sentences, for the reference page. shown: the
     default in words, if it is computed. none_word: the word for None, where it can be given. at_least, at_most, above:
-    limits of a number, `above` excluded. panel: the group of its flag in --help; without one it has no flag. flags: the
-    flag's names, if it is not called as the setting. metavar: what its value is called. secret: it is never shown.
+    limits of a number, `above` excluded; without them it is never below 0. panel: the group of its flag in --help;
+    without one it has no flag. flags: the flag's names, if it is not called as the setting. metavar: what its value is
+    called. secret: it is never shown.
     """
 
     help: str
@@ -70,13 +74,16 @@ class Setting:
         about = self.about
         if self.choices and value not in self.choices:
             raise self.error(f"one of {', '.join(self.choices)}", ", ".join(self.choices), value)
-        if isinstance(value, int | float):
-            above, low, high = about.above, about.at_least, about.at_most
-            if above is not None and high is not None and not above < value <= high:
-                raise self.error(f"above {above:g} and at most {high:g}", high, value)
-            if low is not None and high is not None and not low <= value <= high:
+        if self.type in _LARGEST and isinstance(value, int | float):
+            above, low, high = about.above, about.at_least or 0, about.at_most
+            most = _LARGEST[self.type] if high is None else high
+            if above is not None and not above < value <= most:
+                raise self.error(f"above {above:g} and at most {most:g}", most, value)
+            if high is not None and not low <= value <= high:
                 raise self.error(f"a number from {low:g} to {high:g}", f"{low:g} to {high:g}", value)
-            if low is not None and not low <= value < math.inf:  # NaN fails both
+            if value > most:
+                raise self.error(f"a number of at most {most:g}", most, value)
+            if above is None and not low <= value:  # NaN fails it too
                 raise self.error(f"a number from {low:g} on", low, value)
 
     def error(self, wanted: str, limit: float | str, value: float | str) -> ConfigError:
