@@ -89,18 +89,25 @@ def regex_terminal(pattern: str) -> str:
     return f"/{llguidance.regex_to_lark(pattern, use_ascii='')}/"
 
 
+class _Lexer:
+    """What all copies of a matcher share. The library counts the states of them together, and never forgets one."""
+
+    is_full = False
+
+
 class Matcher:
     """Follows one answer through a grammar. Not safe to use from several threads at once."""
 
-    __slots__ = ("_accepted", "_matcher")
+    __slots__ = ("_accepted", "_lexer", "_matcher")
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, lexer: _Lexer) -> None:
         self._matcher = matcher
+        self._lexer = lexer
         self._accepted = -1  # the token that `consume` has still to be called with
 
     def copy(self) -> "Matcher":
         """A matcher in the same state that continues on its own."""
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._matcher.deep_copy(), self._lexer)
 
     def consume(self, token_id: int) -> None:
         """Add the next token of the answer. Raises GrammarFailed, after which the matcher must not be used."""
@@ -111,8 +118,16 @@ class Matcher:
         consumed = self._matcher.consume_token(token_id)
         if not consumed or self._matcher.is_error():
             reason = _short(self._matcher.get_error()) or "it allows no such token"
-            kind = GrammarTooAmbiguous if _LIMIT_REACHED.search(reason) else GrammarFailed
-            raise kind(f"the grammar failed at token {token_id}: {reason}", param="grammar")
+            message = f"the grammar failed at token {token_id}: {reason}"
+            if not _LIMIT_REACHED.search(reason):
+                raise GrammarFailed(message, param="grammar")
+            self._lexer.is_full = True
+            raise GrammarTooAmbiguous(message, param="grammar")
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a copy has reached a limit, so that others would reach it soon."""
+        return self._lexer.is_full
 
     @property
     def is_accepting(self) -> bool:
@@ -253,7 +268,7 @@ class GrammarCompiler:
         """
         with self._gate:
             known = self._compiled.get(grammar)
-            if known is not None:
+            if known is not None and not known[0].is_spent:
                 self._compiled.move_to_end(grammar)
                 return known[0].copy()
         start = time.thread_time()
@@ -262,7 +277,7 @@ class GrammarCompiler:
             compiled.compute_bitmask()
         if compiled.is_error():
             raise GrammarRefused(_short(compiled.get_error()))
-        matcher = Matcher(compiled)
+        matcher = Matcher(compiled, _Lexer())
         with self._gate:
             self._keep(grammar, matcher, time.thread_time() - start)
         return matcher.copy()

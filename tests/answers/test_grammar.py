@@ -6,7 +6,15 @@ import time
 import pytest
 
 from ktqueue.answers import grammar as grammar_module
-from ktqueue.answers.grammar import GrammarCompiler, GrammarRefused, byte_compiler, check, from_gbnf, regex_terminal
+from ktqueue.answers.grammar import (
+    GrammarCompiler,
+    GrammarFailed,
+    GrammarRefused,
+    byte_compiler,
+    check,
+    from_gbnf,
+    regex_terminal,
+)
 from ktqueue.answers.grammar_process import GrammarProcesses
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
@@ -106,6 +114,20 @@ def test_compiled_grammars_are_kept_but_not_without_bound(monkeypatch: pytest.Mo
     for _ in range(2):
         compiler.compile('start: "the latest"')
         assert list(compiler._compiled) == ['start: "the latest"']
+
+
+def test_an_answer_that_reaches_a_limit_does_not_spoil_the_next() -> None:
+    """The library counts the states of all copies together: without a new lexer, the next answer fails at once."""
+    tokenizer = load_tokenizer("demo")
+    compiler = GrammarCompiler(tokenizer, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    for first in (b"x", b"y"):
+        matcher = compiler.compile("start: /[xy](abc ){100000}/")
+        matcher.consume(tokenizer.encode(first.decode(), add_special_tokens=False)[0])
+        forced = matcher.forced_tokens()
+        assert forced
+        with pytest.raises(GrammarFailed, match="too many states") as reached:
+            matcher.consume(forced[0])
+        assert reached.value.status == 400
 
 
 def test_the_check_keeps_no_grammars() -> None:
