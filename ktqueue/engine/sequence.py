@@ -4,7 +4,7 @@ Knows nothing of scheduling, of tensors or of sampling.
 """
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -48,59 +48,29 @@ class SequenceStatus(Enum):
     FINISHED = 4
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """What the choices of one request share.
 
     `arrival` is in seconds; `serial` counts admitted requests and breaks ties. `seed` is never None here.
     """
 
-    __slots__ = (
-        "arrival",
-        "cached_tokens",
-        "emitted_tokens",
-        "end_ids",
-        "id",
-        "job_class",
-        "max_tokens",
-        "owner",
-        "prompt",
-        "prompt_entries",
-        "sampling",
-        "seed",
-        "sequences",
-        "serial",
-        "unfinished",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: NDArray[np.int32],
-        sampling: SamplingParams,
-        *,
-        job_class: JobClass,
-        arrival: float,
-        serial: int,
-        seed: int,
-        max_tokens: int,
-        end_ids: frozenset[int],
-        owner: Owner = NOBODY,
-    ) -> None:
-        self.id = request_id
-        self.owner = owner
-        self.prompt = prompt
-        self.sampling = sampling
-        self.job_class = job_class
-        self.arrival = arrival
-        self.serial = serial
-        self.seed = seed
-        self.max_tokens = max_tokens  # of each choice, limited by the context length
-        self.end_ids = end_ids  # stop ids, and the end-of-text ids unless the request ignores them
-        self.sequences: list[Sequence] = []  # choices that were not finished when the request arrived
-        self.unfinished = 0  # number of choices that have not finished
-        self.emitted_tokens = 0  # of choices that had finished before the request arrived
-        self.prompt_entries = 0  # prompt tokens whose log probabilities are known to the client, if it wants them
-        self.cached_tokens: int | None = None  # None until the first lookup in the prefix cache
+    id: str
+    prompt: NDArray[np.int32]
+    sampling: SamplingParams
+    _: KW_ONLY
+    job_class: JobClass
+    arrival: float
+    serial: int
+    seed: int
+    max_tokens: int  # of each choice, limited by the context length
+    end_ids: frozenset[int]  # stop ids, and the end-of-text ids unless the request ignores them
+    owner: Owner = NOBODY
+    sequences: "list[Sequence]" = field(default_factory=list)  # choices that were not finished when the request arrived
+    unfinished: int = 0  # number of choices that have not finished
+    emitted_tokens: int = 0  # of choices that had finished before the request arrived
+    prompt_entries: int = 0  # prompt tokens whose log probabilities are known to the client, if it wants them
+    cached_tokens: int | None = None  # None until the first lookup in the prefix cache
 
     @property
     def completion_tokens(self) -> int:
@@ -114,36 +84,6 @@ class Sequence:
     The keys and values of tokens [0, num_computed_tokens) are in `pages[:page_count]`. The tokens from there to
     `length` are known, but not computed.
     """
-
-    __slots__ = (
-        "detokenizer",
-        "draft_progress",
-        "draft_states",
-        "edits",
-        "expects_likeliest",
-        "forks",
-        "generated",
-        "index",
-        "known_digests",
-        "length",
-        "lookup",
-        "masks_in_advance",
-        "matcher",
-        "next_state",
-        "noise_stream",
-        "num_computed_tokens",
-        "order",
-        "original_length",
-        "page_count",
-        "pages",
-        "registered_pages",
-        "request",
-        "resumed_text",
-        "rotary_offset",
-        "state",
-        "status",
-        "tokens",
-    )
 
     def __init__(
         self,

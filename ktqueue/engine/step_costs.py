@@ -30,18 +30,13 @@ class StepCosts:
         self._ends = _group_ends(most)
         self._groups: list[deque[Point]] = [deque(maxlen=KEPT) for _ in self._ends]
         self._middles: dict[int, Point] = {}  # of the groups that were observed, by their places
-        self._points: list[Point] = []
-
-    @property
-    def points(self) -> list[Point]:
-        """The curve: tokens and seconds of each group that was observed, in rising order of tokens."""
-        return self._points
+        self.points: list[Point] = []
 
     def clear(self) -> None:
         """Forget all observations."""
         for group in self._groups:
             group.clear()
-        self._middles, self._points, self._observed = {}, [], {}
+        self._middles, self.points, self._observed = {}, [], {}
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Add the time of a step of `tokens` tokens, at least one."""
@@ -49,11 +44,11 @@ class StepCosts:
         self._groups[place].append((tokens, seconds))
         self._observed[place] = self._clock()
         self._middles[place] = _middle(self._groups[place])
-        self._points = [self._middles[place] for place in sorted(self._middles)]
+        self.points = [self._middles[place] for place in sorted(self._middles)]
 
     def seconds(self, tokens: int) -> float:
         """Estimate the time of a step. A step larger than all that were observed costs in proportion."""
-        points = self._points
+        points = self.points
         if not points:
             return 0.0
         place = bisect_left(points, (tokens, 0.0))
@@ -67,7 +62,7 @@ class StepCosts:
 
     def most_tokens(self, seconds: float) -> int:
         """The largest step that takes at most `seconds`. 0 if the smallest that was observed took longer."""
-        points = self._points
+        points = self.points
         if not points:
             return self.most
         place = next((place for place in range(len(points) - 1, -1, -1) if points[place][1] <= seconds), None)
@@ -92,14 +87,14 @@ class StepCosts:
         is tried again if it was not observed for RETRY_SECONDS.
         """
         places = sorted(self._middles)
-        rates = [tokens / max(seconds, 1e-9) for tokens, seconds in self._points]
+        rates = [tokens / max(seconds, 1e-9) for tokens, seconds in self.points]
         if not rates:
             return self.most
         fast = next(number for number, rate in enumerate(rates) if rate >= AS_FAST * max(rates))
         if fast == len(rates) - 1:
             return self.most
         is_old = self._clock() - self._observed[places[fast + 1]] > RETRY_SECONDS
-        return int(self._points[fast + is_old][0])
+        return int(self.points[fast + is_old][0])
 
 
 def _group_ends(most: int) -> list[int]:

@@ -67,15 +67,7 @@ class AnswerWriter:
 
 async def whole_answer(follower: JobFollower, writer: AnswerWriter) -> Response:
     """The JSON body, once all jobs are done. Raises the error of a job that failed."""
-    try:
-        events: Batch = []
-        while follower.running:
-            batch = await follower.take()
-            follower.raise_failure(batch)
-            events += batch
-        return Response(writer.whole(events), media_type="application/json", headers=writer.headers)
-    finally:
-        follower.close()
+    return Response(writer.whole(await follower.all()), media_type="application/json", headers=writer.headers)
 
 
 async def stream_answer(

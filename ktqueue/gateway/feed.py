@@ -30,7 +30,7 @@ class Feed:
     def __init__(self, journal: Journal, job_ids: Sequence[str], *, after: int = 0, lenient: bool = False) -> None:
         self._journal = journal
         self._lenient = lenient
-        self._events: deque[tuple[int, TokenEvent]] = deque()
+        self.buffered: deque[tuple[int, TokenEvent]] = deque()  # read and not taken yet, at most BUFFERED_EVENTS
         self._wake = WakeUp()
         self._has_room = asyncio.Event()
         self._interruption: KtqueueError | None = None
@@ -44,12 +44,7 @@ class Feed:
     @property
     def ended(self) -> bool:
         """Whether every journal was read to its end and all events were taken."""
-        return self._open_journals == 0 and not self._events and self._fault is None
-
-    @property
-    def buffered(self) -> Sequence[tuple[int, TokenEvent]]:
-        """Events that were read and not taken yet, at most BUFFERED_EVENTS."""
-        return self._events
+        return self._open_journals == 0 and not self.buffered and self._fault is None
 
     def interrupt(self, error: KtqueueError) -> None:
         """Make the current or next `take` raise `error`. The first error wins."""
@@ -61,15 +56,15 @@ class Feed:
 
         Raises the error given to `interrupt` at once, and the error of a journal after its last event.
         """
-        if not self._events and self._interruption is None and self._fault is None and self._open_journals:
+        if not self.buffered and self._interruption is None and self._fault is None and self._open_journals:
             self._wake.clear()
             if not await self._wake.wait(timeout_seconds):
                 return []
         if self._interruption is not None:
             raise self._interruption
-        if self._events:
-            batch = list(self._events)
-            self._events.clear()
+        if self.buffered:
+            batch = list(self.buffered)
+            self.buffered.clear()
             self._has_room.set()
             return batch
         if self._fault is not None:
@@ -89,10 +84,10 @@ class Feed:
         try:
             async with aclosing(self._events_of(job_id, after)) as events:
                 async for event in events:
-                    while len(self._events) >= BUFFERED_EVENTS:
+                    while len(self.buffered) >= BUFFERED_EVENTS:
                         self._has_room.clear()
                         await self._has_room.wait()
-                    self._events.append((place, event))
+                    self.buffered.append((place, event))
                     self._wake.set()
         except KtqueueError as error:
             self._fault = self._fault or error

@@ -86,6 +86,18 @@ class JobFollower:
             raise
         return batch
 
+    async def all(self) -> Batch:
+        """All events, once all jobs are done. Closes the follower. Raises what `take` does, and the error of a job."""
+        try:
+            events: Batch = []
+            while self.running:
+                batch = await self.take()
+                self.raise_failure(batch)
+                events += batch
+            return events
+        finally:
+            self.close()
+
     def begin_stream(self) -> Callable[[], None]:
         """Count an open stream. Call what it returns at the end of the stream: that closes the follower too."""
         streams = self._gateway.metrics.streams

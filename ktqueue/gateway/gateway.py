@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -57,7 +56,7 @@ class Gateway:
         self.profile = RecordWriter(config.profile, {"role": "gateway"}) if config.profile.folder else None
         self.draining = False
         self._broker = broker
-        self._feeds: set[Feed] = set()
+        self.feeds: set[Feed] = set()  # of all responses that are being made
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -66,11 +65,6 @@ class Gateway:
         if self._broker is None:
             raise Unavailable("the gateway has no broker yet")
         return self._broker
-
-    @property
-    def feeds(self) -> AbstractSet[Feed]:
-        """The feeds of all responses that are being made."""
-        return self._feeds
 
     async def open(self) -> bool:
         """Open a broker unless one was given; True if this gateway must close it. Raises Unavailable."""
@@ -182,13 +176,13 @@ class Gateway:
         have been read before.
         """
         feed = Feed(self.broker.journal, job_ids, after=after, lenient=lenient)
-        self._feeds.add(feed)
+        self.feeds.add(feed)
         watcher = asyncio.create_task(watch_disconnect(request.receive, feed.interrupt))
         try:
             yield feed
         finally:
             watcher.cancel()
-            self._feeds.discard(feed)
+            self.feeds.discard(feed)
             self._run_in_background(feed.close())
 
     async def events_after(self, job_id: str, after: int) -> list[TokenEvent]:
@@ -211,7 +205,7 @@ class Gateway:
 
     def interrupt(self) -> None:
         """End all open streams with an error, after the time they had to end by themselves."""
-        for feed in list(self._feeds):
+        for feed in list(self.feeds):
             feed.interrupt(ShuttingDown("the gateway is shutting down; try again"))
 
     async def finish_background(self) -> None:

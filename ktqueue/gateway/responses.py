@@ -65,7 +65,7 @@ class ResponseWriter:
 
     def last_event(self) -> dict[str, Any]:
         """The event that ends the stream."""
-        return self._reply.usage_chunk(self._choices.usage())
+        return next(self._reply.last_chunks(self._choices.usage()))
 
     def whole(self, events: list[TokenEvent]) -> dict[str, Any]:
         """The response object of a job that is done."""
@@ -110,15 +110,7 @@ async def create_response(request: Request) -> Response:
     follower = JobFollower(gateway, request, [record], keep=keep, names=NAMES)
     if call.stream:
         return await _stream(gateway, follower, writer, headers, call, tenant, after=-1)
-    try:
-        events: Batch = []
-        while follower.running:
-            batch = await follower.take()
-            follower.raise_failure(batch)
-            events += batch
-    finally:
-        follower.close()
-    answer = writer.whole([event for _, event in events])
+    answer = writer.whole([event for _, event in await follower.all()])
     if call.store:
         await gateway.broker.responses.store(tenant, response_id, StoredResponse(call.messages, call.echo, answer))
     return json_response(answer, headers=headers)

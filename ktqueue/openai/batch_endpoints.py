@@ -1,30 +1,20 @@
 """The endpoints of OpenAI's API that lines of batches may name, and what each makes of a line's body."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ktqueue.core.errors import ErrorInfo, InvalidRequest
-from ktqueue.core.events import Usage
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.request import GenerationRequest
-from ktqueue.openai.choices import Delta
 from ktqueue.openai.client_names import Names, client_names
-from ktqueue.openai.endpoint import Endpoint, ReplyHead
+from ktqueue.openai.endpoint import Endpoint, Reply, ReplyHead
 from ktqueue.openai.endpoints import CHAT, COMPLETIONS
 from ktqueue.openai.errors import error_body
 from ktqueue.openai.responses.body import NAMES, PREFIX, parse_response
 from ktqueue.openai.responses.reply import ResponseReply
 
 RESPONSES_PATH = "/v1/responses"
-
-
-class WholeReply(Protocol):
-    """Writes the answer of one line."""
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        """The body of the answer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +26,7 @@ class ParsedLine:
 
     requests: tuple[GenerationRequest, ...]
     names: Callable[[GenerationRequest], Names]
-    reply: Callable[[str, int, str], WholeReply]
+    reply: Callable[[str, int, str], Reply]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +44,7 @@ def batch_endpoint(endpoint: Endpoint) -> BatchEndpoint:
         with client_names(endpoint.names):
             requests = endpoint.parse(body).requests(card)
 
-        def reply(name: str, created: int, digest: str) -> WholeReply:
+        def reply(name: str, created: int, digest: str) -> Reply:
             return endpoint.reply_to(requests[0], name, created, digest)
 
         return ParsedLine(requests, endpoint.names_in, reply)
@@ -68,7 +58,7 @@ def _parse_response(body: Mapping[str, Any], card: ModelCard | None) -> ParsedLi
             raise InvalidRequest(f"{name} must be left out in a batch", param=name, limit="left out")
     call = parse_response(body, card)
 
-    def reply(name: str, created: int, digest: str) -> WholeReply:
+    def reply(name: str, created: int, digest: str) -> Reply:
         head = ReplyHead(PREFIX + name, created, digest[:SHORT_DIGEST], call.generation)
         return ResponseReply(head, {**call.echo, "store": False})
 

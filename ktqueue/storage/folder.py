@@ -171,17 +171,12 @@ class FileWriting:
         self._store = store
         self._file = file
         self._buffer = bytearray()
-        self._size = 0
-
-    @property
-    def size(self) -> int:
-        """See `Writing`."""
-        return self._size
+        self.size = 0
 
     async def write(self, data: bytes) -> None:
         """See `Writing`."""
         self._buffer += data
-        self._size += len(data)
+        self.size += len(data)
         if len(self._buffer) >= PART_BYTES:
             await self.flush()
 

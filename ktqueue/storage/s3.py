@@ -152,19 +152,14 @@ class S3Writing:
         self._store = store
         self._name = name
         self._buffer = bytearray()
-        self._size = 0
+        self.size = 0
         self._upload_id = ""
         self._parts: list[dict[str, Any]] = []
-
-    @property
-    def size(self) -> int:
-        """See `Writing`."""
-        return self._size
 
     async def write(self, data: bytes) -> None:
         """See `Writing`."""
         self._buffer += data
-        self._size += len(data)
+        self.size += len(data)
         while len(self._buffer) > UPLOAD_BYTES:  # so the last part, which may be smaller, is never empty
             await self._send(UPLOAD_BYTES)
 
@@ -192,7 +187,7 @@ class S3Writing:
         except (NotStored, ValueError):
             return False
         etag = f"{md5(digests, usedforsecurity=False).hexdigest()}-{len(self._parts)}"
-        return bool(facts["ContentLength"] == self._size and facts["ETag"].strip('"') == etag)
+        return bool(facts["ContentLength"] == self.size and facts["ETag"].strip('"') == etag)
 
     async def abort(self) -> None:
         """Delete what was sent. If that fails, a sweep does it later."""

@@ -200,7 +200,7 @@ def parts(request: pytest.FixtureRequest) -> Any:
 
 def started(engine: Engine, costs: StepCosts) -> None:
     """Replace what the engine has learnt. It goes on learning nothing."""
-    engine.costs._points, engine.costs._middles, engine.costs._observed = costs.points, costs._middles, costs._observed
+    engine.costs.points, engine.costs._middles, engine.costs._observed = costs.points, costs._middles, costs._observed
     engine.costs.observe = lambda tokens, seconds: None  # type: ignore[method-assign]
 
 

@@ -74,8 +74,8 @@ BATCHES: dict[str, Mutation] = {
     "lines that cannot run keep all others waiting": Mutation(
         "each tenant and model has a share of the window",
         f"{STORED}/window.py",
-        "self._lines < self._size or group.lines < max(1, share * self._size)",
-        "self._lines < self._size",
+        "self.lines < self._size or group.lines < max(1, share * self._size)",
+        "self.lines < self._size",
         (f"{PARTS}::test_a_group_gets_its_share_of_a_window_that_others_have_filled",),
     ),
     "a segment is written again with more records": Mutation(

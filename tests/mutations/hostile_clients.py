@@ -47,7 +47,7 @@ HOSTILE_CLIENTS: dict[str, Mutation] = {
     "all bodies together have no limit": Mutation(
         "all unfinished bodies together have a limit of memory",
         "ktqueue/gateway/http/uploads.py",
-        "if self._held_bytes > self._settings.max_bodies_bytes:",
+        "if self.held_bytes > self._settings.max_bodies_bytes:",
         "if False:",
         (f"{LIMITS}::test_all_bodies_share_a_limit_and_the_largest_is_dropped",),
     ),

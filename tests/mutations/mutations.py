@@ -223,7 +223,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a mailbox has no limit": Mutation(
         "the mailbox of a slow reader is bounded",
         "ktqueue/broker/redis/hub.py",
-        "if self._bytes + len(message) > self._max_bytes:",
+        "if self.held_bytes + len(message) > self._max_bytes:",
         "if False:",
         (
             "tests/broker/redis/test_hub.py::test_an_overflow_drops_all_messages_and_is_reported_once",

@@ -23,35 +23,25 @@ class ForkedProcess:
     """A process that the fork server made; see Process. If the fork server dies, the process counts as killed."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._code: int | None = None
+        self.pid = pid
+        self.returncode: int | None = None
         self._ended = asyncio.Event()
-
-    @property
-    def pid(self) -> int:
-        """See Process."""
-        return self._pid
-
-    @property
-    def returncode(self) -> int | None:
-        """See Process."""
-        return self._code
 
     async def wait(self) -> int:
         """See Process."""
         await self._ended.wait()
-        assert self._code is not None
-        return self._code
+        assert self.returncode is not None
+        return self.returncode
 
     def send_signal(self, number: int, /) -> None:
         """See Process."""
-        if self._code is None:
+        if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+                os.kill(self.pid, number)
 
     def mark_ended(self, code: int) -> None:
         """Record that it has ended with this return code."""
-        self._code = code
+        self.returncode = code
         self._ended.set()
 
 

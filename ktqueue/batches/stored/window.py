@@ -26,14 +26,9 @@ class Window:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._lines = self._bytes = 0
+        self.lines = self._bytes = 0  # that run now
         self._groups: dict[Hashable, _Group] = {}  # that have or want lines
         self._waiting: list[tuple[asyncio.Future[None], int, Hashable]] = []
-
-    @property
-    def lines(self) -> int:
-        """Number of lines that run now."""
-        return self._lines
 
     def resize(self, size: int) -> None:
         """Change the number of lines."""
@@ -67,12 +62,12 @@ class Window:
     def _fits(self, size: int, group: _Group) -> bool:
         """Whether there is room in all, or in the share of the group."""
         share = 1 / len(self._groups)
-        has_line = self._lines < self._size or group.lines < max(1, share * self._size)
+        has_line = self.lines < self._size or group.lines < max(1, share * self._size)
         has_bytes = self._bytes + size <= MAX_BYTES or group.bytes + size <= share * MAX_BYTES
-        return has_line and (has_bytes or not self._lines)
+        return has_line and (has_bytes or not self.lines)
 
     def _count(self, lines: int, size: int, group: _Group) -> None:
-        self._lines += lines
+        self.lines += lines
         self._bytes += size
         group.lines += lines
         group.bytes += size

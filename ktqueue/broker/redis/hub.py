@@ -29,54 +29,39 @@ class Mail:
 
 
 class Mailbox:
-    """Messages of some channels for one reader, at most `max_bytes` bytes."""
+    """Messages of some channels for one reader, at most `max_bytes` bytes. `missed`: some were dropped since `take`."""
 
     def __init__(self, channels: tuple[str, ...], max_bytes: int) -> None:
         self.channels = channels
         self._max_bytes = max_bytes
         self._messages: deque[bytes] = deque()
-        self._bytes = 0
-        self._missed = False
+        self.held_bytes = 0
+        self.missed = False
         self._arrived = WakeUp()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the messages that wait to be taken."""
-        return self._bytes
-
-    @property
-    def missed(self) -> bool:
-        """Whether messages were dropped since the last `take`."""
-        return self._missed
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the messages that the reader has not taken."""
-        return self._bytes
 
     def put(self, message: bytes) -> None:
         """Add a message. An overflow drops all messages and sets `missed`."""
-        if self._bytes + len(message) > self._max_bytes:
+        if self.held_bytes + len(message) > self._max_bytes:
             self.miss()
             return
         self._messages.append(message)
-        self._bytes += len(message)
+        self.held_bytes += len(message)
         self._arrived.set()
 
     def miss(self) -> None:
         """Drop all messages and set `missed`, so that the reader reads the source again."""
         self._messages.clear()
-        self._bytes = 0
-        self._missed = True
+        self.held_bytes = 0
+        self.missed = True
         self._arrived.set()
 
     async def take(self, seconds: float) -> Mail:
         """Take all messages. Waits at most `seconds` for the first, then returns an empty Mail."""
         await self._arrived.wait(seconds)
-        mail = Mail(tuple(self._messages), self._missed)
+        mail = Mail(tuple(self._messages), self.missed)
         self._messages.clear()
-        self._bytes = 0
-        self._missed = False
+        self.held_bytes = 0
+        self.missed = False
         self._arrived.clear()
         return mail
 
@@ -117,7 +102,7 @@ class Hub:
     def waiting_bytes(self) -> int:
         """Bytes of the messages that wait in all mailboxes. A mailbox of several channels counts once."""
         mailboxes = {mailbox for topic in self._topics.values() for mailbox in topic.mailboxes}
-        return sum(mailbox.waiting_bytes for mailbox in mailboxes)
+        return sum(mailbox.held_bytes for mailbox in mailboxes)
 
     async def subscribe(self, *channels: str, max_bytes: int, seconds: float) -> Mailbox:
         """Make a mailbox that gets every message from now on: the server has acknowledged the subscription.

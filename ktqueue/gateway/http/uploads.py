@@ -32,17 +32,12 @@ class Uploads:
         self.grace_seconds = GRACE_SECONDS  # before the minimum rate applies
         self._settings = settings
         self._open: set[_Upload] = set()
-        self._held_bytes = 0
+        self.held_bytes = 0  # of all bodies that are being read
         self._turn = asyncio.Lock()  # first come, first served
 
     def __len__(self) -> int:
         """The number of bodies that are being read."""
         return len(self._open)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all bodies that are being read."""
-        return self._held_bytes
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytearray, None]:
@@ -62,7 +57,7 @@ class Uploads:
             yield upload.data
         finally:
             self._open.discard(upload)
-            self._held_bytes -= len(upload.data)
+            self.held_bytes -= len(upload.data)
             upload.data = bytearray()  # else the traceback of an error would keep it
 
     async def _receive(self, request: Request, upload: _Upload) -> None:
@@ -76,11 +71,11 @@ class Uploads:
                 raise ClientGone("the client left while sending its body")
             more = message.get("more_body", False)
             upload.data += message["body"]
-            self._held_bytes += len(message["body"])
+            self.held_bytes += len(message["body"])
             del message  # else a waiting request would keep a second copy
             if len(upload.data) > self._settings.max_body_bytes:
                 raise too_large(len(upload.data), self._settings.max_body_bytes)
-            if self._held_bytes > self._settings.max_bodies_bytes:
+            if self.held_bytes > self._settings.max_bodies_bytes:
                 self._drop_largest()
             if not upload.dropped:
                 self._set_deadline(upload, began, clock())
@@ -107,10 +102,10 @@ class Uploads:
             upload for upload in self._open if not upload.complete and not upload.dropped and not upload.timer.expired()
         ]
         for upload in sorted(waiting, key=lambda candidate: len(candidate.data), reverse=True):
-            if self._held_bytes <= KEPT_SHARE * self._settings.max_bodies_bytes:
+            if self.held_bytes <= KEPT_SHARE * self._settings.max_bodies_bytes:
                 break
             upload.dropped = True
-            self._held_bytes -= len(upload.data)
+            self.held_bytes -= len(upload.data)
             upload.data = bytearray()
             upload.timer.reschedule(0)
 

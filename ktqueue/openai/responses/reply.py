@@ -63,10 +63,10 @@ class ResponseReply:
             self._finish = delta.finish_reason
             yield from self._close_item()
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def last_chunks(self, usage: Usage) -> Iterator[Json]:
         """The last event, with the whole response."""
         status = self._status()
-        return self._event(f"response.{status}", response=self.response(status, usage))
+        yield self._event(f"response.{status}", response=self.response(status, usage))
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The response object of an answer that has ended."""
