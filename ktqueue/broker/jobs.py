@@ -337,12 +337,7 @@ def _depth(model: str, counts: Mapping[JobClass, tuple[int, int, float | None, i
 
 def _checked(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
-        raise InvalidRequest(
-            f"job_id must be 1 to 128 letters, digits or _ . : -, got {job_id[:80]!r}",
-            param="job_id",
-            limit="1 to 128 letters, digits or _ . : -",
-            value=job_id[:80],
-        )
+        raise InvalidRequest.must_be("job_id", "1 to 128 letters, digits or _ . : -", job_id[:80])
     return job_id
 
 

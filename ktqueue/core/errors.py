@@ -4,7 +4,7 @@ An error names the field, the limit and the value, so that a person can correct 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,12 @@ class KtqueueError(Exception):
         self.limit = limit
         self.value = value
         self.retry_after = retry_after  # seconds
+
+    @classmethod
+    def must_be(cls, param: str, wanted: str, value: float | str, *, limit: float | str | None = None) -> Self:
+        """The error `PARAM must be WANTED, got VALUE`. `limit`: as data; None: `wanted`."""
+        limit = wanted if limit is None else limit
+        return cls(f"{param} must be {wanted}, got {value!r}", param=param, limit=limit, value=value)
 
     def info(self) -> ErrorInfo:
         """The error as plain data."""

@@ -34,12 +34,11 @@ def parse(model: str) -> HubModel:
     """Parse `hf:OWNER/NAME[:VARIANT]`. Raises ConfigError."""
     repository, _, variant = model.removeprefix(PREFIX).partition(":")
     if not _REPOSITORY.fullmatch(repository) or model.endswith(":"):
-        raise ConfigError(
-            f"engine.model must be {PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME:QUANT, such as "
-            f"{PREFIX}Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M, got {model!r}",
-            param="engine.model",
+        raise ConfigError.must_be(
+            "engine.model",
+            f"{PREFIX}OWNER/NAME or {PREFIX}OWNER/NAME:QUANT, such as {PREFIX}Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M",
+            model,
             limit=f"{PREFIX}OWNER/NAME[:QUANT]",
-            value=model,
         )
     return HubModel(repository, variant or None)
 

@@ -36,9 +36,4 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt_to
     if not ids or max(ids) < vocab_size:
         return
     position = next(position for position, token_id in enumerate(ids) if token_id >= vocab_size)
-    raise InvalidRequest(
-        f"{param}[{position}] must be below {vocab_size}, got {ids[position]}",
-        param=f"{param}[{position}]",
-        limit=vocab_size - 1,
-        value=ids[position],
-    )
+    raise InvalidRequest.must_be(f"{param}[{position}]", f"below {vocab_size}", ids[position], limit=vocab_size - 1)

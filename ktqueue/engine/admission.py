@@ -63,11 +63,8 @@ class Admission:
         """
         prompt = self._prompt(prompt_token_ids)
         if sampling.n > self._max_num_seqs:
-            raise InvalidRequest(
-                f"n must be at most {self._max_num_seqs} on this worker, got {sampling.n}",
-                param="n",
-                limit=self._max_num_seqs,
-                value=sampling.n,
+            raise InvalidRequest.must_be(
+                "n", f"at most {self._max_num_seqs} on this worker", sampling.n, limit=self._max_num_seqs
             )
         if len(emitted) > sampling.n:
             raise InvalidRequest(

@@ -36,9 +36,7 @@ class FilesEndpoint(HTTPEndpoint):
         query = request.query_params
         limit, order = limit_of(request, default=MAX_LISTED, most=MAX_LISTED), query.get("order", "desc")
         if order not in ("asc", "desc"):
-            raise InvalidRequest(
-                f"order must be asc or desc, got {order[:80]!r}", param="order", limit="asc, desc", value=order[:80]
-            )
+            raise InvalidRequest.must_be("order", "asc or desc", order[:80], limit="asc, desc")
         records, has_more = await gateway.broker.files.list(
             tenant_of(request).name,
             limit=limit,

@@ -23,9 +23,7 @@ def limit_of(request: Request, *, default: int, most: int) -> int:
     """The query's `limit`, from 1 to `most`. Raises InvalidRequest."""
     limit = request.query_params.get("limit", str(default))
     if not (limit.isascii() and limit.isdecimal()) or len(limit) > 9 or not 1 <= int(limit) <= most:
-        raise InvalidRequest(
-            f"limit must be from 1 to {most}, got {limit[:80]!r}", param="limit", limit=most, value=limit[:80]
-        )
+        raise InvalidRequest.must_be("limit", f"from 1 to {most}", limit[:80], limit=most)
     return int(limit)
 
 

@@ -19,35 +19,38 @@ from ktqueue.loading.storage_format import Bytes, Floats, packaged_format
 
 __all__ = ["Bytes", "Floats"]
 
-# Elements and bytes of one block, as ggml (ggml-common.h) or FOLDER_FORMATS define them.
-BLOCKS: dict[str, tuple[int, int]] = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "Q4_0": (32, 18),
-    "Q8_0": (32, 34),
-    "Q2_K": (256, 84),
-    "Q3_K": (256, 110),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
-    "MXFP4": (32, 17),
-    "IQ2_XXS": (256, 66),
-    "IQ2_XS": (256, 74),
-    "IQ2_S": (256, 82),
-    "IQ3_XXS": (256, 98),
-    "IQ3_S": (256, 110),
-    "IQ1_S": (256, 50),
-    "IQ1_M": (256, 56),
-    "NVFP4": (64, 36),
-    "Q4_1": (32, 20),
-    "Q5_1": (32, 24),
-    "UINT4": (32, 19),
-    "FP8": (128, 132),
-    "FP4": (64, 44),
+_FORMATS: dict[str, tuple[int, list[Any]]] = {
+    "Q4_0": (32, [("d", "<f2"), ("q", "u1", 16)]),
+    "Q8_0": (32, [("d", "<f2"), ("q", "i1", 32)]),
+    "Q2_K": (256, [("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")]),
+    "Q3_K": (256, [("high", "u1", 32), ("q", "u1", 64), ("scales", "u1", 12), ("d", "<f2")]),
+    "Q4_K": (256, [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", 128)]),
+    "Q5_K": (256, [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("q", "u1", 128)]),
+    "Q6_K": (256, [("q", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("d", "<f2")]),
+    "IQ4_NL": (32, [("d", "<f2"), ("q", "u1", 16)]),
+    "IQ4_XS": (256, [("d", "<f2"), ("high", "<u2"), ("scales", "u1", 4), ("q", "u1", 128)]),
+    "MXFP4": (32, [("e", "u1"), ("q", "u1", 16)]),
+    "IQ2_XXS": (256, [("d", "<f2"), ("q", "u1", 64)]),
+    "IQ2_XS": (256, [("d", "<f2"), ("q", "u1", 72)]),
+    "IQ2_S": (256, [("d", "<f2"), ("q", "u1", 80)]),
+    "IQ3_XXS": (256, [("d", "<f2"), ("q", "u1", 96)]),
+    "IQ3_S": (256, [("d", "<f2"), ("q", "u1", 108)]),
+    "IQ1_S": (256, [("d", "<f2"), ("q", "u1", 48)]),
+    "IQ1_M": (256, [("q", "u1", 48), ("words", "<u2", 4)]),
+    "NVFP4": (64, [("e", "u1", 4), ("q", "u1", 32)]),
+    "Q4_1": (32, [("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]),
+    "Q5_1": (32, [("d", "<f2"), ("m", "<f2"), ("high", "u1", 4), ("q", "u1", 16)]),
+    "UINT4": (32, [("d", "<f2"), ("zero", "u1"), ("q", "u1", 16)]),
+    "FP8": (128, [("d", "<f4"), ("q", "u1", 128)]),
+    "FP4": (64, [("d", "<f4"), ("r", "<f4"), ("e", "u1", 4), ("q", "u1", (4, 8))]),
+    "Q5_0": (32, [("d", "<f2"), ("high", "<u4"), ("q", "u1", 16)]),
+    "TQ1_0": (256, [("five", "u1", 32), ("also_five", "u1", 16), ("four", "u1", 4), ("d", "<f2")]),
+    "TQ2_0": (256, [("q", "u1", 64), ("d", "<f2")]),
+    "Q1_0": (128, [("d", "<f2"), ("q", "u1", 16)]),
+    "Q2_0": (64, [("d", "<f2"), ("q", "u1", 16)]),
+    "Q2_0_128": (128, [("d", "<f2"), ("q", "u1", 32)]),
 }
+"""The elements of a block and its fields, as ggml (ggml-common.h) or FOLDER_FORMATS define them. Codes are `q`."""
 FOLDER_FORMATS = ("UINT4", "FP8", "FP4")
 """Formats of our own for weights of quantised Hugging Face folders that no format of GGUF holds exactly.
 
@@ -56,9 +59,17 @@ float8_e4m3fn; d * number. FP4: float d, float r, which are equal in all blocks 
 scales are multiplied by d + r and rounded once. So d + r can stand for a division.
 """
 
-FILE_BLOCKS = {quant: size for quant, size in BLOCKS.items() if quant not in FOLDER_FORMATS}
-FILE_BLOCKS |= {"Q5_0": (32, 22), "TQ1_0": (256, 54), "TQ2_0": (256, 66)}
-FILE_BLOCKS |= {"Q1_0": (128, 18), "Q2_0": (64, 18), "Q2_0_128": (128, 34)}
+REQUANTISED = {
+    "Q5_0": "Q8_0", "TQ1_0": "Q2_K", "TQ2_0": "Q2_K", "Q1_0": "Q4_0", "Q2_0": "Q4_0", "Q2_0_128": "Q4_0",
+}  # fmt: skip
+"""Formats that no kernel reads, and those in which they are loaded."""
+LAYOUTS = {quant: np.dtype(fields) for quant, (_, fields) in _FORMATS.items()}
+_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)} | {
+    quant: (elements, LAYOUTS[quant].itemsize) for quant, (elements, _) in _FORMATS.items()
+}
+BLOCKS = {quant: size for quant, size in _SIZES.items() if quant not in REQUANTISED}
+"""Elements and bytes of one block of the formats that kernels read."""
+FILE_BLOCKS = {quant: size for quant, size in _SIZES.items() if quant not in FOLDER_FORMATS}
 """All formats that a file may have. Those that are not in BLOCKS are in REQUANTISED.
 
 Q2_0_128 is Q2_0 as PrismML's fork of llama.cpp writes it, with the same number of the type.
@@ -81,7 +92,7 @@ def row_bytes(quant: str, columns: int) -> int:
 
 def _block(quant: str) -> tuple[int, int]:
     """Return elements and bytes of a block. Raises KeyError for an unknown format."""
-    if found := BLOCKS.get(quant) or FILE_BLOCKS.get(quant):
+    if found := _SIZES.get(quant):
         return found
     if (packaged := packaged_format(quant)) is None:
         raise KeyError(quant)
@@ -110,20 +121,6 @@ def tensor_bytes(quant: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1]) * row_bytes(quant, shape[-1])
 
 
-REQUANTISED = {
-    "Q5_0": "Q8_0", "TQ1_0": "Q2_K", "TQ2_0": "Q2_K", "Q1_0": "Q4_0", "Q2_0": "Q4_0", "Q2_0_128": "Q4_0",
-}  # fmt: skip
-_LAYOUTS = {
-    "Q5_0": np.dtype([("d", "<f2"), ("high", "<u4"), ("low", "u1", 16)]),
-    "TQ1_0": np.dtype([("five", "u1", 32), ("also_five", "u1", 16), ("four", "u1", 4), ("d", "<f2")]),
-    "TQ2_0": np.dtype([("q", "u1", 64), ("d", "<f2")]),
-    "Q1_0": np.dtype([("d", "<f2"), ("q", "u1", 16)]),
-    "Q2_0": np.dtype([("d", "<f2"), ("q", "u1", 16)]),
-    "Q2_0_128": np.dtype([("d", "<f2"), ("q", "u1", 32)]),
-}
-_Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])
-_Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
-_Q2_K = np.dtype([("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
 _POWERS_OF_3 = np.array([[1], [3], [9], [27], [81]], np.uint8)
 
 
@@ -145,18 +142,18 @@ def requantise(quant: str, data: Bytes) -> Bytes:
     if quant not in REQUANTISED:
         packaged = packaged_format(quant)
         return data if packaged is None else packaged.stored(data, BLOCKS[packaged.stored_as])
-    blocks = data.view(_LAYOUTS[quant])
+    blocks = data.view(LAYOUTS[quant])
     if REQUANTISED[quant] == "Q2_K":
-        ternary = np.empty(len(blocks), _Q2_K)
+        ternary = np.empty(len(blocks), LAYOUTS["Q2_K"])
         ternary["scales"] = 0x11
         ternary["q"] = blocks["q"] if quant == "TQ2_0" else _pairs_of_tq1(blocks)
         ternary["d"] = ternary["dmin"] = blocks["d"]
         return ternary.view(np.uint8)
     if REQUANTISED[quant] == "Q4_0":
         return _nibbles_of_few_bits(quant, blocks)
-    numbers = np.concatenate([blocks["low"] & 15, blocks["low"] >> 4], axis=1)  # [blocks, 32]
+    numbers = np.concatenate([blocks["q"] & 15, blocks["q"] >> 4], axis=1)  # [blocks, 32]
     numbers |= ((blocks["high"][:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
-    out = np.empty(len(blocks), _Q8_0)
+    out = np.empty(len(blocks), LAYOUTS["Q8_0"])
     out["d"] = blocks["d"]
     out["q"] = numbers.astype(np.int8) - 16
     return out.view(np.uint8)
@@ -171,7 +168,7 @@ def _nibbles_of_few_bits(quant: str, blocks: np.ndarray[Any, np.dtype[np.void]])
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes = (blocks["q"][..., None] >> shifts & np.uint8((1 << bits) - 1)).reshape(-1, 32)
     codes = codes * np.uint8(2) + np.uint8(7) if bits == 1 else codes + np.uint8(7)
-    out = np.empty(len(codes), _Q4_0)
+    out = np.empty(len(codes), LAYOUTS["Q4_0"])
     out["d"] = np.repeat(blocks["d"], len(codes) // len(blocks))
     out["q"] = codes[:, :16] | codes[:, 16:] << np.uint8(4)
     return out.view(np.uint8)

@@ -214,11 +214,11 @@ class ParsedOllama:
     def _check_context(self, card: ModelCard | None) -> None:
         wanted = (self.read.options or {}).get("num_ctx")
         if card is not None and isinstance(wanted, int) and wanted > card.max_model_len:
-            raise UnsupportedParameter(
-                f"options.num_ctx must be at most {card.max_model_len}, the context of {card.name}, got {wanted}",
-                param="options.num_ctx",
+            raise UnsupportedParameter.must_be(
+                "options.num_ctx",
+                f"at most {card.max_model_len}, the context of {card.name}",
+                wanted,
                 limit=card.max_model_len,
-                value=wanted,
             )
 
 

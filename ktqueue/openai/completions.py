@@ -75,9 +75,7 @@ class CompletionBody(CommonFields):
         if self.best_of is None or self.best_of == n:
             return n
         if self.best_of < n:
-            raise InvalidRequest(
-                f"best_of must be at least n ({n}), got {self.best_of}", param="best_of", limit=n, value=self.best_of
-            )
+            raise InvalidRequest.must_be("best_of", f"at least n ({n})", self.best_of, limit=n)
         if self.stream:
             raise UnsupportedParameter(
                 f"best_of must be equal to n ({n}) with stream: true, since the best choice is known at the end",

@@ -303,11 +303,8 @@ def check_context(config: EngineConfig, longest: int) -> None:
     """Raise ConfigError if the context is longer than `longest`, the model's longest context in tokens."""
     asked = config.max_model_len
     if asked is not None and asked > longest:
-        raise ConfigError(
-            f"engine.max_model_len must be at most {longest}, the model's longest context, got {asked}",
-            param="engine.max_model_len",
-            limit=longest,
-            value=asked,
+        raise ConfigError.must_be(
+            "engine.max_model_len", f"at most {longest}, the model's longest context", asked, limit=longest
         )
 
 
@@ -327,20 +324,23 @@ def check_choices(config: EngineConfig) -> None:
     """Check what does not depend on this machine. Raises ConfigError."""
     check_device_name(config.device)
     if not config.on_gpu and config.kv_cache_dtype == "fp8":
-        raise _wrong("kv_cache_dtype", config.kv_cache_dtype, f"auto on device {config.device}", "auto")
+        raise ConfigError.must_be(
+            "engine.kv_cache_dtype", f"auto on device {config.device}", config.kv_cache_dtype, limit="auto"
+        )
 
 
 def _check(config: EngineConfig) -> None:
     if config.max_num_seqs is not None and config.step_tokens < config.max_num_seqs:
         # Each running row needs a token of every step's budget.
-        limit = f"at least engine.max_num_seqs ({config.max_num_seqs})"
-        raise _wrong("max_num_batched_tokens", config.step_tokens, limit, config.max_num_seqs)
+        wanted = f"at least engine.max_num_seqs ({config.max_num_seqs})"
+        key = "engine.max_num_batched_tokens"
+        raise ConfigError.must_be(key, wanted, config.step_tokens, limit=config.max_num_seqs)
     check_choices(config)
     check_draft_model(config)
     names = config.served_model_name
     if len(names) > MAX_NAMES or len(set(names)) < len(names) or not all(0 < len(name) <= 256 for name in names):
         wanted = f"at most {MAX_NAMES} different names of 1 to 256 characters"
-        raise _wrong("served_model_name", ",".join(names), wanted, MAX_NAMES)
+        raise ConfigError.must_be("engine.served_model_name", wanted, ",".join(names), limit=MAX_NAMES)
     _check_parsers(config)
     try:
         native.isa()
@@ -353,15 +353,10 @@ def _check_parsers(config: EngineConfig) -> None:
     try:
         tool_parser_named(config.tool_call_parser, "")
     except KeyError:
-        raise _wrong("tool_call_parser", config.tool_call_parser, f"auto, none, {', '.join(TOOLS)}", "auto") from None
+        wanted = f"auto, none, {', '.join(TOOLS)}"
+        raise ConfigError.must_be("engine.tool_call_parser", wanted, config.tool_call_parser, limit="auto") from None
     try:
         reasoning_parser_named(config.reasoning_parser, "")
     except KeyError:
         wanted = f"auto, none, {', '.join(REASONING)}"
-        raise _wrong("reasoning_parser", config.reasoning_parser, wanted, "auto") from None
-
-
-def _wrong(name: str, value: float | str, wanted: str, limit: float | str) -> ConfigError:
-    return ConfigError(
-        f"engine.{name} must be {wanted}, got {value!r}", param=f"engine.{name}", limit=limit, value=value
-    )
+        raise ConfigError.must_be("engine.reasoning_parser", wanted, config.reasoning_parser, limit="auto") from None

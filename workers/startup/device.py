@@ -109,6 +109,4 @@ def missing_cuda(found: CudaInstallation) -> str | None:
 
 
 def _wrong(device: str, wanted: str, limit: str = SUPPORTED) -> ConfigError:
-    return ConfigError(
-        f"engine.device must be {wanted}, got {device!r}", param="engine.device", limit=limit, value=device
-    )
+    return ConfigError.must_be("engine.device", wanted, device, limit=limit)

@@ -169,5 +169,4 @@ def _check_same(draft: Vocabulary, vocabulary: Vocabulary, path: str) -> None:
 
 
 def _wrong(name: str, value: str, wanted: str) -> ConfigError:
-    param = f"engine.{name}"
-    return ConfigError(f"{param} must be {wanted}, got {value!r}", param=param, limit=wanted, value=value)
+    return ConfigError.must_be(f"engine.{name}", wanted, value)

@@ -122,7 +122,7 @@ def _networks(values: Iterable[str], key: str) -> None:
         try:
             ip_network(value, strict=False)
         except ValueError as error:
-            raise _wrong(key, "IP addresses or networks", "addresses or networks", value) from error
+            raise ConfigError.must_be(key, "IP addresses or networks", value, limit="addresses or networks") from error
 
 
 def _origins(values: Iterable[str], key: str) -> None:
@@ -130,8 +130,4 @@ def _origins(values: Iterable[str], key: str) -> None:
     for value in values:
         if value != "*" and not _ORIGIN.fullmatch(value):
             limit = "* or scheme://host[:port]"
-            raise _wrong(key, "origins such as https://example.org:8443, or *", limit, value)
-
-
-def _wrong(key: str, wanted: str, limit: float | str, value: float | str) -> ConfigError:
-    return ConfigError(f"{key} must be {wanted}, got {value!r}", param=key, limit=limit, value=value)
+            raise ConfigError.must_be(key, "origins such as https://example.org:8443, or *", value, limit=limit)

@@ -88,7 +88,7 @@ class Setting:
 
     def error(self, wanted: str, limit: float | str, value: float | str) -> ConfigError:
         """The error for a wrong value."""
-        return ConfigError(f"{self.key} must be {wanted}, got {value!r}", param=self.key, limit=limit, value=value)
+        return ConfigError.must_be(self.key, wanted, value, limit=limit)
 
 
 def setting(default: Any, summary: str, *, secret: bool = False, **description: Any) -> Any:
@@ -119,11 +119,8 @@ def check_order(section: str, config: Any, smaller: str, larger: str) -> None:
     """Raise ConfigError if the setting `larger` of a section is below the setting `smaller`."""
     least, value = getattr(config, smaller), getattr(config, larger)
     if value < least:
-        raise ConfigError(
-            f"{section}.{larger} must be a number from {least} on ({section}.{smaller}), got {value!r}",
-            param=f"{section}.{larger}",
-            limit=least,
-            value=value,
+        raise ConfigError.must_be(
+            f"{section}.{larger}", f"a number from {least} on ({section}.{smaller})", value, limit=least
         )
 
 

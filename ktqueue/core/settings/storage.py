@@ -54,11 +54,8 @@ class StorageConfig:
         """Raises ConfigError naming the key."""
         check_settings("storage", self)
         if self.location is not None and "://" in self.location and _S3.fullmatch(self.location) is None:
-            raise ConfigError(
-                f"storage.location must be a folder or s3://BUCKET[/PREFIX], got {self.location!r}",
-                param="storage.location",
-                limit="s3://BUCKET[/PREFIX]",
-                value=self.location,
+            raise ConfigError.must_be(
+                "storage.location", "a folder or s3://BUCKET[/PREFIX]", self.location, limit="s3://BUCKET[/PREFIX]"
             )
 
     @property

@@ -23,12 +23,7 @@ def check_encoding(encoding: str) -> str:
     """The `Content-Encoding` of a request in lower case. Only one is allowed. Raises UnsupportedMediaType."""
     name = encoding.strip().lower() or "identity"
     if name not in ("gzip", "x-gzip", "deflate", "identity"):
-        raise UnsupportedMediaType(
-            f"content-encoding must be one of {ENCODINGS}, got {encoding[:80]!r}",
-            param="content-encoding",
-            limit=ENCODINGS,
-            value=encoding[:80],
-        )
+        raise UnsupportedMediaType.must_be("content-encoding", f"one of {ENCODINGS}", encoding[:80], limit=ENCODINGS)
     return name
 
 

@@ -80,12 +80,7 @@ def _checked_place(name: str, text: str | None, parts_allowed: bool) -> StreamPl
         return None
     match = _PLACE.fullmatch(text)
     if match is None or (match[2] is not None and not parts_allowed):
-        raise InvalidRequest(
-            f"{name} must be the number of an event, got {text[:80]!r}",
-            param=name,
-            limit="0 or a positive integer",
-            value=text[:80],
-        )
+        raise InvalidRequest.must_be(name, "the number of an event", text[:80], limit="0 or a positive integer")
     return int(match[1]), inf if match[2] is None else float(match[2])
 
 

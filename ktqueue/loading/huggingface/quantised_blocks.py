@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from ktqueue.loading.weight_formats import Bytes, Floats
+from ktqueue.loading.weight_formats import LAYOUTS, Bytes, Floats
 from ktqueue.operators import native
 
 Halves = npt.NDArray[np.float16]
@@ -20,12 +20,6 @@ FP8_BLOCK = 128  # columns of a block of FP8
 PART = 1 << 19  # weights
 LARGE = 16 << 20  # weights; experts have fewer, and are converted beside each other (single_experts.py)
 FP4_BLOCK, FP4_GROUP = 64, 16  # columns of a block of FP4, and those of its scales
-_Q4_0 = np.dtype([("d", "<f2"), ("low", "u1", 16)])
-_UINT4 = np.dtype([("d", "<f2"), ("zero", "u1"), ("low", "u1", 16)])
-_Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
-_FP8 = np.dtype([("d", "<f4"), ("q", "u1", 128)])
-_FP4 = np.dtype([("d", "<f4"), ("r", "<f4"), ("e", "u1", 4), ("q", "u1", (4, 8))])
-_MXFP4 = np.dtype([("e", "u1"), ("q", "u1", 16)])
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FLOAT4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _HALF_STEP = 2.0**-25
@@ -108,12 +102,12 @@ def four_bit_blocks(columns: int, codes_of: Callable[[slice], Bytes], scales: Ha
 
 def _four_bit_blocks(codes: Bytes, scales: Halves, zeros: Bytes | None) -> Bytes:
     rows, columns = codes.shape
-    out = np.empty((rows, columns // GROUP), _Q4_0 if zeros is None else _UINT4)
+    out = np.empty((rows, columns // GROUP), LAYOUTS["Q4_0"] if zeros is None else LAYOUTS["UINT4"])
     times = columns // GROUP // scales.shape[1]
     out["d"] = np.repeat(scales, times, 1)
     if zeros is not None:
         out["zero"] = np.repeat(zeros, times, 1)
-    _join_halves(codes, GROUP, out["low"])
+    _join_halves(codes, GROUP, out["q"])
     return out.reshape(-1).view(np.uint8)
 
 
@@ -128,7 +122,7 @@ def _join_halves(codes: Bytes, group: int, out: Bytes) -> None:
 def eight_bit_blocks(numbers: npt.NDArray[np.int8], scales: Halves) -> Bytes:
     """Return signed numbers [rows, columns], with scales [rows, groups], as Q8_0."""
     rows, columns = numbers.shape
-    out = np.empty((rows, columns // GROUP), _Q8_0)
+    out = np.empty((rows, columns // GROUP), LAYOUTS["Q8_0"])
     out["d"] = np.repeat(scales, columns // GROUP // scales.shape[1], 1)
     out["q"] = numbers.reshape(rows, -1, GROUP)
     return out.reshape(-1).view(np.uint8)
@@ -137,7 +131,7 @@ def eight_bit_blocks(numbers: npt.NDArray[np.int8], scales: Halves) -> Bytes:
 def float8_blocks(numbers: Bytes, scales: Floats) -> Bytes:
     """Return numbers in float8_e4m3fn [rows, columns], with scales [rows, columns / 128], as FP8."""
     rows = len(numbers)
-    out = np.empty(scales.shape, _FP8)
+    out = np.empty(scales.shape, LAYOUTS["FP8"])
     out["d"] = scales
     out["q"] = numbers.reshape(rows, -1, FP8_BLOCK)
     return out.reshape(-1).view(np.uint8)
@@ -177,7 +171,7 @@ def float4_blocks(codes: Bytes, scales: Bytes, factors: tuple[float, float]) -> 
     factors: d and r of all blocks. The columns are a multiple of 64.
     """
     rows, columns = codes.shape
-    out = np.empty((rows, columns // FP4_BLOCK), _FP4)
+    out = np.empty((rows, columns // FP4_BLOCK), LAYOUTS["FP4"])
     out["d"], out["r"] = factors
     out["e"] = scales.reshape(rows, -1, 4)
     _join_halves(codes, FP4_GROUP, out["q"])
@@ -186,7 +180,7 @@ def float4_blocks(codes: Bytes, scales: Bytes, factors: tuple[float, float]) -> 
 
 def mxfp4_blocks(codes: Bytes, exponents: Bytes) -> Bytes:
     """Return numbers of float4_e2m1 [rows, columns] by their codes, with exponents [rows, columns / 32], as MXFP4."""
-    out = np.empty(exponents.shape, _MXFP4)
+    out = np.empty(exponents.shape, LAYOUTS["MXFP4"])
     out["e"] = exponents
     _join_halves(codes, GROUP, out["q"])
     return out.reshape(-1).view(np.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ktqueue.loading.quantize import quantize
-from ktqueue.loading.weight_formats import Bytes
+from ktqueue.loading.weight_formats import LAYOUTS, Bytes
 
 GROUP = 32  # elements per block in formats without blocks
 _JITTER = 0.25  # relative variation of block scales, up and down
@@ -18,31 +18,6 @@ _SCALES = range(16, 32)  # of 64: large enough to vary, small enough for a norma
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
-_LAYOUTS: dict[str, list[Any]] = {
-    "Q4_0": [("d", "<f2"), ("q", "u1", 16)],
-    "Q8_0": [("d", "<f2"), ("q", "i1", 32)],
-    "Q2_K": [("scales", "u1", 16), ("q", "u1", 64), ("d", "<f2"), ("dmin", "<f2")],
-    "Q3_K": [("high", "u1", 32), ("q", "u1", 64), ("scales", "u1", 12), ("d", "<f2")],
-    "Q4_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", 128)],
-    "Q5_K": [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("q", "u1", 128)],
-    "Q6_K": [("q", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("d", "<f2")],
-    "IQ4_NL": [("d", "<f2"), ("q", "u1", 16)],
-    "IQ4_XS": [("d", "<f2"), ("high", "<u2"), ("scales", "u1", 4), ("q", "u1", 128)],
-    "MXFP4": [("e", "u1"), ("q", "u1", 16)],
-    "IQ2_XXS": [("d", "<f2"), ("q", "u1", 64)],
-    "IQ2_XS": [("d", "<f2"), ("q", "u1", 72)],
-    "IQ2_S": [("d", "<f2"), ("q", "u1", 80)],
-    "IQ3_XXS": [("d", "<f2"), ("q", "u1", 96)],
-    "IQ3_S": [("d", "<f2"), ("q", "u1", 108)],
-    "IQ1_S": [("d", "<f2"), ("q", "u1", 48)],
-    "IQ1_M": [("q", "u1", 48), ("words", "<u2", 4)],
-    "NVFP4": [("e", "u1", 4), ("q", "u1", 32)],
-    "Q4_1": [("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)],
-    "Q5_1": [("d", "<f2"), ("m", "<f2"), ("high", "u1", 4), ("q", "u1", 16)],
-    "UINT4": [("d", "<f2"), ("zero", "u1"), ("q", "u1", 16)],
-    "FP8": [("d", "<f4"), ("q", "u1", 128)],
-    "FP4": [("d", "<f4"), ("r", "<f4"), ("e", "u1", 4), ("q", "u1", 32)],
-}
 # The root mean square of weights of random bits for d = 1. It is sqrt(mean of the grid's squares) times that of scales.
 _GRID_UNITS = {
     "IQ2_XXS": 53.36,
@@ -63,10 +38,10 @@ def random_blocks(quant: str, count: int, deviation: float, random: Random) -> B
 
     F32, F16 and BF16 are normally distributed.
     """
-    if quant not in _LAYOUTS:
+    if quant not in LAYOUTS:
         values = random.standard_normal((count, GROUP), np.float32)
         return quantize(values * np.float32(deviation), quant)
-    layout = np.dtype(_LAYOUTS[quant])
+    layout = LAYOUTS[quant]
     blocks = np.frombuffer(bytearray(random.bytes(count * layout.itemsize)), layout)
     _SET[quant](blocks, deviation, random)
     return blocks.view(np.uint8).reshape(count, layout.itemsize)
