@@ -10,14 +10,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from ktqueue.broker.files import FileFacts, FileLimits, FileRecord, content_name, new_file_id
-from ktqueue.core.errors import FileLimitReached, FileNotFound, InvalidRequest, KtqueueError, Unavailable
+from ktqueue.core.errors import FileLimitReached, FileNotFound, KtqueueError, Unavailable
 from ktqueue.gateway.errors import PermissionDenied, RangeNotSatisfiable
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import Tenant, tenant_of
 from ktqueue.gateway.http.byte_ranges import requested_range
 from ktqueue.gateway.http.responses import error_response, json_response
 from ktqueue.gateway.http.upload_form import FORM_BYTES, UploadForm, boundary_of, file_too_large
-from ktqueue.gateway.listing import limit_of, page_json
+from ktqueue.gateway.listing import limit_of, order_of, page_json
 from ktqueue.openai.files import file_json, parse_upload
 from ktqueue.storage.store import NotStored
 
@@ -34,14 +34,11 @@ class FilesEndpoint(HTTPEndpoint):
         """List the tenant's files, newest first unless `order` is asc. Raises InvalidRequest."""
         gateway: Gateway = request.app.state.gateway
         query = request.query_params
-        limit, order = limit_of(request, default=MAX_LISTED, most=MAX_LISTED), query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest.must_be("order", "asc or desc", order[:80], limit="asc, desc")
         records, has_more = await gateway.broker.files.list(
             tenant_of(request).name,
-            limit=limit,
+            limit=limit_of(request, default=MAX_LISTED, most=MAX_LISTED),
             purpose=query.get("purpose"),
-            order="asc" if order == "asc" else "desc",
+            order=order_of(request),
             after=query.get("after"),
         )
         return json_response(page_json(records, file_json, has_more=has_more))

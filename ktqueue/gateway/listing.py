@@ -1,7 +1,7 @@
-"""Lists over HTTP: how many entries a client asks for, and OpenAI's page of a list."""
+"""Lists over HTTP: how many entries a client asks for and in which order, and OpenAI's page of a list."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -25,6 +25,14 @@ def limit_of(request: Request, *, default: int, most: int) -> int:
     if not (limit.isascii() and limit.isdecimal()) or len(limit) > 9 or not 1 <= int(limit) <= most:
         raise InvalidRequest.must_be("limit", f"from 1 to {most}", limit[:80], limit=most)
     return int(limit)
+
+
+def order_of(request: Request) -> Literal["asc", "desc"]:
+    """The query's `order`, by default desc: the latest first. Raises InvalidRequest."""
+    order = request.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest.must_be("order", "asc or desc", order[:80], limit="asc, desc")
+    return "asc" if order == "asc" else "desc"
 
 
 def page_json(records: Sequence[Record], as_json: Callable[[Record], Any], *, has_more: bool) -> dict[str, Any]:

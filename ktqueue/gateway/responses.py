@@ -26,11 +26,13 @@ from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key, rate_headers
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.http.sse import EventStream
+from ktqueue.gateway.listing import limit_of, order_of
 from ktqueue.openai.choices import Choices
 from ktqueue.openai.client_names import client_names, rename
 from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.errors import JobEnded
 from ktqueue.openai.responses.body import NAMES, PREFIX, ResponseCall, parse_response
+from ktqueue.openai.responses.items import items_of
 from ktqueue.openai.responses.reply import ResponseReply, assistant_message
 from ktqueue.openai.stream_format import EVENTS, named_event
 
@@ -163,20 +165,25 @@ async def cancel_response(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """GET /v1/responses/{id}/input_items: the messages of the conversation before the answer."""
+    """GET /v1/responses/{id}/input_items: the conversation before the answer, its last item first by default.
+
+    Raises InvalidRequest.
+    """
+    limit, order, after = limit_of(request, default=20, most=100), order_of(request), request.query_params.get("after")
     response_id, stored = await _stored(request)
-    items = [
-        {
-            "id": f"msg_{response_id.removeprefix(PREFIX)}_in{place}",
-            "type": "message",
-            "role": message["role"],
-            "status": "completed",
-            "content": [{"type": "input_text", "text": str(message.get("content") or "")}],
-        }
-        for place, message in enumerate(stored.messages)
-    ]
-    ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return json_response({"object": "list", "data": items, "first_id": ends[0], "last_id": ends[1], "has_more": False})
+    items = items_of(stored.messages, response_id.removeprefix(PREFIX))
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest.must_be("after", "the id of an item", after[:80])
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    has_more = start + limit < len(items)
+    return json_response(
+        {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
+    )
 
 
 async def _stored(request: Request) -> tuple[str, StoredResponse]:

@@ -238,7 +238,8 @@ def _response_paths() -> Json:
     name = [{"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}]
     delete = _get("deleteResponse", "Cancel and forget a response.", None)
     cancel = _get("cancelResponse", "Cancel a response.", shapes.ResponseObject)
-    items = _get("listInputItems", "List the messages of a response's conversation.", None)
+    items = _get("listInputItems", "List the items of a response's conversation.", None, ("400", *_READ))
+    items["parameters"] = _order_after_limit(100)
     return {
         "/v1/responses": {"post": create},
         "/v1/responses/{response_id}": {"get": get, "delete": delete, "parameters": name},
@@ -286,9 +287,7 @@ def _file_paths() -> Json:
     listing = _get("listFiles", "List files.", batch_shapes.FileList, errors=("400", "401", "503"))
     listing["parameters"] = [
         {"name": "purpose", "in": "query", "schema": text},
-        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
-        {"name": "after", "in": "query", "schema": text},
-        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}},
+        *_order_after_limit(10_000),
     ]
     name = [{"name": "file_id", "in": "path", "required": True, "schema": text}]
     read = _text("readFile", "The bytes of a file, or a range of them.", "application/octet-stream")
@@ -352,6 +351,14 @@ def _get(
     error: type[BaseModel] = shapes.ErrorResponse,
 ) -> Json:
     return {"operationId": operation, "summary": summary, "responses": _responses("200", model, errors, error)}
+
+
+def _order_after_limit(most: int) -> list[Json]:
+    return [
+        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": most}},
+    ]
 
 
 def _text(operation: str, summary: str, media_type: str = "text/plain") -> Json:

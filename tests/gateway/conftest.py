@@ -15,7 +15,7 @@ import redis
 from openai.types import Batch, Completion, ErrorObject, FileDeleted, FileObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response as OpenAIResponse
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from scripted_worker import CARD, ScriptedWorker, Step, ended, token
 from served_gateway import Conforms, EventFrames, PostStream, ServeWith, read_frames, serving
@@ -185,6 +185,7 @@ TYPES: dict[str, Any] = {
     "Model": Model,
     "OpenAIFile": FileObject,
     "Response": OpenAIResponse,
+    "ResponseItemList": ResponseItemList,
     "ResponseStreamEvent": ResponseStreamEvent,
 }
 

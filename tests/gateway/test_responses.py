@@ -139,6 +139,38 @@ async def test_a_conversation_goes_on_with_a_call_and_its_output(
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
 
 
+async def test_the_items_of_a_conversation_are_listed_as_they_came(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
+    first = (await http.post(PATH, json={**BODY, "instructions": "Be brief"})).json()
+    asked = [{"type": "input_text", "text": "Is it"}, {"type": "input_text", "text": " wet?"}]
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "user", "content": asked},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+    ]
+    made = (await http.post(PATH, json={**BODY, "input": items, "previous_response_id": first["id"]})).json()
+    path = f"{PATH}/{made['id']}/input_items"
+    listed = (await http.get(path, params={"order": "asc"})).json()
+    conforms(listed, "ResponseItemList")
+    text = {"type": "output_text", "text": "Once upon a time", "annotations": [], "logprobs": []}
+    told = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Tell me"}]}
+    assert [{name: item[name] for name in item if name not in ("id", "status")} for item in listed["data"]] == [
+        told, {"type": "message", "role": "assistant", "content": [text]}, *items
+    ]  # fmt: skip
+    ids = [item["id"] for item in listed["data"]]
+    assert len(set(ids)) == 6
+    assert [item["id"] for item in (await http.get(path)).json()["data"]] == ids[::-1]  # OpenAI's default
+    page = (await http.get(path, params={"limit": 2, "after": ids[4]})).json()
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (ids[3], ids[2], True)
+    last = (await http.get(path, params={"limit": 2, "after": ids[0]})).json()
+    assert (last["data"], last["has_more"]) == ([], False)
+    for name, value in (("order", "up"), ("limit", "101"), ("after", "msg_none")):
+        refused = await http.get(path, params={name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 async def test_a_response_in_the_background_can_be_followed_from_any_event(
     http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
