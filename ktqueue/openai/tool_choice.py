@@ -23,6 +23,8 @@ Json = dict[str, Any]
 def _checked_choice(value: Any) -> Any:
     if value is None or value in MODES:
         return value
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = {"type": "function", **value}  # huggingface_hub leaves the type out
     wanted = 'none, auto, required, {"type": "function", ...} or {"type": "allowed_tools", ...}'
     if not isinstance(value, dict) or value.get("type") not in ("function", "allowed_tools"):
         raise must_be(wanted, value)

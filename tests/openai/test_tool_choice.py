@@ -46,6 +46,8 @@ def test_a_named_function_is_the_only_one_in_the_grammar_and_is_called_once() ->
     grammar = request(**fields).grammar or ""
     assert '"g"' in grammar and '"f"' not in grammar
     assert request(**fields, parallel_tool_calls=False).grammar == request(**fields, parallel_tool_calls=True).grammar
+    of_huggingface_hub = {**fields, "tool_choice": {"function": {"name": "g"}}}
+    assert request(**of_huggingface_hub).grammar == grammar
     every = {**fields, "tool_choice": "required"}
     assert request(**every, parallel_tool_calls=False).grammar != request(**every).grammar
 
