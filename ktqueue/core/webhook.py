@@ -11,6 +11,7 @@ from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the IPv4 address is in the last 32 bits
+UNICAST = ipaddress.ip_network("2000::/3")  # all that is assigned for the public Internet
 NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")  # RFC 8215
 EVENTS = ("completed", "failed")  # the job is done, or ended in any other state
 MAX_URL = 2_048  # characters
@@ -82,6 +83,8 @@ def is_public(address: str) -> bool:
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
         if inner is not None:
             return is_public(str(inner))
+        if ip not in UNICAST:  # such as fec0::/10, which was for sites, and ::/96, which were IPv4 addresses
+            return False
     return ip.is_global and not ip.is_multicast
 
 

@@ -11,10 +11,11 @@ from starlette.types import Send
 
 from ktqueue.broker.files import FileFacts, FileLimits, FileRecord, content_name, new_file_id
 from ktqueue.core.errors import FileLimitReached, FileNotFound, KtqueueError, Unavailable
-from ktqueue.gateway.errors import PermissionDenied, RangeNotSatisfiable
+from ktqueue.gateway.errors import RangeNotSatisfiable
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.auth import Tenant, tenant_of
 from ktqueue.gateway.http.byte_ranges import requested_range
+from ktqueue.gateway.http.headers import check_origin
 from ktqueue.gateway.http.responses import error_response, json_response
 from ktqueue.gateway.http.upload_form import FORM_BYTES, UploadForm, boundary_of, file_too_large
 from ktqueue.gateway.listing import limit_of, order_of, page_json
@@ -56,7 +57,7 @@ class FilesEndpoint(HTTPEndpoint):
         return json_response(file_json(record))
 
     async def _upload(self, request: Request, gateway: Gateway) -> FileRecord:
-        _check_origin(request, gateway.config.gateway.cors_origins)
+        check_origin(request.headers, gateway.config.gateway.cors_origins, "upload files")
         tenant = tenant_of(request)
         limits = FileLimits.of(gateway.config.storage, tenant.limits)
         form = UploadForm(boundary_of(request.headers), gateway.config.storage.max_file_bytes)
@@ -175,15 +176,3 @@ async def _delete_content(gateway: Gateway, file_id: str) -> None:
         await gateway.store.delete(content_name(file_id))
     except Unavailable as error:
         logger.warning("the bytes of %s are deleted later: %s", file_id, error.message)
-
-
-def _check_origin(request: Request, allowed: tuple[str, ...]) -> None:
-    """Refuse forms of foreign web pages: browsers send them without a preflight. Raises PermissionDenied."""
-    origin = request.headers.get("origin")
-    if origin is None or "*" in allowed or origin in allowed:
-        return
-    if origin.partition("://")[2] == request.headers.get("host"):
-        return
-    raise PermissionDenied(
-        f"pages of {origin[:80]} may not upload files (gateway.cors_origins)", param="origin", value=origin[:80]
-    )

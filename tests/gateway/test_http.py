@@ -73,6 +73,17 @@ async def test_without_settings_no_other_origin_is_allowed(http: httpx.AsyncClie
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+async def test_foreign_pages_cannot_send_a_body_without_a_type(serve_with: ServeWith, worker: ScriptedWorker) -> None:
+    """A browser asks nobody before it sends `new Blob([text])`, which has no type."""
+    data = json.dumps(BODY).encode()
+    async with serve_with(cors_origins=(ORIGIN,)) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        for path in (CHAT, "/v1/messages", "/api/chat", "/v1/jobs", "/v1/responses", "/v1/tokenize"):
+            answer = await http.post(path, content=data, headers={"origin": "https://evil.example"})
+            assert answer.status_code == 403 and "gateway.cors_origins" in answer.text
+        for headers in ({}, {"origin": ORIGIN}, {"origin": url}):
+            assert (await http.post(CHAT, content=data, headers=headers)).status_code == 200
+
+
 async def raw(url: str, version: str, path: str, body: dict[str, Any]) -> tuple[dict[str, str], bytes]:
     """Send a request of HTTP/1.0. Returns the answer's headers, and its bytes up to the end of the connection."""
     host, port = url.removeprefix("http://").split(":")

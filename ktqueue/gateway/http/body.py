@@ -11,10 +11,11 @@ from starlette.requests import Request
 from ktqueue.core.config import GatewayConfig
 from ktqueue.gateway.errors import UnsupportedMediaType
 from ktqueue.gateway.http.body_decoding import check_encoding, decode_content, decode_object
+from ktqueue.gateway.http.headers import check_origin
 from ktqueue.gateway.http.uploads import Uploads, too_large
 
 # aiohttp calls bytes an octet-stream, as LiteLLM does with Ollama's form. A web page may send none of these to another
-# origin without a preflight, in contrast to text/plain and forms.
+# origin without a preflight, in contrast to text/plain, forms and bodies without a type.
 JSON_TYPES = ("application/json", "application/octet-stream")
 LARGE = 128 << 10  # bytes; a smaller body takes a few milliseconds
 
@@ -36,15 +37,17 @@ class BodyReader:
     def __init__(self, settings: GatewayConfig) -> None:
         self.uploads = Uploads(settings)
         self._max_bytes = settings.max_body_bytes
+        self._cors_origins = settings.cors_origins
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
 
     async def read(self, request: Request) -> JsonBody:
         """The request's body as a JSON object.
 
-        Raises UnsupportedMediaType, RequestTooLarge (as soon as it is known), MalformedBody (also for broken UTF-8, NaN
-        and nesting that is too deep for the parser), and what `Uploads.read` raises.
+        Raises UnsupportedMediaType, PermissionDenied (of a foreign page), RequestTooLarge (as soon as it is known),
+        MalformedBody (also for broken UTF-8, NaN and nesting that is too deep for the parser), and what `Uploads.read`
+        raises.
         """
-        _check_media_type(request)
+        self._check_media_type(request)
         encoding = check_encoding(request.headers.get("content-encoding", ""))
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
@@ -66,19 +69,19 @@ class BodyReader:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-
-def _check_media_type(request: Request) -> None:
-    content_type = request.headers.get("content-type")
-    if content_type is None:
-        return
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json")):
-        return
-    form = kind == "application/x-www-form-urlencoded"
-    hint = ": curl -d sends this unless told otherwise with -H 'content-type: application/json'" if form else ""
-    raise UnsupportedMediaType(
-        f"content-type must be application/json, got {content_type[:80]!r}{hint}",
-        param="content-type",
-        limit="application/json",
-        value=content_type[:80],
-    )
+    def _check_media_type(self, request: Request) -> None:
+        content_type = request.headers.get("content-type")
+        if content_type is None:
+            check_origin(request.headers, self._cors_origins, "send JSON without a content type")
+            return
+        kind = content_type.partition(";")[0].strip().lower()
+        if kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json")):
+            return
+        form = kind == "application/x-www-form-urlencoded"
+        hint = ": curl -d sends this unless told otherwise with -H 'content-type: application/json'" if form else ""
+        raise UnsupportedMediaType(
+            f"content-type must be application/json, got {content_type[:80]!r}{hint}",
+            param="content-type",
+            limit="application/json",
+            value=content_type[:80],
+        )

@@ -1,4 +1,4 @@
-"""Request headers: request id, idempotency key, conversation, last event. Response headers: rate limits."""
+"""Request headers: request id, origin, idempotency key, conversation, last event. Response headers: rate limits."""
 
 import re
 from math import ceil, inf
@@ -8,6 +8,7 @@ from starlette.datastructures import Headers, QueryParams
 
 from ktqueue.broker.limits import TenantUsage
 from ktqueue.core.errors import InvalidRequest
+from ktqueue.gateway.errors import PermissionDenied
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
@@ -35,6 +36,16 @@ def request_id(headers: Headers) -> str:
 def new_request_id() -> str:
     """An id for a request that has none."""
     return f"req-{uuid4().hex}"
+
+
+def check_origin(headers: Headers, allowed: tuple[str, ...], what: str) -> None:
+    """Refuse what browsers let foreign web pages send without a preflight. Raises PermissionDenied."""
+    origin = headers.get("origin")
+    if origin is None or "*" in allowed or origin in allowed or origin.partition("://")[2] == headers.get("host"):
+        return
+    raise PermissionDenied(
+        f"pages of {origin[:80]} may not {what} (gateway.cors_origins)", param="origin", value=origin[:80]
+    )
 
 
 def idempotency_key(headers: Headers) -> str | None:

@@ -242,6 +242,8 @@ async def test_private_addresses_are_not_called(config: Config, receiver: Receiv
         "224.0.0.1",
         "fe80::1",
         "fd00::1",
+        "fec0::1",
+        "::10.0.0.1",
         "2002:7f00:1::",
         "64:ff9b:1::1",
         "64:ff9b::7f00:1",
