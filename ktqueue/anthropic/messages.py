@@ -177,6 +177,8 @@ def _chat(body: Mapping[str, Any], read: CountBody) -> ChatBody:
             )
     if others.get("n") not in (None, 1):
         raise InvalidRequest("n must be 1: a message is one choice", param="n", limit=1, value=short_repr(others["n"]))
+    if others.get("service_tier") == "standard_only":  # Anthropic's name
+        others["service_tier"] = "default"
     return parse_chat({**others, **read.chat()})
 
 

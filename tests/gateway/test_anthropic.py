@@ -175,6 +175,7 @@ async def test_blocks_become_chat_messages(http: httpx.AsyncClient, thinker: Scr
         "tool_choice": {"type": "auto"},
         "thinking": {"type": "disabled"},
         "metadata": {"user_id": "u1"},
+        "service_tier": "standard_only",
         "top_k": 5,
     }
     assert (await http.post(PATH, json=body)).status_code == 200

@@ -16,9 +16,9 @@ from ktqueue.core.request import GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.client_names import Names, client_name, client_names
-from ktqueue.openai.common_fields import FreeObject, Metadata, shallow
+from ktqueue.openai.common_fields import Metadata, shallow
 from ktqueue.openai.errors import UnsupportedParameter
-from ktqueue.openai.validation import StrictBody, parse
+from ktqueue.openai.validation import StrictBody, must_be, parse
 
 Json = dict[str, Any]
 MAX_ITEMS = 4096
@@ -80,15 +80,27 @@ class FunctionTool(StrictBody):
     strict: bool | None = None
 
 
+def _input(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+        return shallow(value)
+    raise must_be("a string or a list of objects", value)
+
+
+def _choice(value: Any) -> Any:
+    if value is None or isinstance(value, str | dict):
+        return shallow(value)
+    raise must_be("a string or an object", value)
+
+
 class ResponseBody(StrictBody):
     """The fields of POST /v1/responses that a chat does not have, or has in another form."""
 
-    input: Annotated[str | list[Json], BeforeValidator(shallow)]
+    input: Annotated[str | list[Json], BeforeValidator(_input)]
     instructions: str | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[Annotated[FunctionTool, BeforeValidator(shallow)]] | None = Field(None, max_length=128)
-    tool_choice: str | FreeObject | None = None
+    tool_choice: Annotated[str | Json | None, BeforeValidator(_choice)] = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
