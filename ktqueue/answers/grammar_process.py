@@ -4,10 +4,12 @@ llguidance limits most of the work but not all of it: `multipleOf` with a large 
 vocabulary of single bytes, for which the work depends on the grammar alone. A grammar that passes is compiled again
 for the model's vocabulary, in a thread.
 
-This module is also a program (`python -m ktqueue.answers.grammar_process`): each line on its standard input is a
-grammar as JSON, answered by one line on standard output.
+This module is also a program (`python -m ktqueue.answers.grammar_process`): each line on its standard input is JSON, a
+grammar and whether only to read it. It is answered by one line on standard output.
 """
 
+import atexit
+import functools
 import resource
 import sys
 from collections import OrderedDict
@@ -28,11 +30,14 @@ _UNKNOWN_TOKEN = "unknown special token"  # the library's words; only a model's 
 class GrammarProcesses:
     """Checks grammars with limits, and remembers the last REMEMBERED verdicts. Safe to call from several threads.
 
+    `only_read`: grammars are read, which takes a millisecond, but not compiled.
+
     At most one process per thread that checks at the same time. They are kept until `close`.
     """
 
-    def __init__(self, wall_seconds: float = WALL_SECONDS) -> None:
+    def __init__(self, wall_seconds: float = WALL_SECONDS, *, only_read: bool = False) -> None:
         self._wall_seconds = wall_seconds
+        self._only_read = only_read
         self._processes = LineProcesses(lambda: LineProcess(MODULE, b""))
         self._verdicts: OrderedDict[int, str] = OrderedDict()  # by hash of the grammar; "" means that it is good
         self._gate = Lock()
@@ -60,7 +65,7 @@ class GrammarProcesses:
 
     def _ask(self, grammar: str) -> str:
         try:
-            verdict: str = loads(self._processes.ask(dumps(grammar) + b"\n", self._wall_seconds))
+            verdict: str = loads(self._processes.ask(dumps([grammar, self._only_read]) + b"\n", self._wall_seconds))
         except NotStarted:
             raise
         except NoAnswer:
@@ -68,10 +73,28 @@ class GrammarProcesses:
         return verdict
 
 
-def _verdict(grammar: str) -> str:
+def check_syntax(grammar: str) -> None:
+    """Read a grammar without a vocabulary. Raises GrammarRefused.
+
+    Not in this process: a few short grammars, such as that of the constant -9223372036854775807, overflow the stack.
+    """
+    _readers().check(grammar)
+
+
+@functools.cache
+def _readers() -> GrammarProcesses:
+    processes = GrammarProcesses(only_read=True)
+    atexit.register(processes.close)
+    return processes
+
+
+def _verdict(grammar: str, only_read: bool) -> str:
     """The reason why a grammar is refused, empty if it is good."""
     try:
-        byte_compiler().compile(grammar)
+        if only_read:
+            check(grammar)
+        else:
+            byte_compiler().compile(grammar)
     except GrammarRefused as refused:
         if _UNKNOWN_TOKEN not in refused.reason:
             return refused.reason
@@ -87,7 +110,7 @@ def _verdict(grammar: str) -> str:
 def _serve(lines: BinaryIO, answers: BinaryIO) -> None:
     while line := lines.readline():
         _allow_cpu_seconds(CPU_SECONDS)
-        answers.write(dumps(_verdict(loads(line))) + b"\n")
+        answers.write(dumps(_verdict(*loads(line))) + b"\n")
         answers.flush()
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktqueue.answers import grammar
+from ktqueue.answers.grammar_process import check_syntax
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.json_schema import WHITESPACE, lark_of_schema
@@ -263,7 +264,7 @@ def _grammar(text: str, param: str, whitespace: str | None) -> str:
 def check_lark(lark: str, param: str) -> str:
     """Return a grammar in Lark as it is. Raises InvalidRequest."""
     try:
-        grammar.check(lark)
+        check_syntax(lark)
     except grammar.GrammarRefused as refused:
         raise _refused(param, refused) from None
     return lark

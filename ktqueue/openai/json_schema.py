@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ktqueue.answers import grammar
+from ktqueue.answers.grammar import GrammarRefused
+from ktqueue.answers.grammar_process import check_syntax
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.validation import is_deeper
@@ -92,8 +93,8 @@ def _lark(schema: Any) -> str:
 def _reason(schema: Any) -> str:
     """Why the library refuses a schema, empty if it does not."""
     try:
-        grammar.check(_lark(schema))
-    except grammar.GrammarRefused as refused:
+        check_syntax(_lark(schema))
+    except GrammarRefused as refused:
         reason = refused.reason.rpartition("failed to compile JSON schema: ")[2]
         return _ONE_OF if reason.startswith("oneOf constraints") else reason
     return ""

@@ -61,8 +61,9 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, s
     left = MAX_TYPED
     for tool in tools:
         function = tool.get("function") or {}
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        kinds = {name: kind for name, schema in properties.items() if (kind := _kind_of_string(schema))}
+        properties = (function.get("parameters") or {}).get("properties")
+        named = properties.items() if isinstance(properties, dict) else ()
+        kinds = {name: kind for name, schema in named if (kind := _kind_of_string(schema))}
         strings = dict(itertools.islice(kinds.items(), left))
         left -= len(strings)
         if strings:
@@ -84,6 +85,8 @@ def _kind_of_string(schema: Any) -> str:
 
 
 def _is_string(schema: Any) -> bool:
-    return isinstance(schema, dict) and (
-        schema.get("type") == "string" or all(isinstance(value, str) for value in schema.get("enum") or (0,))
-    )
+    if not isinstance(schema, dict):
+        return False
+    values = schema.get("enum")
+    is_enum = isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+    return is_enum or schema.get("type") == "string"

@@ -15,7 +15,7 @@ from ktqueue.answers.grammar import (
     from_gbnf,
     regex_terminal,
 )
-from ktqueue.answers.grammar_process import GrammarProcesses
+from ktqueue.answers.grammar_process import GrammarProcesses, check_syntax
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 BOMB = 'start: %json {"type": "integer", "multipleOf": 1999993}'  # half a minute
@@ -134,6 +134,20 @@ def test_the_check_keeps_no_grammars() -> None:
     """Large ones would leave no memory for the next, which would then be refused for good."""
     byte_compiler().compile('start: "a"')
     assert not byte_compiler()._compiled
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: %json {"const": -9223372036854775807}',
+        "start: a0\n" + "".join(f"a{number}: a{number + 1}\n" for number in range(8000)) + 'a8000: "a"',
+    ],
+)
+def test_a_grammar_that_overflows_the_stack_ends_another_process(grammar: str) -> None:
+    for _ in range(2):
+        with pytest.raises(GrammarRefused, match="more than 2 seconds"):
+            check_syntax(grammar)
+    check_syntax('start: "a"')
 
 
 def test_a_copy_goes_its_own_way() -> None:

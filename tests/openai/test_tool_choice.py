@@ -72,6 +72,15 @@ def test_a_call_in_a_format_without_a_grammar_cannot_be_forced(parser: str, choi
         parse_chat(body).request(replace(MODEL, tool_parser=parser))
 
 
+@pytest.mark.parametrize(
+    "properties", [1, "x", [{}], {"n": 1, "m": {"type": [[]], "enum": 1, "anyOf": {}}}, {"n": {"enum": 1}}]
+)
+def test_properties_of_any_form_do_no_harm_to_free_tools(properties: Any) -> None:
+    parameters = {"type": "object", "properties": properties}
+    made = request(tools=[tool("f", parameters)])
+    assert made.tools[0]["function"]["parameters"] == parameters
+
+
 def test_a_strict_schema_is_honoured_or_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         request(tools=[tool("f"), tool("g", UNIQUE, strict=True)])
