@@ -1,18 +1,24 @@
 """The HTTP answer to a generating request: one JSON body, or a stream of frames. Also used to resume a stream."""
 
+import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import TypeVar
 
 from starlette.responses import Response
 
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.codec import dumps
+from ktqueue.core.events import TokenEvent
 from ktqueue.gateway.endpoints import endpoint_of
 from ktqueue.gateway.feed import Batch
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.http.headers import StreamPlace, rate_headers
 from ktqueue.gateway.http.sse import EventStream
 from ktqueue.openai.choices import Choices
+
+LARGE = 1_000  # events, and tokens with log probabilities; as JSON they take about 20 ms
+Made = TypeVar("Made")
 
 
 class AnswerWriter:
@@ -65,9 +71,17 @@ class AnswerWriter:
                     yield self.format.chunk(chunk, seq if is_last else f"{seq}.{part}")
 
 
+async def make_of(events: Sequence[TokenEvent], make: Callable[[], Made]) -> Made:
+    """What `make` makes of `events`: in a thread if they are many, since all other requests would wait."""
+    size = sum(1 + len(event.logprobs) + (len(event.prompt.logprobs) if event.prompt else 0) for event in events)
+    return make() if size <= LARGE else await asyncio.to_thread(make)
+
+
 async def whole_answer(follower: JobFollower, writer: AnswerWriter) -> Response:
     """The JSON body, once all jobs are done. Raises the error of a job that failed."""
-    return Response(writer.whole(await follower.all()), media_type="application/json", headers=writer.headers)
+    events = await follower.all()
+    body = await make_of([event for _, event in events], lambda: writer.whole(events))
+    return Response(body, media_type="application/json", headers=writer.headers)
 
 
 async def stream_answer(

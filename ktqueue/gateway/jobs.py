@@ -11,6 +11,7 @@ from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
 from ktqueue.core.events import JobState
+from ktqueue.gateway.answer import make_of
 from ktqueue.gateway.errors import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.gateway import Gateway
@@ -95,7 +96,8 @@ async def get_job(request: Request) -> Response:
     if record.state.terminal:
         # The journal expires before the record, and a newer version may have written either of them.
         with suppress(JobNotFound, CodecError, InvalidRequest):
-            body["result"] = result_json(record, await gateway.broker.journal.replay(record.id))
+            events = list(await gateway.broker.journal.replay(record.id))
+            return await make_of(events, lambda: json_response({**body, "result": result_json(record, events)}))
     return json_response(body)
 
 

@@ -19,6 +19,7 @@ from ktqueue.broker.responses import StoredResponse
 from ktqueue.core.errors import InvalidRequest, JobNotFound, KtqueueError
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
+from ktqueue.gateway.answer import make_of
 from ktqueue.gateway.feed import Batch
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
@@ -112,7 +113,8 @@ async def create_response(request: Request) -> Response:
     follower = JobFollower(gateway, request, [record], keep=keep, names=NAMES)
     if call.stream:
         return await _stream(gateway, follower, writer, headers, call, tenant, after=-1)
-    answer = writer.whole([event for _, event in await follower.all()])
+    events = [event for _, event in await follower.all()]
+    answer = await make_of(events, lambda: writer.whole(events))
     if call.store:
         await gateway.broker.responses.store(tenant, response_id, StoredResponse(call.messages, call.echo, answer))
     return json_response(answer, headers=headers)
@@ -220,10 +222,10 @@ async def _answer(request: Request, response_id: str, stored: StoredResponse) ->
     if record.state is not JobState.DONE:
         return writer.unfinished(record)
     try:
-        events = await gateway.broker.journal.replay(record.id)
+        events = list(await gateway.broker.journal.replay(record.id))
     except JobNotFound:
         raise _not_found(response_id, "response_id") from None
-    answer = writer.whole(list(events))
+    answer = await make_of(events, lambda: writer.whole(events))
     tenant = tenant_of(request).name
     await gateway.broker.responses.store(tenant, response_id, StoredResponse(stored.messages, stored.echo, answer))
     return answer

@@ -1,16 +1,20 @@
 """POST /v1/chat/completions: bodies, chunks, logprobs, choices, the fields that reach the worker."""
 
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 from scripted_worker import ScriptedWorker, Step, ended, logprob, token
 from served_gateway import Conforms, PostStream
 
 from ktqueue.broker.lease import Claim
 from ktqueue.core.events import FinishReason, JobState
 from ktqueue.core.request import JobClass
+from ktqueue.gateway.answer import AnswerWriter
+from ktqueue.gateway.feed import Batch
 
 PATH = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Tell me"}]}
@@ -130,6 +134,29 @@ async def test_logprobs_of_a_whole_answer(http: httpx.AsyncClient, worker: Scrip
     assert worker.claims[0].request.sampling.logprobs == 2
     without = (await http.post(PATH, json=BODY)).json()
     assert without["choices"][0]["logprobs"] is None
+
+
+async def test_large_answers_are_written_by_a_thread(
+    http: httpx.AsyncClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 MB take 0.4 seconds, in which no other request would be answered."""
+    threads: list[int] = []
+    whole = AnswerWriter.whole
+
+    def noted(self: AnswerWriter, events: Batch) -> bytes:
+        threads.append(threading.get_ident())
+        return whole(self, events)
+
+    async def long(claim: Claim) -> AsyncIterator[Step]:
+        yield token("a" * 1_500, logprobs=(logprob(b"a"),) * 1_500, finish_reason=FinishReason.STOP)
+        yield ended(claim)
+
+    monkeypatch.setattr(AnswerWriter, "whole", noted)
+    await http.post(PATH, json=BODY)
+    worker.script = long
+    answer = (await http.post(PATH, json={**BODY, "logprobs": True})).json()
+    assert len(answer["choices"][0]["logprobs"]["content"]) == 1_500
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 async def test_waiting_text_is_joined(worker: ScriptedWorker, stream: PostStream) -> None:
