@@ -15,11 +15,6 @@ class IdSet:
         self._slots = array("Q", bytes(8 * 1024))  # 0 means free
         self._count = 0
 
-    @property
-    def size_bytes(self) -> int:
-        """Memory of the table, in bytes."""
-        return self._slots.itemsize * len(self._slots)
-
     def __len__(self) -> int:
         return self._count
 

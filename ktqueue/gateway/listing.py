@@ -1,22 +1,13 @@
 """Lists over HTTP: how many entries a client asks for and in which order, and OpenAI's page of a list."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 
 from ktqueue.core.errors import InvalidRequest
 
-
-class Listed(Protocol):
-    """A record that can be in a list."""
-
-    @property
-    def id(self) -> str:
-        """Its id, after which the next page begins."""
-
-
-Record = TypeVar("Record", bound=Listed)
+Record = TypeVar("Record")
 
 
 def limit_of(request: Request, *, default: int, most: int) -> int:
@@ -35,12 +26,10 @@ def order_of(request: Request) -> Literal["asc", "desc"]:
     return "asc" if order == "asc" else "desc"
 
 
-def page_json(records: Sequence[Record], as_json: Callable[[Record], Any], *, has_more: bool) -> dict[str, Any]:
-    """A page of a list, as OpenAI's."""
-    return {
-        "object": "list",
-        "data": [as_json(record) for record in records],
-        "first_id": records[0].id if records else None,
-        "last_id": records[-1].id if records else None,
-        "has_more": has_more,
-    }
+def page_json(
+    records: Sequence[Record], as_json: Callable[[Record], dict[str, Any]], *, has_more: bool
+) -> dict[str, Any]:
+    """A page of a list, as OpenAI's. `as_json` returns objects with an `id`."""
+    data = [as_json(record) for record in records]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, **ends, "has_more": has_more}

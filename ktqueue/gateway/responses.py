@@ -27,7 +27,7 @@ from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.headers import idempotency_key, rate_headers
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.http.sse import EventStream
-from ktqueue.gateway.listing import limit_of, order_of
+from ktqueue.gateway.listing import limit_of, order_of, page_json
 from ktqueue.openai.choices import Choices
 from ktqueue.openai.client_names import client_names, rename
 from ktqueue.openai.endpoint import ReplyHead
@@ -180,12 +180,8 @@ async def list_input_items(request: Request) -> Response:
     if after is not None and after not in ids:
         raise InvalidRequest.must_be("after", "the id of an item", after[:80])
     start = 0 if after is None else ids.index(after) + 1
-    page = items[start : start + limit]
-    ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    has_more = start + limit < len(items)
-    return json_response(
-        {"object": "list", "data": page, "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
-    )
+    page, has_more = items[start : start + limit], start + limit < len(items)
+    return json_response(page_json(page, dict, has_more=has_more))
 
 
 async def _stored(request: Request) -> tuple[str, StoredResponse]:

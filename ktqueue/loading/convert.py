@@ -26,7 +26,7 @@ from ktqueue.loading.gguf.metadata import metadata_from_config, with_multi_token
 from ktqueue.loading.gguf.mixes import BASES, Mix, fitting_format
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR, LIST_TENSORS, llama3_factors, rope_of_config
 from ktqueue.loading.gguf.vocabulary import to_metadata
-from ktqueue.loading.gguf.writer import GgufWriter
+from ktqueue.loading.gguf.writer import GgufWriter, TensorDescription
 from ktqueue.loading.huggingface.checkpoint import open_folder
 from ktqueue.loading.huggingface.next_tokens import check_complete, layer_count
 from ktqueue.loading.load import build_checked_skeleton
@@ -44,12 +44,9 @@ _SIZES = (
 
 
 @dataclass(frozen=True, slots=True)
-class _OutputTensor:
+class _OutputTensor(TensorDescription):
     """One tensor to write. Exactly one of `read`, which returns its values, and `stack` is set."""
 
-    name: str
-    quant: str
-    shape: tuple[int, ...]
     read: Callable[[], Floats] | None = None
     stack: PackedExperts | None = None
 

@@ -1,9 +1,10 @@
 """Writes GGUF files with the gguf library. header.py reads them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import gguf
 import numpy as np
@@ -21,17 +22,13 @@ _FILE_TYPES = {
 """Names in LlamaFileType of formats and mixes for which it is not MOSTLY_ and the format."""
 
 
-class TensorDescription(Protocol):
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
     """What the header of a file says about a tensor that will be written."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def quant(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    name: str
+    quant: str
+    shape: tuple[int, ...]
 
 
 AnyTensor = TypeVar("AnyTensor", bound=TensorDescription)

@@ -12,6 +12,7 @@ import torch
 from ktqueue.families.family import Family
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.library import ROW_VECTORS, TensorNameMap
+from ktqueue.loading.gguf.writer import TensorDescription
 from ktqueue.loading.skeleton import build_config, build_skeleton, tied_names
 from ktqueue.loading.weight_formats import BLOCKS
 
@@ -167,12 +168,9 @@ _EXPERT_ROWS = ("gate", "up")
 
 
 @dataclass(frozen=True, slots=True)
-class SyntheticTensor:
+class SyntheticTensor(TensorDescription):
     """One tensor of a file. `deviation` is the standard deviation of its weights, around `mean`."""
 
-    name: str
-    quant: str
-    shape: tuple[int, ...]
     deviation: float
     mean: float = 0.0
 
