@@ -9,6 +9,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
 TICK_SECONDS = 0.25
+FAULT_SECONDS = 1.0  # to the next try after an error
 UNSERVED_SECONDS = 1.0  # between searches for jobs that no worker can take
 MAX_EXPIRED = 256  # deadlines that one call of `reap` handles
 SCRUBBED = 200  # keys that one call of `scrub` checks
@@ -26,11 +27,12 @@ class Reaper:
         self._terminal = TerminalEvents.of(config)
 
     async def run(self) -> None:
-        """Run until cancelled, also through outages of Redis."""
+        """Run until cancelled, also through outages of Redis. Any other error is logged, and the loop goes on."""
         away = False
         loop = asyncio.get_running_loop()
         next_unserved = loop.time() + UNSERVED_SECONDS
         while True:
+            pause = min(TICK_SECONDS, self._config.lease_seconds / 8)
             try:
                 while (await self.reap())[1] >= MAX_EXPIRED:
                     pass
@@ -43,7 +45,10 @@ class Reaper:
                 if not away:
                     logger.warning("%s", error)
                 away = True
-            await asyncio.sleep(min(TICK_SECONDS, self._config.lease_seconds / 8))
+            except Exception:
+                logger.exception("the reaper failed; it tries again")
+                pause = FAULT_SECONDS
+            await asyncio.sleep(pause)
 
     async def release_lease(self, worker_id: str, *, blameless: bool = False) -> None:
         """Release the lease of a worker whose process has exited, so that its jobs restart now.

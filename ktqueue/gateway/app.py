@@ -58,7 +58,8 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         opened = await gateway.open()
-        reaper = asyncio.create_task(_reap(gateway), name="reaper")
+        # Every gateway ends late jobs and restarts those of dead workers.
+        reaper = asyncio.create_task(gateway.broker.reaper().run(), name="reaper")
         try:
             yield
         finally:
@@ -153,16 +154,6 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             expose_headers=EXPOSED_HEADERS,
         )
     ]
-
-
-async def _reap(gateway: Gateway) -> None:
-    """Run a reaper all the time: every gateway ends late jobs and restarts those of dead workers."""
-    while True:
-        try:
-            await gateway.broker.reaper().run()
-        except Exception:
-            logger.exception("the reaper failed; restarting it")
-        await asyncio.sleep(1)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

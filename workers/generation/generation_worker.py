@@ -65,7 +65,8 @@ class GenerationWorker:
 
     async def run(self) -> None:
         """Work until drained. Raises EngineStalled, or whatever broke the engine; the process must then end."""
-        reaper = asyncio.create_task(self._reap(), name="reaper")
+        # Workers recover each other's jobs also without a gateway.
+        reaper = asyncio.create_task(self._broker.reaper().run(), name="reaper")
         self._encoder.start()
         try:
             while (lease := await self._register()) is not None:
@@ -94,15 +95,6 @@ class GenerationWorker:
             self._tokeniser.close()
             self._encoder.close()
             self._engine.close()
-
-    async def _reap(self) -> None:
-        """Keep a reaper running, so that workers recover each other's jobs also without a gateway."""
-        while True:
-            try:
-                await self._broker.reaper().run()
-            except Exception:
-                log.exception("the reaper failed; starting it again")
-                await asyncio.sleep(RETRY_SECONDS)
 
     async def _register(self) -> Lease | None:
         """Return a new lease, however long Redis is away, or None once the worker drains."""
