@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ktqueue.core.codec import Json
 from ktqueue.openai.common_fields import FreeObject
 from ktqueue.openai.messages import MAX_MESSAGES
 from ktqueue.openai.validation import StrictBody, must_be
 
 MAX_BLOCKS = 1024  # of one message
-Json = dict[str, Any]
 
 
 class TextBlock(StrictBody):

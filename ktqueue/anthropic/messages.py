@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ktqueue.anthropic.blocks import InputMessages, Text, chat_messages, text_parts
 from ktqueue.anthropic.errors import ThreadUnsupported
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -30,7 +31,6 @@ NAMES: Names = (
     (r"reasoning_effort", "output_config.effort"),
     *CHAT_NAMES,
 )
-Json = dict[str, Any]
 _REFUSED = {"mcp_servers": "tools are called by the client", "container": "there are no hosted tools"}
 
 

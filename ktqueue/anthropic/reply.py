@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall
+from ktqueue.core.codec import Json
 from ktqueue.core.events import FinishReason, Usage
 from ktqueue.openai.choices import Delta
-from ktqueue.openai.endpoint import Json, ReplyHead
+from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.tool_calls import call_arguments, call_id
 
 _NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0)

@@ -29,6 +29,8 @@ from ktqueue.core.events import (
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
+Json = dict[str, Any]
+"""A JSON object as plain data."""
 VERSION = 2
 # The values of fields that the first release did not have, and that stand for what it does.
 _LATER_SAMPLING: dict[str, Any] = {

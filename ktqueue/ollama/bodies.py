@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest, ModelNotFound
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -20,7 +21,6 @@ from ktqueue.openai.messages import MAX_MESSAGES, MAX_TOOL_CALLS, NotSupported
 from ktqueue.openai.validation import StrictBody, must_be, parse
 
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
-Json = dict[str, Any]
 # Options of Ollama's own runner, which say how a model is loaded and change no answer.
 LOADING = frozenset((
     "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from time import time
 from typing import Any
 
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.core.model_card import ModelCard
 from ktqueue.ollama.bodies import (
@@ -16,7 +17,7 @@ from ktqueue.ollama.bodies import (
     parse_ollama_generate,
 )
 from ktqueue.ollama.reply import OllamaChatReply, OllamaGenerateReply, timestamp
-from ktqueue.openai.endpoint import Call, Endpoint, Json
+from ktqueue.openai.endpoint import Call, Endpoint
 from ktqueue.openai.stream_format import StreamFormat, json_line
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from ktqueue.core.codec import Json
 from ktqueue.core.model_card import ModelCard
 from ktqueue.ollama.reply import timestamp
-from ktqueue.openai.endpoint import Json
 
 
 def _details(card: ModelCard) -> Json:

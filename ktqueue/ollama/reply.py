@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
+from ktqueue.core.codec import Json
 from ktqueue.core.events import FinishReason, Usage
 from ktqueue.openai.choices import Delta
-from ktqueue.openai.endpoint import Json, ReplyHead
+from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.tool_calls import call_arguments, call_id
 
 NANOSECONDS = 1_000_000_000

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ktqueue.broker.batches import BatchRecord, BatchRequest, BatchStatus
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai.common_fields import Metadata
 from ktqueue.openai.validation import StrictBody, must_be
 
-Json = dict[str, Any]
 SHORTEST_WINDOW, LONGEST_WINDOW = 1, 14 * 86_400  # seconds
 _WINDOW = re.compile(r"([0-9]{1,7})([smhd])")
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from ktqueue.answers.families import has_special_markers
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, TokenLogprob, Usage
 from ktqueue.core.model_card import ModelCard
@@ -19,7 +20,7 @@ from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
 from ktqueue.openai.chat_prompt import ChatPromptFields
 from ktqueue.openai.choices import Delta, Position
 from ktqueue.openai.common_fields import MAX_ID, CommonFields
-from ktqueue.openai.endpoint import Json, ReplyHead
+from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.messages import MAX_MESSAGES, Message
 from ktqueue.openai.prompt_reply import prompt_ids, prompt_logprobs

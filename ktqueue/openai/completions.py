@@ -11,13 +11,14 @@ from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import PositionLogprobs, Usage
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import MAX_CHOICES, MAX_TOP_LOGPROBS, GenerationRequest, are_token_ids
 from ktqueue.openai.choices import Delta
 from ktqueue.openai.common_fields import CommonFields
-from ktqueue.openai.endpoint import Json, ReplyHead
+from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.foreign_fields import translate
 from ktqueue.openai.prompt_reply import prompt_ids, prompt_logprobs, prompt_positions

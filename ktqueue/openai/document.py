@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from ktqueue import __version__
+from ktqueue.core.codec import Json
 from ktqueue.openai import batch_schema as batch_shapes
 from ktqueue.openai import schema as shapes
 from ktqueue.openai.batches import BatchBody
@@ -18,8 +18,6 @@ from ktqueue.openai.foreign_fields import refused_fields
 from ktqueue.openai.jobs import GenerationBody
 from ktqueue.openai.prompt_endpoints import DetokenizeBody, TokenizeBody
 from ktqueue.openai.responses.body import ResponseBody
-
-Json = dict[str, Any]
 
 _REQUESTS: tuple[type[BaseModel], ...] = (
     ChatBody,

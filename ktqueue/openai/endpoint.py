@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from ktqueue.core.codec import Json
 from ktqueue.core.events import TokenLogprob, Usage
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.choices import Delta, token_text
 from ktqueue.openai.client_names import Names
 from ktqueue.openai.stream_format import EVENTS, StreamFormat
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
 """/v1/files: the fields of an upload, and the file object. Source: OpenAI's API reference, Files."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ktqueue.broker.files import FileRecord
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai.validation import parse
 
-Json = dict[str, Any]
 SHORTEST_LIFE, LONGEST_LIFE = 3_600, 2_592_000  # seconds
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # as clients write them in a form
 

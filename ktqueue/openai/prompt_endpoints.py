@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import PromptPart
 from ktqueue.core.model_card import ModelCard
@@ -17,8 +18,6 @@ from ktqueue.core.request import GenerationRequest, are_token_ids
 from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.client_names import Names
 from ktqueue.openai.validation import StrictBody, must_be, parse
-
-Json = dict[str, Any]
 
 
 def _token_ids(value: Any) -> Any:

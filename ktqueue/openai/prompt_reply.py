@@ -2,12 +2,10 @@
 
 import codecs
 from collections.abc import Iterator
-from typing import Any
 
+from ktqueue.core.codec import Json
 from ktqueue.core.events import PositionLogprobs, PromptPart, TokenLogprob
 from ktqueue.openai.endpoint import ReplyHead
-
-Json = dict[str, Any]
 
 
 def prompt_ids(head: ReplyHead, prompt: PromptPart | None) -> Json:

@@ -1,17 +1,15 @@
 """Job records and journal events as JSON of the jobs API."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ktqueue.broker.jobs import JobRecord
+from ktqueue.core.codec import Json
 from ktqueue.core.events import PositionLogprobs, PromptPart, TokenEvent, TokenLogprob
 from ktqueue.core.model_card import SHORT_DIGEST
 from ktqueue.openai.choices import Choices, token_text
 from ktqueue.openai.endpoint import usage_json
 from ktqueue.openai.errors import error_body
 from ktqueue.openai.tool_calls import tool_calls_json
-
-Json = dict[str, Any]
 
 
 def record_json(record: JobRecord) -> Json:

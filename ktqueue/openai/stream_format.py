@@ -4,11 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ktqueue.core.codec import dumps
+from ktqueue.core.codec import Json, dumps
 from ktqueue.core.errors import ErrorInfo
 from ktqueue.openai.errors import error_body
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from pydantic_core import from_json
 
 from ktqueue.answers.parts import AnswerToolCall
 from ktqueue.answers.xml_reader import NULLABLE
+from ktqueue.core.codec import Json
 from ktqueue.openai.choices import Delta
 
 MAX_TYPED = 256  # parameters whose type is kept with a job
-
-Json = dict[str, Any]
 
 
 def call_id(answer_id: str, choice: int, call: AnswerToolCall) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from ktqueue.answers.tool_grammar import Function, tool_grammar
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.model_card import ModelCard
 from ktqueue.openai.errors import UnsupportedParameter
@@ -16,8 +17,6 @@ from ktqueue.openai.validation import StrictBody, must_be
 
 MAX_TOOLS = 128
 MODES = ("none", "auto", "required")
-
-Json = dict[str, Any]
 
 
 def _checked_choice(value: Any) -> Any:

@@ -15,10 +15,12 @@ from ktqueue.cli.batch.view import counts, faults, note, show, show_list
 from ktqueue.cli.flags import AsJson, ConfigFile, expand
 from ktqueue.cli.terminal.console import notes, results, write, write_json
 from ktqueue.cli.terminal.failures import ExitCode, UsageFault
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import KtqueueError, Unavailable
 
 if TYPE_CHECKING:
-    from ktqueue.cli.batch.service import BatchService, Json
+    from ktqueue.cli.batch.service import BatchService
+    from ktqueue.core.codec import Json
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two looks at a batch
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # entries, and characters of each, in OpenAI's API

@@ -14,9 +14,9 @@ from urllib.parse import quote
 import httpx
 
 from ktqueue.cli.http_client import check, connect, unreachable
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest, KtqueueError
 
-Json = dict[str, Any]
 Progress = Callable[[int, int | None], None]
 """Takes the bytes that are done, and all of them if they are known."""
 PAGE = 100  # batches of one list

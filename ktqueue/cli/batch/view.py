@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ktqueue.cli.terminal.console import plain_text, results, span, table
+from ktqueue.core.codec import Json
 
-Json = dict[str, Any]
 _HELD_BY = {
     "rows": "all rows are taken",
     "costs": "more rows would not be faster",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -20,7 +21,6 @@ from ktqueue.openai.common_fields import Metadata, shallow
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.validation import StrictBody, must_be, parse
 
-Json = dict[str, Any]
 MAX_ITEMS = 4096
 PREFIX = "resp_"
 

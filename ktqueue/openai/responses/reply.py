@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall
+from ktqueue.core.codec import Json
 from ktqueue.core.events import FinishReason, Usage
 from ktqueue.openai.chat import logprob_json
 from ktqueue.openai.choices import Delta
 from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.tool_calls import call_id
-
-Json = dict[str, Any]
 
 
 class ResponseReply:
