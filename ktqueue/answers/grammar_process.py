@@ -12,6 +12,7 @@ import atexit
 import functools
 import resource
 import sys
+import threading
 from collections import OrderedDict
 from threading import Lock
 from typing import BinaryIO
@@ -23,6 +24,7 @@ from ktqueue.core.line_process import MEMORY_BYTES, LineProcess, LineProcesses, 
 MODULE = "ktqueue.answers.grammar_process"
 CPU_SECONDS = 2  # of one grammar; those of real schemas take milliseconds
 WALL_SECONDS = 20.0  # of one grammar, on a machine that is also busy with other work
+STACK_BYTES = 1 << 20  # half of what the worker's threads have at least: 2 MiB where the main thread has no limit
 REMEMBERED = 1024  # verdicts
 _UNKNOWN_TOKEN = "unknown special token"  # the library's words; only a model's vocabulary has such tokens
 
@@ -122,10 +124,13 @@ def _allow_cpu_seconds(seconds: int) -> None:
 
 
 def main() -> None:
-    """Check grammars until standard input ends."""
+    """Check grammars until standard input ends, in a thread with a small stack."""
     limit_process()
     byte_compiler()
-    _serve(sys.stdin.buffer, sys.stdout.buffer)
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    thread.start()
+    thread.join()
 
 
 if __name__ == "__main__":

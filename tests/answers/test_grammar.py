@@ -141,13 +141,17 @@ def test_the_check_keeps_no_grammars() -> None:
     [
         'start: %json {"const": -9223372036854775807}',
         "start: a0\n" + "".join(f"a{number}: a{number + 1}\n" for number in range(8000)) + 'a8000: "a"',
+        "start: a0\n" + "".join(f"a{number}: a{number + 1}\n" for number in range(600)) + 'a600: "a"',  # of 1 MiB
     ],
 )
 def test_a_grammar_that_overflows_the_stack_ends_another_process(grammar: str) -> None:
     for _ in range(2):
         with pytest.raises(GrammarRefused, match="more than 2 seconds"):
             check_syntax(grammar)
-    check_syntax('start: "a"')
+    deep: dict[str, object] = {"type": "null"}
+    for _ in range(98):
+        deep = {"type": "array", "items": deep}
+    check_syntax(f"start: %json {json.dumps(deep)}")
 
 
 def test_a_copy_goes_its_own_way() -> None:
