@@ -61,7 +61,7 @@ STORED_FILES: dict[str, Mutation] = {
     "foreign web pages can upload files": Mutation(
         "web pages of other origins upload nothing to a gateway without keys",
         "ktqueue/gateway/files.py",
-        "        _check_origin(request, gateway.config.gateway.cors_origins)\n",
+        '        check_origin(request.headers, gateway.config.gateway.cors_origins, "upload files")\n',
         "",
         (WRONG,),
     ),
