@@ -71,7 +71,8 @@ class GrammarProcesses:
         except NotStarted:
             raise
         except NoAnswer:
-            verdict = f"it takes more than {CPU_SECONDS} seconds or {MEMORY_BYTES >> 20} MiB to compile"
+            memory, stack = f"{MEMORY_BYTES >> 20} MiB", f"{STACK_BYTES >> 20} MiB of stack"
+            verdict = f"it takes more than {CPU_SECONDS} seconds, {memory}, or {stack} to compile"
         return verdict
 
 
