@@ -19,7 +19,15 @@ from typing import BinaryIO
 
 from ktqueue.answers.grammar import GrammarRefused, byte_compiler, check
 from ktqueue.core.codec import dumps, loads
-from ktqueue.core.line_process import MEMORY_BYTES, LineProcess, LineProcesses, NoAnswer, NotStarted, limit_process
+from ktqueue.core.line_process import (
+    MEMORY_BYTES,
+    LineProcess,
+    LineProcesses,
+    NoAnswer,
+    NotStarted,
+    TooLate,
+    limit_process,
+)
 
 MODULE = "ktqueue.answers.grammar_process"
 CPU_SECONDS = 2  # of one grammar; those of real schemas take milliseconds
@@ -53,7 +61,7 @@ class GrammarProcesses:
         key = hash(grammar)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._ask(grammar)
+            verdict = self._ask(grammar, param)
             with self._gate:
                 self._verdicts[key] = verdict
                 while len(self._verdicts) > REMEMBERED:
@@ -65,11 +73,14 @@ class GrammarProcesses:
         """End all processes."""
         self._processes.close()
 
-    def _ask(self, grammar: str) -> str:
+    def _ask(self, grammar: str, param: str) -> str:
+        """The verdict, to be remembered. Raises GrammarRefused if there is none."""
         try:
             verdict: str = loads(self._processes.ask(dumps([grammar, self._only_read]) + b"\n", self._wall_seconds))
         except NotStarted:
             raise
+        except TooLate as error:  # the machine is busy: the process ends by itself after CPU_SECONDS of work
+            raise GrammarRefused(str(error), param) from None
         except NoAnswer:
             memory, stack = f"{MEMORY_BYTES >> 20} MiB", f"{STACK_BYTES >> 20} MiB of stack"
             verdict = f"it takes more than {CPU_SECONDS} seconds, {memory}, or {stack} to compile"

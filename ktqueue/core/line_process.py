@@ -23,6 +23,10 @@ class NoAnswer(Exception):
     """The process ended, or did not answer in time."""
 
 
+class TooLate(NoAnswer):
+    """It did not answer in time."""
+
+
 class NotStarted(NoAnswer):
     """The process could not be started."""
 
@@ -83,7 +87,7 @@ class LineProcess:
         while True:
             wait = deadline - time.monotonic()
             if wait <= 0:
-                raise NoAnswer(f"it took more than {seconds:g} seconds")
+                raise TooLate(f"it took more than {seconds:g} seconds")
             ready = dict(poll.poll(wait * 1_000))
             if unsent and sink.fileno() in ready:
                 try:

@@ -162,6 +162,17 @@ def test_a_copy_goes_its_own_way() -> None:
     assert (first.forced_tokens(), second.forced_tokens()) == ([ord("b")], [ord("d")])
 
 
+def test_no_verdict_of_a_busy_machine_is_remembered() -> None:
+    processes = GrammarProcesses(wall_seconds=0.0)
+    try:
+        with pytest.raises(GrammarRefused, match="it took more than 0 seconds"):
+            processes.check('start: "a"')
+        processes._wall_seconds = 100.0
+        processes.check('start: "a"')
+    finally:
+        processes.close()
+
+
 def test_a_grammar_that_takes_too_long_is_refused_once() -> None:
     processes = GrammarProcesses(wall_seconds=100.0)
     try:
