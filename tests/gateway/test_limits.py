@@ -91,6 +91,9 @@ TOO_MUCH: list[tuple[bytes, int, str, float | None]] = [
     (CHUNKED + (b"1;" + b"x" * 3_000 + b"\r\n{\r\n") * 1_000, 413, "request_too_large", 100_000),
     (b"\r\n" * 1_000_000, 431, "headers_too_large", 4_000),
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "malformed_request", None),
+    (b"GET / HTTP/1.1\r\na: b\r\n\r\n", 400, "malformed_request", None),
+    (b"GET / HTTP/1.1\r\nhost: x\r\nHost: y\r\n\r\n", 400, "malformed_request", None),
+    (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n", 400, "malformed_request", None),
     (b"GET / HTTP/1.1\r\nhost: x\r\n", 408, "request_timeout", 0.3),
     (b"G", 408, "request_timeout", 0.3),
 ]

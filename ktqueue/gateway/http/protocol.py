@@ -226,6 +226,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._ignores_input = True
             self.cycle.keep_alive = False
             raise _StopParsing
+        if fault := self._ambiguous():
+            self._fault = MalformedRequest(fault)
+            raise _StopParsing
         super().on_headers_complete()
         self._in_headers, self._in_body = False, True
         is_upload = self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH
@@ -278,6 +281,16 @@ class LimitedProtocol(HttpToolsProtocol):
             )
         else:
             self._end("silent")
+
+    def _ambiguous(self) -> str:
+        """Why a proxy might read these headers in another way, or "". RFC 9112, 3.2 and 6.1, asks for a refusal."""
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            return f"the request must have one Host header, not {hosts}"
+        codings = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+        if codings and codings.strip().lower() != b"chunked":
+            return "the only Transfer-Encoding that is understood is chunked"
+        return ""
 
     def _too_large(self) -> HeadersTooLarge:
         limit = self._settings.max_header_bytes
