@@ -116,12 +116,11 @@ class RequestTable:
         return True
 
 
-def no_token(sequence: Sequence) -> EngineFailure:
+def no_token(sequence: Sequence) -> KtqueueError:
     """The error of a sequence for which no token can be chosen."""
-    reason = "the model computed logits that are not finite numbers for this sequence"
-    if sequence.matcher is not None:
-        reason += ", or its grammar and its other constraints together allow no token"
-    return EngineFailure(reason)
+    if sequence.constraints_allow_nothing:
+        return InvalidRequest("the grammar, bad_words and allowed_token_ids together allow no token", param="grammar")
+    return EngineFailure("the model computed logits that are not finite numbers for this sequence")
 
 
 def usage_of(request: Request) -> Usage:

@@ -235,6 +235,15 @@ class Sequence:
         self.resumed_text = "".join(text)[text_length:]
         return finish
 
+    @property
+    def constraints_allow_nothing(self) -> bool:
+        """Whether the grammar and the edits of the logits leave no next token."""
+        if self.matcher is None or self.edits is None:
+            return False
+        mask = np.frombuffer(self.matcher.mask(), np.uint8)
+        allowed = np.setdiff1d(np.flatnonzero(np.unpackbits(mask, bitorder="little")), self.edits.masked_ids)
+        return not (np.intersect1d(allowed, self.edits.allowed_ids) if self.edits.allowed_ids.size else allowed).size
+
     def page_digests(self, pages: int, page_size: int) -> list[bytes]:
         """Digests of the first `pages` full pages."""
         digests = self.known_digests

@@ -217,13 +217,20 @@ def test_a_stop_string_ends_a_forced_run(
 def test_constraints_that_contradict_each_other_end_one_sequence(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, compile_grammar: Any
 ) -> None:
+    """They are a fault of the request. One that finds no finite logits where they allow some is not."""
     engine = make_engine(model, vocabulary)
     model.scores = lambda context: _only_z(context)
-    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=9), matcher=compile_grammar('start: "a"'))
-    engine.add("y", PROMPT, SamplingParams(temperature=0.0, max_tokens=9))
+    plain = SamplingParams(temperature=0.0, max_tokens=9)
+    only_b = dataclasses.replace(plain, allowed_token_ids=(ord("b") - 33,))
+    engine.add("x", PROMPT, only_b, matcher=compile_grammar('start: "a"'))
+    engine.add("y", PROMPT, plain)
+    engine.add("z", PROMPT, only_b, matcher=compile_grammar('start: "b" "c"'))
     results = run(engine)
-    assert "its grammar and its other constraints together allow no token" in results["x", 0].error.message
+    error = results["x", 0].error
+    assert "bad_words and allowed_token_ids together allow no token" in error.message
+    assert (error.code, error.status, error.param) == ("invalid_value", 400, "grammar")
     assert results["y", 0].token_ids == [ord("z") - 33] * 9
+    assert (results["z", 0].error.code, results["z", 0].error.status) == ("engine_failure", 500)
 
 
 def _only_z(context: Any) -> Any:
