@@ -146,7 +146,11 @@ def _from_file(path: Path, values: Values) -> None:
         raise ConfigError(f"{path}: {error}") from error
     for section, settings in document.items():
         if not isinstance(settings, dict):
-            raise ConfigError(f"{path}: {section} must be a table such as [engine]", param=section)
+            if section in _SECTIONS:
+                raise ConfigError(f"{path}: {section} must be a table, [{section}], got {settings!r}", param=section)
+            homes = " or ".join(f"[{home}]" for home, known in _SETTINGS.items() if section in known)
+            wanted = f"{section} belongs below {homes}" if homes else "every setting belongs below a section: [engine]"
+            raise ConfigError(f"{path}: {section} = {settings!r} is in no section; {wanted}", param=section)
         for key, value in settings.items():
             _put(values, section, key, value, str(path))
 
