@@ -5,14 +5,13 @@ from typing import Any
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.mapped_file import read_file
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises CheckpointError."""
     try:
-        value = loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        value = loads(read_file(path))
     except CodecError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(value, dict):

@@ -1,6 +1,7 @@
 """Checkpoints: names, shapes, formats and values from every container, and errors that name what is wrong."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import transformers
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.header import read_header
 from ktqueue.loading.load import load_model, open_checkpoint
+from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -165,6 +167,8 @@ def test_unknown_tensor_in_gguf_is_named(tiny_gguf: Path, tmp_path: Path) -> Non
         ({"shape": [4]}, "corrupt header entry"),
         ({"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}, "corrupt header entry"),
         ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "corrupt header entry"),
+        ({"dtype": "F32", "shape": [1 << 62] * 400, "data_offsets": [0, 16]}, "corrupt header entry"),
+        ({"dtype": "F" * 1_000, "shape": [4], "data_offsets": [0, 16]}, "corrupt header entry"),
         ([], "corrupt header entry"),
     ],
 )
@@ -232,6 +236,28 @@ def test_missing_files_are_named(missing: str, tiny: Path, tmp_path: Path) -> No
         open_checkpoint(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_pipes_and_devices_are_not_read(name: str, tiny: Path, tmp_path: Path) -> None:
+    """They may have no end, and a clone of a repository may have links to them."""
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    for target in ("/dev/zero", "pipe"):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to(target)
+        if target == "pipe":
+            os.mkfifo(tmp_path / target)
+        with pytest.raises(CheckpointError, match=rf"{name}: must be a file, not a pipe or a device"):
+            open_checkpoint(str(tmp_path)) if name.startswith(("config", "model")) else load_tokenizer(str(tmp_path))
+
+
+def test_a_number_of_an_expert_may_not_be_huge(tiny: Path, tmp_path: Path) -> None:
+    weights = safetensors.torch.load_file(tiny / "model.safetensors")
+    weights[f"{EXPERTS}.{'9' * 5_000}.up_proj.weight"] = torch.zeros(32, 64)
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"surplus: .*99999"):
+        load_model(str(tmp_path))
+
+
 def test_layers_that_predict_further_tokens_are_ignored(
     make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -260,9 +286,10 @@ def test_a_single_file_has_precedence_over_an_index(make_model: Callable[..., Pa
     assert found[0] == 3
 
 
-def test_an_index_must_stay_in_its_folder(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "a\0.safetensors"])
+def test_an_index_must_stay_in_its_folder(name: str, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
-    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    index = {"weight_map": {"model.norm.weight": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="must name files of this folder"):
         open_checkpoint(str(tmp_path))

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.families.family import Family
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
@@ -42,7 +43,10 @@ from ktqueue.operators.kv_cache import CacheScale
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
-_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+MAX_DIMENSIONS, MAX_DTYPE = 8, 64  # of a tensor's shape, and characters of its type; more would only be damage
+_EXPERT = re.compile(
+    r"(?P<module>.+\.experts)\.(?P<index>[0-9]{1,9})\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+)
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _UNUSED = re.compile(r"rotary_emb\.inv_freq$")
 """Frequencies in old files, which are always computed."""
@@ -155,8 +159,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to files")
     names = sorted(set(weight_map.values()))
-    if any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{index}: weight_map must name files of this folder, got {names}")
+    if wrong := [name for name in names if Path(name).name != name or not name.isprintable()]:
+        raise CheckpointError(f"{index}: weight_map must name files of this folder, got {short_repr(wrong[0])}")
     return [folder / name for name in names]
 
 
@@ -179,6 +183,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file: Any, raw: bool)
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         all_integers = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
         is_valid = all_integers and min(shape, default=1) >= 0 and isinstance(dtype, str)
+        is_valid = is_valid and len(shape) <= MAX_DIMENSIONS and len(dtype) <= MAX_DTYPE
     except (KeyError, TypeError, ValueError):
         is_valid = False
     if not is_valid:

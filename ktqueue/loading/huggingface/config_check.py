@@ -21,7 +21,6 @@ MOST_LINEAR_DIM, MOST_TAPS = 512, 8  # as in csrc/kernels/kernel_table.h
 _COUNTS = (
     "vocab_size",
     "hidden_size",
-    "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -60,10 +59,13 @@ _WIDTHS = (
     "moe_intermediate_size",
 )  # may be 0; some families have a list with one per layer
 _MOST = (1 << 31) - 1
+_MOST_OF = {"num_hidden_layers": 1 << 12, "num_labels": 1 << 16}
+"""transformers makes lists of so many elements before it checks anything."""
 _POSITIVE = ("rms_norm_eps", "clip_qkv")
 _POSITIVE_ROPE = (
     "rope_theta",
     "factor",
+    "attention_factor",
     "original_max_position_embeddings",
     "beta_fast",
     "beta_slow",
@@ -87,6 +89,8 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
     """
     for name in _COUNTS:
         _check_count(values.get(name), name, 1, source)
+    for name, most in _MOST_OF.items():
+        _check_count(values.get(name), name, 1, source, most)
     for name in _ANY_COUNTS:
         _check_count(values.get(name), name, 0, source)
     for name in _WIDTHS:
@@ -101,6 +105,9 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
     for rope in _rope_parameters(values):
         for name in _POSITIVE_ROPE:
             _check_positive(rope.get(name), name, source)
+        for name in ("short_factor", "long_factor"):
+            for divisor in factors if isinstance(factors := rope.get(name), list) else ():
+                _check_positive(divisor, name, source)
 
 
 def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
@@ -254,9 +261,9 @@ def _layer_values(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from (layer for layer in by_layer.values() if isinstance(layer, dict)) if isinstance(by_layer, dict) else ()
 
 
-def _check_count(value: Any, name: str, least: int, source: str) -> None:
-    if value is not None and not (type(value) is int and least <= value <= _MOST):
-        raise _refusal(source, name, f"a whole number from {least} to {_MOST}", value)
+def _check_count(value: Any, name: str, least: int, source: str, most: int = _MOST) -> None:
+    if value is not None and not (type(value) is int and least <= value <= most):
+        raise _refusal(source, name, f"a whole number from {least} to {most}", value)
 
 
 def _check_positive(value: Any, name: str, source: str) -> None:

@@ -49,7 +49,7 @@ class ChatTemplate:
         self.special = dict(special)
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # jinja2 leaves some faults to Python's compiler: numbers, repeated arguments
             raise CheckpointError(f"{where}: the chat template does not parse: {error}") from error
 
     def render(

@@ -12,6 +12,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.huggingface.hub_files import VOCABULARIES
 from ktqueue.loading.json_file import optional_json, read_json
+from ktqueue.loading.mapped_file import read_file
 from ktqueue.loading.tokenizer.added_tokens import read_added_tokens
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.loading.tokenizer.sentencepiece_file import FILE as SENTENCEPIECE
@@ -20,7 +21,7 @@ from ktqueue.loading.tokenizer.tiktoken_file import FILE as TIKTOKEN
 from ktqueue.loading.tokenizer.tiktoken_file import read_tiktoken
 
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_MAX_TOKENS = 1 << 24
+_MAX_TOKENS = 1 << 21
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 
@@ -75,8 +76,8 @@ def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_file(file).decode()
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"{file}: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):

@@ -1,9 +1,10 @@
 """Builds and runs tokenizers of the tokenizers library, from plain vocabulary data or from a tokenizer.json."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,20 @@ from ktqueue.loading.tokenizer.tiktoken_file import merges_of_ranks
 Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
 CUT_CHARACTERS = 64  # at the end of a beginning; the following text may compose with them (NFC)
+MAX_GROWTH = 64  # times that a normaliser may make a text longer; the library aborts the process if memory is short
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
 _PROBE = "a \xe9 \u65e5"  # characters of one, two and three bytes
 _FOUND_IN_TEXT = (TokenKind.NORMAL, TokenKind.USER_DEFINED)  # the kinds of pieces that SentencePiece finds in a text
 
 
-def from_json(path: Path) -> Model:
-    """Load a tokenizer.json without truncation and padding. Raises CheckpointError."""
+def from_json(path: Path, document: Mapping[str, Any]) -> Model:
+    """Load a tokenizer.json, whose content is `document`, without truncation and padding. Raises CheckpointError."""
+    try:  # before the library, which normalises added tokens
+        growth = math.prod(map(_growth, _flat(document.get("normalizer"))))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: the normalizer is damaged: {error!r}") from error
+    if growth > MAX_GROWTH:
+        raise CheckpointError(f"{path}: the normalizer may make a text {growth:.0f} times longer; at most {MAX_GROWTH}")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
@@ -100,11 +108,26 @@ def min_tokens(model: Model, beginning: str) -> int:
 
 def _parts(step: Any) -> Iterator[dict[str, Any]]:
     """Yield the parts of a normaliser or pre-tokenizer, as in its JSON."""
-    pending = [] if step is None else [json.loads(step.__getstate__())]
+    return _flat(None if step is None else json.loads(step.__getstate__()))
+
+
+def _flat(step: Any) -> Iterator[dict[str, Any]]:
+    pending = [] if step is None else [step]
     while pending:
         part = pending.pop()
         pending += part.get("normalizers", []) + part.get("pretokenizers", [])
         yield part
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """Return how many times longer a part of a normaliser may make a text."""
+    match part["type"]:
+        case "Replace":
+            replaced = part["pattern"].get("String", "")  # a regular expression may match an empty text
+            return max(1.0, len(part["content"].encode()) / max(1, len(replaced.encode())))
+        case "Prepend":
+            return max(1.0, len(part["prepend"].encode()))
+    return 1.0
 
 
 def _keeps_text(part: dict[str, Any]) -> bool:

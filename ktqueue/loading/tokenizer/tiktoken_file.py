@@ -13,11 +13,13 @@ from typing import Any
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet
+from ktqueue.loading.mapped_file import read_file
 from ktqueue.loading.tokenizer.added_tokens import AddedToken, check_added_tokens
 
 FILE = "tiktoken.model"
 # The file does not say how text is split into words before tokens are joined; the class of the tokenizer does.
 _SPLITS: Mapping[str, str] = {"TikTokenTokenizer": "kimi-k2"}
+_LONGEST = 1024  # bytes of a token; those of published vocabularies have up to 128
 
 
 def read_tiktoken(
@@ -36,7 +38,10 @@ def read_tiktoken(
         )
     spelling = {byte: character for character, byte in byte_alphabet().items()}
     by_id = {rank: "".join(spelling[byte] for byte in token) for token, rank in _ranks(path)}
-    merges = merges_of_ranks([by_id[rank] for rank in range(len(by_id))])
+    try:
+        merges = merges_of_ranks([by_id[rank] for rank in range(len(by_id))])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     kinds = dict.fromkeys(by_id, TokenKind.NORMAL)
     check_added_tokens(folder, added, max(len(by_id), vocab_size))
     for token_id, text, special in added:
@@ -56,8 +61,11 @@ def read_tiktoken(
 def merges_of_ranks(tokens: Sequence[str]) -> list[str]:
     """The merges of a vocabulary that has none, because the id of a token is its rank.
 
-    A token can be made of each pair of tokens that spells it. Pairs are joined in the order of what they make.
+    A token can be made of each pair of tokens that spells it. Pairs are joined in the order of what they make. Raises
+    ValueError for a token that is too long, since the time grows with the square of its length.
     """
+    if (longest := max(map(len, tokens), default=0)) > _LONGEST:
+        raise ValueError(f"a token must have at most {_LONGEST} bytes, got {longest}")
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     merges = []
     for token in tokens:
@@ -71,11 +79,7 @@ def merges_of_ranks(tokens: Sequence[str]) -> list[str]:
 def _ranks(path: Path) -> list[tuple[bytes, int]]:
     """The tokens and their ranks, which run from 0. Raises CheckpointError that names the line."""
     found: dict[int, bytes] = {}
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_file(path).splitlines(), 1):
         if not line:
             continue
         try:

@@ -259,7 +259,8 @@ def from_data(data: VocabularyData, path: str) -> Tokenizer:
 
 def _from_folder(folder: Path) -> Tokenizer:
     config = optional_json(folder / "config.json")
-    size = (config.get("text_config") or config).get("vocab_size")
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) and text else config).get("vocab_size")
     if size is not None and (type(size) is not int or size < 1):
         raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
     if (plain := files.plain_vocabulary(folder, size or 0)) is not None:
@@ -270,7 +271,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     ends = files.end_tokens(folder, settings, file.tokens, size)
     template = files.chat_template(folder, settings)
     return Tokenizer(
-        library.from_json(file.path),
+        library.from_json(file.path, file.document),
         size=size,
         tokens=file.tokens,
         kinds=file.kinds,

@@ -170,9 +170,21 @@ def test_a_template_works_on_copies() -> None:
     assert messages == [{"role": "user", "content": "x"}]
 
 
-def test_a_template_that_does_not_parse_is_named() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{% break %}",
+        "{{ f(a=1, a=2) }}",
+        "{{ " + "9" * 10_000 + " }}",
+        "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+        "{{ " + "(" * 5_000,
+    ],
+)
+def test_a_template_that_does_not_parse_is_named(source: str) -> None:
+    """Python's compiler and not jinja2 finds some of the faults."""
     with pytest.raises(CheckpointError, match=r"some.gguf: the chat template does not parse"):
-        ChatTemplate("{% if %}", SPECIAL, "some.gguf")
+        ChatTemplate(source, SPECIAL, "some.gguf")
 
 
 CALLED: list[dict[str, Any]] = [

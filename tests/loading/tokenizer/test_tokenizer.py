@@ -275,3 +275,20 @@ def test_a_tokenizer_that_may_shorten_texts_has_no_bound(normalizer: normalizers
     assert library.shrinkage(model) is not None
     model.normalizer = normalizer
     assert library.shrinkage(model) is None
+
+
+def test_a_normaliser_that_may_make_a_text_huge_is_refused(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    growing = {"type": "Replace", "pattern": {"String": "l"}, "content": "l" * 1_000}
+    document["normalizer"] = {"type": "Sequence", "normalizers": [growing] * 5}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: the normalizer may make a text 10{15} times longer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_text_config_that_is_no_object_is_ignored(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": [7]}))
+    assert load_tokenizer(str(tmp_path)).size == 384

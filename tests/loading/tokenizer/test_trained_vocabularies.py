@@ -222,6 +222,9 @@ def test_a_vocabulary_of_ranks_equals_the_rule_of_tiktoken(tmp_path: Path) -> No
     assert vocabulary_of_folder(tmp_path, 500).merges == read_tiktoken(tmp_path, settings, ()).merges
 
 
+ALL_BYTES = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
+
+
 @pytest.mark.parametrize(
     ("lines", "kind", "words"),
     [
@@ -229,6 +232,7 @@ def test_a_vocabulary_of_ranks_equals_the_rule_of_tiktoken(tmp_path: Path) -> No
         (b"QQ== 0\nQg 1\n", "TikTokenTokenizer", "line 2 is not a token in base64 and its rank"),
         (b"QQ== 1\n", "TikTokenTokenizer", "the ranks of 1 different tokens must run from 0"),
         (b"QQ== 0\n", "TikTokenTokenizer", "each byte must be a token"),
+        (ALL_BYTES + b"QUFB" * 100_000 + b" 256\n", "TikTokenTokenizer", "must have at most 1024 bytes, got 300000"),
     ],
 )
 def test_a_damaged_vocabulary_of_ranks_is_refused(lines: bytes, kind: str, words: str, tmp_path: Path) -> None:
