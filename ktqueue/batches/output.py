@@ -30,6 +30,8 @@ class RecordFile:
     def __init__(self, path: Path, *, repair: bool = True) -> None:
         """Open or create the file, lock it, and repair its last line if `repair`. Raises BatchFault, OSError."""
         self.path = path
+        if path.exists() and not path.is_file() and not path.is_dir():  # it could not be read again
+            raise BatchFault(f"{path}: a batch needs a file as output, not a pipe or a device")
         self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

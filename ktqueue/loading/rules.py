@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ktqueue.core.errors import RuleError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.families.table import SUPPORTED
 from ktqueue.loading.ktransformers import KTransformersRule, Placement, has_ktransformers_form, read_placement
 
@@ -24,6 +25,7 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _DTYPES = ("float32", "bfloat16", "float16")
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _MAX_REFUSALS = 20  # named in one error
+_MOST_VALUES = 100_000  # of a rule file; each alias of an alias can multiply them
 _TAGS = ("str", "bool", "int", "float", "null", "seq", "map")
 
 
@@ -104,6 +106,16 @@ def _shipped_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED_RULES.glob("*.yaml"))}
 
 
+def _written_out(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values a node has with all aliases written out. `sizes`: of the nodes that were seen, by id."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 1  # of an alias inside of what it stands for, which is refused later
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
+        sizes[id(node)] = 1 + sum(_written_out(part, sizes) for part in nodes)
+    return sizes[id(node)]
+
+
 class _RuleReader:
     """Reads one rule file. `derived` are the files that are based on it."""
 
@@ -177,7 +189,10 @@ class _RuleReader:
         except (OSError, UnicodeDecodeError) as error:
             raise RuleError(f"{self._path}:1: {error}") from error
         try:
-            return yaml.compose(text, Loader=yaml.SafeLoader)
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            if root is not None and (size := _written_out(root, {})) > _MOST_VALUES:
+                raise RuleError(f"{self._path}:1: its aliases stand for {size} values; at most {_MOST_VALUES}")
+            return root
         except (yaml.YAMLError, RecursionError) as error:
             mark = getattr(error, "problem_mark", None)
             line = mark.line + 1 if mark else 1
@@ -309,7 +324,7 @@ class _RuleReader:
     def _text(self, node: yaml.Node, what: str, known: list[str] | None) -> str:
         value = self._value(node, what)
         if not isinstance(value, str):
-            self._fail(node, f"{what} must be a text, got {value!r}")
+            self._fail(node, f"{what} must be a text, got {short_repr(value)}")
         if known is not None and value not in known:
             close = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -319,7 +334,7 @@ class _RuleReader:
     def _flag(self, node: yaml.Node, what: str) -> bool:
         value = self._value(node, what)
         if not isinstance(value, bool):
-            self._fail(node, f"{what} must be true or false, got {value!r}")
+            self._fail(node, f"{what} must be true or false, got {short_repr(value)}")
         return value
 
     def _pattern(self, node: yaml.Node, what: str) -> re.Pattern[str]:

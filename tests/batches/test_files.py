@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,14 @@ def test_no_part_of_a_record_is_written_to_a_full_disk(tmp_path: Path) -> None:
 def test_the_output_is_never_a_file_named_minus() -> None:
     with pytest.raises(BatchFault, match="needs a file as output, got -"):
         OutputPaths.of(Path("-"))
+
+
+def test_the_output_is_never_a_pipe(tmp_path: Path) -> None:
+    """Reading its earlier answers would never end."""
+    for name in ("out.jsonl", "other.errors.jsonl"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(BatchFault, match=rf"{name}: a batch needs a file as output, not a pipe"):
+            BatchOutput(tmp_path / name.replace(".errors", ""))
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.errors.jsonl", "out.jsonl.run", "out.jsonl.run.new"])

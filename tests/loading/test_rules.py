@@ -327,3 +327,11 @@ def test_a_rule_may_replace_the_experts_of_one_layer_only(tiny: Path, tmp_path: 
     kinds = [type(module.get_submodule(f"model.layers.{i}.mlp.experts")).__name__ for i in range(2)]
     assert kinds == ["CpuExperts", "Qwen3MoeExperts"]
     assert isinstance(module, nn.Module)
+
+
+def test_aliases_may_not_stand_for_gigabytes(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))]
+    path.write_text("- match: {name: x}\n  replace: {class: 'a.b:C'}\n  recursive:\n    " + "\n    ".join(lines) + "\n")
+    with pytest.raises(RuleError, match=r"rules\.yaml:1: its aliases stand for \d+ values; at most 100000"):
+        load_rules(path, [])
