@@ -64,8 +64,15 @@ class JobRecord:
 def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
     """Decode a job in a script's reply: [fields and values, place or None].
 
-    What this version cannot read is left out.
+    A request or an end that this version cannot read is left out. Raises CodecError for anything else.
     """
+    try:
+        return _decode(job_id, described)
+    except (KeyError, ValueError) as error:
+        raise CodecError(f"the record of job {job_id} is damaged, or a newer version wrote it: {error}") from error
+
+
+def _decode(job_id: str, described: Sequence[object]) -> JobRecord:
     flat, place = described
     assert isinstance(flat, list)
     values: dict[str, bytes] = {key.decode(): value for key, value in zip(flat[::2], flat[1::2], strict=True)}

@@ -4,6 +4,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ktqueue.broker.job_record import MICROSECONDS, JobRecord, decode_job, job_not_found
@@ -12,7 +13,7 @@ from ktqueue.broker.models import RETRY_NO_WORKER, Models, find_card, model_not_
 from ktqueue.broker.prefix_hashes import prefix_hashes
 from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
-from ktqueue.core.codec import encode_request
+from ktqueue.core.codec import CodecError, encode_request
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
     IdempotencyConflict,
@@ -279,7 +280,7 @@ class Jobs:
         """Live jobs, then ended ones, newest first. There are fewer than `limit` if the requests are big.
 
         Filters by state, tenant, class and model. Only the newest 2,000 live and 2,000 ended jobs of all tenants are
-        searched. A request that this version cannot decode is None.
+        searched. A request that this version cannot decode is None, and a job that it cannot decode is left out.
         """
         reply = await self._scripts.call(
             "list_jobs",
@@ -290,7 +291,11 @@ class Jobs:
             job_class or "",
             model or "",
         )
-        return [decode_job(job_id.decode(), described) for job_id, described in reply]
+        records = []
+        for job_id, described in reply:
+            with suppress(CodecError):
+                records.append(decode_job(job_id.decode(), described))
+        return records
 
     async def depth(self) -> QueueDepths:
         """Numbers of waiting and running jobs, for every model that is known or has jobs."""

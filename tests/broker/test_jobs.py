@@ -14,7 +14,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.models import process_name
-from ktqueue.core.codec import NewerFormat
+from ktqueue.core.codec import CodecError, NewerFormat
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
     IdempotencyConflict,
@@ -188,6 +188,22 @@ async def test_an_unreadable_record_does_not_hide_other_jobs(
     with pytest.raises(NewerFormat, match="format 99"):
         record.readable_request()
     assert (await broker.jobs.cancel(strange)).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize(("field", "value"), [("class", "third"), ("model", b"\xff"), ("attempts", "a few")])
+async def test_a_damaged_record_hides_no_other_job(
+    field: str,
+    value: str | bytes,
+    broker: Broker,
+    lease: Lease,
+    make_request: Callable[..., GenerationRequest],
+    raw: Any,
+) -> None:
+    damaged, good = [(await broker.jobs.submit(make_request())).id for _ in range(2)]
+    raw.hset(f"{broker.keys.tag}:job:{damaged}", field, value)
+    assert [job.id for job in await broker.jobs.list()] == [good]
+    with pytest.raises(CodecError, match=f"record of job {damaged} is damaged"):
+        await broker.jobs.get(damaged)
 
 
 async def test_the_depth_counts_jobs_by_model_and_class(
