@@ -373,7 +373,8 @@ def test_tensors_that_do_not_fit_are_named(fault: str, tiny: Path, tmp_path: Pat
         ({"kv_lora_rank": 16}, "latent attention"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({"hidden_act": 3}, "config is not valid"),
-        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, but there are tensors of 2 layers"),
+        ({"num_hidden_layers": 4_000}, "num_hidden_layers is 4000, but there are tensors of 2 layers"),
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers must be a whole number from 1 to 4096, got 1000000"),
     ],
 )
 def test_unusable_configs_are_refused(change: dict[str, object], words: str, tiny: Path, tmp_path: Path) -> None:
