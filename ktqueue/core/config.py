@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX = "KTQUEUE_"
 REMOVED = frozenset({"engine.deferred_experts", "engine.two_batch_overlap"})  # ignored with a warning for one release
 STANDALONE = frozenset({"KTQUEUE_ISA"})  # read by the compiled kernels: limits the instruction set
+_KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts"}
 Values = dict[str, dict[str, tuple[Any, str]]]  # by section and key: the value, and where it is from
 
 
@@ -83,12 +84,7 @@ def load_config(
     Raises ConfigError naming the source, the key and the value.
     """
     values = _collect(path, environment, overrides)
-    return Config(
-        **{
-            section: kind(**{key: value for key, (value, _) in values[section].items()})
-            for section, kind in _SECTIONS.items()
-        }
-    )
+    return Config(**{section: _section(section, kind, values[section]) for section, kind in _SECTIONS.items()})
 
 
 def config_sources(
@@ -96,7 +92,7 @@ def config_sources(
     environment: Mapping[str, str] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, str]:
-    """Where each setting that is not a default is from: key to "flag", the variable or the file. Raises ConfigError."""
+    """Where each setting that is not a default is from: key to flag, variable or file. Raises ConfigError."""
     values = _collect(path, environment, overrides)
     return {f"{section}.{key}": source for section, settings in values.items() for key, (_, source) in settings.items()}
 
@@ -112,6 +108,19 @@ def config_environment(config: Config) -> dict[str, str]:
         if value != described.default:
             variables[f"{ENVIRONMENT_PREFIX}{described.section}_{described.name}".upper()] = _text(value)
     return variables
+
+
+def _section(section: str, kind: type, settings: dict[str, tuple[Any, str]]) -> Any:
+    try:
+        return kind(**{key: value for key, (value, _) in settings.items()})
+    except ConfigError as error:
+        key = (error.param or "").removeprefix(f"{section}.").partition(".")[0]
+        raise _with_source(error, settings[key][1]) if key in settings else error from None
+
+
+def _with_source(error: ConfigError, source: str) -> ConfigError:
+    """The error with its source: a file, a variable or a flag."""
+    return ConfigError(f"{source}: {error.message}", param=error.param, limit=error.limit, value=error.value)
 
 
 def _text(value: Any) -> str:
@@ -135,7 +144,9 @@ def _collect(
     for section, settings in (overrides or {}).items():
         for key, value in settings.items():
             if value is not None:
-                _put(values, section, key, value, "flag")
+                described = _SETTINGS.get(section, {}).get(key)
+                flags = described.about.flags if described else ()
+                _put(values, section, key, value, flags[0].partition("/")[0] if flags else "flag")
     return values
 
 
@@ -167,12 +178,22 @@ def _put(values: Values, section: str, key: str, value: Any, source: str) -> Non
         raise ConfigError(f"{source}: unknown key {section}.{key}{nearest}", param=f"{section}.{key}")
     try:
         values[section][key] = _convert(value, described), source
+    except ConfigError as error:  # of a tenant
+        raise _with_source(error, source) from None
     except (TypeError, ValueError) as error:
-        wanted = "a size such as 256MiB" if described.is_size else f"of type {_type_name(described.type)}"
-        wanted += f", or {described.about.none_word}" * (described.about.none_word is not None)
-        raise ConfigError(
-            f"{source}: {section}.{key} must be {wanted}, got {value!r}", param=f"{section}.{key}", value=str(value)
-        ) from error
+        message = f"{source}: {described.key} must be {_wanted(described)}, got {value!r}"
+        raise ConfigError(message, param=described.key, value=str(value)) from error
+
+
+def _wanted(described: Setting) -> str:
+    """What a setting must be, in words."""
+    if described.is_size:
+        wanted = "a size such as 256MiB"
+    elif described.choices:
+        wanted = f"one of {', '.join(described.choices)}"
+    else:
+        wanted = _KINDS[get_origin(described.type) or described.type]
+    return wanted if described.about.none_word is None else f"{wanted}, or {described.about.none_word}"
 
 
 def _nearest(word: str, known: Any) -> str:
@@ -188,7 +209,7 @@ def _convert(value: Any, described: Setting) -> Any:
         return read_tenants(value)
     if kind == tuple[str, ...]:
         parts = [part for part in value.split(",") if part] if isinstance(value, str) else value
-        return tuple(str(part) for part in parts)
+        return tuple(_exact(part, str) for part in (parts if isinstance(parts, tuple) else _exact(parts, list)))
     if kind is bool:
         table = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         return table[value.lower()] if isinstance(value, str) and value.lower() in table else _exact(value, bool)
@@ -199,10 +220,6 @@ def _convert(value: Any, described: Setting) -> Any:
     if kind is float:
         return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else _exact(value, float)
     return _exact(value, str)
-
-
-def _type_name(kind: Any) -> str:
-    return "tuple" if get_origin(kind) is tuple else getattr(kind, "__name__", "str")
 
 
 def _exact(value: Any, kind: type) -> Any:

@@ -16,6 +16,7 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.units import parse_bytes
 
 MAX_WEIGHT = 1_000
+MAX_LIMIT = 10**12
 DEFAULT_TENANT = "default"  # for jobs without a tenant, and for the keys in gateway.api_keys
 
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -62,20 +63,15 @@ class TenantLimits:
     def __post_init__(self) -> None:
         for limit in fields(TenantLimits):
             value = getattr(self, limit.name)
-            if value is not None and (type(value) is not int or not 1 <= value <= 10**12):
+            is_weight = limit.name == "weight"
+            most = MAX_WEIGHT if is_weight else MAX_LIMIT
+            if (value is not None or is_weight) and (type(value) is not int or not 1 <= value <= most):
                 raise ConfigError(
-                    f"a tenant's {limit.name} must be a positive integer, got {value!r}",
+                    f"a tenant's {limit.name} must be an integer from 1 to {most}, got {value!r}",
                     param=f"gateway.tenants.{limit.name}",
-                    limit=1,
+                    limit=f"1 to {most}",
                     value=str(value),
                 )
-        if type(self.weight) is not int or self.weight > MAX_WEIGHT:
-            raise ConfigError(
-                f"a tenant's weight must be an integer from 1 to {MAX_WEIGHT}, got {self.weight!r}",
-                param="gateway.tenants.weight",
-                limit=MAX_WEIGHT,
-                value=str(self.weight),
-            )
         for what in ("requests", "tokens"):
             if getattr(self, f"{what}_per_minute") is None and getattr(self, f"{what}_burst") is not None:
                 raise ConfigError(
@@ -167,7 +163,7 @@ def check_hashes(hashes: Iterable[Any], what: str, param: str) -> None:
     for position, digest in enumerate(hashes, 1):
         if not isinstance(digest, str) or not _HASH.fullmatch(digest):
             raise ConfigError(
-                f"{what}: number {position} is not the SHA-256 of a key, 64 hexadecimal digits; "
+                f"{what}: number {position} is not the SHA-256 of a key, 64 digits of 0-9a-f; "
                 "`ktqueue keys new` makes a key and its hash",
                 param=param,
             )
@@ -195,7 +191,16 @@ def read_tenants(value: Any) -> tuple[TenantConfig, ...]:
             raise ConfigError("gateway.tenants is not JSON", param="gateway.tenants") from error
     if not isinstance(value, list | tuple):
         raise ConfigError("gateway.tenants must be tables: [[gateway.tenants]]", param="gateway.tenants")
-    return tuple(table if isinstance(table, TenantConfig) else TenantConfig.of(table) for table in value)
+    return tuple(_read_tenant(number, table) for number, table in enumerate(value, 1))
+
+
+def _read_tenant(number: int, table: Any) -> TenantConfig:
+    try:
+        return table if isinstance(table, TenantConfig) else TenantConfig.of(table)
+    except ConfigError as error:
+        name = f" ({table['name']})" if isinstance(table, Mapping) and isinstance(table.get("name"), str) else ""
+        message = f"[[gateway.tenants]] number {number}{name}: {error.message}"
+        raise ConfigError(message, param=error.param, limit=error.limit, value=error.value) from None
 
 
 def write_tenants(tenants: Iterable[TenantConfig]) -> str:

@@ -66,14 +66,21 @@ def test_each_kind_of_value_is_read(tmp_path: Path) -> None:
         ("[engine]\nthreads = 'two'\n", {}, "engine.threads"),
         ("[engine]\nthreads = true\n", {}, "engine.threads"),
         ("[engine]\nthreads = 1.5\n", {}, "engine.threads"),
-        ("[engine]\nmax_num_seqs = 'many'\n", {}, "engine.max_num_seqs must be of type int, or auto, got 'many'"),
+        ("[engine]\nmax_num_seqs = 'many'\n", {}, "engine.max_num_seqs must be a whole number, or auto, got 'many'"),
         ("[engine]\nenable_prefix_caching = 1\n", {}, "engine.enable_prefix_caching"),
         ("[broker]\nlease_seconds = true\n", {}, "broker.lease_seconds"),
-        ("[broker]\nlease_seconds = 0\n", {}, "broker.lease_seconds"),
+        ("[broker]\nlease_seconds = 0\n", {}, "ktqueue.toml: broker.lease_seconds must be a number from 0.01 on"),
         ("[broker]\nlease_seconds = nan\n", {}, "broker.lease_seconds"),
         ("[broker]\nmax_attempts = 0\n", {}, "broker.max_attempts"),
-        ("[broker]\nprefix = 'a}b'\n", {}, "broker.prefix"),
+        ("[broker]\nprefix = 'a}b'\n", {}, "ktqueue.toml: broker.prefix"),
+        ("[broker]\ndurability = 1\n", {}, "broker.durability must be one of process, fsync, got 1"),
         ("[broker]\nmax_request_bytes = '4 chunks'\n", {}, "broker.max_request_bytes"),
+        ("[broker]\nmax_request_bytes = 1.5\n", {}, "broker.max_request_bytes must be a size such as 256MiB, got 1.5"),
+        ("[engine]\nserved_model_name = {a = 1}\n", {}, "served_model_name must be a list of texts, got {'a': 1}"),
+        ("[engine]\nserved_model_name = [1]\n", {}, "served_model_name must be a list of texts, got [1]"),
+        ("[[gateway.tenants]]\nname = 'a'\n", {}, ".toml: [[gateway.tenants]] number 1 (a): a tenant has no keys"),
+        ("", {"KTQUEUE_LOG_MAX_BYTES": "9" * 400}, "environment variable KTQUEUE_LOG_MAX_BYTES: log.max_bytes must be"),
+        ("", {"KTQUEUE_GATEWAY_PORT": "65536"}, "environment variable KTQUEUE_GATEWAY_PORT: gateway.port must be"),
         ("", {"KTQUEUE_BROKER_LEASE_SECOND": "1"}, "KTQUEUE_BROKER_LEASE_SECOND"),
         ("", {"KTQUEUE_BROKER_LEASE_SECONDS": "soon"}, "KTQUEUE_BROKER_LEASE_SECONDS"),
         ("", {"KTQUEUE_BROKR_URL": "x"}, "did you mean 'broker'"),
@@ -100,6 +107,13 @@ def test_every_number_has_limits(value: float) -> None:
         assert caught.value.param == described.key and caught.value.limit is not None
         with pytest.raises(ConfigError, match=described.key):
             load_config(overrides={described.section: {described.name: number}})
+
+
+def test_a_wrong_value_of_a_flag_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--redis-url: broker\.url must be a text, got 1$"):
+        load_config(overrides={"broker": {"url": 1}})
+    with pytest.raises(ConfigError, match=r"^--port: gateway\.port must be a number from 0 to 65535, got 65536$"):
+        load_config(overrides={"gateway": {"port": "65536"}})
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:

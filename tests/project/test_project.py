@@ -124,9 +124,20 @@ def test_ci_runs_the_readme_s_checks() -> None:
 
 def test_links_between_documents_have_targets() -> None:
     for page in [path for path in tracked() if path.suffix == ".md"]:
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+                linked = page.parent / target if target else page
+                assert linked.exists(), f"{page.relative_to(ROOT)} links to {target}"
+                assert not heading or heading in anchors(linked), (
+                    f"{page.relative_to(ROOT)} links to {target}#{heading}"
+                )
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a forge gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_files_are_short() -> None:

@@ -12,7 +12,7 @@ from ktqueue.core.errors import ConfigError
 
 _KEY = "ktqueue"
 
-_LARGEST = {int: 1 << 53, float: 1e9}
+_LARGEST = {int: 1 << 53, float: 10**9}
 """Limits of numbers without one of their own. Beyond the first, Redis' scripts and readers of JSON round integers. The
 second is 31 years in seconds."""
 
@@ -78,13 +78,13 @@ class Setting:
             above, low, high = about.above, about.at_least or 0, about.at_most
             most = _LARGEST[self.type] if high is None else high
             if above is not None and not above < value <= most:
-                raise self.error(f"above {above:g} and at most {most:g}", most, value)
+                raise self.error(f"above {above} and at most {most}", most, value)
             if high is not None and not low <= value <= high:
-                raise self.error(f"a number from {low:g} to {high:g}", f"{low:g} to {high:g}", value)
+                raise self.error(f"a number from {low} to {high}", f"{low} to {high}", value)
             if value > most:
-                raise self.error(f"a number of at most {most:g}", most, value)
+                raise self.error(f"a number of at most {most}", most, value)
             if above is None and not low <= value:  # NaN fails it too
-                raise self.error(f"a number from {low:g} on", low, value)
+                raise self.error(f"a number from {low} on", low, value)
 
     def error(self, wanted: str, limit: float | str, value: float | str) -> ConfigError:
         """The error for a wrong value."""
