@@ -99,7 +99,7 @@ class Stream(asyncio.Protocol):
 def request(path: str, after: int) -> bytes:
     """A GET of a job's events after a seq."""
     resumed = b"Last-Event-ID: %d\r\n" % after if after else b""
-    return b"GET %b HTTP/1.1\r\nHost: gateway\r\nAccept: text/event-stream\r\n%b\r\n" % (path.encode(), resumed)
+    return b"GET %b HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n%b\r\n" % (path.encode(), resumed)
 
 
 class Clients:

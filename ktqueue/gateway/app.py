@@ -31,6 +31,7 @@ from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.generation import generation_routes
 from ktqueue.gateway.http.edge import Edge
 from ktqueue.gateway.http.headers import EXPOSED_HEADERS
+from ktqueue.gateway.http.hosts import AllowedHosts
 from ktqueue.gateway.http.responses import error_response
 from ktqueue.gateway.ollama import ollama_routes
 from ktqueue.gateway.prompts import prompt_routes
@@ -134,6 +135,7 @@ def _edge(gateway: Gateway) -> Middleware:
     return Middleware(
         Edge,
         keys=gateway.keys,
+        hosts=AllowedHosts(gateway.config.gateway),
         metrics=gateway.metrics,
         max_active=gateway.config.gateway.max_connections,
         profile=gateway.profile,

@@ -22,6 +22,13 @@ class PermissionDenied(KtqueueError):
     status = 403
 
 
+class HostNotAllowed(KtqueueError):
+    """The `Host` header has a name that is not the gateway's."""
+
+    code = "host_not_allowed"
+    status = 403
+
+
 class UnsupportedMediaType(KtqueueError):
     """The body's content type is not JSON."""
 

@@ -68,6 +68,7 @@ def test_each_kind_of_value_is_read(tmp_path: Path) -> None:
         ("[engine]\nthreads = 1.5\n", {}, "engine.threads"),
         ("[engine]\nmax_num_seqs = 'many'\n", {}, "engine.max_num_seqs must be a whole number, or auto, got 'many'"),
         ("[engine]\nenable_prefix_caching = 1\n", {}, "engine.enable_prefix_caching"),
+        ("[gateway]\nallowed_hosts = ['llm.example:443']\n", {}, "gateway.allowed_hosts must be names without a port"),
         ("[broker]\nlease_seconds = true\n", {}, "broker.lease_seconds"),
         ("[broker]\nlease_seconds = 0\n", {}, "ktqueue.toml: broker.lease_seconds must be a number from 0.01 on"),
         ("[broker]\nlease_seconds = nan\n", {}, "broker.lease_seconds"),

@@ -244,15 +244,15 @@ async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
 BROKEN_HTTP = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"NONSENSE\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-type: \xff\r\n\r\n{",
-    b"GET /v1/models/%ff%fe%00 HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET /v1/jobs/" + b"a" * 5_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"DELETE /v1/jobs/..%2f..%2f HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 5_000 + b"\r\n",
-    b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\nidempotency-key: \xff\xfe\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-type: \xff\r\n\r\n{",
+    b"GET /v1/models/%ff%fe%00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /v1/jobs/" + b"a" * 5_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"DELETE /v1/jobs/..%2f..%2f HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5_000 + b"\r\n",
+    b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nidempotency-key: \xff\xfe\r\ncontent-length: 2\r\n\r\n{}",
 ]
 
 
@@ -275,7 +275,9 @@ async def test_broken_http_does_not_harm_other_clients(url: str, worker: Scripte
 async def test_an_announced_size_is_refused_before_the_body(url: str) -> None:
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n")
+    writer.write(
+        b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n"
+    )
     async with asyncio.timeout(5):
         assert (await reader.read(12)).endswith(b"413")
     writer.transport.abort()
@@ -285,7 +287,7 @@ async def test_a_body_that_never_ends_is_refused(serve_with: ServeWith, worker: 
     async with serve_with(stall_seconds=0.3) as (_, url):
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/jobs HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        writer.write(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
         async with asyncio.timeout(5):
             assert (await reader.read(12)).endswith(b"408")
         writer.transport.abort()

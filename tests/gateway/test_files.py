@@ -242,7 +242,7 @@ async def begin(url: str, size: int, source: str = "127.0.0.1") -> tuple[asyncio
     """Send the beginning of an upload of `size` bytes."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0))
-    head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: {FORM}\r\ncontent-length: {size}\r\n\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: {FORM}\r\ncontent-length: {size}\r\n\r\n"
     writer.write(head.encode() + part("file", b"x" * 1_000)[:-2])
     return reader, writer
 

@@ -73,6 +73,37 @@ async def test_without_settings_no_other_origin_is_allowed(http: httpx.AsyncClie
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+async def status_under(url: str, host: str, **headers: str) -> int:
+    """The status of a list of jobs that is asked for under the name `host`."""
+    async with httpx.AsyncClient(base_url=url) as http:
+        answer = await http.get("/v1/jobs", headers={"host": host, **headers})
+    if answer.status_code == 403:
+        assert answer.json()["error"]["code"] == "host_not_allowed" and "gateway.allowed_hosts" in answer.text
+    return answer.status_code
+
+
+async def test_a_local_gateway_answers_under_local_names_only(serve_with: ServeWith) -> None:
+    """A page whose name resolves to 127.0.0.1 has the gateway's origin."""
+    async with serve_with() as (_, url):
+        for host in ("localhost", "LOCALHOST:80", "localhost.", "chat.localhost:1", "10.1.2.3:80", "[::1]:80", "[::1]"):
+            assert await status_under(url, host) == 200, host
+        for host in ("evil.example", "evil.example:80", "localhost.evil.example", "evillocalhost", "127.0.0.1.nip.io"):
+            assert await status_under(url, host) == 403, host
+    async with serve_with(allowed_hosts=("Chat.example", "*.chat.example")) as (_, url):
+        for host in ("chat.example", "a.chat.example:443", "localhost", "127.0.0.1"):
+            assert await status_under(url, host) == 200, host
+        assert await status_under(url, "evilchat.example") == 403
+
+
+async def test_behind_a_proxy_the_host_is_any_that_has_a_key_or_is_allowed(serve_with: ServeWith) -> None:
+    key = hash_of("key")
+    for settings in ({"api_keys": (key,)}, {"allowed_hosts": ("*",)}, {"host": "0.0.0.0"}):
+        async with serve_with(**settings) as (_, url):
+            assert await status_under(url, "llm.example.com", authorization="Bearer key") == 200, settings
+    async with serve_with(api_keys=(key,), allowed_hosts=("llm.example.com",)) as (_, url):
+        assert await status_under(url, "evil.example", authorization="Bearer key") == 403
+
+
 async def test_foreign_pages_cannot_send_a_body_without_a_type(serve_with: ServeWith, worker: ScriptedWorker) -> None:
     """A browser asks nobody before it sends `new Blob([text])`, which has no type."""
     data = json.dumps(BODY).encode()

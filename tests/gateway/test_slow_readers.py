@@ -63,7 +63,7 @@ async def connect(url: str, path: str) -> socket.socket:
     client.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
-    await loop.sock_sendall(client, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    await loop.sock_sendall(client, f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
     return client
 
 

@@ -104,7 +104,7 @@ async def test_a_client_that_does_not_read_is_dropped(
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = json.dumps({**BODY, "stream": True}).encode()
         writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
         async with asyncio.timeout(15):
@@ -119,7 +119,7 @@ async def post_raw(url: str, path: str, body: Any) -> list[Any]:
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
     writer.write(head.encode() + content)
     lines = (await reader.read()).split(b"\n")
     writer.close()

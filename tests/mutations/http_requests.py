@@ -133,6 +133,13 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "[_edge(gateway), *_cors(config.gateway.cors_origins)]",
         (f"{HTTP}::test_pages_of_allowed_origins_can_call_the_api",),
     ),
+    "any name may resolve to the gateway": Mutation(
+        "a page whose name resolves to 127.0.0.1 cannot call a local gateway",
+        "ktqueue/gateway/http/edge.py",
+        "            self._hosts.check(headers)\n",
+        "",
+        (f"{HTTP}::test_a_local_gateway_answers_under_local_names_only",),
+    ),
     "a wrong event id is the server's error": Mutation(
         "a mistake of the client is a 4xx",
         "ktqueue/gateway/errors.py",

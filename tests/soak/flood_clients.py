@@ -14,8 +14,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-_POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-_GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
+_POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+_GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n"
 _CHUNKED = _POST + b"transfer-encoding: chunked\r\n\r\n"
 PAUSE = 5.0  # seconds
 SMALL_BUFFER = 4_096  # that the kernel keeps for a client that does not read
@@ -45,7 +45,9 @@ KINDS: dict[str, Kind] = {
     "large bodies that never end": Kind(first=_POST + b"content-length: 4000000\r\n\r\n" + b" " * 3_999_000),
     "endless chunk extension": Kind(first=_CHUNKED + b"1;", more=b"a" * 65_536),
     "endless trailers": Kind(first=_CHUNKED + b"1\r\n{\r\n0\r\n", more=b"a: b\r\n" * 10_000),
-    "answers that nobody reads": Kind(first=(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n") * 8, reads=False),
+    "answers that nobody reads": Kind(
+        first=(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n") * 8, reads=False
+    ),
 }
 
 

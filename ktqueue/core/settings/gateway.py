@@ -10,6 +10,7 @@ from ktqueue.core.settings.setting import check_order, check_settings, setting
 from ktqueue.core.tenants import TenantConfig, check_hashes, check_tenants
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@*]+")  # as browsers send it: no path, no slash at the end
+_HOST = re.compile(r"\*|(\*\.)?[a-zA-Z0-9_-]+(\.[a-zA-Z0-9_-]+)*")  # no port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,12 @@ class GatewayConfig:
     cors_origins: tuple[str, ...] = setting(
         (),
         "Origins whose pages may call the API from a browser, such as `https://chat.example.org`; `*`: any.",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Names in a URL under which the gateway answers, such as `llm.example.org` or `*.example.org`; `*`: any.",
+        details="Without names here, a gateway that listens on a loopback address and has no keys answers only as "
+        "`localhost`, `*.localhost` or an IP address.",
     )
     web_page: bool = setting(
         True,
@@ -109,6 +116,7 @@ class GatewayConfig:
         check_order("gateway", self, "max_body_bytes", "max_bodies_bytes")
         _networks(self.trusted_addresses, "gateway.trusted_addresses")
         _origins(self.cors_origins, "gateway.cors_origins")
+        _hosts(self.allowed_hosts, "gateway.allowed_hosts")
 
     @property
     def socket_limit(self) -> int:
@@ -131,3 +139,11 @@ def _origins(values: Iterable[str], key: str) -> None:
         if value != "*" and not _ORIGIN.fullmatch(value):
             limit = "* or scheme://host[:port]"
             raise ConfigError.must_be(key, "origins such as https://example.org:8443, or *", value, limit=limit)
+
+
+def _hosts(values: Iterable[str], key: str) -> None:
+    """Check names of hosts, or * for all. Raises ConfigError."""
+    for value in values:
+        if not _HOST.fullmatch(value):
+            limit = "*, name or *.name"
+            raise ConfigError.must_be(key, "names without a port such as llm.example.org, or *", value, limit=limit)

@@ -14,6 +14,7 @@ from ktqueue.gateway.errors import InternalError, RouteNotFound, TooManyConnecti
 from ktqueue.gateway.http.access_log import log_request
 from ktqueue.gateway.http.auth import OPEN_PATHS, ApiKeys
 from ktqueue.gateway.http.headers import request_id
+from ktqueue.gateway.http.hosts import AllowedHosts
 from ktqueue.gateway.http.responses import error_response
 from ktqueue.gateway.metrics import Metrics
 from ktqueue.profiling.records import RequestRecord
@@ -28,12 +29,20 @@ class Edge:
     """ASGI middleware around the routes."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: ApiKeys, metrics: Metrics, max_active: int, profile: RecordWriter | None = None
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        hosts: AllowedHosts,
+        metrics: Metrics,
+        max_active: int,
+        profile: RecordWriter | None = None,
     ) -> None:
         """`max_active`: how many requests may be answered at once. `profile` gets the times of those with jobs."""
         self._profile = profile
         self._app = app
         self._keys = keys
+        self._hosts = hosts
         self._metrics = metrics
         self._max_active = max_active
         self.active = 0  # requests that are being answered, without those whose body is still being read
@@ -86,6 +95,7 @@ class Edge:
         slot = _ActiveSlot(self)
         path = scope["path"]
         try:
+            self._hosts.check(headers)
             scope["tenant"] = self._keys.tenant(path, headers, _client_host(scope))
             if path not in PROBES:
                 refusal = _refusal(scope)

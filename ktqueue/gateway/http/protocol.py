@@ -151,7 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse(view[start : start + PIECE_BYTES])
         if self._in_body and self.cycle.body and not self.cycle.response_complete:
             self.flow.pause_reading()  # until the application asks for more
-        if self._in_headers and self._header_timer is None:
+        if self._in_headers and self._header_timer is None and not self._ignores_input:
             self._header_timer = self.loop.call_later(self._settings.header_timeout, self._on_header_timeout)
 
     def _force_reading(self) -> None:
