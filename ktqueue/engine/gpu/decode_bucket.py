@@ -6,6 +6,7 @@ sequence uses, and the scratch slot of states. `live_tokens` tells the model how
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Never
 
 import numpy as np
 import torch
@@ -22,6 +23,11 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepContext], torc
 """(input_ids, position_ids, scored, step) -> logits [scored, vocab], all on the device."""
 
 
+def not_captured() -> Never:
+    """In place of a step that is not captured yet."""
+    raise RuntimeError("the step is not captured")
+
+
 class DecodeBucket:
     """A captured decode step of `rows` rows: its fixed tensors, its attention plan, its replay."""
 
@@ -31,8 +37,6 @@ class DecodeBucket:
         max_pages: int,
         kv: KVCache,
         planner: AttentionPlanner,
-        forward: Forward,
-        capturer: Capturer,
         device: str,
     ) -> None:
         if kv.scratch_page is None:
@@ -68,7 +72,22 @@ class DecodeBucket:
         self._widest = 0
         self._host_step = self._step(self._staging.host)
         self._plan = planner.decode_plan(rows, max_pages)
-        self._replay = self._capture(forward, capturer)
+        self._replay: Function = not_captured
+
+    def padding_step(self, forward: Forward) -> Function:
+        """The step with padding rows only, prepared, on the fixed tensors."""
+        self._staging.open()
+        self._fill(None)
+        self._staging.send()
+        device = self._staging.device
+        step = replace(self._step(device), attention=self._plan, live_tokens=device["live"])
+        input_ids, position_ids, scored = self._tokens.device["input_ids"], device["position_ids"], device["scored"]
+        self._plan.update(self._host_step)
+        return lambda: forward(input_ids, position_ids, scored, step)
+
+    def capture(self, forward: Forward, capturer: Capturer) -> None:
+        """Capture the step, before the first run."""
+        self._replay = capturer.capture(self.padding_step(forward))
 
     def prepare(self, batch: Batch) -> None:
         """Copy everything but the token ids to the device, behind the work that is queued there."""
@@ -94,17 +113,6 @@ class DecodeBucket:
             target = self._tokens.device["input_ids"][0]
             torch.index_select(tokens.ids, 0, self._places.device["places"], out=target)
         return self._replay()[:live]
-
-    def _capture(self, forward: Forward, capturer: Capturer) -> Function:
-        """Capture the step with padding rows only."""
-        self._staging.open()
-        self._fill(None)
-        self._staging.send()
-        device = self._staging.device
-        step = replace(self._step(device), attention=self._plan, live_tokens=device["live"])
-        input_ids, position_ids, scored = self._tokens.device["input_ids"], device["position_ids"], device["scored"]
-        self._plan.update(self._host_step)
-        return capturer.capture(lambda: forward(input_ids, position_ids, scored, step))
 
     def _step(self, tensors: Mapping[str, torch.Tensor]) -> StepContext:
         """A step that reads these tensors, without its attention plan."""

@@ -1,6 +1,7 @@
 """Makes a function of fixed tensors repeatable: as a CUDA graph, or by calling it again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -13,6 +14,10 @@ WARM_UPS = 2  # calls before the capture, in which kernels are compiled and load
 
 class Capturer(Protocol):
     """Captures functions for later calls."""
+
+    def compile(self, functions: Iterable[Function]) -> None:
+        """Compile the kernels that `functions` launch, without running any. Each is made when it is needed. Without
+        this, their first runs compile one kernel after the other."""
 
     def capture(self, function: Function) -> Function:
         """Return a function that repeats `function` on the same device.
@@ -29,6 +34,9 @@ class RepeatedCall:
 
     def __init__(self) -> None:
         self._last = torch.empty(0)
+
+    def compile(self, functions: Iterable[Function]) -> None:
+        """See Capturer. On a CPU there are no kernels."""
 
     def capture(self, function: Function) -> Function:
         """See Capturer."""
@@ -53,6 +61,23 @@ class GraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         # Kernels keep the priority that they are captured with: these may overtake those of an overlapped step.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def compile(self, functions: Iterable[Function]) -> None:
+        """See Capturer. Captures that are thrown away: what runs in between would read what no kernel has written."""
+        # It imports Triton: 0.3 s that a CPU need not wait.
+        from ktqueue.operators.gpu.kernels.operation import compiled_side_by_side
+
+        pool, rest = torch.cuda.graph_pool_handle(), iter(functions)
+        graphs = []  # their pool must not be freed before the last of them
+        for some in (islice(rest, 1), rest):
+            with compiled_side_by_side() as missing:
+                for function in some:
+                    graphs.append(torch.cuda.CUDAGraph())
+                    # What is done once in a process, such as loading a library, is allowed in a capture of this kind.
+                    with torch.cuda.graph(graphs[-1], pool=pool, stream=self._stream, capture_error_mode="relaxed"):
+                        function()
+            if not missing:
+                return  # an earlier start has compiled the kernels of the first function, so probably all
 
     def capture(self, function: Function) -> Function:
         """Capture what `function` does on the GPU now. Its work on the host is not repeated.

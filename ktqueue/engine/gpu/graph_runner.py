@@ -81,21 +81,20 @@ class GraphRunner:
         # Of the current step, and of the next if it is launched already: the rows of its bucket and whether it ran
         # eagerly. None if it needs no choice.
         self._ways: list[tuple[int, bool] | None] = []
-        self.buckets: list[DecodeBucket] = []  # in rising order
-        self.prompt_buckets: list[PromptBucket] = []  # in rising order
         self.replayed = 0
         captures = len(prompts) + len(buckets)
         before = capturer.used_bytes() if captures else 0
-        sizes = max_pages, kv, planner, self._forward, capturer, device
+        sizes = max_pages, kv, planner, device
         with torch.inference_mode():
-            for done, tokens in enumerate(sorted(prompts, reverse=True), start=1):
-                self.prompt_buckets.insert(0, PromptBucket(tokens, *sizes))
+            of_prompts = [PromptBucket(tokens, *sizes) for tokens in sorted(prompts, reverse=True)]
+            of_decode = [DecodeBucket(rows, *sizes) for rows in sorted(buckets, reverse=True)]
+            self.prompt_buckets, self.buckets = of_prompts[::-1], of_decode[::-1]
+            in_order: list[PromptBucket | DecodeBucket] = [*of_prompts, *of_decode]
+            capturer.compile(bucket.padding_step(self._forward) for bucket in in_order)
+            for done, bucket in enumerate(in_order, start=1):
+                bucket.capture(self._forward, capturer)
                 if progress is not None:
-                    progress(done, captures, "prompt graphs")
-            for done, rows in enumerate(sorted(buckets, reverse=True), start=1 + len(prompts)):
-                self.buckets.insert(0, DecodeBucket(rows, *sizes))
-                if progress is not None:
-                    progress(done, captures, "decode graphs")
+                    progress(done, captures, "prompt graphs" if done <= len(prompts) else "decode graphs")
         self.graph_bytes = (
             max(0, capturer.used_bytes() - before) if captures else 0
         )  # other memory may have been freed meanwhile

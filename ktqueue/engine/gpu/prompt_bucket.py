@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.gpu.decode_bucket import Forward
-from ktqueue.engine.gpu.graph_capture import Capturer
+from ktqueue.engine.gpu.decode_bucket import Forward, not_captured
+from ktqueue.engine.gpu.graph_capture import Capturer, Function
 from ktqueue.engine.gpu.staging import FixedStaging
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
@@ -42,8 +42,6 @@ class PromptBucket:
         max_pages: int,
         kv: KVCache,
         planner: AttentionPlanner,
-        forward: Forward,
-        capturer: Capturer,
         device: str,
     ) -> None:
         if kv.scratch_page is None or kv.slots:
@@ -68,14 +66,23 @@ class PromptBucket:
             },
             device,
         )
+        self._kv = kv
         self._plan = planner.prompt_plan(ROWS, tokens, self._max_pages)
+        self._replay: Function = not_captured
+
+    def padding_step(self, forward: Forward) -> Function:
+        """The step with padding only, prepared, on the fixed tensors."""
         self._staging.open()
         self._fill(None)
         self._staging.send()
         at = self._staging.device
-        step = StepContext(at["starts"], at["contexts"], at["pages"], at["slots"], kv)
+        step = StepContext(at["starts"], at["contexts"], at["pages"], at["slots"], self._kv)
         step = replace(step, attention=self._plan, live_tokens=at["live"])
-        self._replay = capturer.capture(lambda: forward(at["input_ids"], at["position_ids"], at["scored"], step))
+        return lambda: forward(at["input_ids"], at["position_ids"], at["scored"], step)
+
+    def capture(self, forward: Forward, capturer: Capturer) -> None:
+        """Capture the step, before the first run."""
+        self._replay = capturer.capture(self.padding_step(forward))
 
     def holds(self, batch: Batch) -> bool:
         """Whether the bucket can compute this step."""

@@ -1,7 +1,9 @@
 """Captured steps, run on the CPU: fixed tensors, padding, and steps that run eagerly. The scheduler is not tested."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,14 @@ from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts
 from ktqueue.engine.gpu.capture_choice import CaptureChoice
-from ktqueue.engine.gpu.graph_capture import RepeatedCall
+from ktqueue.engine.gpu.graph_capture import Function, GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
 from ktqueue.engine.gpu.staging import FixedStaging, ResultFetcher, Staging
 from ktqueue.engine.token_selector import Selector, TokenSelection, do_nothing
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
+from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
@@ -113,6 +116,30 @@ def test_a_cache_without_scratch_page_is_refused(model: Any) -> None:
         GraphRunner(
             model, 97, KVCache(layout, 8), TorchPlanner(4), RepeatedCall(), device="cpu", buckets=[1], max_pages=8
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_kernels_are_compiled_before_the_first_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing runs before, and what the functions are given later is not asked for if all was compiled already."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, asked = torch.ones(4, 512, device="cuda"), []
+
+    def functions() -> Iterator[Function]:
+        for columns in (512, 256):
+            asked.append(columns)
+            part = x[:, :columns]
+            yield partial(lambda part: part.copy_(gated("silu", part.repeat(1, 2))), part)
+
+    capturer = GraphCapturer("cuda")
+    capturer.compile(functions())
+    assert (x == 1).all() and asked == [512, 256]
+    capturer.compile(functions())
+    assert asked == [512, 256, 512]
+    again = capturer.capture(next(functions()))
+    x.fill_(1)
+    again()
+    torch.testing.assert_close(x, torch.nn.functional.silu(torch.ones_like(x)))
 
 
 @pytest.mark.gpu

@@ -161,4 +161,4 @@ def test_models_without_captured_prompts(capturing: Any, model: Any) -> None:
         (others[1], 17, "scratch"),
     ):
         with pytest.raises(ValueError, match=problem):
-            PromptBucket(tokens, 8, cache, TorchPlanner(4), capturing, RepeatedCall(), "cpu")
+            PromptBucket(tokens, 8, cache, TorchPlanner(4), "cpu")

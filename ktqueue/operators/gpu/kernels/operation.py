@@ -4,7 +4,9 @@ This is the door to Triton. An operation is one file with its kernel, its launch
 file can also be imported without Triton: kernels are then defined, but cannot be launched.
 """
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Never
@@ -16,6 +18,7 @@ from ktqueue.operators.gpu.device import is_gpu
 __all__ = [
     "INTERPRETED",
     "check_fits",
+    "compiled_side_by_side",
     "dependent_launches",
     "is_last",
     "kernels_on_any_device",
@@ -99,6 +102,44 @@ def launch_options() -> dict[str, bool]:
     early = _DEPENDENT.get() and not _BRANCHES.get()
     _BRANCHES.set(False)
     return {"WAITS": True, "launch_pdl": True} if early else {"WAITS": False}
+
+
+class _NothingToRun:
+    """In place of a kernel whose launches are noted only."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: object) -> None:
+        """See CompiledKernel."""
+
+    def run(self, *_: object) -> None:
+        """See CompiledKernel."""
+
+
+@contextmanager
+def compiled_side_by_side() -> Iterator[list[str]]:
+    """Launches of kernels that are not compiled yet compile them, each in a thread, and run nothing. At the end all are
+    compiled. Other kernels are launched. Gives the names of those that Triton's cache on the disk did not have.
+
+    Raises what a compilation raises. Not inside another such block.
+    """
+    missing: list[str] = []
+
+    class Mode(triton.AsyncCompileMode):  # type: ignore[misc]
+        def submit(self, *arguments: Any) -> _NothingToRun:
+            super().submit(*arguments)
+            return _NothingToRun()
+
+    def note(*, src: Any, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            missing.append(src.name)
+
+    before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, note
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads, Mode(threads):
+            yield missing
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 @triton.jit

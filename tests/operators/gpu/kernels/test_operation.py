@@ -1,5 +1,6 @@
 """What all operations have in common: no tokens, shapes that do not fit, the compiler, machines without Triton."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -89,6 +90,35 @@ def test_only_kernels_that_wait_are_launched_early() -> None:
         assert launch_options() == {"WAITS": False}
         assert launch_options() == {"WAITS": True, "launch_pdl": True}
     assert launch_options() == {"WAITS": False}
+
+
+@pytest.mark.compiled
+def test_kernels_are_compiled_side_by_side_and_not_run(tmp_path: Path) -> None:
+    """Whoever launches one again has it, and another process finds it on the disk."""
+    code = """
+import sys
+import torch
+from triton.runtime import driver
+from tests.operators.gpu.sm_90 import _Driver
+from ktqueue.operators.gpu.kernels import norm
+from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.operation import compiled_side_by_side, kernels_on_any_device
+driver.set_active(_Driver())
+rows = torch.ones(2, 256)
+with kernels_on_any_device(), compiled_side_by_side() as missing:
+    for _ in range(2):
+        for activation in ("silu", "gelu"):
+            gated(activation, rows)
+        norm.add_rms_norm(rows, rows[0], 1e-6, added=rows)
+assert (rows == 1).all()
+[compiled] = (kernel for kernels, *_ in norm._add_rms_norm.device_caches.values() for kernel in kernels.values())
+assert compiled.asm["cubin"]
+sys.stdout.write(" ".join(sorted(missing)))
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    for expected in ("_add_rms_norm _gated _gated", ""):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
 def test_operations_import_without_triton() -> None:
