@@ -133,7 +133,8 @@ class ExpertMemory:
         if settings.fetched_shares is not None:
             shares = FetchedShares(*settings.fetched_shares)
         elif self._copies.on_gpu:
-            shares = measure_shares(make_step, self._layers, hidden, dtype, self._copies.device, settings.max_tokens)
+            device, slots = self._copies.device, self._pool.slots
+            shares = measure_shares(make_step, self._layers, slots, hidden, dtype, device, settings.max_tokens)
         fetched.shares, fetched.resident = shares, self._resident
         return fetched
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,13 +65,14 @@ def measure_costs(
 def measure_shares(
     make_step: Callable[[float], StepExperts],
     layers: Sequence[RoutedLayer],
+    slots: Sequence[int],
     hidden: int,
     dtype: torch.dtype,
     device: torch.device,
     max_tokens: int,
 ) -> FetchedShares:
-    """The shares with the fastest steps, for one token and for several (at most `max_tokens`), with random routing. 0
-    where fetching gains too little.
+    """The shares with the fastest steps, for one token and for several (at most `max_tokens`), with likely routing. 0
+    where fetching gains too little. slots: of each layer, so many of its first experts are on the GPU.
 
     `make_step(share)` returns the experts of a step that fetches this share. The steps are captured, like those of
     decode: otherwise the launches would take most of the time. Shares are measured in turns, since other processes use
@@ -82,7 +84,7 @@ def measure_shares(
     for tokens in (1, min(SEVERAL_TOKENS, max_tokens)):
         random = torch.Generator(device).manual_seed(tokens)
         residual = torch.randn(tokens, hidden, generator=random, device=device).to(dtype)
-        logits = [torch.randn(tokens, layer.experts, generator=random, device=device) for layer in probed]
+        logits = [likely_logits(layer, on_gpu, tokens, random) for layer, on_gpu in zip(probed, slots, strict=False)]
         with torch.inference_mode():
             graphs = {share: _capture(make_step(share), residual, norm, logits) for share in SHARES}
             seconds: dict[float, list[float]] = {share: [] for share in SHARES}
@@ -99,6 +101,23 @@ def measure_shares(
             "steps of %d tokens fetch %g of the absent experts; time by share: %s", tokens, fastest_shares[-1], times
         )
     return FetchedShares(*fastest_shares)
+
+
+def likely_logits(layer: RoutedLayer, slots: int, tokens: int, random: torch.Generator) -> torch.Tensor:
+    """Random logits [tokens, experts] that choose absent experts as often as a trained router would.
+
+    The first `slots` experts are on the GPU, and are the most used ones. Of a trained layer, the least used part p of
+    the experts has about p^3 of the uses: half of them 9 to 15 % in the traces of benchmarks/figures/placement.md.
+    """
+    chosen = layer.experts_per_token
+    place: dict[str, Any] = {"generator": random, "device": random.device}
+    scores = torch.rand(tokens, layer.experts, **place)
+    absent = torch.arange(layer.experts, device=random.device) >= slots
+    draws = torch.rand(tokens, chosen, **place) < (1 - slots / layer.experts) ** 3
+    from_cpu = draws.sum(1, keepdim=True).clamp(chosen - slots, layer.experts - slots)
+    ranks = ((scores[:, None] > scores[..., None]) & (absent == absent[:, None])).sum(-1)  # among those of its place
+    is_chosen = ranks < torch.where(absent, from_cpu, chosen - from_cpu)
+    return scores + is_chosen.float()
 
 
 def _capture(
