@@ -189,8 +189,7 @@ class GpuDecoder(Operator):
             self._routed, self.facts.hidden, self.facts.dtype, self.device, settings, self.trials
         )
         self._experts.choices = self._choices
-        alone = self._experts.handoff is None or self.trials.early_with_cpu
-        self._launches_early = alone and launches_dependents(self.device)
+        self._launches_early = launches_dependents(self.device)
 
     @property
     def expert_layers_run(self) -> int:

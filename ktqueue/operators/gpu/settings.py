@@ -11,12 +11,10 @@ class Trials:
 
     shared_beside_experts: in decode steps a second stream computes shared experts (side_stream.py). warpgroups: on
     Hopper, long steps decode experts on the way to the tensor cores (experts/warpgroups.py), not before.
-    early_with_cpu: kernels of short steps are launched early also if the CPU has some of the experts.
     """
 
     shared_beside_experts: bool = True
     warpgroups: bool = True
-    early_with_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,9 @@ import torch
 from decoder_families import SEQUENCES, Cache, make_model, make_planner_for
 
 from ktqueue.operators.experts import CpuExperts
+from ktqueue.operators.gpu import decoder as decoder_module
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
 from ktqueue.operators.gpu.settings import Trials
 
@@ -99,7 +101,7 @@ def test_steps_of_other_launches_compute_the_same(
 @pytest.mark.parametrize("fetches", [False, True])
 @pytest.mark.parametrize(("rows", "padding"), [(1, 0), (1, 1), (2, 0), (3, 1), (9, 1)])
 def test_early_launches_beside_the_cpu_change_no_bit(
-    rows: int, padding: int, fetches: bool, method: str, make_decoder: Callable[..., Any]
+    rows: int, padding: int, fetches: bool, method: str, make_decoder: Callable[..., Any], monkeypatch: Any
 ) -> None:
     """Experts stay where they are. Steps before the first token are not compared: all their rows write one slot."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
@@ -109,8 +111,11 @@ def test_early_launches_beside_the_cpu_change_no_bit(
     names = [f"row {row}" for row in range(rows)]
     found, cpu_experts = [], []
     for early in (False, True):
-        decoder = make_decoder(model, "Q8_0", activations="int8", trials=Trials(early_with_cpu=early), **options)
-        cache = Cache(decoder, device="cuda", planner=make_planner_for)
+        monkeypatch.setattr(
+            decoder_module, "launches_dependents", lambda device, early=early: early and launches_dependents(device)
+        )
+        decoder = make_decoder(model, "Q8_0", activations="int8", **options)
+        cache = Cache(decoder, 128, device="cuda", planner=make_planner_for)
         cache._free.remove(cache.kv.pages - 1)  # the scratch page: see Captured
         with torch.inference_mode():
             captured = Captured(decoder, cache, rows=rows, padding=padding)
