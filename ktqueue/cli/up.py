@@ -14,6 +14,7 @@ from ktqueue.cli.terminal.failures import require
 from ktqueue.cli.terminal.progress import Waiting
 from ktqueue.core.config import BrokerConfig, Config
 
+MAX_WORKERS = 256
 STORY = "Tell me a story about a fox and a crow."
 
 
@@ -23,7 +24,9 @@ def up(
     engine: EngineFlags,
     gateway: GatewayFlags,
     profile: ProfileFlags,
-    workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Worker processes.")] = 1,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, max=MAX_WORKERS, metavar="N", help="Worker processes.")
+    ] = 1,
     bridge: Annotated[bool, typer.Option("--bridge", help="Also serve arq clients.")] = False,
     control: Annotated[
         bool | None,

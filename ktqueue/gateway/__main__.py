@@ -1,9 +1,16 @@
 """`python -m ktqueue.gateway`: a gateway with the settings of its environment, as `ktqueue up` starts it."""
 
+import logging
 import os
+import sys
 
+from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.core.logs import configure_process
 from ktqueue.gateway.serve import serve
 
 if __name__ == "__main__":
-    serve(configure_process(os.environ))
+    try:
+        serve(configure_process(os.environ))
+    except KtqueueError as error:
+        logging.getLogger("ktqueue.gateway").error("%s", error.message)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)  # as a worker: after 2 a restart would not help

@@ -78,6 +78,7 @@ def test_every_verb_has_help_that_fits_80_columns() -> None:
     [
         (["submit", "--no-such-flag"], 2, "ktqueue submit: No such option: --no-such-flag"),
         (["no-such-verb"], 2, "No such command"),
+        (["up", "--workers", "257"], 2, "--workers"),
         (["submit", "hi", "--temperature", "warm"], 2, "--temperature"),
         (["submit", "hi", "--temperature", "-1"], 2, "temperature must be a number from 0 to 100, got -1.0"),
         (["submit", "hi", "--messages", "[]"], 2, "--messages"),

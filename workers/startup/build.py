@@ -188,18 +188,22 @@ def assemble(
         max_model_len=max_model_len,
         cuda_graphs=gpu.cuda_graphs if gpu else config.cuda_graphs,
     )
-    engine = Engine(
-        model.module,
-        tokenizer,
-        layout,
-        resolved,
-        num_pages,
-        max_model_len,
-        planner=gpu.planner if gpu else None,
-        progress=captured,
-        auto_rows=auto,
-        draft=draft,
-    )
+    try:
+        engine = Engine(
+            model.module,
+            tokenizer,
+            layout,
+            resolved,
+            num_pages,
+            max_model_len,
+            planner=gpu.planner if gpu else None,
+            progress=captured,
+            auto_rows=auto,
+            draft=draft,
+        )
+    except OSError as error:  # of the system, for the memory of the cache
+        size = format_bytes(num_pages * layout.page_bytes)
+        raise ConfigError.must_be("engine.kv_cache_bytes", "memory that this host can give", size) from error
     if auto:
         probe_steps(engine, model.card_facts.vocab_size, resolved.step_tokens if resolved.on_gpu else 0)
     if resolved.drafts:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ktqueue.core.errors import KtqueueError
+from ktqueue.core.errors import ConfigError, KtqueueError
 from ktqueue.workers.supervision.process import Launch, Process
 
 FIRST_PAUSE_SECONDS = 0.25  # before the restart after a second quick death; after the first there is no pause
@@ -27,6 +27,12 @@ class ProcessFailed(KtqueueError):
     """A supervised process cannot be kept running. The message ends with the last lines of its log."""
 
     code = "process_failed"
+
+
+class ProcessUnusable(ProcessFailed, ConfigError):
+    """A supervised process ended with one of its final codes: its settings, model or rules are wrong."""
+
+    code = ConfigError.code
 
 
 class Child:
@@ -93,7 +99,7 @@ class Child:
             if self._on_death is not None:
                 self._on_death(process.pid, code)
             if code in self._final_codes:
-                raise ProcessFailed(f"{self.name} ended with code {code}{self._log_tail()}")
+                raise ProcessUnusable(f"{self.name} ended with code {code}{self._log_tail()}")
             quick_deaths = quick_deaths + 1 if time.monotonic() - began < self._quick_death_seconds else 0
             if quick_deaths >= MAX_QUICK_DEATHS and code > 0:
                 raise ProcessFailed(

@@ -85,6 +85,7 @@ class EngineConfig:
         details="torch has one of them, for the little work that is left to it.",
         shown="the physical cores allowed, on a GPU one less",
         at_least=1,
+        at_most=1024,
         metavar="N",
     )
     pin_threads: AutoOnOff = _flag(
@@ -102,7 +103,7 @@ class EngineConfig:
         flags=("--batch-invariant/--no-batch-invariant",),
     )
     max_model_len: int | None = _flag(
-        None, "Context in tokens, prompt and completion together.", shown="the model's", at_least=1, metavar="N"
+        None, "Context in tokens, prompt and completion together.", shown="the model's", at_least=16, metavar="N"
     )
     max_num_seqs: int | None = _flag(
         None,
@@ -115,9 +116,14 @@ class EngineConfig:
         metavar="N|auto",
     )
     max_num_batched_tokens: int | None = _flag(
-        None, "Tokens of one step, prefill and decode together.", shown="512, on a GPU 8192", at_least=1, metavar="N"
+        None,
+        "Tokens of one step, prefill and decode together.",
+        shown="512, on a GPU 8192",
+        at_least=1,
+        at_most=1 << 17,
+        metavar="N",
     )
-    page_size: int = _flag(16, "Tokens of a cache page.", at_least=1, metavar="N")
+    page_size: int = _flag(16, "Tokens of a cache page.", at_least=1, at_most=4096, metavar="N")
     kv_cache_bytes: int | None = _flag(
         None,
         "Size of the cache.",

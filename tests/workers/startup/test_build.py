@@ -33,7 +33,12 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_size=16, dtype=torch.fl
         ({"served_model_name": ("a", "a")}, "engine.served_model_name"),
         ({"batch_share": 0}, "engine.batch_share"),
         ({"max_model_len": 100_000}, "engine.max_model_len"),
+        ({"max_model_len": 15}, "engine.max_model_len"),  # fewer tokens than a probe of steps has
+        ({"threads": 1025}, "engine.threads"),
+        ({"page_size": 4097}, "engine.page_size"),
+        ({"max_num_batched_tokens": (1 << 17) + 1}, "engine.max_num_batched_tokens"),
         ({"kv_cache_bytes": 100}, "engine.kv_cache_bytes"),
+        ({"kv_cache_bytes": 1 << 52}, "engine.kv_cache_bytes"),
         ({"kv_cache_dtype": "fp8"}, "engine.kv_cache_dtype"),
         ({"attention_backend": "magic"}, "engine.attention_backend"),
         ({"handoff": "mail"}, "engine.handoff"),

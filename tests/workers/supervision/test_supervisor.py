@@ -10,6 +10,7 @@ from ktqueue.core.config import (
     Config,
     EngineConfig,
     GatewayConfig,
+    ProfileConfig,
     WorkerConfig,
     config_environment,
     load_config,
@@ -50,6 +51,16 @@ async def test_a_model_that_cannot_be_loaded_is_reported_at_once(redis_url: str,
     assert up.fork_server.pid is None
     assert up.fork_server.deaths == 1
     assert up.config.engine.host_memory_utilization == pytest.approx(0.6 / 3)  # the workers share the memory
+
+
+async def test_a_profile_that_cannot_be_written_is_reported_at_once(redis_url: str, tmp_path: Path) -> None:
+    config = Config(
+        broker=BrokerConfig(url=redis_url, state_dir=str(tmp_path)),
+        gateway=GatewayConfig(port=0),
+        profile=ProfileConfig(folder="/dev/null/profile"),
+    )
+    with pytest.raises(ConfigError, match=r"(?s)gateway ended with code 2.*profile.folder .* cannot"):
+        await Supervisor(config).__aenter__()
 
 
 async def test_an_error_names_a_port_that_is_in_use(redis_url: str, tmp_path: Path) -> None:
