@@ -4,7 +4,6 @@ It refuses values that would fail later or give wrong results. An error names th
 transformers.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,17 +60,20 @@ _WIDTHS = (
 _MOST = (1 << 31) - 1
 _MOST_OF = {"num_hidden_layers": 1 << 12, "num_labels": 1 << 16}
 """transformers makes lists of so many elements before it checks anything."""
-_POSITIVE = ("rms_norm_eps", "clip_qkv")
-_POSITIVE_ROPE = (
-    "rope_theta",
-    "factor",
-    "attention_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "low_freq_factor",
-    "high_freq_factor",
-)
+_FACTOR, _SHARE = (1e-6, 1e6), (0.0, 1.0)
+_NUMBERS = {  # the least and the largest value; models have others only in damaged files
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), (1e-30, 1.0)),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), (1.0, 1e18)),
+    **dict.fromkeys(("routed_scaling_factor", "router_scaling_factor", "route_scale", "logit_scale"), _FACTOR),
+    **dict.fromkeys(("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"), _FACTOR),
+    **dict.fromkeys(("clip_qkv", "query_pre_attn_scalar", "final_logit_softcapping", "attn_scale"), _FACTOR),
+    **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), _FACTOR),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale"), _FACTOR),
+    "original_max_position_embeddings": (1, _MOST),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "router_jitter_noise", "input_jitter_noise"), _SHARE),
+}
+_OR_ZERO = ("alpha", "mscale", "mscale_all_dim", "attn_logit_softcapping", "llama_4_scaling_beta")
+"""Numbers within _FACTOR that may also be 0, for none."""
 _KINDS = ("full_attention", "sliding_attention")
 """The kinds of layers that our attention computes. Others attend to other keys, or keep other state between steps."""
 _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
@@ -100,14 +102,14 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
     for layer in _layer_values(values):
         for name in _HEADS:
             _check_count(layer.get(name), name, 1, source)
-    for name in _POSITIVE:
-        _check_positive(values.get(name), name, source)
-    for rope in _rope_parameters(values):
-        for name in _POSITIVE_ROPE:
-            _check_positive(rope.get(name), name, source)
+    for group in (values, *_rope_parameters(values)):
+        for name, limits in _NUMBERS.items():
+            _check_number(group.get(name), name, limits, source)
+        for name in _OR_ZERO:
+            _check_number(group.get(name) or None, name, _FACTOR, source)
         for name in ("short_factor", "long_factor"):
-            for divisor in factors if isinstance(factors := rope.get(name), list) else ():
-                _check_positive(divisor, name, source)
+            for divisor in factors if isinstance(factors := group.get(name), list) else ():
+                _check_number(divisor, name, _FACTOR, source)
 
 
 def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
@@ -266,14 +268,14 @@ def _check_count(value: Any, name: str, least: int, source: str, most: int = _MO
         raise _refusal(source, name, f"a whole number from {least} to {most}", value)
 
 
-def _check_positive(value: Any, name: str, source: str) -> None:
-    if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
-        raise _refusal(source, name, "a number above 0", value)
+def _check_number(value: Any, name: str, limits: tuple[float, float], source: str) -> None:
+    least, most = limits
+    if value is not None and not (type(value) in (int, float) and least <= value <= most):
+        raise _refusal(source, name, f"a number from {least:g} to {most:g}", value)
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield all rotary parameters: those at the top level, in their own object, and in one object per kind of layer."""
-    yield {"rope_theta": values.get("rope_theta")}
+    """Yield all groups of rotary parameters: one for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := values.get(name), dict):
             yield rope

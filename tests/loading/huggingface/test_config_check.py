@@ -18,7 +18,9 @@ from ktqueue.loading.skeleton import build_config
 
 MODULES = str(DEFAULT_RULES.with_name("modules.yaml"))
 MOST = (1 << 31) - 1
+FACTOR = "a number from 1e-06 to 1e+06"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LENGTH = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -61,9 +63,13 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ("qwen3_moe", "num_local_experts", -1, f"a whole number from 0 to {MOST}"),
         ("qwen3_moe", "moe_intermediate_size", -1, f"a whole number from 0 to {MOST}"),
         ("mixtral", "intermediate_size", -1, f"a whole number from 0 to {MOST}"),
-        ("mixtral", "rms_norm_eps", 0.0, "a number above 0"),
-        ("mixtral", "rms_norm_eps", -100.0, "a number above 0"),
-        ("olmoe", "clip_qkv", 0.0, "a number above 0"),
+        *(("mixtral", "rms_norm_eps", value, "a number from 1e-30 to 1") for value in (0.0, -100.0, 1e-300, 1e300)),
+        ("olmoe", "clip_qkv", 0.0, FACTOR),
+        ("gemma2", "attn_logit_softcapping", -1.0, FACTOR),
+        ("gemma2", "final_logit_softcapping", 1e300, FACTOR),
+        ("deepseek_v3", "routed_scaling_factor", 1e38, FACTOR),
+        ("granite", "logits_scaling", 1e-40, FACTOR),
+        ("glm4_moe", "partial_rotary_factor", 1.5, "a number from 0 to 1"),
         ("mixtral", "num_key_value_heads", 3, None),
         ("qwen3_moe", "num_experts_per_tok", 9, "from 1 to 8, the number of experts"),
         ("qwen3_moe", "num_experts_per_tok", 0, "from 1 to 8, the number of experts"),
@@ -96,6 +102,11 @@ def test_impossible_numbers_are_refused(
     ("values", "name", "value"),
     [
         ({"rope_theta": 0}, "rope_theta", 0),
+        ({"rope_theta": 1e-300}, "rope_theta", 1e-300),
+        ({"rope_theta": 1e300}, "rope_theta", 1e300),
+        ({"rope_theta": {"__float__": "NaN"}}, "rope_theta", {"__float__": "NaN"}),
+        ({"rope_parameters": {**YARN, "factor": 1e-300}}, "factor", 1e-300),
+        ({"rope_parameters": {**PLAIN, "alpha": -1.0}}, "alpha", -1.0),
         ({"rope_theta": "much"}, "rope_theta", "much"),
         ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor", -2.0),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta", -1.0),
@@ -114,7 +125,8 @@ def test_impossible_rotary_parameters_are_refused(
     folder = changed("mixtral", **{"rope_parameters": None, **values})
     with pytest.raises(CheckpointError) as caught:
         load_model(str(folder))
-    assert str(caught.value) == f"{folder}: {name} must be a number above 0, got {value!r}"
+    limit = {"rope_theta": "a number from 1 to 1e+18", LENGTH: f"a number from 1 to {MOST:g}"}.get(name, FACTOR)
+    assert str(caught.value) == f"{folder}: {name} must be {limit}, got {value!r}"
 
 
 @pytest.mark.parametrize(
