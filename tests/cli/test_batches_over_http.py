@@ -1,6 +1,7 @@
 """`ktqueue batch submit` and its companions against a real gateway, a control worker and the demo model."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_batch_is_submitted_followed_listed_and_fetched(ktqueue: Run, stack: Stack, tmp_path: Path) -> None:
-    source, server = write(tmp_path / "in.jsonl", 5, max_tokens=4, seed=1), ("--base-url", stack.url)
+    name = os.fsdecode(b"in\xff.jsonl")  # not UTF-8
+    source, server = write(tmp_path / name, 5, max_tokens=4, seed=1), ("--base-url", stack.url)
     with source.open("a") as file:
         bad = {"model": "demo", "prompt": "x", "temperature": 9}
         file.write(json.dumps({"custom_id": "bad", "method": "POST", "url": URL, "body": bad}) + "\n")
@@ -56,7 +58,7 @@ def test_a_batch_is_submitted_followed_listed_and_fetched(ktqueue: Run, stack: S
     assert again.returncode == 2 and "exists already" in again.stderr
     assert ktqueue("batch", "fetch", batch_id, "-o", "out.jsonl", "--overwrite", *server).returncode == 0
     assert records(tmp_path / "out.jsonl") == answers
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.errors.jsonl", "out.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, "out.errors.jsonl", "out.jsonl"]
     cancelled = ktqueue("batch", "cancel", batch_id, *server)
     assert cancelled.returncode == 1 and "completed" in cancelled.stderr
 

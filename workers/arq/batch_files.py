@@ -7,6 +7,7 @@ files elsewhere and move them into `in/`. `ktqueue.batches` does the actual runs
 
 import asyncio
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ktqueue.workers.arq.worker import Retry
 
 MAX_RUNNING = 4  # batches that one process runs at once, so that webhooks are not held up
 RETRY_SECONDS = 5.0  # when a batch cannot run now
+MAX_NAME_BYTES = 240  # of an input, so that the names of its other files fit in 255
 FOLDERS = ("in", "out", "done", "failed")
 
 log = logging.getLogger(__name__)
@@ -37,11 +39,15 @@ class BatchFiles:
         self._running = 0
 
     def waiting(self) -> list[str]:
-        """Names of the inputs to run. Raises OSError."""
+        """Names of the inputs to run. Those whose names cannot be used are refused. Raises OSError."""
         if self._root is None:
             return []
         self._make_folders()
-        return sorted(path.name for path in (self._root / "in").glob("*.jsonl") if path.is_file())
+        sources = [path for path in sorted((self._root / "in").glob("*.jsonl")) if path.is_file()]
+        faults = {path: fault for path in sources if (fault := _fault_of(path.name))}
+        for path, fault in faults.items():
+            self._refuse(path, fault)
+        return [path.name for path in sources if path not in faults]
 
     async def run(self, context: dict[str, Any], name: str, model: str | None = None) -> dict[str, Any]:
         """Run one input to its end. Returns the numbers of lines, answers and failures. `model` overrides theirs.
@@ -106,8 +112,9 @@ class BatchFiles:
 
     def _refuse(self, source: Path, reason: str) -> None:
         assert self._root is not None
-        log.warning("batch %s cannot be run: %s", source.name, reason)
-        (self._root / "failed" / f"{source.name}.txt").write_text(f"{reason}\n", encoding="utf-8")
+        log.warning("batch %r cannot be run: %s", source.name, reason)
+        name = os.fsdecode(os.fsencode(source.name)[:MAX_NAME_BYTES])
+        (self._root / "failed" / f"{name}.txt").write_text(f"{reason}\n", encoding="utf-8")
         source.replace(self._root / "failed" / source.name)
 
     def _purge(self) -> int:
@@ -124,6 +131,15 @@ class BatchFiles:
         for path in old:
             path.unlink(missing_ok=True)
         return len(old)
+
+
+def _fault_of(name: str) -> str:
+    """Why a file of this name cannot be run, or ""."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return "the name of the file is not UTF-8"
+    return f"the name of the file must be at most {MAX_NAME_BYTES} bytes, got {size}" if size > MAX_NAME_BYTES else ""
 
 
 def _belongs_to(name: str, inputs: set[str]) -> bool:

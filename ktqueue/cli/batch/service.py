@@ -43,7 +43,8 @@ class BatchService:
     def upload(self, path: Path, progress: Progress) -> str:
         """Store an input file and return its id. The file is read while it is sent. Raises OSError."""
         with _Counted(path, progress) as file:
-            files = {"file": (path.name, file, "application/jsonl")}
+            name = path.name.encode(errors="replace").decode()  # it may be no UTF-8
+            files = {"file": (name, file, "application/jsonl")}
             return str(self._ask("POST", "/v1/files", data={"purpose": "batch"}, files=files)["id"])
 
     def delete_file(self, file_id: str) -> None:

@@ -98,6 +98,21 @@ async def test_files_are_found_run_and_moved(broker: Broker, config: Config, fol
     assert good == b"" or json.loads(good)["r"] == {"lines": 5, "answered": 5, "failed": 0}
 
 
+async def test_files_whose_names_cannot_be_used_are_refused(
+    broker: Broker, config: Config, folder: Path, start_worker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The names are not UTF-8, or too long for the names of the files that a run writes."""
+    names = (b"a\xff.jsonl", b"b" * 249 + b".jsonl")
+    for name in (*names, b"c.jsonl"):
+        write(Path(os.fsdecode(bytes(folder / "in") + b"/" + name)), 1)
+    async with start_worker(), running(broker, config) as control:
+        await control.pool.enqueue_job("batches")
+        await until(lambda: (folder / "done" / "c.jsonl").exists() and not list((folder / "in").iterdir()))
+    assert set(os.listdir(bytes(folder / "failed"))) >= {*names, b"a\xff.jsonl.txt"}
+    assert (folder / "failed" / os.fsdecode(b"a\xff.jsonl.txt")).read_text() == "the name of the file is not UTF-8\n"
+    assert "Traceback" not in caplog.text
+
+
 def is_in_the_future(worker: ControlWorker) -> bool:
     """Whether the worker's first cron job waits for its next time."""
     next_run = worker.cron_jobs[0].next_run
