@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ktqueue.cli.model import say
-from ktqueue.cli.terminal.failures import UsageFault
+from ktqueue.cli.terminal.failures import UsageFault, check_output
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.units import format_bytes
 
@@ -89,11 +89,12 @@ def convert(
     from ktqueue.cli.terminal.console import notes
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.loading.convert import convert as convert_model
-    from ktqueue.loading.model_path import SYNTHETIC_PREFIX, on_this_machine
+    from ktqueue.loading.model_path import SYNTHETIC_PREFIX, on_this_machine, resolve
     from ktqueue.loading.synthetic.checkpoint import write_synthetic
 
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
+    check_output(target)
     is_synthetic = source.startswith(SYNTHETIC_PREFIX)
     if is_synthetic and (experts or dense or mix or importance or no_mtp):
         raise UsageFault(
@@ -105,7 +106,7 @@ def convert(
     if layers and not is_synthetic:
         raise UsageFault("--layers can be used only with a synthetic model")
     folder = Path() if is_synthetic else Path(on_this_machine(EngineConfig(model=source), say).model)
-    if folder.is_file():
+    if not is_synthetic and resolve(str(folder)).is_file():
         raise UsageFault(f"{source} is already a GGUF file; convert needs a Hugging Face folder")
     left_out = ""
     with Bar("converting") as bar:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ktqueue.cli.model import say
-from ktqueue.cli.terminal.failures import UsageFault
+from ktqueue.cli.terminal.failures import UsageFault, check_output
 from ktqueue.core.config import EngineConfig
 
 
@@ -38,8 +38,7 @@ def imatrix(
 
     if output.exists() and not overwrite:
         raise UsageFault(f"{output} exists (--overwrite replaces it)")
-    if output.is_dir() or not output.absolute().parent.is_dir():  # not after the work
-        raise UsageFault(f"{output} cannot be written: it is a folder, or its folder does not exist")
+    check_output(output)
     path = str(on_this_machine(EngineConfig(model=model), say).model)
     with Bar("calibrating") as bar:
         sums, read = calibrate(path, read_text(text), chunk_tokens=chunk_tokens, chunks=chunks, progress=bar.update)

@@ -71,7 +71,7 @@ def _size(asked: str | None) -> int:
         return parse_bytes(asked or "")
     except ValueError as error:
         raise ConfigError(
-            f"--gpu-memory must be a size such as 80GiB, because this machine has no GPU, got {asked!r}",
+            f"--device cuda needs --gpu-memory, a size such as 80GiB, because this machine has no GPU, got {asked!r}",
             param="--gpu-memory",
             value=asked,
         ) from error

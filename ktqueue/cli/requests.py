@@ -57,7 +57,7 @@ def read_text(source: str) -> str:
             raise UsageFault(f"{source}: longer than {MAX_INPUT_BYTES >> 20} MiB")
         return raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageFault(f"{source}: {error}") from error
+        raise UsageFault(f"{source}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_messages(source: str) -> tuple[Mapping[str, Any], ...]:
@@ -65,7 +65,7 @@ def read_messages(source: str) -> tuple[Mapping[str, Any], ...]:
     try:
         value = loads(read_text(source))
     except CodecError as error:
-        raise UsageFault(f"--messages: {error.message}") from error
+        raise UsageFault(f"--messages: {error.message} (a file is @FILE)") from error
     if isinstance(value, dict) and "messages" in value:
         value = value["messages"]
     if not isinstance(value, list):

@@ -154,7 +154,7 @@ def _from_file(path: Path, values: Values) -> None:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     for section, settings in document.items():
         if not isinstance(settings, dict):
             if section in _SECTIONS:

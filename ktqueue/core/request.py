@@ -107,7 +107,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0, "a number from 0 to 100")
-        _integer("top_k", self.top_k, 0, 2**31 - 1, "0 (off) or a positive integer")
+        _integer("top_k", self.top_k, 0, MAX_TOKEN_ID, f"0 (off), or an integer to {MAX_TOKEN_ID}")
         _number("top_p", self.top_p, math.ulp(0.0), 1.0, "a number above 0 and at most 1")
         _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0, "a number from 0.01 to 100")
@@ -125,8 +125,8 @@ class SamplingParams:
         _token_ids("stop_token_ids", self.stop_token_ids, MAX_LOGIT_BIAS)
         _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_LOGIT_BIAS)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1, "0 or a positive integer")
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1, "0 or a positive integer")
+            _integer("max_tokens", self.max_tokens, 0, MAX_TOKEN_ID, f"an integer from 0 to {MAX_TOKEN_ID}")
+        _integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID, f"an integer from 0 to {MAX_TOKEN_ID}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -280,7 +280,13 @@ class GenerationRequest:
         if self.suffix is not None and (not isinstance(self.suffix, str) or self.prompt is None):
             raise _refuse("suffix", self.suffix, "a text, and allowed only beside a prompt that is a text")
         if self.truncate_prompt_tokens is not None:
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKEN_ID, "a positive integer")
+            _integer(
+                "truncate_prompt_tokens",
+                self.truncate_prompt_tokens,
+                1,
+                MAX_TOKEN_ID,
+                f"an integer from 1 to {MAX_TOKEN_ID}",
+            )
 
     def with_seed(self, seed: int) -> "GenerationRequest":
         """Return the same request with this seed of 63 bits. `replace` would repeat all checks, ten times as slow."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 SYNTHETIC_PREFIX = "synthetic:"
-EXPECTED = f"--model takes a .gguf file, a Hugging Face folder, {PREFIX}OWNER/NAME[:QUANT] to download, or {DEMO}"
+EXPECTED = f"a model is a .gguf file, a Hugging Face folder, {PREFIX}OWNER/NAME[:QUANT] to download, or {DEMO}"
 MAX_LISTED = 6  # suggestions for a path that does not exist
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?", re.ASCII)
 _HUB_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
@@ -87,10 +87,10 @@ def on_this_machine(
 def _missing(path: str, why: str) -> CheckpointError:
     """Return the error for a path that does not exist, with what was probably meant."""
     if page := _HUB_PAGE.match(path):
-        return _wrong(path, f"{why}; to download it, give --model {PREFIX}{page[1]}")
+        return _wrong(path, f"{why}; to download it, give {PREFIX}{page[1]}")
     hints = []
     if _HUB_NAME.fullmatch(path) and not Path(path).parent.exists() and not path.startswith("."):
-        hints.append(f"if it is a model of the Hugging Face hub, give --model {PREFIX}{path}")
+        hints.append(f"if it is a model of the Hugging Face hub, give {PREFIX}{path}")
     if difflib.get_close_matches(path.lower(), [DEMO], cutoff=0.7):
         hints.append(f"did you mean {DEMO}?")
     elif near := _near(Path(path)):

@@ -187,7 +187,7 @@ class _RuleReader:
         try:
             text = self._path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RuleError(f"{self._path}:1: {error}") from error
+            raise RuleError(f"{self._path}:1: {getattr(error, 'strerror', None) or error}") from error
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
             if root is not None and (size := _written_out(root, {})) > _MOST_VALUES:

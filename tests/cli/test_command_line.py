@@ -91,6 +91,17 @@ def test_every_verb_has_help_that_fits_80_columns() -> None:
         (["chat", "--local", "--base-url", "http://x"], 2, "--local"),
         (["jobs", "list", "--config", "nowhere.toml"], 2, "nowhere.toml"),
         (["batch", "run", "nowhere.jsonl", "-o", "out.jsonl"], 2, "nowhere.jsonl"),
+        (["jobs", "list", "--config", "."], 2, "ktqueue: .: Is a directory"),
+        (["submit", "@."], 2, "ktqueue: @.: Is a directory"),
+        (["submit", "--messages", "chat.json"], 2, "(a file is @FILE)"),
+        (["submit", "hi", "--max-tokens", "2147483648"], 2, "max_tokens must be an integer from 0 to 2147483647"),
+        (["convert", "demo", "out.gguf"], 2, "demo is already a GGUF file"),
+        (["convert", "synthetic:tiny:q4_0", "nowhere/out.gguf"], 2, "nowhere/out.gguf cannot be written"),
+        (["bench", "serve", "--json", "nowhere/x.json"], 2, "nowhere/x.json cannot be written"),
+        (["bench", "serve", "--compare", "nowhere.json"], 2, "nowhere.json"),
+        (["bench", "engine", "--json", "nowhere/x.json"], 2, "nowhere/x.json cannot be written"),
+        (["bench", "experts", "--json", "nowhere/x.json"], 2, "nowhere/x.json cannot be written"),
+        (["up", "--model", ""], 2, "--model: engine.model must be a text that is not empty"),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(ktqueue: Run, words: tuple[str, ...], code: int, says: str) -> None:

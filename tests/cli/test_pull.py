@@ -73,7 +73,7 @@ def test_nothing_is_started_for_an_unknown_name(
 ) -> None:
     for words, says in (
         (["--model", "hf:Fox/Tale-GGUF:Q5_K_M"], "hf:Fox/Tale-GGUF:Q8_0  4 B"),
-        (["--model", "Fox/Tale-GGUF"], "give --model hf:Fox/Tale-GGUF"),
+        (["--model", "Fox/Tale-GGUF"], "give hf:Fox/Tale-GGUF"),
         (["--device", "xpu"], "Intel GPUs are not supported yet"),
         (["--rules", "exakt"], "did you mean --rules exact?"),
     ):

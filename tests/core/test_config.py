@@ -74,6 +74,7 @@ def test_each_kind_of_value_is_read(tmp_path: Path) -> None:
         ("[broker]\nlease_seconds = nan\n", {}, "broker.lease_seconds"),
         ("[broker]\nmax_attempts = 0\n", {}, "broker.max_attempts"),
         ("[broker]\nprefix = 'a}b'\n", {}, "ktqueue.toml: broker.prefix"),
+        ("[broker]\nstate_dir = ''\n", {}, "ktqueue.toml: broker.state_dir must be a text that is not empty, got ''"),
         ("[broker]\ndurability = 1\n", {}, "broker.durability must be one of process, fsync, got 1"),
         ("[broker]\nmax_request_bytes = '4 chunks'\n", {}, "broker.max_request_bytes"),
         ("[broker]\nmax_request_bytes = 1.5\n", {}, "broker.max_request_bytes must be a size such as 256MiB, got 1.5"),

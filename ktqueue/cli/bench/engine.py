@@ -11,6 +11,7 @@ from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, write_report
 from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings
 from ktqueue.cli.model import with_model
 from ktqueue.cli.terminal.console import results, table
+from ktqueue.cli.terminal.failures import check_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,6 +69,7 @@ def engine(
     from ktqueue.workers.startup.profile import start_profile
     from ktqueue.workers.startup.routing_file import start_routing
 
+    check_output(json_file or STANDARD_OUTPUT)
     row_counts, lengths = _numbers("--rows", rows), [n for n in _numbers("--prefill", prefill, least=0) if n]
     everything = with_model(settings(common, engine=engine, profile=profile))
     chosen = everything.engine

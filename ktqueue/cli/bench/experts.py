@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktqueue.cli.bench.arguments import STANDARD_OUTPUT, numbers, size, write_report
-from ktqueue.cli.terminal.failures import UsageFault
+from ktqueue.cli.terminal.failures import UsageFault, check_output
 
 if TYPE_CHECKING:
     from ktqueue.bench.experts import KernelFigure, Sweep
@@ -93,6 +93,7 @@ def experts(
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.operators import native
 
+    check_output(json_file or STANDARD_OUTPUT)
     if experts_per_token > num_experts:
         raise UsageFault(f"--experts-per-token must be at most --num-experts, got {experts_per_token} of {num_experts}")
     rows = FULL_ROWS if full else QUICK_ROWS

@@ -43,7 +43,7 @@ from ktqueue.cli.bench.serve_flags import (
 )
 from ktqueue.cli.bench.serve_tables import read_result, show_comparison, show_figures
 from ktqueue.cli.connection import one_model
-from ktqueue.cli.terminal.failures import ExitCode, UsageFault
+from ktqueue.cli.terminal.failures import ExitCode, UsageFault, check_output
 from ktqueue.cli.terminal.progress import Bar
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import InvalidRequest, KtqueueError, Unavailable
@@ -56,6 +56,7 @@ def run(server: ServerFlags, load: LoadFlags, prompts: PromptFlags, result: Resu
     metrics = tuple(_one_of("--percentile-metrics", name, METRICS) for name in _words(result.percentile_metrics))
     percentiles = [_number("--metric-percentiles", word, 0, 100) for word in _words(result.metric_percentiles)]
     limits = dict(_goodput(word) for words in result.goodput or () for word in _words(words))
+    check_output(result.json_file or STANDARD_OUTPUT)
     earlier = None if result.compare is None else read_result(result.compare)
     session = Session.prepare(server, load, prompts)
     figures = Figures(limits)

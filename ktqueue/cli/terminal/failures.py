@@ -7,6 +7,7 @@ import sys
 import traceback
 from enum import IntEnum
 from importlib.util import find_spec
+from pathlib import Path
 
 from ktqueue.core.errors import (
     CheckpointError,
@@ -36,6 +37,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+WRONG_PATHS = FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError
 EXIT_CODES_HELP = (
     "Exit codes: 0 ok, 1 failed, 2 wrong usage, settings or input, 3 server not reachable, 130 interrupted."
 )
@@ -53,7 +55,7 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.INTERRUPTED
     if isinstance(error, Unavailable):
         return ExitCode.UNREACHABLE
-    if isinstance(error, UsageFault | InvalidRequest | ConfigError | CheckpointError | RuleError):
+    if isinstance(error, UsageFault | InvalidRequest | ConfigError | CheckpointError | RuleError | WRONG_PATHS):
         return ExitCode.USAGE
     return ExitCode.FAILED
 
@@ -92,6 +94,12 @@ def _installation(*extras: str) -> str:
     names = ",".join(extras)
     kernels = "./csrc " if "worker" in extras else ""
     return f"pip install 'ktqueue[{names}]' (in a clone: pip install {kernels}'.[{names}]')"
+
+
+def check_output(path: Path) -> None:
+    """Raise UsageFault if no file can be made at `path`. Call it before the work, so that no result is lost."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageFault(f"{path} cannot be written: it is a folder, or its folder does not exist")
 
 
 def require(*extras: str) -> None:

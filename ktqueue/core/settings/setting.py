@@ -72,6 +72,8 @@ class Setting:
         if value is None:
             return
         about = self.about
+        if value == "" and not self.choices:
+            raise self.error("a text that is not empty", "not empty", value)
         if self.choices and value not in self.choices:
             raise self.error(f"one of {', '.join(self.choices)}", ", ".join(self.choices), value)
         if self.type in _LARGEST and isinstance(value, int | float):

@@ -128,8 +128,8 @@ def test_a_damaged_beginning_is_found_after_the_end(hub: LocalHub, access: HubAc
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("Qwen/Qwen3-GGUF:Q4_K_M", "give --model hf:Qwen/Qwen3-GGUF:Q4_K_M"),
-        ("https://huggingface.co/Qwen/Qwen3/tree/main", "give --model hf:Qwen/Qwen3"),
+        ("Qwen/Qwen3-GGUF:Q4_K_M", "give hf:Qwen/Qwen3-GGUF:Q4_K_M"),
+        ("https://huggingface.co/Qwen/Qwen3/tree/main", "give hf:Qwen/Qwen3"),
         ("dem0", "did you mean demo?"),
         ("models/fox-q4.gguf", "similar: models/fox-q4_0.gguf, models/crow"),
         ("models", "give one of them: models/fox-q4_0.gguf"),
