@@ -176,7 +176,11 @@ def parse_line(
         raise fault(reason, "invalid_json_line") from error
     if not isinstance(value, dict):
         raise fault("must be a JSON object", "invalid_json_line")
-    is_plain = plain_allowed and not ENVELOPE & value.keys() and bool(PLAIN & value.keys())
+    is_plain = plain_allowed and not ENVELOPE & value.keys()
+    if is_plain and not PLAIN & value.keys():
+        raise fault(
+            "must have custom_id, method, url and body, or be a body with prompt or messages", "invalid_request"
+        )
     name = value.get("custom_id", line_id(number) if is_plain else None)
     if not isinstance(name, str) or not 0 < len(name) <= MAX_CUSTOM_ID_LENGTH:
         raise fault(

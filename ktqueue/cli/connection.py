@@ -3,8 +3,8 @@
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ktqueue.core.config import Config
 from ktqueue.core.errors import InvalidRequest, Unavailable
@@ -73,6 +73,18 @@ def only_model(config: Config) -> str:
         return [card.name for card in await broker.models.cards()]
 
     return one_model(ask(config, question))
+
+
+def listed_models(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names in `data` of /v1/models, without aliases: those with the root of an earlier one.
+
+    Raises KeyError or TypeError for anything else.
+    """
+    names: dict[str, str] = {}
+    for model in models:
+        name = str(model["id"])
+        names.setdefault(str(model.get("root") or name), name)
+    return list(names.values())
 
 
 def one_model(served: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self, TypedDict, get_args
 
 from torch import nn
 
-from ktqueue.operators.native import ActivationType
+from ktqueue.operators.native import ActivationType, isas
 from ktqueue.operators.packed import ModuleWeights
 
 
@@ -65,4 +65,6 @@ def kernel_options(operator: str, options: Mapping[str, Any], *others: str) -> K
             raise ValueError(f"{operator}: {name} must be a text, got {value!r}")
     if chosen["activations"] not in get_args(ActivationType):
         raise ValueError(f"{operator}: activations must be int8 or float32, got {chosen['activations']!r}")
+    if chosen["isa"] not in ("", *isas()):
+        raise ValueError(f"{operator}: isa must be one that this CPU has, {', '.join(isas())}, got {chosen['isa']!r}")
     return KernelOptions(activations=chosen["activations"], isa=chosen["isa"])

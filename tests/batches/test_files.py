@@ -56,6 +56,7 @@ def test_an_id_set_takes_at_most_32_bytes_for_each_text() -> None:
     [
         ("{", "not JSON"),
         ("[]", "must be a JSON object"),
+        ('{"promt": "a"}', "must have custom_id, method, url and body, or be a body with prompt or messages"),
         (_line(custom_id=7), "custom_id must be a text"),
         (_line(custom_id=""), "custom_id must be a text"),
         (_line(custom_id="x" * 513), "custom_id must be a text"),

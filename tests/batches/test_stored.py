@@ -67,7 +67,7 @@ async def test_every_fault_names_its_line(store: Store) -> None:
         b"\xef\xbb\xbf" + line("bom") + b"\r", b"", line("a"), line("a"), b"{", b"[1]", b"\xff", line(""), line(7),  # type: ignore[arg-type]
         line("m", method="GET"), line("u", url="/v1/chat/completions"), line("b", body={"stream": True}),
         line("n", body={"model": None}), line("o", body={"model": "other"}), json.dumps({"prompt": "plain"}).encode(),
-        line("y", body={"model": "demo"}), line("z")[:-1],
+        line("y", body={"model": "demo"}), line("z")[:-1], line("w", body={"model": 7}),
     ]  # fmt: skip
     await put(store, "x", b"\n".join(lines))
     findings = await check_input(store, "x", COMPLETIONS, served)
@@ -85,6 +85,7 @@ async def test_every_fault_names_its_line(store: Store) -> None:
         (14, "mismatched_model", "body.model"),
         (15, "invalid_custom_id", "custom_id"),
         (17, "invalid_json_line", None),
+        (18, "invalid_model", "body.model"),
     ]
     assert findings.faults[1]["message"].startswith("not JSON: ")
     assert findings.faults[1]["message"].endswith(", at character 3")  # of the line, with its newline

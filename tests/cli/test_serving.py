@@ -37,7 +37,7 @@ def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redi
     made = json.loads(ktqueue("keys", "new", "--json").stdout)
     words = ("gateway", "--redis-url", redis_url, "--port", port, "--api-key-hash", made["sha256"])
     gateway = start(*words, cwd=tmp_path)
-    worker = start("worker", "--redis-url", redis_url, "--served-model-name", "tales", cwd=tmp_path)
+    worker = start("worker", "--redis-url", redis_url, "--served-model-name", "tales,stories", cwd=tmp_path)
     try:
         _wait_for(f"{base}/readyz", gateway)
         chat = ("chat", "--base-url", base, "--max-tokens", 4, "--api-key")
@@ -45,6 +45,9 @@ def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redi
         assert refused.returncode == 1
         answered = ktqueue(*chat, made["key"], stdin="hello\n")
         assert (answered.returncode, answered.stderr) == (0, "")
+        (tmp_path / "in.jsonl").write_text('{"model": "stories", "prompt": "In a castle", "max_tokens": 4}')
+        batch = ktqueue("batch", "run", "in.jsonl", "-o", "out.jsonl", "--redis-url", redis_url)
+        assert batch.returncode == 0, batch.stderr
         taken = ktqueue("gateway", "--redis-url", redis_url, "--port", port)
         assert taken.returncode == 1
         assert "address already in use" in taken.stderr

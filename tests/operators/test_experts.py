@@ -120,6 +120,8 @@ def test_modules_that_the_kernels_do_not_compute_are_refused(module: Any) -> Non
         CpuExperts.from_module(module, speed=2)
     with pytest.raises(ValueError, match="activations must be int8 or float32, got 'int4'"):
         CpuExperts.from_module(module, activations="int4")
+    with pytest.raises(ValueError, match=r"isa must be one that this CPU has, scalar.*, got 'avx9'"):
+        CpuExperts.from_module(module, isa="avx9")
     with pytest.raises(ValueError, match="Linear cannot be replaced by CpuExperts: no down_proj"):
         CpuExperts.from_module(nn.Linear(2, 2))
     for name, value, message in [

@@ -71,7 +71,10 @@ async def _check_line(
         message = f"custom_id {line.custom_id!r} was used before"
         findings.refuse("duplicate_custom_id", message, param="custom_id", line=line.number)
     model = line.body.get("model")
-    if not isinstance(model, str) or not model:
+    if model and not isinstance(model, str):
+        message = f"body.model must be a text, got {model!r:.80}"
+        findings.refuse("invalid_model", message, param="body.model", line=line.number)
+    elif not model:
         findings.refuse("missing_model", "body.model is missing", param="body.model", line=line.number)
     elif findings.model is None:
         findings.model = model

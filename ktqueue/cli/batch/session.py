@@ -12,6 +12,7 @@ from ktqueue.batches.input import Survey, attempt_lines
 from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.models import find_card
 from ktqueue.cli.terminal.failures import UsageFault
 from ktqueue.cli.terminal.progress import Bar
 from ktqueue.core.config import BrokerConfig
@@ -125,11 +126,12 @@ def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
 
 async def _check_models(broker: Broker, found: Survey, job: BatchJob) -> None:
     """Check that every model is served, so that a mistake is reported once and not for each line."""
-    served = sorted(card.name for card in await broker.models.cards())
+    cards = await broker.models.cards()
+    served = [card.name for card in cards]
     if not served:
         raise Unavailable("no worker serves a model yet")
     for model, number in found.models.items():
-        if model not in served:
+        if find_card(cards, model) is None:
             where = "--model" if job.model is not None else f"{job.source}:{number}"
             hint = "" if job.model is not None else " (--model NAME replaces the model of the lines)"
             raise UsageFault(f"{where}: model {model!r} is not served; served: {', '.join(served)}{hint}")

@@ -42,7 +42,7 @@ from ktqueue.cli.bench.serve_flags import (
     ServerFlags,
 )
 from ktqueue.cli.bench.serve_tables import read_result, show_comparison, show_figures
-from ktqueue.cli.connection import one_model
+from ktqueue.cli.connection import listed_models, one_model
 from ktqueue.cli.terminal.failures import ExitCode, UsageFault, check_output
 from ktqueue.cli.terminal.progress import Bar
 from ktqueue.core.codec import CodecError, loads
@@ -228,7 +228,7 @@ async def _only_model(client: HttpClient) -> str:
     if status != 200:
         raise refusal(status, body)
     try:
-        served = [str(card["id"]) for card in loads(body)["data"]]
+        served = listed_models(loads(body)["data"])
     except (CodecError, KeyError, TypeError) as error:
         raise InvalidRequest("/v1/models is not a list of models: name one with --model", param="model") from error
     return one_model(served)

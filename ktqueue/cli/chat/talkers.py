@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ktqueue.cli.connection import one_model
+from ktqueue.cli.connection import listed_models, one_model
 from ktqueue.core.errors import KtqueueError
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.profiling.token_log import TokenLog
@@ -67,7 +67,7 @@ class HttpTalker:
         try:
             response = self._client.get("/v1/models")
             check(response)
-            served = [str(card["id"]) for card in response.json()["data"]]
+            served = listed_models(response.json()["data"])
         except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
             raise unreachable(self._client, error) from error
         return one_model(served)
