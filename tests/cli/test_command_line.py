@@ -2,12 +2,13 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_line import Run
+from command_line import COMMAND, Run
 
 from ktqueue.cli.config import shown_value
 from ktqueue.core.config import Config, all_settings
@@ -110,6 +111,12 @@ def test_an_error_is_one_line_and_an_exit_code(ktqueue: Run, words: tuple[str, .
     assert says in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("words", "code"), [("config >&-", 0), ("config --port 65536 2>&-", 2)])
+def test_a_closed_output_changes_no_exit_code(words: str, code: int) -> None:
+    done = subprocess.run(f"{shlex.join(COMMAND)} {words}", shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_an_unknown_setting_suggests_the_nearest(ktqueue: Run) -> None:

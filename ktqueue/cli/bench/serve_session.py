@@ -68,12 +68,12 @@ def run(server: ServerFlags, load: LoadFlags, prompts: PromptFlags, result: Resu
         if figures.ended or figures.interrupted:
             goodput = {metric: limit * 1e3 for metric, limit in limits.items()}  # in ms, as on the command line
             report = {**session.settings(), "goodput": goodput, **figures.report(metrics, percentiles)}
-            if result.json_file is not None:
-                write_report(result.json_file, report)
             if result.json_file != STANDARD_OUTPUT:
                 show_figures(report, metrics, percentiles)
                 if earlier is not None:
                     show_comparison(report, earlier, result.compare)
+            if result.json_file is not None:  # the figures are shown even if the disk is full
+                write_report(result.json_file, report)
     if not figures.completed:
         raise typer.Exit(ExitCode.FAILED)
 
