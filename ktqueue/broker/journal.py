@@ -124,7 +124,7 @@ class Journal:
                 must_read = mail.missed or not mail.messages
                 for message in mail.messages:
                     head, _, body = message.partition(b":")
-                    seq = int(head)
+                    seq = int(head) if head.isdigit() else 0  # 0: not an event of ours
                     if seq <= last:
                         continue
                     if seq > last + 1:

@@ -29,6 +29,7 @@ from ktqueue.broker.scripts import ScriptRefused
 from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
 from ktqueue.core import codec
 from ktqueue.core.codec import (
+    CodecError,
     NewerFormat,
     decode_event,
     decode_request,
@@ -110,7 +111,7 @@ class Lease:
     async def register(
         cls, broker: "Broker", card: ModelCard, *, process: str | None = None, decode: DecodeEvent = decode_event
     ) -> "Lease":
-        """Register as a worker of the model under a new id. Raises Unavailable.
+        """Register as a worker of the model under a new id. Raises Unavailable, or ScriptRefused if keys are damaged.
 
         `process`: the name of the process whose death ends the lease; by default this process. See `process_name`.
         `decode` reads the events of journals.
@@ -205,13 +206,14 @@ class Lease:
             if place:
                 await asyncio.sleep(0)  # lets a due renewal run
             try:
+                decoded = decode_request(request)
                 claims.append(
                     Claim(
                         job_id=job_id.decode(),
-                        request=decode_request(request),
+                        request=decoded,
                         attempt=attempt,
                         deaths_without_progress=deaths_without_progress,
-                        events=await _decoded(entries, self._decode),
+                        events=await _decoded(entries, decoded.sampling.n, self._decode),
                         deadline=None if deadline is None else int(deadline) / MICROSECONDS,
                         rank=int(rank) / MICROSECONDS,
                         waited=waited / MICROSECONDS,
@@ -314,11 +316,10 @@ class Lease:
     def _job_from_message(self, message: bytes) -> Sequence[Any] | None:
         """The job that `submit` handed to the last claim; None for a wake-up, or if a claim returned it already."""
         head, line, request = message.partition(b"\n")
-        if not line:
+        number, *words = head.split(b" ", 4)
+        if not line or number != b"%d" % self._claim_number or self._answered or len(words) < 3:
             return None
-        number, job_id, deadline, rank, *owner = head.split(b" ", 4)
-        if int(number) != self._claim_number or self._answered:
-            return None
+        job_id, deadline, rank, *owner = words
         return job_id, request, 1, 0, None if deadline == b"-" else deadline, rank, (), 0, b"".join(owner)
 
     async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
@@ -345,16 +346,19 @@ class Lease:
             raise LeaseLost(f"the journal in Redis does not match: {refused}") from refused
 
 
-async def _decoded(entries: Sequence[Any], decode: DecodeEvent) -> list[TokenEvent]:
+async def _decoded(entries: Sequence[Any], choices: int, decode: DecodeEvent) -> list[TokenEvent]:
     """Decode a journal's entries, with pauses for a renewal: many long journals take longer than a lease.
 
-    Raises CodecError or JournalRegressed.
+    Raises CodecError, also for an event of a choice that the job does not have, or JournalRegressed.
     """
     events: list[TokenEvent] = []
     for start in range(0, len(entries), MAX_EVENTS):
         if start:
             await asyncio.sleep(0)
         events += [decode(_seq(key), fields[1]) for key, fields in entries[start : start + MAX_EVENTS]]
+    for event in events:
+        if not 0 <= event.index < choices:
+            raise CodecError(f"the journal has an event of choice {event.index}, of {choices}", value=event.index)
     if events and events[0].seq != 1:
         raise JournalRegressed(
             "the beginning of the job's journal is lost, so the job cannot be continued", value=events[0].seq

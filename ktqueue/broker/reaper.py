@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
-from ktqueue.broker.scripts import Scripts
+from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
 TICK_SECONDS = 0.25
-FAULT_SECONDS = 1.0  # to the next try after an error
 UNSERVED_SECONDS = 1.0  # between searches for jobs that no worker can take
 MAX_EXPIRED = 256  # deadlines that one call of `reap` handles
 SCRUBBED = 200  # keys that one call of `scrub` checks
@@ -28,27 +28,33 @@ class Reaper:
 
     async def run(self) -> None:
         """Run until cancelled, also through outages of Redis. Any other error is logged, and the loop goes on."""
-        away = False
+        faults: dict[str, str] = {}
         loop = asyncio.get_running_loop()
         next_unserved = loop.time() + UNSERVED_SECONDS
         while True:
-            pause = min(TICK_SECONDS, self._config.lease_seconds / 8)
-            try:
-                while (await self.reap())[1] >= MAX_EXPIRED:
-                    pass
-                await self.scrub()
-                if loop.time() >= next_unserved:
-                    next_unserved = loop.time() + UNSERVED_SECONDS
-                    await self.fail_unserved()
-                away = False
-            except Unavailable as error:
-                if not away:
-                    logger.warning("%s", error)
-                away = True
-            except Exception:
-                logger.exception("the reaper failed; it tries again")
-                pause = FAULT_SECONDS
-            await asyncio.sleep(pause)
+            chores: list[Callable[[], Awaitable[object]]] = [self._reap_all, self.scrub]
+            if loop.time() >= next_unserved:
+                next_unserved = loop.time() + UNSERVED_SECONDS
+                chores.append(self.fail_unserved)
+            for chore in chores:  # one that fails does not keep the others from repairing what it met
+                await self._try(chore, faults)
+            await asyncio.sleep(min(TICK_SECONDS, self._config.lease_seconds / 8))
+
+    async def _try(self, chore: Callable[[], Awaitable[object]], faults: dict[str, str]) -> None:
+        """Run a chore. Its fault is logged unless it is the last one of this chore, which `faults` has."""
+        name = chore.__name__.strip("_")
+        try:
+            await chore()
+            faults.pop(name, None)
+        except Exception as error:
+            if faults.get(name) != str(error):
+                is_known = isinstance(error, Unavailable | ScriptRefused)
+                logger.warning("%s will be tried again: %s", name, error, exc_info=None if is_known else error)
+            faults[name] = str(error)
+
+    async def _reap_all(self) -> None:
+        while (await self.reap())[1] >= MAX_EXPIRED:
+            pass
 
     async def release_lease(self, worker_id: str, *, blameless: bool = False) -> None:
         """Release the lease of a worker whose process has exited, so that its jobs restart now.

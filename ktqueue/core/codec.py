@@ -51,6 +51,7 @@ _FIRST_FIELDS = tuple(field.name for field in fields(GenerationRequest) if field
 _FIRST_SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name not in _LATER_SAMPLING)
 _REQUEST_FIELDS = frozenset(field.name for field in fields(GenerationRequest))
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_TIMINGS = tuple(field.name for field in fields(Timings))
 _ERROR_FIELDS = frozenset(field.name for field in fields(ErrorInfo))
 _CARD_FIELDS = frozenset(field.name for field in fields(ModelCard))
 # The first release refuses a card with other fields, so newer fields are stored separately.
@@ -222,19 +223,43 @@ def decode_event(seq: int, data: bytes | str) -> TokenEvent:
         error = value.get("e")
         return TokenEvent(
             seq=seq,
-            index=value.get("i", 0),
-            token_ids=tuple(value.get("t", ())),
-            text=value.get("x", ""),
+            index=_whole(value.get("i", 0)),
+            token_ids=_whole_numbers(value.get("t", ())),
+            text=_text(value.get("x", "")),
             logprobs=tuple([_unpack_position(position) for position in value["l"]]) if "l" in value else (),
             finish_reason=FinishReason(value["f"]) if "f" in value else None,
             state=JobState(value["s"]) if "s" in value else None,
             usage=_unpack_usage(usage) if usage else None,
-            error=ErrorInfo(**_known(error, _ERROR_FIELDS)) if error else None,
+            error=_unpack_error(error) if error else None,
             prompt=_unpack_prompt(value["p"]) if "p" in value else None,
-            opening=value.get("o", ""),
+            opening=_text(value.get("o", "")),
         )
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as fault:
         raise CodecError(f"not a journal event: {fault}") from fault
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    if not set(map(type, values)) <= {int}:
+        raise TypeError("token ids are not whole numbers")
+    return tuple(values)
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is not a number")
+    return value  # type: ignore[no-any-return]
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is not a text")
+    return value
 
 
 def _pack(token: TokenLogprob) -> list[Any]:
@@ -243,7 +268,7 @@ def _pack(token: TokenLogprob) -> list[Any]:
 
 def _unpack(value: list[Any]) -> TokenLogprob:
     token_id, token_bytes, logprob = value
-    return TokenLogprob(token_id, b64decode(token_bytes), logprob)
+    return TokenLogprob(_whole(token_id), b64decode(token_bytes), _number(logprob))
 
 
 def _pack_position(position: PositionLogprobs) -> list[Any]:
@@ -256,8 +281,16 @@ def _unpack_position(value: list[Any]) -> PositionLogprobs:
 
 
 def _unpack_usage(value: list[Any]) -> Usage:
-    timings = Timings(queue=value[3], tokenise=value[4], prefill=value[5], decode=value[6]) if len(value) > 6 else None
-    return Usage(prompt_tokens=value[0], completion_tokens=value[1], cached_tokens=value[2], timings=timings)
+    counts, seconds = [_whole(count) for count in value[:3]], [_number(second) for second in value[3:7]]
+    timings = Timings(**dict(zip(_TIMINGS, seconds, strict=True))) if seconds else None
+    return Usage(prompt_tokens=counts[0], completion_tokens=counts[1], cached_tokens=counts[2], timings=timings)
+
+
+def _unpack_error(value: dict[str, Any]) -> ErrorInfo:
+    for text in (value["code"], value["message"], value.get("param", "")):
+        _text(text)
+    _whole(value.get("status", 0))
+    return ErrorInfo(**_known(value, _ERROR_FIELDS))
 
 
 def _pack_prompt(part: PromptPart) -> dict[str, Any]:
@@ -276,8 +309,8 @@ def _pack_prompt(part: PromptPart) -> dict[str, Any]:
 
 def _unpack_prompt(value: dict[str, Any]) -> PromptPart:
     return PromptPart(
-        token_ids=tuple(value.get("t", ())),
-        text=value.get("x", ""),
+        token_ids=_whole_numbers(value.get("t", ())),
+        text=_text(value.get("x", "")),
         pieces=tuple(map(b64decode, value.get("b", ()))),
         logprobs=tuple([None if entry is None else _unpack_position(entry) for entry in value.get("l", ())]),
     )

@@ -202,6 +202,19 @@ def test_wrong_fields_never_break_the_decoder(fields: dict[str, Any]) -> None:
             decode(data)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"i": "0"}, {"t": ["7"]}, {"t": [True]}, {"t": "7"}, {"x": 5}, {"o": []}, {"l": [[[1, "YQ==", "-1"], []]]},
+        {"u": ["1", 2, 3]}, {"u": [1, 2, 3, 0.1, 0.2, 0.3, "0.4"]}, {"p": {"t": [0.5]}}, {"p": {"x": 1}},
+        {"e": {"code": "x", "message": "x", "status": "500"}}, {"e": {"code": 1, "message": "x"}},
+    ],
+)  # fmt: skip
+def test_an_event_with_a_value_of_another_type_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(CodecError, match="not a journal event"):
+        decode_event(1, json.dumps({"v": 1, **field}))
+
+
 @pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_a_record_without_a_known_version_is_refused(version: object) -> None:
     with pytest.raises(CodecError, match="version"):

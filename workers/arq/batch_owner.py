@@ -10,6 +10,7 @@ from ktqueue.batches.stored.batch import Owner, StoredBatch
 from ktqueue.batches.stored.window import Window
 from ktqueue.broker.batches import BatchLease, BatchRecord
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.scripts import ScriptRefused
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError, LeaseLost, Unavailable
 from ktqueue.storage.store import Store
@@ -44,10 +45,10 @@ class BatchOwner:
                     if count < 2 * MAX_BATCHES:
                         taken = await self._broker.batches.take(self._name, of_newcomers=count >= MAX_BATCHES)
                     trouble = ""
-                except KtqueueError as error:
-                    if error.message != trouble:
-                        log.warning("batches wait: %s", error.message)
-                    trouble = error.message
+                except (KtqueueError, ScriptRefused) as error:
+                    if str(error) != trouble:
+                        log.warning("batches wait: %s", error)
+                    trouble = str(error)
                 if taken is None:
                     await asyncio.sleep(POLL_SECONDS)
                 else:
@@ -75,7 +76,7 @@ class BatchOwner:
             log.warning("%s has another owner now", record.id)
         except Exception:
             log.exception("%s stopped; it is tried again after its lease", record.id)
-            with contextlib.suppress(KtqueueError):
+            with contextlib.suppress(KtqueueError, ScriptRefused):
                 await batch.note_failure()
         finally:
             self._running.pop(record.id, None)
@@ -83,6 +84,6 @@ class BatchOwner:
     async def _follow_fleet(self) -> None:
         """Keep twice as many lines in the queue as all workers have rows."""
         while True:
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(Unavailable, ScriptRefused):
                 self._owner.window.resize(await window_for(self._broker))
             await asyncio.sleep(WINDOW_SECONDS)

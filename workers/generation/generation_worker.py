@@ -5,9 +5,12 @@ Crash-only: if the engine breaks or hangs, `run` raises, the process ends, and o
 
 import asyncio
 import logging
+import time
+from contextlib import suppress
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.broker.scripts import ScriptRefused
 from ktqueue.core.config import Config
 from ktqueue.core.errors import LeaseLost, Unavailable
 from ktqueue.core.model_card import ModelCard
@@ -19,7 +22,8 @@ from ktqueue.workers.generation.engine_thread import EngineThread
 from ktqueue.workers.generation.incarnation import NO_ROW_SECONDS, Incarnation
 from ktqueue.workers.generation.request_encoder import RequestEncoder
 
-RETRY_SECONDS = 0.25
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.25, 8.0  # each failure in a row doubles the pause
+STEADY_SECONDS = 30.0  # after which a failure is the first in a row
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class GenerationWorker:
         # Workers recover each other's jobs also without a gateway.
         reaper = asyncio.create_task(self._broker.reaper().run(), name="reaper")
         self._encoder.start()
+        failures = 0
         try:
             while (lease := await self._register()) is not None:
                 self.incarnations += 1
@@ -83,12 +88,15 @@ class GenerationWorker:
                     self._no_row_seconds,
                     self._profile,
                 )
+                began = time.monotonic()
                 try:
                     await incarnation.run()
                 except LeaseLost as error:
                     log.warning("%s: %s; registering again", lease.id, error)
                     await lease.close()
-                    await asyncio.sleep(RETRY_SECONDS)
+                    failures = 0 if time.monotonic() - began > STEADY_SECONDS else failures
+                    await self._pause(failures)
+                    failures += 1
         finally:
             reaper.cancel()
             await asyncio.gather(reaper, return_exceptions=True)
@@ -98,10 +106,18 @@ class GenerationWorker:
 
     async def _register(self) -> Lease | None:
         """Return a new lease, however long Redis is away, or None once the worker drains."""
+        refusals = 0
         while not self._draining.is_set():
             try:
                 return await Lease.register(self._broker, self._card)
-            except Unavailable as error:
+            except (Unavailable, ScriptRefused) as error:
                 log.warning("cannot register, will try again: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                refusals += isinstance(error, ScriptRefused)
+                await self._pause(refusals)
         return None
+
+    async def _pause(self, failures: int) -> None:
+        """Wait before the next attempt, unless the worker drains. `failures`: in a row, which an outage is not."""
+        seconds = min(LONGEST_RETRY_SECONDS, RETRY_SECONDS * 2 ** min(failures, 10))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._draining.wait(), seconds)

@@ -5,6 +5,7 @@ import signal
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.models import process_name
+from ktqueue.broker.scripts import ScriptRefused
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import KtqueueError
 
@@ -26,5 +27,5 @@ async def release_leases_of(config: BrokerConfig, pid: int, code: int) -> None:
             for worker in await broker.models.workers():
                 if worker.process == process_name(pid):
                     await broker.reaper().release_lease(worker.worker_id, blameless=-code in MACHINE_FAULTS)
-    except KtqueueError as error:
+    except (KtqueueError, ScriptRefused) as error:
         log.warning("the lease of process %d could not be released and will expire: %s", pid, error)

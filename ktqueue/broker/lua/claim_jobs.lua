@@ -380,7 +380,7 @@ for _, id in ipairs(taken) do
   local rank = digits(order + (priority_offset or 0))
   reply[#reply + 1] = {
     id, request, tonumber(attempts), tonumber(deaths_without_progress or 0), deadline, rank,
-    redis.call('XRANGE', TAG .. 'journal:' .. id, '-', '+'), math.max(0, (tonumber(started) or now) - order),
+    journal_of(id, '-'), math.max(0, (tonumber(started) or now) - order),
     owner_of(tenant, caller or ''),
   }
 end

@@ -2,7 +2,6 @@
 -- Writes nothing.
 local reply = {}
 for place, id in ipairs(ARGV) do
-  local last = redis.call('XREVRANGE', TAG .. 'journal:' .. id, '+', '-', 'COUNT', 1)[1]
-  reply[place] = last and tonumber(string.match(last[1], '^%d+')) or 0
+  reply[place] = tail_of(id)
 end
 return reply

@@ -1,4 +1,4 @@
--- Prepended to every script, after `turns.lua`.
+-- Prepended to every script, after `turns.lua` and `journals.lua`.
 -- All times are microseconds (us) since 1970 by the server's clock. Events are opaque bytes.
 -- A script that refuses replies with an error "CODE detail" before it has written anything.
 local MAX_ENDED = 10000 -- ended jobs kept for listings
@@ -14,26 +14,6 @@ local SPARE = 5 -- times the model TTL: lifetime of keys that only a forward ste
 local function now_us()
   local time = redis.call('TIME')
   return time[1] * 1000000 + time[2]
-end
-
--- Lua's own conversion keeps only 14 digits.
-local function digits(number)
-  return string.format('%.0f', number)
-end
-
--- The seq of a journal's last event, or 0 if there is none.
-local function tail_of(id)
-  local last = redis.call('XREVRANGE', TAG .. 'journal:' .. id, '+', '-', 'COUNT', 1)
-  if #last == 0 then return 0 end
-  return tonumber(string.match(last[1][1], '^%d+'))
-end
-
--- Append first, then publish: no reader can see an event that is not in the journal. Returns the number of live readers
--- that this server knows of.
-local function append(id, seq, event)
-  local key = TAG .. 'journal:' .. id
-  redis.call('XADD', key, digits(seq) .. '-0', 'e', event)
-  return redis.call('PUBLISH', key, digits(seq) .. ':' .. event)
 end
 
 -- Count the bytes that wait, and the waiting jobs of the tenant if the job has an account. `sign`: 1 if the job enters

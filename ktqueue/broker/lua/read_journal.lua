@@ -7,7 +7,7 @@ local id, limit, room = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local state = redis.call('HGET', TAG .. 'job:' .. id, 'state')
 local entries, from = {}, ARGV[2] .. '-0'
 repeat
-  local some = redis.call('XRANGE', TAG .. 'journal:' .. id, '(' .. from, '+', 'COUNT', math.min(FETCHED, limit - #entries))
+  local some = journal_of(id, '(' .. from, 'COUNT', math.min(FETCHED, limit - #entries))
   for _, entry in ipairs(some) do
     from, room = entry[1], room - #entry[2][2]
     if room < 0 and #entries >= 2 then break end

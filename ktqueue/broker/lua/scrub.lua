@@ -27,6 +27,11 @@ local function must_expire(key, ttl)
   if redis.call('PTTL', key) == -1 then redis.call('PEXPIRE', key, ttl) end
 end
 
+-- A field of a job's record, or false if there is none.
+local function field_of(id, name)
+  return unless_foreign(redis.pcall('HGET', TAG .. 'job:' .. id, name), false)
+end
+
 local function check_job(id)
   local job = TAG .. 'job:' .. id
   local state, class, model, order, priority_offset, deadline, worker, cancel, finished, takers = unpack(redis.call(
@@ -75,7 +80,7 @@ end
 local function check_worker(worker)
   if redis.call('ZSCORE', TAG .. 'leases', worker) then return end
   for _, id in ipairs(redis.call('HKEYS', TAG .. 'running:' .. worker)) do
-    if redis.call('HGET', TAG .. 'job:' .. id, 'worker') == worker then check_job(id) end
+    if field_of(id, 'worker') == worker then check_job(id) end
   end
   delete_worker(worker)
 end
@@ -83,7 +88,7 @@ end
 -- An older worker takes jobs from the queues and leaves them in their lines.
 local function check_line(key)
   for _, id in ipairs(redis.call('ZRANGE', key, 0, MOST_LOOKED_AT - 1)) do
-    if redis.call('HGET', TAG .. 'job:' .. id, 'state') ~= 'queued' then
+    if field_of(id, 'state') ~= 'queued' then
       redis.call('ZREM', key, id)
       repaired = repaired + 1
     end
@@ -159,8 +164,11 @@ local looked = redis.pcall('SCAN', cursor or '0', 'MATCH', TAG .. '*', 'COUNT', 
 if looked.err then return { 0, 1 } end -- the user of `broker.url` lacks the permission to scan
 for _, key in ipairs(looked[2]) do
   local kind, name = string.match(string.sub(key, #TAG + 1), '^(%a+):(.*)$')
-  if kind == 'job' then
+  if kind == 'job' and unless_foreign(redis.pcall('HEXISTS', key, 'state'), nil) then
     check_job(name)
+  elseif kind == 'job' then -- what was known of the job is lost, and no script can read this key
+    redis.call('DEL', key)
+    repaired = repaired + 1
   elseif kind == 'journal' then
     if redis.call('EXISTS', TAG .. 'job:' .. name) == 0 then must_expire(key, journal_ttl) end
   elseif kind == 'running' or kind == 'cancels' or kind == 'worker' then
