@@ -5,7 +5,6 @@ The commands' modules import only typer and core at the top, so that `ktqueue --
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -101,8 +100,8 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in ours
-    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # None if it was closed: ktqueue ... >&-
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # None if it was closed: >&-
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     rest = [word for word in ours if word != "--debug"] + arguments[len(ours) :]
     try:
         code = application()(args=rest, prog_name="ktqueue", standalone_mode=False)

@@ -115,7 +115,8 @@ def test_an_error_is_one_line_and_an_exit_code(ktqueue: Run, words: tuple[str, .
 
 @pytest.mark.parametrize(("words", "code"), [("config >&-", 0), ("config --port 65536 2>&-", 2)])
 def test_a_closed_output_changes_no_exit_code(words: str, code: int) -> None:
-    done = subprocess.run(f"{shlex.join(COMMAND)} {words}", shell=True, capture_output=True, text=True, check=False)
+    shell = ["sh", "-c", f"{shlex.join(COMMAND)} {words}"]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, "")
 
 
