@@ -13,6 +13,7 @@ from ktqueue.broker.scripts import PRELUDES
 from ktqueue.cli.config import reference
 from ktqueue.core.config import STANDALONE, all_settings
 from ktqueue.core.errors import KtqueueError
+from ktqueue.loading.synthetic.shapes import SHAPES
 from tests.served.families import served_families
 from tests.served.page import PAGE, RESULT, render
 
@@ -53,6 +54,14 @@ def test_tests_named_in_documents_exist() -> None:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for name in re.findall(r"\btests(?:/\w+)+(?:\.py)?", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_every_shape_is_documented() -> None:
+    page = (ROOT / "docs" / "guides" / "how-fast.md").read_text()
+    listed = page.partition("There are shapes of these models:")[2].partition("The type is")[0]
+    assert {name.strip() for line in re.findall(r"^- .*: (.+)$", listed, re.MULTILINE) for name in line.split(",")} == (
+        SHAPES.keys()
+    )
 
 
 def error_classes(kind: type[KtqueueError] = KtqueueError) -> Iterator[type[KtqueueError]]:
