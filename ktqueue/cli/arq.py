@@ -74,9 +74,10 @@ def arq_example(config: Config, url: str, model: str) -> str:
 
     Raises ConfigError.
     """
-    from ktqueue.broker.redis.address import parse_address
+    from ktqueue.broker.redis.address import read_address
 
-    address = parse_address(config.bridge.redis_url or url)
+    key = "bridge.redis_url" if config.bridge.redis_url else "broker.url"
+    address = read_address(config.bridge.redis_url or url, None, key)
     settings, reads_environment = _settings(address, config)
     return PROGRAM.format(
         imports="\nimport os" if reads_environment else "",

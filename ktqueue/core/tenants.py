@@ -20,7 +20,7 @@ MAX_LIMIT = 10**12
 DEFAULT_TENANT = "default"  # for jobs without a tenant, and for the keys in gateway.api_keys
 
 _HASH = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class TenantConfig(TenantLimits):
 
     def __post_init__(self) -> None:
         TenantLimits.__post_init__(self)  # super() without arguments fails in a dataclass with slots
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == DEFAULT_TENANT:
+        if not isinstance(self.name, str) or not TENANT_NAME.fullmatch(self.name) or self.name == DEFAULT_TENANT:
             raise ConfigError(
                 f"a tenant's name must be 1 to 64 letters, digits or _ . - and not {DEFAULT_TENANT!r}, "
                 f"got {self.name!r}",

@@ -80,6 +80,8 @@ def test_each_kind_of_value_is_read(tmp_path: Path) -> None:
         ("[broker]\nmax_request_bytes = 1.5\n", {}, "broker.max_request_bytes must be a size such as 256MiB, got 1.5"),
         ("[engine]\nserved_model_name = {a = 1}\n", {}, "served_model_name must be a list of texts, got {'a': 1}"),
         ("[engine]\nserved_model_name = [1]\n", {}, "served_model_name must be a list of texts, got [1]"),
+        ("[bridge]\ntenant = 'a b'\n", {}, "ktqueue.toml: bridge.tenant must be 1 to 64 letters, digits or _ . -"),
+        ("[control]\nwebhook_hosts = ['http://x']\n", {}, "control.webhook_hosts must be host or host:port"),
         ("[[gateway.tenants]]\nname = 'a'\n", {}, ".toml: [[gateway.tenants]] number 1 (a): a tenant has no keys"),
         ("", {"KTQUEUE_LOG_MAX_BYTES": "9" * 400}, "environment variable KTQUEUE_LOG_MAX_BYTES: log.max_bytes must be"),
         ("", {"KTQUEUE_GATEWAY_PORT": "65536"}, "environment variable KTQUEUE_GATEWAY_PORT: gateway.port must be"),

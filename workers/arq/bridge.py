@@ -48,6 +48,7 @@ class Bridge(SteadyWorker):
         super().__init__(
             {"generate": self.generate},
             url=config.bridge.redis_url or url,
+            url_key="bridge.redis_url" if config.bridge.redis_url else "broker.url",
             password_file=None if config.bridge.redis_url else config.broker.password_file,
             config=config.broker,
             queue=config.bridge.queue,

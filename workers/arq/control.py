@@ -22,7 +22,7 @@ from ktqueue.workers.arq.batch_owner import BatchOwner
 from ktqueue.workers.arq.crontab import parse_entry
 from ktqueue.workers.arq.process import execute, serve
 from ktqueue.workers.arq.stored_files import purge_store
-from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, body_of, deliver, event_of, key_of
+from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, body_of, deliver, event_of, key_of, trusted
 from ktqueue.workers.arq.worker import CronJob, Function, Retry, SteadyWorker, by_clock
 
 MAX_CHORES = 32  # at once
@@ -41,6 +41,7 @@ class ControlWorker(SteadyWorker):
     """Runs the chores of the queue `control.queue`. Raises ConfigError."""
 
     def __init__(self, broker: Broker, config: Config, url: str) -> None:
+        trusted(config.control)  # a wrong file is found now, not by the first webhook
         self._files = BatchFiles(broker, config.control)
         chores: dict[str, Function] = {
             "webhook": self.webhook,
@@ -51,6 +52,7 @@ class ControlWorker(SteadyWorker):
         super().__init__(
             chores,
             url=config.control.redis_url or url,
+            url_key="control.redis_url" if config.control.redis_url else "broker.url",
             password_file=None if config.control.redis_url else config.broker.password_file,
             config=config.broker,
             queue=config.control.queue,

@@ -103,7 +103,7 @@ async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig
     try:
         async with (
             asyncio.timeout(config.webhook_timeout),
-            httpx.AsyncClient(trust_env=False, verify=_trusted(config)) as client,
+            httpx.AsyncClient(trust_env=False, verify=trusted(config)) as client,
         ):
             url, host = await _pinned(webhook, config)
             request = client.build_request(
@@ -112,7 +112,7 @@ async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig
             )  # fmt: skip
             answer = await client.send(request, stream=True)
             await answer.aclose()
-    except (httpx.HTTPError, OSError) as error:  # asyncio's TimeoutError is an OSError
+    except (httpx.HTTPError, ConfigError, OSError) as error:  # asyncio's TimeoutError is an OSError
         raise Undelivered(f"{webhook.url}: {type(error).__name__} {error}") from error
     if answer.status_code == GONE:
         raise Undeliverable(f"{webhook.url} answers 410, so it is not called again")
@@ -120,11 +120,15 @@ async def deliver(webhook: Webhook, value: dict[str, Any], config: ControlConfig
         raise Undelivered(f"{webhook.url} answers {answer.status_code}")
 
 
-def _trusted(config: ControlConfig) -> ssl.SSLContext:
-    """The certificates to trust. Raises OSError if the file `control.webhook_ca_certs` cannot be read."""
+def trusted(config: ControlConfig) -> ssl.SSLContext:
+    """The certificates to trust. Raises ConfigError if the file `control.webhook_ca_certs` cannot be read."""
     context = httpx.create_ssl_context(trust_env=False)
     if config.webhook_ca_certs is not None:
-        context.load_verify_locations(config.webhook_ca_certs)
+        try:
+            context.load_verify_locations(config.webhook_ca_certs)
+        except OSError as error:  # also of a file without certificates
+            wanted = f"a PEM file of certificates ({error.strerror or error})"
+            raise ConfigError.must_be("control.webhook_ca_certs", wanted, config.webhook_ca_certs) from error
     return context
 
 

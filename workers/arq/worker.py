@@ -52,9 +52,10 @@ log = logging.getLogger(__name__)
 class SteadyWorker(Worker):
     """Runs named functions from one of arq's queues until cancelled. Create it inside a running event loop.
 
-    `url`: the Redis of the queue, a server or its sentinels, used with the time limits of `config`. `password_file`
-    holds its password if the URL has none. `keep_result`: seconds to keep a result; `kept` has other values for single
-    functions. Raises ConfigError for a Redis Cluster, which arq does not support.
+    `url`: the Redis of the queue, a server or its sentinels, used with the time limits of `config`. `url_key`: the
+    setting that it is from. `password_file` holds its password if the URL has none. `keep_result`: seconds to keep a
+    result; `kept` has other values for single functions. Raises ConfigError for a wrong URL, and for a Redis Cluster,
+    which arq does not support.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SteadyWorker(Worker):
         functions: dict[str, Function],
         *,
         url: str,
+        url_key: str = "broker.url",
         password_file: str | None = None,
         config: BrokerConfig,
         queue: str,
@@ -71,7 +73,7 @@ class SteadyWorker(Worker):
         kept: Mapping[str, float] | None = None,
         cron_jobs: Sequence[CronJob] = (),
     ) -> None:
-        self._address = read_address(url, password_file)
+        self._address = read_address(url, password_file, url_key)
         if self._address.kind is DeploymentKind.CLUSTER:
             raise ConfigError("arq does not support Redis Cluster: give it another server (redis_url)", param="url")
         self._config = config

@@ -77,9 +77,12 @@ class Address:
     tls: Tls | None = None
 
 
-def read_address(url: str, password_file: str | None) -> Address:
-    """Parse `broker.url` and add the password in `broker.password_file` if that is set. Raises ConfigError."""
-    address = parse_address(url)
+def read_address(url: str, password_file: str | None, key: str = "broker.url") -> Address:
+    """Parse the setting `key` and add the password in `broker.password_file` if that is set. Raises ConfigError."""
+    try:
+        address = parse_address(url)
+    except ConfigError as error:
+        raise ConfigError(error.message.replace("broker.url", key, 1), param=key) from error
     if password_file is None:
         return address
     if address.login.password is not None:

@@ -1,12 +1,16 @@
 """Settings of the other processes: workers, the bridge, the control worker, and what all of them log."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
+from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.setting import check_settings, setting
+from ktqueue.core.tenants import TENANT_NAME
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+_HOST = re.compile(r"[^\s/@?#A-Z]+")  # no URL: a webhook's host is compared with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,8 @@ class BridgeConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
         check_settings("bridge", self)
+        if TENANT_NAME.fullmatch(self.tenant) is None:
+            raise ConfigError.must_be("bridge.tenant", "1 to 64 letters, digits or _ . -", self.tenant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,9 @@ class ControlConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError naming the key."""
         check_settings("control", self)
+        for host in self.webhook_hosts:
+            if _HOST.fullmatch(host) is None:
+                raise ConfigError.must_be("control.webhook_hosts", "host or host:port, in lower case", host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

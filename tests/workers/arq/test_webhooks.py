@@ -288,3 +288,18 @@ def test_the_example_of_the_specification_gets_the_same_signature() -> None:
     assert key_of("plain") == b"plain"
     with pytest.raises(ConfigError):
         key_of("whsec_!")
+
+
+@pytest.mark.parametrize(
+    ("control", "message"),
+    [
+        ({"webhook_ca_certs": "/nowhere.pem"}, "control.webhook_ca_certs must be a PEM file .*, got '/nowhere.pem'"),
+        ({"webhook_ca_certs": __file__}, "control.webhook_ca_certs must be a PEM file"),
+        ({"redis_url": "mail://h"}, "control.redis_url: it must start with redis://"),
+    ],
+)
+async def test_a_control_worker_names_a_setting_that_cannot_work(
+    broker: Broker, control: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ControlWorker(broker, Config(broker=broker.config, control=ControlConfig(**control)), broker.config.url or "")  # type: ignore[arg-type]
