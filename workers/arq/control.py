@@ -130,7 +130,12 @@ class ControlWorker(SteadyWorker):
 
     async def batches(self, context: dict[str, Any]) -> None:
         """Enqueue a chore for each waiting batch file, unless there is one for it."""
-        for name in await asyncio.to_thread(self._files.waiting):
+        try:
+            names = await asyncio.to_thread(self._files.waiting)
+        except OSError as error:  # perhaps a share that is away; the next search is in a minute
+            log.error("control.batch_dir cannot be used: %s", error)
+            return
+        for name in names:
             await self.pool.enqueue_job("batch", name, _job_id=f"batch:{name}", _queue_name=self.queue_name)
 
     async def retention(self, context: dict[str, Any]) -> None:

@@ -89,13 +89,24 @@ async def test_files_are_found_run_and_moved(broker: Broker, config: Config, fol
         good = await control.pool.get("arq:result:batch:good.jsonl") or b""
     assert {path.name for path in (folder / "done").iterdir()} == {"good.jsonl", "half.jsonl"}
     assert {path.name for path in (folder / "failed").iterdir()} == {"bad.jsonl", "bad.jsonl.txt"}
-    assert "bad.jsonl:1: custom_id" in (folder / "failed" / "bad.jsonl.txt").read_text()
+    assert "bad.jsonl:1: must have custom_id" in (folder / "failed" / "bad.jsonl.txt").read_text()
     answers = {record["custom_id"]: record["response"] for record in records(folder / "out" / "good.jsonl")}
     assert answers.keys() == {f"c{number}" for number in range(5)}
     assert {answer["body"]["usage"]["completion_tokens"] for answer in answers.values()} == {8}
     (failed,) = records(folder / "out" / "half.errors.jsonl")
     assert failed["response"]["status_code"] == 400
     assert good == b"" or json.loads(good)["r"] == {"lines": 5, "answered": 5, "failed": 0}
+
+
+async def test_a_folder_that_cannot_be_used_is_said_in_one_line(
+    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    control = ControlConfig(batch_dir=str(tmp_path / "file" / "batches"), crontab=())
+    async with running(broker, Config(broker=broker.config, control=control)) as worker:
+        await worker.pool.enqueue_job("batches")
+        await until(lambda: "control.batch_dir cannot be used: [Errno 20] Not a directory" in caplog.text)
+    assert "Traceback" not in caplog.text
 
 
 async def test_files_whose_names_cannot_be_used_are_refused(
