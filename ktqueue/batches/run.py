@@ -36,7 +36,7 @@ async def default_model(broker: Broker, found: Survey, source: Path) -> str | No
     """
     if found.modelless is None:
         return None
-    served = sorted(card.name for card in await broker.models.cards())
+    served = await broker.models.names()
     if not served:
         raise Unavailable("no worker serves a model yet")
     if len(served) > 1:

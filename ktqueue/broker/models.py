@@ -107,9 +107,15 @@ class Models:
         is_fresh = time.monotonic() < self._known_at + FRESH_CARDS
         return find_card(self._known, name) if is_fresh else None
 
+    async def names(self) -> list[str]:
+        """Names of the models with a live worker, or of all in `cards` if no model has one."""
+        names = [card.name for card in await self.cards()]
+        live = {worker.model for worker in await self.workers()} if len(names) > 1 else set()
+        return [name for name in names if name in live] or names
+
     async def only_name(self) -> str:
         """The name of the only model. Raises InvalidRequest if there are several, Unavailable if there is none."""
-        names = [card.name for card in await self.cards()]
+        names = await self.names()
         if not names:
             raise Unavailable("no worker serves any model yet", param="model", retry_after=RETRY_NO_WORKER)
         if len(names) > 1:

@@ -69,10 +69,7 @@ def client(config: Config) -> "SyncClient":
 def only_model(config: Config) -> str:
     """Return the only served model. Raises Unavailable if there is none, InvalidRequest if there are several."""
 
-    async def question(broker: "Broker") -> list[str]:
-        return [card.name for card in await broker.models.cards()]
-
-    return one_model(ask(config, question))
+    return one_model(ask(config, lambda broker: broker.models.names()))
 
 
 def listed_models(models: Sequence[Mapping[str, Any]]) -> list[str]:

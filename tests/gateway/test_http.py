@@ -174,6 +174,8 @@ async def test_a_missing_model_means_the_only_one(
         "other, tale",
     )
     await other.close()
+    one = await http.post(CHAT, json={"messages": BODY["messages"]})  # the other is still known, but has no worker
+    assert one.json()["model"] == "tale"
 
 
 def worker_card(cards: Any) -> Any:
