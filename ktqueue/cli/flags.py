@@ -76,7 +76,8 @@ def _group(section: str, kind: type, **further: Any) -> Callable[[type[FlagGroup
 
 def _annotation(described: Setting) -> Any:
     about, default = described.about, described.default
-    shown = about.shown if default is None or default == () else {True: "on"}.get(default, str(default))
+    words = {"True": "on", "False": "off"}
+    shown = about.shown if default is None or default == () else words.get(str(default), str(default))
     shown = "none asked" if described.key == "gateway.api_keys" else shown
     is_number = described.type in (bool, int, float) and not described.is_size and about.none_word is None
     kind: Any = described.type if is_number else str
