@@ -3,49 +3,16 @@
 // A warp multiplies two panels of 16 rows at once, by up to PAIRS pairs of one expert: gate and up of the same rows, or
 // neighbours of down. It copies their superblocks to a ring in shared memory, some ahead of their use.
 
+#include "activation.cuh"
 #include "panel_products.cuh"
 
-enum Activation { NONE, silu, gelu, gelu_tanh, swiglu_clamped };
-
-constexpr Activation activation = ACTIVATION;  // NONE: one matrix, otherwise gate and up
 static_assert(ROWS % 32 == 0);
 constexpr int COUPLES = ROWS / (activation == NONE ? 32 : 16);  // of panels of a warp
 // With RUNS, each program has a run of jobs of all experts. Otherwise program [x, y] has group x of couples of
 // expert y.
 constexpr int GROUPS = RUNS ? (COUPLES + WARPS - 1) / WARPS : 1;  // that a program can have
 constexpr int HELD = RUNS ? EXPERTS : 1;                          // experts
-constexpr int SLOT_BYTES = (SUPERBLOCK_BYTES + 127) / 128 * 128;
 constexpr int STAGE_BYTES = 2 * SLOT_BYTES;
-
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
-
-__device__ inline float join(float gate, float up) {
-  if constexpr (activation == swiglu_clamped) {  // comparisons, so that NaN stays NaN
-    gate = gate > LIMIT ? LIMIT : gate;
-    up = up > LIMIT ? LIMIT : up;
-    up = up < -LIMIT ? -LIMIT : up;
-    return gate * sigmoid(ALPHA * gate) * (up + 1.0f);
-  } else if constexpr (activation == gelu) {
-    return 0.5f * gate * (1.0f + erff(gate * 0.7071067811865476f)) * up;
-  } else if constexpr (activation == gelu_tanh) {
-    return gate * sigmoid(2.0f * (0.7978845608028654f * (gate + 0.044715f * gate * gate * gate))) * up;
-  } else {
-    return gate * sigmoid(gate) * up;
-  }
-}
-
-// Begin to copy 16 bytes to shared memory.
-__device__ inline void copy(uint32_t to, const uint8_t* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// Begin to copy BYTES, a multiple of 16. `to` and `from` are where the lane's first 16 bytes are.
-template <int BYTES>
-__device__ inline void copy_block(uint32_t to, const uint8_t* from, int lane) {
-#pragma unroll
-  for (int i = 0; i < BYTES; i += 512)
-    if (i + 512 <= BYTES || i + 16 * lane < BYTES) copy(to + i, from + i);
-}
 
 // Wait until the kernel before this one has ended, where it is launched early; then let the next one begin.
 __device__ inline void wait_for_previous() {

@@ -38,7 +38,7 @@ __device__ inline void compute(float (&sums)[2][N / 2], const Job& job, uint8_t*
   const auto fetch_block = [&](int block) {
     const uint32_t to = ring_at_lane + block % STAGES * STAGE_BYTES;
     const uint8_t* from = job.panels + block * SUPERBLOCK_BYTES;
-    for (int side = 0; side < 2; side++) copy_block(to + side * SLOT_BYTES, from + side * PANEL_BYTES, lane);
+    for (int side = 0; side < 2; side++) copy_block<SUPERBLOCK_BYTES>(to + side * SLOT_BYTES, from + side * PANEL_BYTES, lane);
   };
   fetch_block(0);
   for (int chunk = 0; chunk < 3; chunk++) {
@@ -116,7 +116,7 @@ __device__ inline void store(const float (&sums)[2][N / 2], const Job& job, cons
           const int64 here = int64(job.expert) * ROWS + 16 * job.couple + 2 * g + r;
           gate += results.bias[here], up += results.up_bias[here];
         }
-        joined[r] = join(gate, up);
+        joined[r] = join<true>(gate, up);
       }
       const int place = 32 * (job.couple / 2) + 16 * (g / 2 % 2) + 8 * (g % 2) + 4 * (job.couple % 2) + 2 * (g / 4);
       *reinterpret_cast<uint32_t*>(row + place) = two_bfloat16(joined[0], joined[1]);

@@ -99,8 +99,8 @@ __device__ __forceinline__ void copy_lists(const uint8_t* pool, const int64* off
     for (int chunk = 0; chunk < CHUNKS; chunk++) {
       wait(barriers.empty + 8 * place.slot, place.parity);
       if (chunk % 4 == 0) {
-        copy_block(to_panel + stage * SLOT_BYTES, panels, lane);
-        copy_block(to_panel + (STAGES + stage) * SLOT_BYTES, panels + NEXT_PANEL, lane);
+        copy_block<SUPERBLOCK_BYTES>(to_panel + stage * SLOT_BYTES, panels, lane);
+        copy_block<SUPERBLOCK_BYTES>(to_panel + (STAGES + stage) * SLOT_BYTES, panels + NEXT_PANEL, lane);
         stage ^= 1;
         panels += SUPERBLOCK_BYTES;
       }
@@ -212,7 +212,7 @@ __device__ __forceinline__ void store_joined(float (&sums)[N / 2], const Info& i
             const int64 here = int64(info.expert) * ROWS + 16 * couple + 2 * g + r;
             gate += results.bias[here], up += results.up_bias[here];
           }
-          joined[r] = join(gate, up);
+          joined[r] = join<true>(gate, up);
         }
         *reinterpret_cast<uint32_t*>(results.out + pair * ROWS + place) = two_bfloat16(joined[0], joined[1]);
       }

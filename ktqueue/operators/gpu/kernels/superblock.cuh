@@ -38,12 +38,34 @@ constexpr Quant quant = QUANT;
 constexpr int PARTS = HALVES ? 2 : 1;  // of a slab, with a scale and a minimum each
 constexpr float UNIT = quant == Q6_K ? 4.0f : quant == Q4_0 ? 16.0f : 1.0f;
 
+constexpr int SLOT_BYTES = (SUPERBLOCK_BYTES + 127) / 128 * 128;  // of a superblock in shared memory
+
 // In shared memory, 16 bytes of a superblock lie where their reads by half a warp touch each bank once.
 __device__ inline int place_of_byte(int at) { return at ^ ((at >> 2) & 32); }
+
+// Begin to copy 16 bytes to shared memory.
+__device__ inline void copy(uint32_t to, const uint8_t* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A warp begins to copy BYTES of a superblock, a multiple of 16. `to` and `from` are where the lane's first 16 bytes
+// are.
+template <int BYTES>
+__device__ inline void copy_block(uint32_t to, const uint8_t* from, int lane) {
+#pragma unroll
+  for (int i = 0; i < BYTES; i += 512)
+    if (i + 512 <= BYTES || i + 16 * lane < BYTES) copy(to + i, from + i);
+}
 
 template <typename T>
 __device__ inline T at(const uint8_t* block, int byte) {
   return *reinterpret_cast<const T*>(block + place_of_byte(byte));
+}
+
+// At byte `whole` + `rest`. whole: a multiple of 256, which changes no place: the compiler keeps that of `rest`.
+template <typename T>
+__device__ inline T at(const uint8_t* block, int whole, int rest) {
+  return *reinterpret_cast<const T*>(block + whole + place_of_byte(rest));
 }
 
 __device__ inline float half_as_float(uint16_t half) {
@@ -103,14 +125,15 @@ __device__ inline uint32_t without_offset(uint32_t bytes) {
 // The codes of a slab: of row 2g + r, columns 8t .. 8t + 3 in codes[r], and the next four in codes[2 + r].
 __device__ inline void decode(const uint8_t* block, int slab, int slabs, int g, int t, uint32_t codes[4]) {
   if constexpr (quant == Q8_0) {
-    const int first = slab * 512 + t * 128 + 8 * g;
-    const uint2 even = at<uint2>(block, first), odd = at<uint2>(block, first + 64);
+    const int line = t * 128 + 8 * g;
+    const uint2 even = at<uint2>(block, slab * 512, line), odd = at<uint2>(block, slab * 512, line + 64);
     const uint32_t sign = 0x80808080;
     codes[0] = even.x ^ sign, codes[1] = even.y ^ sign, codes[2] = odd.x ^ sign, codes[3] = odd.y ^ sign;
     return;
   }
   constexpr bool are_pairs = quant == Q2_K || quant == Q3_K || quant == IQ2_S || quant == IQ1_M;
-  const uint2 words = at<uint2>(block, (are_pairs ? slab * 128 + t / 2 * 64 : slab * 256 + t * 64) + 8 * g);
+  const uint2 words = are_pairs ? at<uint2>(block, slab * 128 + t / 2 * 64 + 8 * g)
+                                : at<uint2>(block, slab * 256, t * 64 + 8 * g);
   uint2 upper = {};  // Q6_K: the upper two bits of codes
   if constexpr (quant == Q6_K) upper = at<uint2>(block, 256 * slabs + slab * 128 + t / 2 * 64 + 8 * g);
 #pragma unroll

@@ -9,47 +9,14 @@
 
 #pragma once
 
+#include "activation.cuh"
 #include "superblock.cuh"
 
-enum Activation { NONE, silu, gelu, gelu_tanh, swiglu_clamped };
-
-constexpr Activation activation = ACTIVATION;  // NONE: one matrix, otherwise gate and up
 constexpr int BLOCKS = COLUMNS / 256;
 constexpr int CHUNK = 64;  // columns of x that are copied at once: two slabs, 128 bytes of a row
 constexpr int CHUNKS = COLUMNS / CHUNK;
 constexpr int CHUNK_BYTES = PAIRS * 2 * CHUNK;
-constexpr int SLOT_BYTES = (SUPERBLOCK_BYTES + 127) / 128 * 128;
 constexpr bool IS_SIGNED = OFFSET != 0 || quant == Q8_0 || quant == Q6_K || quant == Q4_0 || !MINIMUMS;
-
-// To a few units in the last place of float32, which the rounding to bfloat16 hides.
-__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-
-__device__ inline float join(float gate, float up) {
-  if constexpr (activation == swiglu_clamped) {  // comparisons, so that NaN stays NaN
-    gate = gate > LIMIT ? LIMIT : gate;
-    up = up > LIMIT ? LIMIT : up;
-    up = up < -LIMIT ? -LIMIT : up;
-    return gate * sigmoid(ALPHA * gate) * (up + 1.0f);
-  } else if constexpr (activation == gelu) {
-    return 0.5f * gate * (1.0f + erff(gate * 0.7071067811865476f)) * up;
-  } else if constexpr (activation == gelu_tanh) {
-    return gate * sigmoid(2.0f * (0.7978845608028654f * (gate + 0.044715f * gate * gate * gate))) * up;
-  } else {
-    return gate * sigmoid(gate) * up;
-  }
-}
-
-// Begin to copy 16 bytes to shared memory.
-__device__ inline void copy(uint32_t to, const uint8_t* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// Begin to copy a superblock. `to` and `from` are where the lane's first 16 bytes are.
-__device__ inline void copy_block(uint32_t to, const uint8_t* from, int lane) {
-#pragma unroll
-  for (int i = 0; i < SUPERBLOCK_BYTES; i += 512)
-    if (i + 512 <= SUPERBLOCK_BYTES || i + 16 * lane < SUPERBLOCK_BYTES) copy(to + i, from + i);
-}
 
 __device__ inline uint32_t two_bfloat16(float low, float high) {
   uint32_t both;
