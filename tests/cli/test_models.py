@@ -60,6 +60,16 @@ def test_inspect_plans_the_memory_of_a_gpu(here: Verb) -> None:
     assert half["pages"] == pytest.approx(2 * memory["pages"], abs=2)
 
 
+def test_the_page_shows_what_inspect_prints_of_a_gpu(here: Verb) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "gpu.md").read_text()
+    command, shown = re.findall(
+        r"```sh\nktqueue (inspect synthetic.*)\n```\n\nends with\n\n```text\n(.*?)```", page, re.DOTALL
+    )[0]
+    code, out, _ = here(*shlex.split(command))
+    assert code == 0
+    assert re.sub(r" +$", "", out, flags=re.MULTILINE).endswith(shown)
+
+
 def test_inspect_says_that_loading_will_refuse_the_plan(here: Verb, tmp_path: Path) -> None:
     """The error comes after the table, because the table has the names that rules need."""
     (tmp_path / "odd.yaml").write_text("- match: {class: 'RMSNorm'}\n  replace: {op: CpuLinear}\n")
