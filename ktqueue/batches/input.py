@@ -176,11 +176,12 @@ def parse_line(
         raise fault(reason, "invalid_json_line") from error
     if not isinstance(value, dict):
         raise fault("must be a JSON object", "invalid_json_line")
-    is_plain = plain_allowed and not ENVELOPE & value.keys()
-    if is_plain and not PLAIN & value.keys():
-        raise fault(
-            "must have custom_id, method, url and body, or be a body with prompt or messages", "invalid_request"
+    is_plain = plain_allowed and not ENVELOPE & value.keys() and bool(PLAIN & value.keys())
+    if not is_plain and not ENVELOPE & value.keys():
+        plain = (
+            ", or be a body with prompt or messages" if plain_allowed else "; plain lines are for `ktqueue batch run`"
         )
+        raise fault(f"must have custom_id, method, url and body{plain}", "invalid_custom_id", "custom_id")
     name = value.get("custom_id", line_id(number) if is_plain else None)
     if not isinstance(name, str) or not 0 < len(name) <= MAX_CUSTOM_ID_LENGTH:
         raise fault(

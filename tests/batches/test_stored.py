@@ -88,6 +88,7 @@ async def test_every_fault_names_its_line(store: Store) -> None:
         (18, "invalid_model", "body.model"),
     ]
     assert findings.faults[1]["message"].startswith("not JSON: ")
+    assert findings.faults[11]["message"].endswith("plain lines are for `ktqueue batch run`")
     assert findings.faults[1]["message"].endswith(", at character 3")  # of the line, with its newline
     assert findings.model == "demo"
 
