@@ -56,7 +56,7 @@ def fit(
     if too_large := _too_large(requested.model, machine):
         found = Fit(config=requested, host={}, host_limit=machine.host_available, why_not=too_large)
     else:
-        local = with_model(replace(settings(common), engine=requested)).engine
+        local = with_model(replace(settings(common), engine=requested), runs=False).engine
         fixed = [
             described.name
             for described in settings_of("engine", EngineConfig)

@@ -40,7 +40,8 @@ def inspect(
     from ktqueue.workers.startup.build import check_choices, report_of
     from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, plan_before_loading
 
-    config = with_model(settings(common, engine=engine if name is None else replace(engine, model=name))).engine
+    requested = settings(common, engine=engine if name is None else replace(engine, model=name))
+    config = with_model(requested, runs=False).engine
     check_choices(config)
     if not as_json:
         _show_meanings(config.rules)

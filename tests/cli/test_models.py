@@ -16,8 +16,11 @@ from command_line import OpenTerminal, Run, Stack
 
 from ktqueue.cli.doctor import examine
 from ktqueue.cli.main import run
+from ktqueue.cli.model import with_model
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig
+from ktqueue.loading import model_path
 from ktqueue.loading.tokenizer.library import train_byte_level
+from ktqueue.workers.startup import device as device_module
 
 Verb = Callable[..., tuple[int, str, str]]
 
@@ -68,6 +71,27 @@ def test_the_page_shows_what_inspect_prints_of_a_gpu(here: Verb) -> None:
     code, out, _ = here(*shlex.split(command))
     assert code == 0
     assert re.sub(r" +$", "", out, flags=re.MULTILINE).endswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "is_said"), [("a.gguf", "cpu", True), ("a.gguf", "cuda", False), ("demo", "cpu", False)]
+)
+def test_a_gpu_that_a_model_will_not_use_is_named(
+    model: str,
+    device: str,
+    is_said: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the command that writes the flags for it. `fit` itself does not say so."""
+    monkeypatch.setattr(device_module, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(model_path, "resolve_model", lambda _: None)
+    config = Config(engine=EngineConfig(model=model, device=device))
+    for runs in (True, False):
+        with_model(config, runs=runs)
+        line = "the GPU is not used: `ktqueue fit a.gguf` writes the flags that use it"
+        assert (line in capsys.readouterr().err) == (is_said and runs)
 
 
 def test_inspect_says_that_loading_will_refuse_the_plan(here: Verb, tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def find_cuda() -> CudaInstallation:
     )
 
 
+def has_unused_gpu(device: str) -> bool:
+    """Whether an NVIDIA GPU is here and the model will not be on it. Imports no torch."""
+    return device == "cpu" and NVIDIA_DRIVER.exists()
+
+
 def check_device_is_here(device: str, installation: CudaInstallation | None = None) -> None:
     """Raise ConfigError, with the reason, for a GPU that this process cannot use. `device` passed check_device_name.
 
