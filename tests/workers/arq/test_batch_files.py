@@ -119,9 +119,9 @@ async def test_files_whose_names_cannot_be_used_are_refused(
     async with start_worker(), running(broker, config) as control:
         await control.pool.enqueue_job("batches")
         await until(lambda: (folder / "done" / "c.jsonl").exists() and not list((folder / "in").iterdir()))
+        assert "Traceback" not in caplog.text  # later arq may complain of connections that are being closed
     assert {os.fsencode(path.name) for path in (folder / "failed").iterdir()} >= {*names, b"a\xff.jsonl.txt"}
     assert (folder / "failed" / os.fsdecode(b"a\xff.jsonl.txt")).read_text() == "the name of the file is not UTF-8\n"
-    assert "Traceback" not in caplog.text
 
 
 def is_in_the_future(worker: ControlWorker) -> bool:
