@@ -106,7 +106,7 @@ async def test_a_folder_that_cannot_be_used_is_said_in_one_line(
     async with running(broker, Config(broker=broker.config, control=control)) as worker:
         await worker.pool.enqueue_job("batches")
         await until(lambda: "control.batch_dir cannot be used: [Errno 20] Not a directory" in caplog.text)
-    assert "Traceback" not in caplog.text
+        assert "Traceback" not in caplog.text
 
 
 async def test_files_whose_names_cannot_be_used_are_refused(
