@@ -18,7 +18,7 @@ from ktqueue.broker.redis.hub import Hub
 from ktqueue.broker.scripts import Scripts
 from ktqueue.core.codec import NewerFormat, decode_event
 from ktqueue.core.config import BrokerConfig
-from ktqueue.core.errors import JobNotFound, JournalRegressed, Unavailable
+from ktqueue.core.errors import InvalidRequest, JobNotFound, JournalRegressed, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 
 PAGE = 1_000  # entries read at once, unless they have more bytes than a mailbox may hold
@@ -162,6 +162,8 @@ class Journal:
             await asyncio.sleep(OUTAGE_PAUSE)
 
     async def _page(self, job_id: str, after: int, room: int, lenient: bool) -> _Page:
+        if after < 0:
+            raise InvalidRequest.must_be("after", "0 or the number of an event", after, limit=0)
         state, tail, entries = await self._scripts.call("read_journal", job_id, after, PAGE, room)
         if state is None and tail == 0:
             raise job_not_found(job_id)

@@ -12,7 +12,7 @@ from ktqueue.broker.lease import Lease
 from ktqueue.broker.scripts import Scripts
 from ktqueue.core.codec import encode_event
 from ktqueue.core.config import BrokerConfig
-from ktqueue.core.errors import JobNotFound, JournalRegressed, LeaseLost
+from ktqueue.core.errors import InvalidRequest, JobNotFound, JournalRegressed, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -146,6 +146,8 @@ async def test_unknown_jobs_and_positions_beyond_the_journal_are_refused(broker:
         assert caught.value.limit == 3
         with pytest.raises(JournalRegressed):
             await broker.journal.replay(job.id, after)
+    with pytest.raises(InvalidRequest, match="after must be 0 or the number of an event, got -1"):
+        await seqs(broker, job.id, -1)
     assert await broker.journal.replay(job.id, 3) == []
     await job.write(1, end=True)
     assert await seqs(broker, job.id, 4) == []
