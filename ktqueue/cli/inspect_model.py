@@ -43,6 +43,8 @@ def inspect(
     requested = settings(common, engine=engine if name is None else replace(engine, model=name))
     config = with_model(requested, runs=False).engine
     check_choices(config)
+    if gpu_memory is not None and not config.on_gpu:
+        raise ConfigError(f"--gpu-memory {gpu_memory} needs --device cuda", param="--gpu-memory", value=gpu_memory)
     if not as_json:
         _show_meanings(config.rules)
     report = report_of(config)

@@ -122,6 +122,7 @@ def test_inspect_fits_a_terminal_of_80_columns(terminal: OpenTerminal) -> None:
         (["inspect", "nowhere.gguf"], "nowhere.gguf"),
         (["inspect", "--dtype", "int3"], "engine.dtype"),
         (["inspect", "--device", "cuda", "--gpu-memory", "much"], "--gpu-memory"),
+        (["inspect", "--gpu-memory", "80GiB"], "--gpu-memory 80GiB needs --device cuda"),
         (["inspect", "--device", "cuda", "--gpu-memory", "1GiB"], "engine.gpu_memory_utilization"),
         (["inspect", "--kv-cache-dtype", "int3"], "engine.kv_cache_dtype"),
         (["inspect", "--rules", "nowhere.yaml"], "nowhere.yaml"),
