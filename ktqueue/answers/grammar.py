@@ -17,7 +17,9 @@ from threading import Lock, Thread
 import llguidance
 from llguidance import gbnf_to_lark as gbnf
 
-from ktqueue.core.errors import EngineFailure, InvalidRequest
+from ktqueue.answers.grammar_errors import GrammarFailed, GrammarTooAmbiguous
+from ktqueue.answers.grammar_memory import FREE_SECONDS, GrammarMemory, Lexer
+from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.vocabulary import Vocabulary
 
 KEPT_GRAMMARS = 32
@@ -51,17 +53,6 @@ class GrammarRefused(InvalidRequest):
         self.reason = reason
 
 
-class GrammarFailed(EngineFailure):
-    """A token does not match the grammar, or a limit was reached in the middle of an answer."""
-
-
-class GrammarTooAmbiguous(GrammarFailed):
-    """A limit was reached in the middle of an answer. The request asks for too much, so it would fail again."""
-
-    code = InvalidRequest.code
-    status = InvalidRequest.status
-
-
 def check(grammar: str) -> None:
     """Read a grammar without a vocabulary, which takes a millisecond. Raises GrammarRefused."""
     message = llguidance.LLMatcher.validate_grammar(grammar, limits=_limits())
@@ -89,33 +80,39 @@ def regex_terminal(pattern: str) -> str:
     return f"/{llguidance.regex_to_lark(pattern, use_ascii='')}/"
 
 
-class _Lexer:
-    """What all copies of a matcher share. The library counts the states of them together, and never forgets one."""
-
-    is_full = False
-
-
 class Matcher:
     """Follows one answer through a grammar. Not safe to use from several threads at once."""
 
-    __slots__ = ("_accepted", "_lexer", "_matcher")
+    __slots__ = ("_accepted", "_lexer", "_matcher", "_seconds", "_takes_too_much")
 
-    def __init__(self, matcher: llguidance.LLMatcher, lexer: _Lexer) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, lexer: Lexer, seconds: float = 0.0) -> None:
         self._matcher = matcher
         self._lexer = lexer
         self._accepted = -1  # the token that `consume` has still to be called with
+        self._seconds = seconds  # of tokens that took long, for the memory of this answer
+        self._takes_too_much = False
+        lexer.answers += 1
+        lexer.seconds += seconds
+
+    def __del__(self) -> None:
+        self._lexer.answers -= 1
+        self._lexer.seconds -= self._seconds
 
     def copy(self) -> "Matcher":
         """A matcher in the same state that continues on its own."""
-        return Matcher(self._matcher.deep_copy(), self._lexer)
+        return Matcher(self._matcher.deep_copy(), self._lexer, self._seconds)
 
     def consume(self, token_id: int) -> None:
         """Add the next token of the answer. Raises GrammarFailed, after which the matcher must not be used."""
         if self._accepted >= 0:
             assert token_id == self._accepted
             self._accepted = -1
+            self._check_memory()
             return
+        began = time.thread_time()
         consumed = self._matcher.consume_token(token_id)
+        self._count(began)
+        self._check_memory()
         if not consumed or self._matcher.is_error():
             reason = _short(self._matcher.get_error()) or "it allows no such token"
             message = f"the grammar failed at token {token_id}: {reason}"
@@ -123,6 +120,17 @@ class Matcher:
                 raise GrammarFailed(message, param="grammar")
             self._lexer.is_full = True
             raise GrammarTooAmbiguous(message, param="grammar")
+
+    def _count(self, began: float) -> None:
+        seconds = time.thread_time() - began
+        if seconds > FREE_SECONDS:
+            self._seconds += seconds
+            self._lexer.seconds += seconds
+            self._takes_too_much = self._lexer.memory.is_exceeded_by(self._seconds)
+
+    def _check_memory(self) -> None:
+        if self._takes_too_much:
+            raise self._lexer.memory.error()
 
     @property
     def is_spent(self) -> bool:
@@ -148,7 +156,9 @@ class Matcher:
 
         If the grammar fails, `consume` says why.
         """
+        began = time.thread_time()
         if self._matcher.try_consume_tokens([token_id]) == 1:
+            self._count(began)
             self._accepted = token_id
             return True
         return self._matcher.is_error()
@@ -241,9 +251,11 @@ class MaskWriter:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-                self._results.put(None)
-            except Exception as error:
-                self._results.put(error)
+                error = None
+            except Exception as fault:
+                error = fault
+            del task  # it refers to the matchers
+            self._results.put(error)
 
 
 class GrammarCompiler:
@@ -251,10 +263,18 @@ class GrammarCompiler:
 
     At most `kept` are kept, and fewer if they took more than KEPT_SECONDS together.
 
-    `encode` tokenises plain text as the model's tokenizer does. Forced text is cut into tokens with it.
+    `encode` tokenises plain text as the model's tokenizer does. Forced text is cut into tokens with it. `memory` counts
+    the grammars.
     """
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]], kept: int = KEPT_GRAMMARS) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        encode: Callable[[str], list[int]],
+        kept: int = KEPT_GRAMMARS,
+        memory: GrammarMemory | None = None,
+    ) -> None:
+        self._memory = memory or GrammarMemory()
         self._tokenizer = _library_tokenizer(vocabulary, encode)
         self._kept = kept
         self._compiled: OrderedDict[str, tuple[Matcher, float]] = OrderedDict()  # with the seconds that each took
@@ -277,10 +297,20 @@ class GrammarCompiler:
             compiled.compute_bitmask()
         if compiled.is_error():
             raise GrammarRefused(_short(compiled.get_error()))
-        matcher = Matcher(compiled, _Lexer())
+        seconds = time.thread_time() - start
+        matcher = Matcher(compiled, Lexer(self._memory, seconds))
         with self._gate:
-            self._keep(grammar, matcher, time.thread_time() - start)
+            self._keep(grammar, matcher, seconds)
         return matcher.copy()
+
+    def has_room(self, compiling: int) -> bool:
+        """Whether a grammar may be compiled beside `compiling` others. Otherwise those that are kept are forgotten."""
+        if self._memory.has_room(compiling):
+            return True
+        with self._gate:
+            self._compiled.clear()
+            self._seconds = 0.0
+        return self._memory.has_room(compiling)
 
     def _keep(self, grammar: str, matcher: Matcher, seconds: float) -> None:
         self._seconds += seconds - self._compiled.pop(grammar, (matcher, 0.0))[1]

@@ -11,7 +11,8 @@ from collections.abc import Sequence as Many
 
 import torch
 
-from ktqueue.answers.grammar import GrammarFailed, Matcher
+from ktqueue.answers.grammar import Matcher
+from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import EngineFailure
 from ktqueue.core.request import JobClass, SamplingParams
@@ -347,6 +348,10 @@ class Engine:
         if self.recorder is not None:
             sampled, prompt_tokens = sum(not ahead for _, _, ahead in ready), self._results.prompt_tokens
             self.recorder.record(moments, plan, sampled=sampled, prompt_tokens=prompt_tokens)
+
+    def forget_grammars(self) -> None:
+        """Release the memory of grammars whose answers have ended, which the next step would release."""
+        self._masks.forget()
 
     def close(self) -> None:
         """Release what the model has on a device. No step follows."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ktqueue.answers.grammar import GrammarFailed
+from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.core.errors import EngineFailure, InvalidRequest, KtqueueError
 from ktqueue.core.events import FinishReason, PositionLogprobs, Usage
 from ktqueue.engine.logprobs import forced_logprobs
@@ -43,7 +43,7 @@ class RequestTable:
         request = self._requests.pop(request_id, None)
         if request is not None:
             for sequence in request.sequences:
-                self._remove_sequence(sequence)
+                self._remove(sequence)
 
     def advance(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> SequenceOutput:
         """Add a generated token to a choice, and the tokens that its grammar forces after it. Report them.
@@ -105,10 +105,14 @@ class RequestTable:
             if sequence.status is not SequenceStatus.FINISHED
         ]
 
+    def _remove(self, sequence: Sequence) -> None:
+        self._remove_sequence(sequence)
+        sequence.matcher = None  # it may be large, and a request and its choices refer to each other
+
     def _end(self, sequence: Sequence) -> bool:
         """Remove a choice. Returns whether its request is done."""
         request = sequence.request
-        self._remove_sequence(sequence)
+        self._remove(sequence)
         request.unfinished -= 1
         if request.unfinished:
             return False

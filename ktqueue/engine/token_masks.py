@@ -86,7 +86,7 @@ class TokenMasks:
         ]
         self._drafted = {sequence for sequence in constrained if sequence in drafts}
         if not constrained:
-            self._begun = None
+            self.forget()
             return
         if constrained != self._constrained or self._drafted:
             self._wait()
@@ -98,6 +98,13 @@ class TokenMasks:
         self._tasks.reverse()
         self._begun, task = self._tasks[0]
         self._make_writer().start(task)
+
+    def forget(self) -> None:
+        """Forget the sequences of the last step with masks."""
+        self._begun = None
+        if self._places:
+            self._wait()
+            self._constrained, self._places, self._tasks = [], {}, []
 
     def take(self, sequences: Many[Sequence], ahead: Many[int] = ()) -> MaskedRows | None:
         """Wait for the masks of these sequences, by their rows here. Returns None if none of them has a grammar.

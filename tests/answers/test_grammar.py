@@ -8,13 +8,15 @@ import pytest
 from ktqueue.answers import grammar as grammar_module
 from ktqueue.answers.grammar import (
     GrammarCompiler,
-    GrammarFailed,
     GrammarRefused,
+    _Bytes,
     byte_compiler,
     check,
     from_gbnf,
     regex_terminal,
 )
+from ktqueue.answers.grammar_errors import GrammarFailed, GrammarTooAmbiguous
+from ktqueue.answers.grammar_memory import GrammarMemory
 from ktqueue.answers.grammar_process import GrammarProcesses, check_syntax
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
@@ -128,6 +130,49 @@ def test_an_answer_that_reaches_a_limit_does_not_spoil_the_next() -> None:
         with pytest.raises(GrammarFailed, match="too many states") as reached:
             matcher.consume(forced[0])
         assert reached.value.status == 400
+
+
+def test_only_so_many_grammars_run_as_memory_has_room_for() -> None:
+    compiler = GrammarCompiler(_Bytes(), lambda text: list(text.encode()), memory=GrammarMemory(100_000_000))
+    running = [compiler.compile(f"start: /a{{{count}}}/") for count in (1, 2)]  # each may take 40 MB
+    assert compiler.has_room(0) is False
+    assert compiler.compile("start: /a{1}/") is not None
+    del running[0]
+    assert compiler.has_room(0) is True and compiler.has_room(1) is False
+    running.clear()
+    assert compiler.has_room(1) is True
+
+
+def test_answers_that_take_too_much_memory_fail_and_make_room_for_others() -> None:
+    """Each byte adds some hundred items to an answer."""
+    rules = [f"r{number}: A r{number}x\nr{number}x: A |" for number in range(200)]
+    grammar = "\n".join([f"start: ({' | '.join(f'r{number}' for number in range(200))})*", "A: /[a-z]/", *rules])
+    memory = GrammarMemory(100_000_000)
+    compiler = GrammarCompiler(_Bytes(), lambda text: list(text.encode()), memory=memory)
+    rows = {number: compiler.compile(grammar) for number in range(8)}
+    errors = []
+    for _ in range(300):
+        for number in list(rows):
+            try:
+                rows[number].consume(ord("a"))
+            except GrammarTooAmbiguous as error:
+                errors.append(error.info())
+                del rows[number]
+    assert 0 < len(errors) < 8
+    assert (errors[0].status, errors[0].limit) == (400, 100_000_000)
+    assert "more than 95 MiB" in errors[0].message
+    assert memory.used() <= 1.1 * memory.limit
+
+
+def test_real_schemas_count_for_little() -> None:
+    memory = GrammarMemory()
+    compiler = GrammarCompiler(_Bytes(), lambda text: list(text.encode()), memory=memory)
+    schema = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}}
+    matcher = compiler.compile(f"start: %json {json.dumps(schema)}")
+    before = memory.used()
+    for byte in b"[" + b",".join([b'{"name":"some body"}'] * 200) + b"]":
+        matcher.consume(byte)
+    assert memory.used() - before < 2_000_000
 
 
 def test_the_check_keeps_no_grammars() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from ktqueue.answers.call_styles import STYLES
 from ktqueue.answers.families import REASONING, TOOLS
-from ktqueue.answers.grammar import GrammarFailed, Matcher, byte_compiler
+from ktqueue.answers.grammar import Matcher, byte_compiler
+from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.answers.parser import make_parser
 from ktqueue.answers.parts import AnswerText, AnswerToolCall, joined
 from ktqueue.answers.tool_grammar import Function, after_reasoning, tool_grammar, with_special_tokens

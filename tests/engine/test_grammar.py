@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ktqueue.answers.grammar import GrammarFailed
+from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.engine import Engine

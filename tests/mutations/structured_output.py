@@ -50,6 +50,20 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
         "matcher=None if job.resumed else job.prompt.matcher,",
         (f"{WORKERS}::test_a_half_written_document_goes_on_at_the_next_token",),
     ),
+    "grammars have no limit of memory": Mutation(
+        "grammars together do not fill a worker's memory",
+        "ktqueue/answers/grammar_memory.py",
+        "        return not (self.lexers or compiling) or",
+        "        return True or",
+        (f"{LIBRARY}::test_only_so_many_grammars_run_as_memory_has_room_for",),
+    ),
+    "ended answers keep their grammars": Mutation(
+        "the memory of a grammar is free when its answers have ended",
+        "ktqueue/engine/request_table.py",
+        "        sequence.matcher = None",
+        "        pass",
+        (f"{WORKERS}::test_grammars_wait_for_memory",),
+    ),
     "compiling a grammar has no time limit": Mutation(
         "a grammar that takes too long is refused",
         "ktqueue/answers/grammar_process.py",

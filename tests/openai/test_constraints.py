@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ktqueue.answers.grammar import GrammarFailed, byte_compiler
+from ktqueue.answers.grammar import byte_compiler
+from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.completions import parse_completion

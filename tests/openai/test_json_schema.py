@@ -6,7 +6,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ktqueue.answers.grammar import GrammarFailed, byte_compiler
+from ktqueue.answers.grammar import byte_compiler
+from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai.json_schema import ANNOTATIONS, HONOURED, lark_of_schema
 

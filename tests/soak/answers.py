@@ -17,7 +17,8 @@ from typing import Any
 import jsonschema
 
 from benchmarks.results import RESULTS, write
-from ktqueue.answers.grammar import GrammarFailed, byte_compiler
+from ktqueue.answers.grammar import byte_compiler
+from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import GenerationRequest, SamplingParams

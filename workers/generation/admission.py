@@ -17,6 +17,7 @@ from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 
 THREADS = 3
 LARGE_CHARACTERS = 64 << 10  # longer prompts never occupy all threads
+ROOM_SECONDS = 0.1  # between two looks whether there is memory for a grammar
 CHARACTERS_PER_SECOND = 1e6  # approximate speed of a tokeniser
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,13 @@ class TokeniserThreads:
     prompts that arrived shortly before, and every prompt gets its turn. `encode` returns the prompt of a request.
     """
 
-    def __init__(self, encode: Callable[[GenerationRequest], EncodedPrompt]) -> None:
+    def __init__(
+        self, encode: Callable[[GenerationRequest], EncodedPrompt], has_room: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        """`has_room`: whether there is memory for a grammar, beside so many that are being compiled."""
         self._encode = encode
+        self._has_room = has_room
+        self._grammars = 0  # that wait for a thread or are being compiled
         self._threads = ThreadPoolExecutor(THREADS, "tokenise", name_thread, ("ktq-tokenise",))
         self._free = THREADS
         self._large_running = 0  # threads that tokenise a large prompt
@@ -60,8 +66,21 @@ class TokeniserThreads:
     ) -> EncodedPrompt:
         """Return the request's prompt of at least one token. `began` is called once a thread takes it.
 
-        Raises AdmissionRefused.
+        A request with a grammar waits until there is memory for it. Raises AdmissionRefused.
         """
+        if request.grammar is None:
+            return await self._encode_in_thread(job_id, request, began)
+        while not self._has_room(self._grammars):  # noqa: ASYNC110  # answers end in the engine's thread
+            await asyncio.sleep(ROOM_SECONDS)
+        self._grammars += 1
+        try:
+            return await self._encode_in_thread(job_id, request, began)
+        finally:
+            self._grammars -= 1
+
+    async def _encode_in_thread(
+        self, job_id: str, request: GenerationRequest, began: Callable[[], None] | None
+    ) -> EncodedPrompt:
         size = _characters(request)
         is_large = size > LARGE_CHARACTERS
         await self._acquire_thread(size, is_large)

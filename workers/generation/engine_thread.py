@@ -76,6 +76,8 @@ class EngineThread:
             refused = [(job.id, reason) for job in adds if (reason := self._add(job)) is not None]
             outputs = self._engine.step(launch_next) if self._engine.has_work else []
             has_work = self._engine.has_work
+            if not has_work:
+                self._engine.forget_grammars()
             if not has_work or time.monotonic() - self._stats_taken_at > STATS_SECONDS:
                 self._take_stats()
             recorder = self._engine.recorder

@@ -21,7 +21,9 @@ from ktqueue.workers.generation.admission import TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread
 from ktqueue.workers.generation.incarnation import NO_ROW_SECONDS, Incarnation
 from ktqueue.workers.generation.request_encoder import RequestEncoder
+from ktqueue.workers.startup.host_memory import available_memory
 
+GRAMMAR_SHARE, LEAST_GRAMMAR_BYTES = 4, 1 << 30  # one part in so many of the memory that the cache may take
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 0.25, 8.0  # each failure in a row doubles the pause
 STEADY_SECONDS = 30.0  # after which a failure is the first in a row
 
@@ -48,8 +50,9 @@ class GenerationWorker:
     ) -> None:
         self._profile = profile
         self._engine = EngineThread(engine)
-        self._encoder = RequestEncoder(tokenizer, card.max_model_len)
-        self._tokeniser = TokeniserThreads(self._encoder)
+        grammar_bytes = int(available_memory() * config.engine.host_memory_utilization) // GRAMMAR_SHARE
+        self._encoder = RequestEncoder(tokenizer, card.max_model_len, max(LEAST_GRAMMAR_BYTES, grammar_bytes))
+        self._tokeniser = TokeniserThreads(self._encoder, self._encoder.has_room)
         self._broker = broker
         self._card = card
         self._config = config

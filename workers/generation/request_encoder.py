@@ -6,6 +6,7 @@ Chat templates and grammars may take hours and all memory, so processes with lim
 from dataclasses import replace
 
 from ktqueue.answers.grammar import GrammarCompiler
+from ktqueue.answers.grammar_memory import DEFAULT_BYTES, GrammarMemory
 from ktqueue.answers.grammar_process import GrammarProcesses
 from ktqueue.answers.opening import begun_reasoning, opening_of
 from ktqueue.answers.tool_grammar import after_reasoning, with_special_tokens
@@ -16,15 +17,19 @@ from ktqueue.loading.tokenizer.tokenizer import Tokenizer
 
 
 class RequestEncoder:
-    """Encodes requests for one model. Safe to call from several threads. `max_model_len` is in tokens."""
+    """Encodes requests for one model. Safe to call from several threads. `max_model_len` is in tokens.
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+    `grammar_bytes`: memory that the grammars of running answers may take.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, grammar_bytes: int = DEFAULT_BYTES) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._templates = TemplateProcesses(tokenizer.template)
         self._grammars = GrammarProcesses()
         # Not made for the first grammar only: with 150,000 tokens it takes a second, in which no step could run.
-        self._compiler = GrammarCompiler(tokenizer, tokenizer.encode_plain)
+        self._compiler = GrammarCompiler(tokenizer, tokenizer.encode_plain, memory=GrammarMemory(grammar_bytes))
+        self.has_room = self._compiler.has_room
 
     def start(self) -> None:
         """Start a process for the first chat, without waiting for it."""

@@ -5,11 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import jsonschema
+import pytest
 
+from ktqueue.answers.grammar import GrammarCompiler, Matcher
 from ktqueue.broker.broker import Broker
 from ktqueue.core.events import FinishReason, JobState
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.openai.json_schema import lark_of_schema
+from ktqueue.workers.generation import generation_worker
 
 SCHEMA = {
     "type": "object",
@@ -72,6 +75,31 @@ async def test_a_half_written_document_goes_on_at_the_next_token(
         observed = await finished(job.id, 2)
     assert observed.choices == expected
     assert (await broker.jobs.get(job.id)).attempts == 2
+
+
+async def test_grammars_wait_for_memory(
+    broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for two grammars, however many rows are free."""
+    monkeypatch.setattr(generation_worker, "available_memory", lambda: 0)
+    monkeypatch.setattr(generation_worker, "LEAST_GRAMMAR_BYTES", 100_000_000)
+    running_at_once = []
+    compile_grammar = GrammarCompiler.compile
+
+    def compile_and_count(compiler: GrammarCompiler, grammar: str) -> Matcher:
+        matcher = compile_grammar(compiler, grammar)
+        running_at_once.append(len(compiler._memory.lexers))
+        return matcher
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_and_count)
+    plain = replace(JSON, messages=None, prompt="The", sampling=SamplingParams(max_tokens=40, ignore_eos=True))
+    async with start_worker():
+        jobs = [
+            await broker.jobs.submit(replace(plain, grammar=f"start: /[a-z ]{{{length}}}/")) for length in range(30, 36)
+        ]
+        states = [(await finished(job.id)).state for job in jobs]
+    assert states == [JobState.DONE] * 6
+    assert len(running_at_once) == 6 and max(running_at_once) <= 2
 
 
 async def test_a_bad_grammar_ends_its_own_job_only(
