@@ -86,15 +86,16 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.gguf if it exists.")] = False,
 ) -> None:
     """Convert a Hugging Face model to GGUF: in a mix of types (--type), or experts and dense weights in their own."""
+    if target.exists() and not overwrite:
+        raise UsageFault(f"{target} exists (--overwrite replaces it)")
+    check_output(target)
+    # What follows imports torch, which takes seconds.
     from ktqueue.cli.terminal.console import notes
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.loading.convert import convert as convert_model
     from ktqueue.loading.model_path import SYNTHETIC_PREFIX, on_this_machine, resolve
     from ktqueue.loading.synthetic.checkpoint import write_synthetic
 
-    if target.exists() and not overwrite:
-        raise UsageFault(f"{target} exists (--overwrite replaces it)")
-    check_output(target)
     is_synthetic = source.startswith(SYNTHETIC_PREFIX)
     if is_synthetic and (experts or dense or mix or importance or no_mtp):
         raise UsageFault(

@@ -62,6 +62,8 @@ def engine(
     Prompts are random tokens, so no two share a prefix. --model synthetic:qwen3-30b-a3b:q4_k_m measures random weights
     in that shape, made in memory. The cache has the size that the rows need, unless a flag sets it.
     """
+    check_output(json_file or STANDARD_OUTPUT)
+    # What follows imports torch, which takes seconds.
     from ktqueue.bench.engine import measure_decode, measure_prefill, prompts
     from ktqueue.bench.environment import environment
     from ktqueue.cli.terminal.progress import Bar
@@ -69,7 +71,6 @@ def engine(
     from ktqueue.workers.startup.profile import start_profile
     from ktqueue.workers.startup.routing_file import start_routing
 
-    check_output(json_file or STANDARD_OUTPUT)
     row_counts, lengths = _numbers("--rows", rows), [n for n in _numbers("--prefill", prefill, least=0) if n]
     everything = with_model(settings(common, engine=engine, profile=profile))
     chosen = everything.engine

@@ -86,6 +86,8 @@ def experts(
     Weights are read from DRAM, and the machine's limits are measured beside each figure. The machine should be idle.
     The default takes about two minutes on two cores, --full at least a quarter of an hour.
     """
+    check_output(json_file or STANDARD_OUTPUT)
+    # What follows imports torch, which takes seconds.
     from ktqueue.bench.experts import Load, Sweep, run_sweep, sweep_report
     from ktqueue.bench.machine import Probes
     from ktqueue.bench.roofline import LayerShape
@@ -93,7 +95,6 @@ def experts(
     from ktqueue.cli.terminal.progress import Bar
     from ktqueue.operators import native
 
-    check_output(json_file or STANDARD_OUTPUT)
     if experts_per_token > num_experts:
         raise UsageFault(f"--experts-per-token must be at most --num-experts, got {experts_per_token} of {num_experts}")
     rows = FULL_ROWS if full else QUICK_ROWS
