@@ -89,12 +89,9 @@ def convert(
     if target.exists() and not overwrite:
         raise UsageFault(f"{target} exists (--overwrite replaces it)")
     check_output(target)
-    # What follows imports torch, which takes seconds.
     from ktqueue.cli.terminal.console import notes
     from ktqueue.cli.terminal.progress import Bar
-    from ktqueue.loading.convert import convert as convert_model
     from ktqueue.loading.model_path import SYNTHETIC_PREFIX, on_this_machine, resolve
-    from ktqueue.loading.synthetic.checkpoint import write_synthetic
 
     is_synthetic = source.startswith(SYNTHETIC_PREFIX)
     if is_synthetic and (experts or dense or mix or importance or no_mtp):
@@ -109,6 +106,10 @@ def convert(
     folder = Path() if is_synthetic else Path(on_this_machine(EngineConfig(model=source), say).model)
     if not is_synthetic and resolve(str(folder)).is_file():
         raise UsageFault(f"{source} is already a GGUF file; convert needs a Hugging Face folder")
+    # These import torch, which takes seconds.
+    from ktqueue.loading.convert import convert as convert_model
+    from ktqueue.loading.synthetic.checkpoint import write_synthetic
+
     left_out = ""
     with Bar("converting") as bar:
         if is_synthetic:
