@@ -4,6 +4,7 @@ The lexer of a grammar, which its answers share, takes up to STATES_BYTES. All e
 computes: measured were up to 200 MB in a second, in which a grammar is compiled or tokens are added to an answer.
 """
 
+from threading import Lock
 from weakref import WeakSet
 
 from ktqueue.answers.grammar_errors import GrammarTooAmbiguous
@@ -28,7 +29,7 @@ class Lexer:
         self.seconds = seconds
         self.answers = 0
         self.is_full = False
-        memory.lexers.add(self)
+        memory.add(self)
 
 
 class GrammarMemory:
@@ -36,23 +37,34 @@ class GrammarMemory:
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self.limit = limit
-        self.lexers: WeakSet[Lexer] = WeakSet()
+        self._lexers: WeakSet[Lexer] = WeakSet()
+        self._lock = Lock()  # threads compile while others add tokens
+
+    def add(self, lexer: Lexer) -> None:
+        """Count a lexer while it lives."""
+        with self._lock:
+            self._lexers.add(lexer)
+
+    def lexers(self) -> list[Lexer]:
+        """Those that live."""
+        with self._lock:
+            return list(self._lexers)
 
     def used(self) -> float:
         """Bytes that the grammars take at most."""
-        lexers = list(self.lexers)
+        lexers = self.lexers()
         return STATES_BYTES * len(lexers) + BYTES_PER_SECOND * sum(lexer.seconds for lexer in lexers)
 
     def has_room(self, compiling: int) -> bool:
         """Whether a grammar may be compiled, beside `compiling` others."""
-        return not (self.lexers or compiling) or self.used() + STATES_BYTES * (compiling + 1) <= self.limit
+        return not (compiling or self.lexers()) or self.used() + STATES_BYTES * (compiling + 1) <= self.limit
 
     def is_exceeded_by(self, seconds: float) -> bool:
         """Whether the limit is exceeded, and an answer that took `seconds` takes more of it than others."""
         size = seconds * BYTES_PER_SECOND
         if size < LEAST_BYTES or self.used() <= self.limit:
             return False
-        return size * sum(lexer.answers for lexer in list(self.lexers)) > self.limit / 2
+        return size * sum(lexer.answers for lexer in self.lexers()) > self.limit / 2
 
     def error(self) -> GrammarTooAmbiguous:
         """The error of an answer that takes too much."""

@@ -1,7 +1,10 @@
 """The door to llguidance: errors name the place, forced text is cut into the right tokens, limits hold."""
 
 import json
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
@@ -16,7 +19,7 @@ from ktqueue.answers.grammar import (
     regex_terminal,
 )
 from ktqueue.answers.grammar_errors import GrammarFailed, GrammarTooAmbiguous
-from ktqueue.answers.grammar_memory import GrammarMemory
+from ktqueue.answers.grammar_memory import GrammarMemory, Lexer
 from ktqueue.answers.grammar_process import GrammarProcesses, check_syntax
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
@@ -162,6 +165,32 @@ def test_answers_that_take_too_much_memory_fail_and_make_room_for_others() -> No
     assert (errors[0].status, errors[0].limit) == (400, 100_000_000)
     assert "more than 95 MiB" in errors[0].message
     assert memory.used() <= 1.1 * memory.limit
+
+
+def test_memory_is_counted_while_other_threads_compile() -> None:
+    """Lexers come and go in their threads."""
+    memory, ended = GrammarMemory(), Event()
+
+    def compile_some() -> None:
+        while not ended.is_set():
+            kept = [Lexer(memory, 0.0) for _ in range(20)]
+            del kept
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            compiling = [threads.submit(compile_some) for _ in range(3)]
+            try:
+                for _ in range(3000):
+                    assert memory.used() >= 0
+            finally:
+                ended.set()
+        for each in compiling:
+            each.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert memory.used() == 0
 
 
 def test_real_schemas_count_for_little() -> None:

@@ -53,7 +53,7 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
     "grammars have no limit of memory": Mutation(
         "grammars together do not fill a worker's memory",
         "ktqueue/answers/grammar_memory.py",
-        "        return not (self.lexers or compiling) or",
+        "        return not (compiling or self.lexers()) or",
         "        return True or",
         (f"{LIBRARY}::test_only_so_many_grammars_run_as_memory_has_room_for",),
     ),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ktqueue.engine.batch import Batch
-from ktqueue.engine.gpu.graph_capture import Capturer, Function
+from ktqueue.engine.gpu.graph_capture import Function
 from ktqueue.engine.gpu.staging import FixedStaging
 from ktqueue.engine.runner import DeviceTokens
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
@@ -72,7 +72,7 @@ class DecodeBucket:
         self._widest = 0
         self._host_step = self._step(self._staging.host)
         self._plan = planner.decode_plan(rows, max_pages)
-        self._replay: Function = not_captured
+        self.replay: Function = not_captured  # set it to the captured `padding_step` before the first run
 
     def padding_step(self, forward: Forward) -> Function:
         """The step with padding rows only, prepared, on the fixed tensors."""
@@ -84,10 +84,6 @@ class DecodeBucket:
         input_ids, position_ids, scored = self._tokens.device["input_ids"], device["position_ids"], device["scored"]
         self._plan.update(self._host_step)
         return lambda: forward(input_ids, position_ids, scored, step)
-
-    def capture(self, forward: Forward, capturer: Capturer) -> None:
-        """Capture the step, before the first run."""
-        self._replay = capturer.capture(self.padding_step(forward))
 
     def prepare(self, batch: Batch) -> None:
         """Copy everything but the token ids to the device, behind the work that is queued there."""
@@ -112,7 +108,7 @@ class DecodeBucket:
                 self._sent_places = wanted
             target = self._tokens.device["input_ids"][0]
             torch.index_select(tokens.ids, 0, self._places.device["places"], out=target)
-        return self._replay()[:live]
+        return self.replay()[:live]
 
     def _step(self, tensors: Mapping[str, torch.Tensor]) -> StepContext:
         """A step that reads these tensors, without its attention plan."""

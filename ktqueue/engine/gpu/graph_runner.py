@@ -92,7 +92,7 @@ class GraphRunner:
             in_order: list[PromptBucket | DecodeBucket] = [*of_prompts, *of_decode]
             capturer.compile(bucket.padding_step(self._forward) for bucket in in_order)
             for done, bucket in enumerate(in_order, start=1):
-                bucket.capture(self._forward, capturer)
+                bucket.replay = capturer.capture(bucket.padding_step(self._forward))
                 if progress is not None:
                     progress(done, captures, "prompt graphs" if done <= len(prompts) else "decode graphs")
         self.graph_bytes = (

@@ -12,7 +12,7 @@ import torch
 
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.decode_bucket import Forward, not_captured
-from ktqueue.engine.gpu.graph_capture import Capturer, Function
+from ktqueue.engine.gpu.graph_capture import Function
 from ktqueue.engine.gpu.staging import FixedStaging
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.kv_cache import KVCache
@@ -68,7 +68,7 @@ class PromptBucket:
         )
         self._kv = kv
         self._plan = planner.prompt_plan(ROWS, tokens, self._max_pages)
-        self._replay: Function = not_captured
+        self.replay: Function = not_captured  # set it to the captured `padding_step` before the first run
 
     def padding_step(self, forward: Forward) -> Function:
         """The step with padding only, prepared, on the fixed tensors."""
@@ -80,10 +80,6 @@ class PromptBucket:
         step = replace(step, attention=self._plan, live_tokens=at["live"])
         return lambda: forward(at["input_ids"], at["position_ids"], at["scored"], step)
 
-    def capture(self, forward: Forward, capturer: Capturer) -> None:
-        """Capture the step, before the first run."""
-        self._replay = capturer.capture(self.padding_step(forward))
-
     def holds(self, batch: Batch) -> bool:
         """Whether the bucket can compute this step."""
         return len(batch.scored) <= ROWS and self._plan.holds(batch.step)
@@ -94,7 +90,7 @@ class PromptBucket:
         self._fill(batch)
         self._plan.update(batch.step)
         self._staging.send()
-        return self._replay()[: len(batch.scored)]
+        return self.replay()[: len(batch.scored)]
 
     def _fill(self, batch: Batch | None) -> None:
         """Write the batch and what pads it. None: padding only."""

@@ -88,7 +88,7 @@ async def test_grammars_wait_for_memory(
 
     def compile_and_count(compiler: GrammarCompiler, grammar: str) -> Matcher:
         matcher = compile_grammar(compiler, grammar)
-        running_at_once.append(len(compiler._memory.lexers))
+        running_at_once.append(len(compiler._memory.lexers()))
         return matcher
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_and_count)
