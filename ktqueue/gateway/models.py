@@ -1,6 +1,7 @@
 """GET /v1/models and /v1/models/{id}: the models that a worker serves, or served a moment ago."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from ktqueue.gateway.http.responses import json_response
 
 
 def model_json(card: ModelCard, workers: Sequence[WorkerInfo], name: str) -> dict[str, Any]:
-    """A model in OpenAI's form, with context length and `root` under vLLM's names, and fields of our own.
+    """A model in OpenAI's and Anthropic's form, with context length and `root` under vLLM's names, and our own fields.
 
     `name` is the model's own or an alias.
 
@@ -26,6 +27,9 @@ def model_json(card: ModelCard, workers: Sequence[WorkerInfo], name: str) -> dic
         "id": name,
         "object": "model",
         "created": card.created,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat(),
         "owned_by": "ktqueue",
         "root": card.name,
         "max_model_len": card.max_model_len,
@@ -45,7 +49,9 @@ async def list_models(request: Request) -> Response:
         for card in cards
         for name in (card.name, *(alias for alias in card.aliases if alias not in names))
     ]
-    return json_response({"object": "list", "data": listed})
+    ids = [model["id"] for model in listed] or [None]
+    page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}  # Anthropic's
+    return json_response({"object": "list", "data": listed, **page})
 
 
 async def get_model(request: Request) -> Response:

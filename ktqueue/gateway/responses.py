@@ -283,6 +283,5 @@ async def _stream(
             await gateway.broker.responses.store(tenant, last["response"]["id"], stored)
         if last["sequence_number"] > after:
             yield named_event(last)
-        yield EVENTS.end
 
     return EventStream(frames(first), finished=follower.begin_stream(), headers=headers)

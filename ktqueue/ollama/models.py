@@ -6,6 +6,8 @@ from ktqueue.core.codec import Json
 from ktqueue.core.model_card import ModelCard
 from ktqueue.ollama.reply import timestamp
 
+NEVER = "2318-01-01T00:00:00Z"  # Ollama's programs call a time in more than 20 years "Forever"
+
 
 def _details(card: ModelCard) -> Json:
     return {
@@ -36,8 +38,8 @@ def model_list(cards: Sequence[ModelCard]) -> Json:
 
 def running_models(cards: Sequence[ModelCard]) -> Json:
     """The answer of GET /api/ps. `cards`: of the models that have a live worker."""
-    models = [{**_entry(card, card.name), "size_vram": 0, "context_length": card.max_model_len} for card in cards]
-    return {"models": models}
+    more = {"size_vram": 0, "expires_at": NEVER}
+    return {"models": [{**_entry(card, card.name), **more, "context_length": card.max_model_len} for card in cards]}
 
 
 def model_details(card: ModelCard) -> Json:

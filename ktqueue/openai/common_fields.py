@@ -51,7 +51,7 @@ def _logit_bias(value: Any) -> Any:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise must_be(f"an object of at most {MAX_LOGIT_BIAS} token ids", value)
     for key, bias in value.items():
-        if not key.isdecimal() or len(key) > MAX_DIGITS or int(key) > MAX_ID:
+        if not (key.isascii() and key.isdecimal()) or len(key) > MAX_DIGITS or int(key) > MAX_ID:
             raise must_be("an object whose keys are token ids, strings are not supported", key)
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise must_be("an object whose values are numbers from -100 to 100", bias)
@@ -207,8 +207,12 @@ class CommonFields(ConstraintFields):
             "token_ids": self.return_token_ids,
             "tokens_as_ids": self.return_tokens_as_token_ids,
             "prompt_logprobs": self.prompt_logprobs is not None,
+            "null_usage": self.stream_options is not None and self.stream_options.include_usage,
         }
-        return {name: True for name, value in options.items() if value}
+        set_options: dict[str, Any] = {name: True for name, value in options.items() if value}
+        if self.service_tier is not None:
+            set_options["service_tier"] = "flex" if self.service_tier == "flex" else "default"
+        return set_options
 
     def class_of_job(self) -> JobClass:
         """The priority class: `job_class` if set, else by the service tier."""

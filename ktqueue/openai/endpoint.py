@@ -97,6 +97,10 @@ class ReplyHead:
         value: Json = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
         if self.fingerprint:
             value["system_fingerprint"] = f"fp_{self.fingerprint}"
+        if "service_tier" in self.request.reply_options:
+            value["service_tier"] = self.request.reply_options["service_tier"]
+        if self.wants("null_usage"):  # OpenAI: all chunks before the one with token counts have null
+            value["usage"] = None
         return value
 
     def usage(self, usage: Usage) -> Json:

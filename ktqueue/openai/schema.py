@@ -139,6 +139,7 @@ class ChatCompletion(Shape):
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: str | None = None
     choices: list[ChatChoice]
     usage: CompletionUsage
     prompt_token_ids: list[int] = []
@@ -189,6 +190,7 @@ class ChatCompletionChunk(Shape):
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: str | None = None
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | None = None
     prompt_token_ids: list[int] = []
@@ -223,6 +225,7 @@ class TextCompletion(Shape):
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: str | None = None
     choices: list[CompletionChoice]
     usage: CompletionUsage | None = None
 
@@ -257,11 +260,14 @@ class ResponseObject(Shape):
 
 
 class Model(Shape):
-    """A served model."""
+    """A served model. `type`, `display_name` and `created_at` are Anthropic's names."""
 
     id: str
     object: Literal["model"]
     created: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
     owned_by: str
     root: str
     max_model_len: int
@@ -275,6 +281,9 @@ class ModelList(Shape):
 
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class JobResult(Shape):

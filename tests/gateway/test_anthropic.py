@@ -92,6 +92,7 @@ def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 async def test_a_message(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     response = await http.post(PATH, json=BODY, headers={"x-api-key": "any", "anthropic-version": "2023-06-01"})
     assert response.status_code == 200, response.text
+    assert response.headers["request-id"] == response.headers["x-request-id"]
     body = response.json()
     assert body == {
         "id": f"msg-{response.headers['x-job-id']}",
@@ -294,6 +295,9 @@ async def test_the_anthropic_package(url: str, thinker: ScriptedWorker) -> None:
             assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
             assert message.content[2].input == {"city": "Rome"}
             assert (message.stop_reason, message.usage.input_tokens, message.usage.output_tokens) == ("tool_use", 3, 3)
+        assert whole._request_id.startswith("req-")
+        (model,) = (await client.models.list()).data
+        assert (model.type, model.display_name, model.created_at.year) == ("model", "tale", 2023)
         with pytest.raises(anthropic.NotFoundError) as missing:
             await client.messages.create(**{**ask, "model": "nothing"})
         assert missing.value.body["error"]["type"] == "not_found_error"

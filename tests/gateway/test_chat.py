@@ -76,12 +76,13 @@ async def test_stream_is_the_same_text_in_valid_chunks(
     *chunks, last = frames.data
     assert last["choices"] == []
     assert last["usage"] == whole["usage"]
-    assert not any(chunk.get("usage") for chunk in chunks)
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
     assert texts(chunks) == {choice["index"]: choice["message"]["content"] for choice in whole["choices"]}
 
 
 async def test_no_usage_chunk_unless_asked_for(worker: ScriptedWorker, stream: PostStream) -> None:
-    frames = await stream(PATH, BODY)
+    frames = await stream(PATH, {**BODY, "service_tier": "flex"})
+    assert {chunk["service_tier"] for chunk in frames.data} == {"flex"}
     assert all("usage" not in chunk and chunk["choices"] for chunk in frames.data)
 
 

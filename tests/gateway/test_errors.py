@@ -60,10 +60,10 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"logit_bias": {"the": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": []}, "logit_bias"),
+    ({"logit_bias": {"\u0661": 1}}, "logit_bias"),  # an Arabic digit
     ({"seed": 2**70}, "seed"),
     ({"seed": "x"}, "seed"),
     ({"stop": [""]}, "stop"),

@@ -48,7 +48,10 @@ async def test_an_alias_means_the_model_and_answers_have_its_name(
 
 
 async def test_every_name_is_listed_with_the_model_as_its_root(http: httpx.AsyncClient, teller: ScriptedWorker) -> None:
-    listed = (await http.get("/v1/models")).json()["data"]
+    page = (await http.get("/v1/models")).json()
+    listed = page["data"]
+    assert (page["first_id"], page["last_id"], page["has_more"]) == ("tale", "teller", False)
+    assert (listed[1]["display_name"], listed[1]["created_at"]) == ("gpt-4o", "2023-11-14T22:13:20+00:00")
     assert [(model["id"], model["root"]) for model in listed] == [
         ("tale", "tale"), ("gpt-4o", "tale"), ("teller", "tale")
     ]  # fmt: skip

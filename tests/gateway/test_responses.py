@@ -27,7 +27,7 @@ async def events_of(http: httpx.AsyncClient, method: str, path: str, **options: 
         async for line in response.aiter_lines():
             if line.startswith("event: "):
                 name = line.removeprefix("event: ")
-            if line.startswith("data: {"):
+            if line.startswith("data: "):
                 events.append(json.loads(line.removeprefix("data: ")))
                 assert events[-1]["type"] == name
     numbers = [event["sequence_number"] for event in events]
@@ -45,6 +45,7 @@ async def test_a_response_has_the_answer_as_a_message(
     (item,) = response["output"]
     assert (item["type"], item["role"], item["content"][0]["text"]) == ("message", "assistant", "Once upon a time")
     assert (response["instructions"], response["metadata"]) == ("Be brief", {"a": "b"})
+    assert response["service_tier"] == "default"
     request = worker.claims[0].request
     assert [message["role"] for message in request.messages or ()] == ["system", "user"]
     assert request.sampling.max_tokens == 7
@@ -230,7 +231,10 @@ async def test_a_response_belongs_to_its_tenant(serve_with: ServeWith, worker: S
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": ["x"]}, "input"),
+        ({"input": [{"type": "reasoning", "id": "r", "summary": 5}]}, "input[0]"),
         ({"tool_choice": 5}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "unknown"}}, "tool_choice"),
         ({"background": True, "store": False}, "background"),
         ({"temperature": 3}, "temperature"),
     ],

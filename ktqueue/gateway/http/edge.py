@@ -64,6 +64,8 @@ class Edge:
                 status, started = message["status"], time.monotonic()
                 response_headers = MutableHeaders(scope=message)
                 response_headers["x-request-id"] = request_name
+                if scope["path"].startswith("/v1/messages"):
+                    response_headers["request-id"] = request_name  # Anthropic's name of it
                 job_ids = response_headers.get("x-job-id")
             elif not message.get("more_body"):
                 ended = time.monotonic()

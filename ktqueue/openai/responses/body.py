@@ -150,7 +150,7 @@ def parse_response(body: Mapping[str, Any], card: ModelCard | None, history: Seq
         chat["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in own.tools
         ]
-    if own.tool_choice is not None and own.tools:
+    if own.tool_choice is not None and (own.tools or own.tool_choice != "auto"):
         chat["tool_choice"] = _tool_choice(own.tool_choice)
     if own.text is not None and own.text.format is not None and own.text.format.type != "text":
         chat["response_format"] = _response_format(own.text.format)
@@ -198,6 +198,7 @@ def _echo(own: ResponseBody, body: Mapping[str, Any]) -> Json:
         "parallel_tool_calls": own.parallel_tool_calls is not False,
         "previous_response_id": own.previous_response_id,
         "reasoning": {"effort": own.reasoning.effort if own.reasoning else None, "summary": None},
+        "service_tier": "flex" if body.get("service_tier") == "flex" else "default",
         "store": own.store is not False,
         "temperature": body.get("temperature"),
         "text": {"format": {"type": "text"}, **text},
@@ -249,6 +250,13 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
         messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list):
+            raise InvalidRequest(
+                f"{where} must have lists as content and summary, got {short_repr(parts)}",
+                param=where,
+                limit="a list",
+                value=short_repr(parts),
+            )
         text = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         if text:
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
