@@ -7,10 +7,11 @@ import asyncio
 import heapq
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from ktqueue.core.errors import ErrorInfo, InvalidRequest, KtqueueError
+from ktqueue.core.errors import ErrorInfo, InvalidRequest, KtqueueError, Unavailable
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.thread_names import name_thread
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
@@ -18,6 +19,7 @@ from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 THREADS = 3
 LARGE_CHARACTERS = 64 << 10  # longer prompts never occupy all threads
 ROOM_SECONDS = 0.1  # between two looks whether there is memory for a grammar
+LONGEST_ROOM_WAIT = 30.0  # seconds
 CHARACTERS_PER_SECOND = 1e6  # approximate speed of a tokeniser
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,10 @@ class AdmissionRefused(KtqueueError):
     def __init__(self, reason: ErrorInfo) -> None:
         super().__init__(reason.message)
         self.reason = reason
+
+
+class NoGrammarMemory(AdmissionRefused):
+    """The grammars of running answers took all memory for too long. Another worker may have some."""
 
 
 def error_info(error: Exception, job_id: str, activity: str) -> ErrorInfo:
@@ -66,11 +72,16 @@ class TokeniserThreads:
     ) -> EncodedPrompt:
         """Return the request's prompt of at least one token. `began` is called once a thread takes it.
 
-        A request with a grammar waits until there is memory for it. Raises AdmissionRefused.
+        A request with a grammar waits until there is memory for it. Raises AdmissionRefused, and NoGrammarMemory after
+        LONGEST_ROOM_WAIT.
         """
         if request.grammar is None:
             return await self._encode_in_thread(job_id, request, began)
-        while not self._has_room(self._grammars):  # noqa: ASYNC110  # answers end in the engine's thread
+        until = time.monotonic() + LONGEST_ROOM_WAIT
+        while not self._has_room(self._grammars):  # answers end in the engine's thread
+            if time.monotonic() > until:
+                message = f"grammars of other answers took all memory for {LONGEST_ROOM_WAIT:g} seconds; try again"
+                raise NoGrammarMemory(Unavailable(message, param="grammar").info())
             await asyncio.sleep(ROOM_SECONDS)
         self._grammars += 1
         try:

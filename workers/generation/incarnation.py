@@ -20,7 +20,7 @@ from ktqueue.core.tenants import Owner
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.profiling.token_log import TokenLog
 from ktqueue.profiling.writer import RecordWriter
-from ktqueue.workers.generation.admission import AdmissionRefused, TokeniserThreads
+from ktqueue.workers.generation.admission import AdmissionRefused, NoGrammarMemory, TokeniserThreads
 from ktqueue.workers.generation.engine_thread import EngineThread, TokenRates
 from ktqueue.workers.generation.heartbeat import Heartbeat
 from ktqueue.workers.generation.outbox import Outbox
@@ -196,12 +196,16 @@ class Incarnation:
             if surplus > 0 and job.last_output_at < oldest_output:
                 surplus -= job.rows
                 released.append(job)
-        for job in released:
+        if released:
+            await self._release(released)
+
+    async def _release(self, jobs: list[RunningJob]) -> None:
+        """Return jobs to the queue."""
+        for job in jobs:
             job.release()
             self._aborts.append(job.id)
             self._forget(job)
-        if released:
-            await self._lease.release([job.id for job in released])
+        await self._lease.release([job.id for job in jobs])
 
     # Admit
 
@@ -241,13 +245,20 @@ class Incarnation:
                 await self._outbox.committed()
 
     async def _admit(self, job: RunningJob) -> None:
-        """Tokenise the prompt, so that the next step adds the job to the engine. A refusal ends the job."""
+        """Tokenise the prompt, so that the next step adds the job to the engine.
+
+        A refusal ends the job. A batch job without memory for its grammar goes back to the queue.
+        """
         tokens = self._tokens
         began = None if tokens is None else lambda: tokens.tokenising(job.id, time.monotonic())
         try:
             job.tokenised(await self._tokeniser.encode(job.id, job.request, began))
         except AdmissionRefused as refused:
-            if not job.ended:  # it may have been cancelled or have expired while it was tokenised
+            if job.ended:  # it may have been cancelled or have expired while it was tokenised
+                return
+            if isinstance(refused, NoGrammarMemory) and job.request.job_class is JobClass.BATCH:
+                await self._release([job])
+            else:
                 self._end(job, JobState.FAILED, refused.reason)
             return
         if job.ended:

@@ -10,9 +10,9 @@ import pytest
 from ktqueue.answers.grammar import GrammarCompiler, Matcher
 from ktqueue.broker.broker import Broker
 from ktqueue.core.events import FinishReason, JobState
-from ktqueue.core.request import GenerationRequest, SamplingParams
+from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 from ktqueue.openai.json_schema import lark_of_schema
-from ktqueue.workers.generation import generation_worker
+from ktqueue.workers.generation import admission, generation_worker
 
 SCHEMA = {
     "type": "object",
@@ -100,6 +100,28 @@ async def test_grammars_wait_for_memory(
         states = [(await finished(job.id)).state for job in jobs]
     assert states == [JobState.DONE] * 6
     assert len(running_at_once) == 6 and max(running_at_once) <= 2
+
+
+async def test_the_wait_for_memory_of_a_grammar_ends(
+    broker: Broker, start_worker: Any, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for one grammar. An interactive job fails then, and a batch job goes back to the queue."""
+    monkeypatch.setattr(generation_worker, "available_memory", lambda: 0)
+    monkeypatch.setattr(generation_worker, "LEAST_GRAMMAR_BYTES", 50_000_000)
+    monkeypatch.setattr(admission, "LONGEST_ROOM_WAIT", 0.3)
+    plain = replace(JSON, messages=None, prompt="The", sampling=SamplingParams(max_tokens=450, ignore_eos=True))
+    form = replace(plain, grammar="start: /[a-z ]{3000}/")
+    async with start_worker():
+        long = await broker.jobs.submit(form)
+        async for _ in broker.journal.follow(long.id):
+            break
+        short = replace(form, grammar="start: /[a-z ]{9}/")
+        batch = await broker.jobs.submit(replace(short, job_class=JobClass.BATCH))
+        observed = await finished((await broker.jobs.submit(short)).id)
+        assert (observed.state, observed.last.error.status) == (JobState.FAILED, 503)
+        assert "took all memory for 0.3 seconds" in observed.last.error.message
+        await broker.jobs.cancel(long.id)
+        assert (await finished(batch.id)).state is JobState.DONE
 
 
 async def test_a_bad_grammar_ends_its_own_job_only(
