@@ -108,7 +108,7 @@ async def test_the_wait_for_memory_of_a_grammar_ends(
     """There is room for one grammar. An interactive job fails then, and a batch job goes back to the queue."""
     monkeypatch.setattr(generation_worker, "available_memory", lambda: 0)
     monkeypatch.setattr(generation_worker, "LEAST_GRAMMAR_BYTES", 50_000_000)
-    monkeypatch.setattr(admission, "LONGEST_ROOM_WAIT", 0.3)
+    monkeypatch.setattr(admission, "LONGEST_ROOM_WAIT", 0.05)
     plain = replace(JSON, messages=None, prompt="The", sampling=SamplingParams(max_tokens=450, ignore_eos=True))
     form = replace(plain, grammar="start: /[a-z ]{3000}/")
     async with start_worker():
@@ -119,7 +119,7 @@ async def test_the_wait_for_memory_of_a_grammar_ends(
         batch = await broker.jobs.submit(replace(short, job_class=JobClass.BATCH))
         observed = await finished((await broker.jobs.submit(short)).id)
         assert (observed.state, observed.last.error.status) == (JobState.FAILED, 503)
-        assert "took all memory for 0.3 seconds" in observed.last.error.message
+        assert "took all memory for 0.05 seconds" in observed.last.error.message
         await broker.jobs.cancel(long.id)
         assert (await finished(batch.id)).state is JobState.DONE
 
