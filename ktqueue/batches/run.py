@@ -4,6 +4,7 @@ This module knows neither file formats nor the terminal.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,7 @@ class BatchRun:
         self._model = model
         self._window = asyncio.Semaphore(window)
         self._stopping = False
+        self.models: Counter[str] = Counter()  # of the lines in flight
 
     @property
     def statistics(self) -> Statistics:
@@ -107,9 +109,12 @@ class BatchRun:
             raise several.exceptions[0] from None
 
     async def _line(self, line: BatchLine) -> None:
+        model = str(self._model or line.body.get("model"))
+        self.models[model] += 1
         try:
             result = await self._runner.run(line, request_id(line, self._output.run, self._model))
             write = self._output.answer if result.failure is None else self._output.fail
             write(result.record)
         finally:
+            self.models[model] -= 1
             self._window.release()

@@ -41,7 +41,7 @@ def check(response: httpx.Response) -> None:
         message += f"; the key is --api-key, or the variable {KEY_VARIABLE}"
     if response.status_code in (502, 503, 504):
         raise Unavailable(message)
-    if response.status_code in (400, 404, 413, 422):
+    if response.status_code in (400, 413, 422):
         raise InvalidRequest(message)
     may_pass = response.status_code in (408, 429) or response.status_code >= 500
     raise KtqueueError(message, retry_after=_retry_after(response) if may_pass else None)

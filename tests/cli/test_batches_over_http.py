@@ -102,6 +102,15 @@ def test_a_refused_batch_leaves_no_file(ktqueue: Run, stack: Stack, tmp_path: Pa
     assert httpx.get(f"{stack.url}/v1/files").json()["data"] == before
 
 
+@pytest.mark.parametrize("words", [("status", "nobody"), ("cancel", "nobody"), ("fetch", "nobody", "-o", "out.jsonl")])
+def test_an_unknown_batch_ends_with_the_code_of_an_unknown_job(
+    words: tuple[str, ...], ktqueue: Run, stack: Stack
+) -> None:
+    done = ktqueue("batch", *words, "--base-url", stack.url)
+    assert (done.returncode, "no batch 'nobody'" in done.stderr) == (1, True), done.stderr
+    assert ktqueue("jobs", "show", "nobody", *stack.flags).returncode == 1
+
+
 @pytest.mark.long
 def test_an_interrupted_follow_leaves_the_batch_running_until_it_is_cancelled(
     ktqueue: Run, stack: Stack, terminal: OpenTerminal, tmp_path: Path

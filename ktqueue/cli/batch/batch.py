@@ -101,7 +101,7 @@ def run(
 
 
 def run_batch(broker: BrokerConfig, job: "BatchJob") -> "Summary":
-    """Check the input, then run the lines without an answer. Raises UsageFault, Unavailable, OSError."""
+    """Check the input, then run the lines without an answer. Raises UsageFault, ModelNotFound, Unavailable, OSError."""
     import asyncio
 
     from ktqueue.batches.errors import BatchFault

@@ -13,10 +13,9 @@ from ktqueue.batches.output import BatchOutput
 from ktqueue.batches.run import BatchRun, default_model, window_for, with_model
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.models import find_card
-from ktqueue.cli.terminal.failures import UsageFault
 from ktqueue.cli.terminal.progress import Bar
 from ktqueue.core.config import BrokerConfig
-from ktqueue.core.errors import Unavailable
+from ktqueue.core.errors import ModelNotFound, Unavailable
 from ktqueue.core.request import JobClass
 
 REFRESH_SECONDS = 0.2
@@ -58,7 +57,7 @@ class Summary:
 async def session(config: BrokerConfig, job: BatchJob, found: Survey, output: BatchOutput) -> Summary:
     """Run the batch. The first SIGINT or SIGTERM lets the running lines finish; the second cancels.
 
-    Raises UsageFault for a model that no worker serves, Unavailable, OSError, CancelledError.
+    Raises ModelNotFound for a model that no worker serves, Unavailable, OSError, CancelledError.
     """
     skipped = len(output.ids)
     began = time.monotonic()
@@ -134,11 +133,11 @@ async def _check_models(broker: Broker, found: Survey, job: BatchJob) -> None:
         if find_card(cards, model) is None:
             where = "--model" if job.model is not None else f"{job.source}:{number}"
             hint = "" if job.model is not None else " (--model NAME replaces the model of the lines)"
-            raise UsageFault(f"{where}: model {model!r} is not served; served: {', '.join(served)}{hint}")
+            raise ModelNotFound(f"{where}: model {model!r} is not served; served: {', '.join(served)}{hint}")
 
 
 async def _watch(broker: Broker, run: BatchRun, output: BatchOutput, bar: Bar) -> None:
-    """Update the bar, and say if there is no worker or no Redis."""
+    """Update the bar, and say which models have no worker, or that there is no Redis."""
     checked = time.monotonic()
     trouble = ""
     while True:
@@ -146,10 +145,19 @@ async def _watch(broker: Broker, run: BatchRun, output: BatchOutput, bar: Bar) -
         await asyncio.sleep(REFRESH_SECONDS)
         if time.monotonic() - checked > WORKER_CHECK_SECONDS:
             try:
-                trouble = "" if await broker.models.workers() else "waiting for a worker"
+                missing = await _models_without_worker(broker, run)
+                trouble = f"waiting for a worker of {', '.join(missing)}" if missing else ""
             except Unavailable:
                 trouble = "waiting for Redis"
             checked = time.monotonic()
+
+
+async def _models_without_worker(broker: Broker, run: BatchRun) -> list[str]:
+    """Return the models of the lines in flight that no living worker serves."""
+    served = {worker.model for worker in await broker.models.workers()}
+    cards = await broker.models.cards()
+    found = {name: find_card(cards, name) for name, lines in run.models.items() if lines}
+    return sorted(name for name, card in found.items() if card is None or card.name not in served)
 
 
 def _refresh(run: BatchRun, output: BatchOutput, bar: Bar, trouble: str) -> None:
