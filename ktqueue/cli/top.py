@@ -7,12 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ktqueue.cli.flags import CommonFlags, expand, settings
 from ktqueue.cli.terminal.console import results, span, write_json
+from ktqueue.cli.terminal.short_names import ShortName
 from ktqueue.core.config import Config
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.model_card import SHORT_DIGEST
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 3.0  # a snapshot that takes longer counts as no answer
 REMEMBERED_SECONDS = 15.0  # how long the remark that Redis was away is shown
+NARROW = 80  # columns; in fewer some of a table's columns are left out
+LEFT_OUT = ("host", "digest", "wanted")
 FIXED_LINES = 5  # of a frame: the summary, a remark, an empty line, two table heads
 
 
@@ -72,9 +76,9 @@ async def watch(config: Config, interval: float, *, once: bool, as_json: bool) -
                     write_json(_document(look), indent=None)
                 elif live is not None:
                     live.start()
-                    live.update(frame(look.snapshot, look.remark, console.height), refresh=True)
+                    live.update(frame(look.snapshot, look.remark, console.height, console.width), refresh=True)
                 else:
-                    console.print(frame(look.snapshot, look.remark))
+                    console.print(frame(look.snapshot, look.remark, columns=console.width))
                     sys.stdout.write("" if once else "\n")
                     sys.stdout.flush()
                 if once:
@@ -122,7 +126,7 @@ async def looks(config: Config, interval: float) -> AsyncGenerator[Look, None]:
             await asyncio.sleep(interval)
 
 
-def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "Group":
+def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None, columns: int = NARROW) -> "Group":
     """Return a summary, a remark and the tables. With `lines`, only as many rows as fit."""
     from rich.console import Group
     from rich.text import Text
@@ -141,9 +145,9 @@ def frame(snapshot: "Snapshot", remark: str = "", lines: int | None = None) -> "
     return Group(
         Text(_summary(snapshot), style="bold", no_wrap=True, overflow="ellipsis"),
         Text(remark, style="yellow", no_wrap=True, overflow="ellipsis"),
-        _workers(shown_workers),
+        _workers(shown_workers, columns),
         Text(),
-        _queues(queues, snapshot.workers),
+        _queues(queues, snapshot.workers, columns),
     )
 
 
@@ -185,26 +189,34 @@ def _unserved(bound: Sequence["BoundJobs"]) -> str:
     return f"{first.interactive + first.batch} jobs of {first.model} wait for a worker with {needed}{more}"
 
 
-def _workers(workers: Sequence["WorkerInfo"]) -> "Table":
-    listing = _table(("worker", "model", "host"), ("lease", "rows", "pages", "tok/s", "last step"))
+def _workers(workers: Sequence["WorkerInfo"], columns: int) -> "Table":
+    rows: list[Sequence[str]] = []
     for worker in workers:
         stats = worker.stats
         pages = f"{1 - stats.get('free_pages', 0) / stats['total_pages']:.0%}" if stats.get("total_pages") else ""
-        listing.add_row(
-            "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # the host has its own column
-            worker.model,
-            worker.host,
-            span(worker.lease_left, digits=1),
-            f"{stats.get('running', 0):.0f}/{worker.max_num_seqs}",
-            pages,
-            _rate(stats.get("generation_tokens_per_second", 0.0)),
-            "draining" if stats.get("draining") else "" if worker.step_age is None else span(worker.step_age, digits=1),
+        rows.append(
+            (
+                "-".join(worker.worker_id.rsplit("-", 2)[1:]),  # the host has its own column
+                worker.model,
+                worker.host,
+                span(worker.lease_left, digits=1),
+                f"{stats.get('running', 0):.0f}/{worker.max_num_seqs}",
+                pages,
+                _rate(stats.get("generation_tokens_per_second", 0.0)),
+                "draining"
+                if stats.get("draining")
+                else ""
+                if worker.step_age is None
+                else span(worker.step_age, digits=1),
+            )
         )
-    return listing
+    return _table(("worker", "model", "host"), ("lease", "rows", "pages", "tok/s", "last step"), rows, columns)
 
 
-def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: Sequence["WorkerInfo"]) -> "Table":
-    listing = _table(("queue", "class", "digest"), ("waiting", "running", "wanted", "oldest wait", "tok/s"))
+def _queues(
+    queues: Sequence[tuple[str, str, int, int, float | None]], workers: Sequence["WorkerInfo"], columns: int
+) -> "Table":
+    listed: list[Sequence[str]] = []
     digests: dict[str, set[str]] = {}
     rates: defaultdict[tuple[str, str], float] = defaultdict(float)
     wanted: Counter[str] = Counter()
@@ -223,19 +235,25 @@ def _queues(queues: Sequence[tuple[str, str, int, int, float | None]], workers: 
         if rows and waiting and held[model]:
             rows += f" ({', '.join(sorted(held[model]))})"
         rate = _rate(rates[model, job_class])
-        listing.add_row(model, job_class, served, f"{waiting:,}", f"{running:,}", rows, oldest, rate)
-    return listing
+        listed.append((model, job_class, served, f"{waiting:,}", f"{running:,}", rows, oldest, rate))
+    words, numbers = ("queue", "class", "digest"), ("waiting", "running", "wanted", "oldest wait", "tok/s")
+    return _table(words, numbers, listed, columns)
 
 
-def _table(words: Sequence[str], numbers: Sequence[str]) -> "Table":
-    """Make a table for 80 columns: numbers are never cut, words are."""
+def _table(words: Sequence[str], numbers: Sequence[str], rows: list[Sequence[str]], columns: int) -> "Table":
+    """Make a table: numbers are never cut, words are, but no two of a column so that they look the same."""
     from rich.table import Table
 
     listing = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in words:
+    shown = [name not in LEFT_OUT or columns >= NARROW for name in (*words, *numbers)]
+    for name in compress(words, shown):
         listing.add_column(name, overflow="ellipsis", no_wrap=False)
-    for name in numbers:
+    for name in compress(numbers, shown[len(words) :]):
         listing.add_column(name, justify="right", no_wrap=True)
+    values = [frozenset(column) for column in zip(*rows, strict=True)][: len(words)]
+    for row in rows:
+        cells: list[ShortName | str] = [ShortName(word, others) for word, others in zip(row, values, strict=False)]
+        listing.add_row(*compress([*cells, *row[len(words) :]], shown))
     return listing
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ktqueue.broker.jobs import BoundJobs, QueueDepth
 from ktqueue.broker.models import WorkerInfo
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.broker.snapshot import Snapshot
+from ktqueue.cli.terminal.short_names import short_names
 from ktqueue.cli.top import frame
 
 LEAVES_SCREEN, SHOWS_CURSOR = "\x1b[?1049l", "\x1b[?25h"
@@ -158,6 +160,33 @@ def test_a_frame_fits_a_small_terminal(workers: int, models: int) -> None:
         assert figure in text
     assert "1000000-a" in text
     assert ("lines do not fit" in text) == (workers + models > 2)
+
+
+def test_no_two_models_or_workers_look_the_same_in_a_narrow_terminal() -> None:
+    names = ("Qwen3-Coder-30B-A3B-Instruct-Q4_K_M", "Qwen3-Coder-480B-A35B-Instruct-Q4_K_M", "Qwen3-30B-Q4_K_M")
+    workers = [replace(worker(n), model=name) for n, name in enumerate(names)]
+    depths = [QueueDepth(name, 2000, 100000, 9000, 9, 3500.0, 86000.0) for name in names]
+    written = io.StringIO()
+    snapshot = Snapshot(taken_at=0.0, workers=workers, depths=depths, memory_used=1, memory_limit=0)
+    Console(file=written, width=60).print(frame(snapshot, columns=60))
+    lines = written.getvalue().splitlines()
+    head = next(place for place, line in enumerate(lines) if line.startswith("queue"))
+    assert len({line.split()[0] for line in lines[3 : head - 1]}) == len(names), written.getvalue()
+    assert len({line.split()[0] for line in lines[head + 1 :]}) == len(names), written.getvalue()
+
+
+@pytest.mark.parametrize("width", range(2, 40))
+def test_short_names_differ(width: int) -> None:
+    names = [
+        "Qwen3-Coder-30B-A3B-Instruct",
+        "Qwen3-Coder-480B-A35B-Instruct",
+        "Qwen3-480B-Instruct",
+        "demo",
+        "a1b",
+        "a2b",
+    ]
+    short = short_names(names, width)
+    assert len(set(short.values())) == len(names) and max(map(len, short.values())) <= width
 
 
 def test_classes_have_tokens_a_second_and_the_batch_class_its_rows() -> None:
