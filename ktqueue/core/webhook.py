@@ -53,7 +53,6 @@ class Webhook:
         There must be a secret to sign with. Unless the host is in `hosts`, the URL must be https and its host not
         obviously private. Names are resolved only when the webhook is called.
 
-
         Raises InvalidRequest.
         """
         if secret is None:
@@ -61,6 +60,10 @@ class Webhook:
         if self.trusted(hosts):
             return
         parts = urlsplit(self.url)
+        try:
+            (parts.hostname or "").encode("idna")
+        except UnicodeError:
+            raise _refuse("url", self.url, "a URL whose host has parts of 1 to 63 characters") from None
         if parts.scheme != "https":
             raise _refuse("url", self.url, "an https URL, or of a host in control.webhook_hosts")
         if _is_private(parts.hostname or ""):

@@ -43,5 +43,8 @@ def test_only_https_and_trusted_hosts_are_allowed() -> None:
             plain.check_allowed("secret", hosts)
     plain.check_allowed("secret", ("intern",))
     plain.check_allowed("secret", ("intern:8080",))
+    for host in ("a" * 64 + ".org", "a..org"):
+        with pytest.raises(InvalidRequest, match="parts of 1 to 63 characters"):
+            Webhook(url=f"https://{host}/").check_allowed("secret", ())
     with pytest.raises(InvalidRequest, match="webhook_secret"):
         Webhook(url="https://example.org/").check_allowed(None, ())

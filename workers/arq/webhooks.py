@@ -136,9 +136,12 @@ async def _pinned(webhook: Webhook, config: ControlConfig) -> tuple[httpx.URL, s
     """Return the URL with the host's address, and the host's name for TLS.
 
     The name is resolved once, so the address that was checked is the one that is called. A second resolution could give
-    another address. Raises Undeliverable for an address that is not public.
+    another address. Raises Undeliverable for an address that is not public, and for a URL that cannot be read.
     """
-    url = httpx.URL(webhook.url)
+    try:
+        url = httpx.URL(webhook.url)
+    except httpx.InvalidURL as error:
+        raise Undeliverable(f"{webhook.url}: {error}") from error
     port = url.port or (443 if url.scheme == "https" else 80)
     entries = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
     addresses = [str(socket_address[0]).partition("%")[0] for *_, socket_address in entries]

@@ -11,7 +11,7 @@ nothing of what the jobs do.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from arq.connections import ArqRedis
@@ -79,6 +79,7 @@ class SteadyWorker(Worker):
         self._config = config
         self._topology = make_topology(self._address, "", config)
         self._node: Node | None = None
+        self._ends: set[asyncio.Task[Any]] = set()  # they write the results of jobs
         super().__init__(
             [func(coroutine, name=name, keep_result=(kept or {}).get(name)) for name, coroutine in functions.items()],  # type: ignore[arg-type]
             queue_name=queue,
@@ -172,6 +173,7 @@ class SteadyWorker(Worker):
         with contextlib.suppress(Exception):
             async with asyncio.timeout(LEAVE_SECONDS):
                 await asyncio.gather(*running, return_exceptions=True)
+                await asyncio.gather(*self._ends, return_exceptions=True)
         if self._node is not None:
             await self._node.close()
         await self._topology.close()
@@ -211,12 +213,29 @@ class SteadyWorker(Worker):
         if running or gone:
             await self.pool.zrem(abort_jobs_ss, *running, *gone)
 
+    async def finish_job(self, *arguments: Any) -> None:
+        """Write the result of a job."""
+        with self._ending():
+            await super().finish_job(*arguments)
+
     async def finish_failed_job(self, job_id: str, result_data: bytes | None) -> None:
         """End a job that never began. A job that was sent as pickle is refused, in JSON like everything here."""
-        raw = await self.pool.get(job_key_prefix + job_id)
-        if raw is not None and raw.startswith(PICKLE_MARK):
-            result_data = self._refusal(job_id)
-        await super().finish_failed_job(job_id, result_data)
+        with self._ending():
+            raw = await self.pool.get(job_key_prefix + job_id)
+            if raw is not None and raw.startswith(PICKLE_MARK):
+                result_data = self._refusal(job_id)
+            await super().finish_failed_job(job_id, result_data)
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Let `leave` wait for this task, which arq shields from the end of the job's task."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._ends.add(task)
+        try:
+            yield
+        finally:
+            self._ends.discard(task)
 
     def _refusal(self, job_id: str) -> bytes | None:
         log.warning("queue %s: job %s was sent as pickle: %s", self.queue_name, job_id, PICKLE_REFUSED)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arq.worker import Worker
 
 from ktqueue.batches.errors import OutputLocked
 from ktqueue.batches.input import BatchLine
@@ -119,9 +120,28 @@ async def test_files_whose_names_cannot_be_used_are_refused(
     async with start_worker(), running(broker, config) as control:
         await control.pool.enqueue_job("batches")
         await until(lambda: (folder / "done" / "c.jsonl").exists() and not list((folder / "in").iterdir()))
-        assert "Traceback" not in caplog.text  # later arq may complain of connections that are being closed
+    assert "Traceback" not in caplog.text
     assert {os.fsencode(path.name) for path in (folder / "failed").iterdir()} >= {*names, b"a\xff.jsonl.txt"}
     assert (folder / "failed" / os.fsdecode(b"a\xff.jsonl.txt")).read_text() == "the name of the file is not UTF-8\n"
+
+
+async def test_a_worker_that_leaves_waits_until_results_are_written(
+    broker: Broker, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+    finish = Worker.finish_job
+
+    async def finish_slowly(worker: Worker, *arguments: Any) -> None:
+        begun.set()
+        await asyncio.sleep(0.2)
+        await finish(worker, *arguments)
+        ended.set()
+
+    monkeypatch.setattr(Worker, "finish_job", finish_slowly)
+    async with running(broker, config) as control:
+        await control.pool.enqueue_job("retention")
+        await begun.wait()
+    assert ended.is_set()
 
 
 def is_in_the_future(worker: ControlWorker) -> bool:

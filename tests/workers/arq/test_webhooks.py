@@ -234,6 +234,9 @@ async def test_private_addresses_are_not_called(config: Config, receiver: Receiv
     for host in ("localhost", "127.0.0.1", "[::1]", "169.254.169.254", "[::ffff:127.0.0.1]"):
         with pytest.raises(Undeliverable, match="public Internet"):
             await deliver(Webhook(url=f"https://{host}:{receiver.port}/"), event, strict)
+    for host in ("256.1.1.1", "[v1.a]", "a" * 64 + ".org"):
+        with pytest.raises(Undeliverable, match=r"Invalid IP|63 characters"):
+            await deliver(Webhook(url=f"https://{host}/"), event, strict)
     assert receiver.got == []
     for private in (
         "10.0.0.1",
