@@ -118,7 +118,7 @@ class Matcher:
             message = f"the grammar failed at token {token_id}: {reason}"
             if not _LIMIT_REACHED.search(reason):
                 raise GrammarFailed(message, param="grammar")
-            self._lexer.is_full = True
+            self._lexer.has_reached_limit = True
             raise GrammarTooAmbiguous(message, param="grammar")
 
     def _count(self, began: float) -> None:
@@ -133,9 +133,9 @@ class Matcher:
             raise self._lexer.memory.error()
 
     @property
-    def is_spent(self) -> bool:
+    def has_reached_limit(self) -> bool:
         """Whether a copy has reached a limit, so that others would reach it soon."""
-        return self._lexer.is_full
+        return self._lexer.has_reached_limit
 
     @property
     def is_accepting(self) -> bool:
@@ -288,7 +288,7 @@ class GrammarCompiler:
         """
         with self._gate:
             known = self._compiled.get(grammar)
-            if known is not None and not known[0].is_spent:
+            if known is not None and not known[0].has_reached_limit:
                 self._compiled.move_to_end(grammar)
                 return known[0].copy()
         start = time.thread_time()

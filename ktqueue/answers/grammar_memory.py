@@ -22,13 +22,13 @@ class Lexer:
     seconds: that it took to compile the grammar and to add tokens to the answers that run. answers: their number.
     """
 
-    __slots__ = ("__weakref__", "answers", "is_full", "memory", "seconds")
+    __slots__ = ("__weakref__", "answers", "has_reached_limit", "memory", "seconds")
 
     def __init__(self, memory: "GrammarMemory", seconds: float) -> None:
         self.memory = memory
         self.seconds = seconds
         self.answers = 0
-        self.is_full = False
+        self.has_reached_limit = False
         memory.add(self)
 
 

@@ -32,19 +32,19 @@ class Reaper:
         loop = asyncio.get_running_loop()
         next_unserved = loop.time() + UNSERVED_SECONDS
         while True:
-            chores: list[Callable[[], Awaitable[object]]] = [self._reap_all, self.scrub]
+            steps: list[Callable[[], Awaitable[object]]] = [self._reap_all, self.scrub]
             if loop.time() >= next_unserved:
                 next_unserved = loop.time() + UNSERVED_SECONDS
-                chores.append(self.fail_unserved)
-            for chore in chores:  # one that fails does not keep the others from repairing what it met
-                await self._try(chore, faults)
+                steps.append(self.fail_unserved)
+            for step in steps:  # one that fails does not keep the others from repairing what it met
+                await self._run_step(step, faults)
             await asyncio.sleep(min(TICK_SECONDS, self._config.lease_seconds / 8))
 
-    async def _try(self, chore: Callable[[], Awaitable[object]], faults: dict[str, str]) -> None:
-        """Run a chore. Its fault is logged unless it is the last one of this chore, which `faults` has."""
-        name = chore.__name__.strip("_")
+    async def _run_step(self, step: Callable[[], Awaitable[object]], faults: dict[str, str]) -> None:
+        """Run a step. Its fault is logged unless it is the same as last time, which `faults` has by name."""
+        name = step.__name__.strip("_")
         try:
-            await chore()
+            await step()
             faults.pop(name, None)
         except Exception as error:
             if faults.get(name) != str(error):

@@ -71,8 +71,8 @@ class AnswerWriter:
                     yield self.format.chunk(chunk, seq if is_last else f"{seq}.{part}")
 
 
-async def make_of(events: Sequence[TokenEvent], make: Callable[[], Made]) -> Made:
-    """What `make` makes of `events`: in a thread if they are many, since all other requests would wait."""
+async def run_in_thread_if_large(events: Sequence[TokenEvent], make: Callable[[], Made]) -> Made:
+    """Call `make`, which reads `events`: in a thread if they are many, since all other requests would wait."""
     size = sum(1 + len(event.logprobs) + (len(event.prompt.logprobs) if event.prompt else 0) for event in events)
     return make() if size <= LARGE else await asyncio.to_thread(make)
 
@@ -80,7 +80,7 @@ async def make_of(events: Sequence[TokenEvent], make: Callable[[], Made]) -> Mad
 async def whole_answer(follower: JobFollower, writer: AnswerWriter) -> Response:
     """The JSON body, once all jobs are done. Raises the error of a job that failed."""
     events = await follower.all()
-    body = await make_of([event for _, event in events], lambda: writer.whole(events))
+    body = await run_in_thread_if_large([event for _, event in events], lambda: writer.whole(events))
     return Response(body, media_type="application/json", headers=writer.headers)
 
 

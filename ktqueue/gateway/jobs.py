@@ -11,7 +11,7 @@ from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound
 from ktqueue.core.events import JobState
-from ktqueue.gateway.answer import make_of
+from ktqueue.gateway.answer import run_in_thread_if_large
 from ktqueue.gateway.errors import ShuttingDown
 from ktqueue.gateway.feed import Feed
 from ktqueue.gateway.gateway import Gateway
@@ -97,7 +97,9 @@ async def get_job(request: Request) -> Response:
         # The journal expires before the record, and a newer version may have written either of them.
         with suppress(JobNotFound, CodecError, InvalidRequest):
             events = list(await gateway.broker.journal.replay(record.id))
-            return await make_of(events, lambda: json_response({**body, "result": result_json(record, events)}))
+            return await run_in_thread_if_large(
+                events, lambda: json_response({**body, "result": result_json(record, events)})
+            )
     return json_response(body)
 
 

@@ -19,7 +19,7 @@ from ktqueue.broker.responses import StoredResponse
 from ktqueue.core.errors import InvalidRequest, JobNotFound, KtqueueError
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
-from ktqueue.gateway.answer import make_of
+from ktqueue.gateway.answer import run_in_thread_if_large
 from ktqueue.gateway.feed import Batch
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
@@ -114,7 +114,7 @@ async def create_response(request: Request) -> Response:
     if call.stream:
         return await _stream(gateway, follower, writer, headers, call, tenant, after=-1)
     events = [event for _, event in await follower.all()]
-    answer = await make_of(events, lambda: writer.whole(events))
+    answer = await run_in_thread_if_large(events, lambda: writer.whole(events))
     if call.store:
         await gateway.broker.responses.store(tenant, response_id, StoredResponse(call.messages, call.echo, answer))
     return json_response(answer, headers=headers)
@@ -221,7 +221,7 @@ async def _answer(request: Request, response_id: str, stored: StoredResponse) ->
         events = list(await gateway.broker.journal.replay(record.id))
     except JobNotFound:
         raise _not_found(response_id, "response_id") from None
-    answer = await make_of(events, lambda: writer.whole(events))
+    answer = await run_in_thread_if_large(events, lambda: writer.whole(events))
     tenant = tenant_of(request).name
     await gateway.broker.responses.store(tenant, response_id, StoredResponse(stored.messages, stored.echo, answer))
     return answer

@@ -67,7 +67,7 @@ async def test_the_reaper_goes_on_beside_a_damaged_list(
     spoil(broker, raw, "deadlines")
     task = asyncio.create_task(broker.reaper().run())
     await asyncio.sleep(1.0)
-    assert raw.exists(f"{broker.keys.tag}:scrub")  # the chores after the one that fails
+    assert raw.exists(f"{broker.keys.tag}:scrub")  # the steps after the one that fails
     assert caplog.text.count("WRONGTYPE") == 1 and "Traceback" not in caplog.text
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

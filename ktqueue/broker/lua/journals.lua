@@ -5,21 +5,21 @@ local function digits(number)
   return string.format('%.0f', number)
 end
 
--- The reply of `redis.pcall`, or `other` if the key has a type that none of ours has.
-local function unless_foreign(reply, other)
+-- The reply of `redis.pcall`, or `default` if the key has a type that none of ours has.
+local function ignore_wrong_type(reply, default)
   if type(reply) ~= 'table' or not reply.err then return reply end
-  if string.find(reply.err, 'WRONGTYPE', 1, true) then return other end
+  if string.find(reply.err, 'WRONGTYPE', 1, true) then return default end
   error(reply.err)
 end
 
 -- Entries of a journal from `first` on. `...`: further words of the command.
 local function journal_of(id, first, ...)
-  return unless_foreign(redis.pcall('XRANGE', TAG .. 'journal:' .. id, first, '+', ...), {})
+  return ignore_wrong_type(redis.pcall('XRANGE', TAG .. 'journal:' .. id, first, '+', ...), {})
 end
 
 -- The seq of a journal's last event, or 0 if there is none.
 local function tail_of(id)
-  local last = unless_foreign(redis.pcall('XREVRANGE', TAG .. 'journal:' .. id, '+', '-', 'COUNT', 1), {})
+  local last = ignore_wrong_type(redis.pcall('XREVRANGE', TAG .. 'journal:' .. id, '+', '-', 'COUNT', 1), {})
   if #last == 0 then return 0 end
   return tonumber(string.match(last[1][1], '^%d+'))
 end
@@ -28,7 +28,7 @@ end
 -- that this server knows of.
 local function append(id, seq, event)
   local key = TAG .. 'journal:' .. id
-  if not unless_foreign(redis.pcall('XADD', key, digits(seq) .. '-0', 'e', event), nil) then
+  if not ignore_wrong_type(redis.pcall('XADD', key, digits(seq) .. '-0', 'e', event), nil) then
     redis.call('DEL', key) -- the events before this one are lost, which readers notice
     redis.call('XADD', key, digits(seq) .. '-0', 'e', event)
   end

@@ -29,7 +29,7 @@ end
 
 -- A field of a job's record, or false if there is none.
 local function field_of(id, name)
-  return unless_foreign(redis.pcall('HGET', TAG .. 'job:' .. id, name), false)
+  return ignore_wrong_type(redis.pcall('HGET', TAG .. 'job:' .. id, name), false)
 end
 
 local function check_job(id)
@@ -164,7 +164,7 @@ local looked = redis.pcall('SCAN', cursor or '0', 'MATCH', TAG .. '*', 'COUNT', 
 if looked.err then return { 0, 1 } end -- the user of `broker.url` lacks the permission to scan
 for _, key in ipairs(looked[2]) do
   local kind, name = string.match(string.sub(key, #TAG + 1), '^(%a+):(.*)$')
-  if kind == 'job' and unless_foreign(redis.pcall('HEXISTS', key, 'state'), nil) then
+  if kind == 'job' and ignore_wrong_type(redis.pcall('HEXISTS', key, 'state'), nil) then
     check_job(name)
   elseif kind == 'job' then -- what was known of the job is lost, and no script can read this key
     redis.call('DEL', key)

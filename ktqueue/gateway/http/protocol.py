@@ -226,7 +226,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._ignores_input = True
             self.cycle.keep_alive = False
             raise _StopParsing
-        if fault := self._ambiguous():
+        if fault := self._smuggling_risk():
             self._fault = MalformedRequest(fault)
             raise _StopParsing
         super().on_headers_complete()
@@ -282,7 +282,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._end("silent")
 
-    def _ambiguous(self) -> str:
+    def _smuggling_risk(self) -> str:
         """Why a proxy might read these headers in another way, or "". RFC 9112, 3.2 and 6.1, asks for a refusal."""
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
