@@ -27,6 +27,8 @@ import redis
 from installed import installed_bin as install
 from redis_fleet import ClusterFleet, SentinelFleet
 from stored_blocks import block_size
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling, Scheduling
 
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.private_server import PrivateServer
@@ -35,6 +37,7 @@ from ktqueue.operators import native
 
 TESTS = Path(__file__).parent
 WAITING = ("broker", "gateway", "workers")  # folders of tests that wait for other processes most of their time
+TOGETHER = ("cli", "e2e")  # folders whose files share a running installation, so that one process must run them
 LONG = 20_000  # milliseconds that a server of a fleet may be silent: these tests want no failover
 
 # Offsets of the halfs in a block, and their size for weights of about 0.1. All other bytes may be anything.
@@ -74,7 +77,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests if `--without-long` asks for that, and mix files that wait with files that compute.
 
-    Those of the command line stay together, since they share an installation.
+    The folders of TOGETHER come first, since each is the work of one process.
     """
     if config.getoption("--without-long"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
@@ -84,9 +87,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     waiting = [path for path in files if any((TESTS / folder) in path.parents for folder in WAITING)]
     for group in (waiting, [path for path in files if path not in waiting]):
         places |= {path: (index + 0.5) / len(group) for index, path in enumerate(group)}
-    together = [path for path in files if TESTS / "cli" in path.parents]
-    places |= dict.fromkeys(together, min((places[path] for path in together), default=0.0))
+    for place, folder in enumerate(TOGETHER, -len(TOGETHER)):
+        places |= dict.fromkeys([path for path in files if TESTS / folder in path.parents], place)
     items.sort(key=lambda item: places[item.path])
+
+
+class FilesAndFolders(LoadFileScheduling):  # type: ignore[misc]
+    """Gives a process whole files, and the folders of TOGETHER at once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """The file of a test, or its folder."""
+        return next((folder for folder in TOGETHER if nodeid.startswith(f"tests/{folder}/")), nodeid.split("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """How `--dist loadfile` shares the tests out among processes."""
+    return FilesAndFolders(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -50,24 +50,18 @@ def ktqueue(tmp_path: Path) -> Run:
 
 
 running: list[Stack] = []
-stops = contextlib.ExitStack()  # of what is running
 
 
 @pytest.fixture
-def stack(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Stack:
-    """`ktqueue up` with the demo model: one for all tests of this folder."""
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start: Start) -> Stack:
+    """`ktqueue up` with the demo model: one for all tests of this folder, which ends behind the last of them."""
     if not running:
+        stops = contextlib.ExitStack()
         running.append(stops.enter_context(serving(start, tmp_path_factory.mktemp("up"))))
+        folder = request.node.getparent(pytest.Directory)
+        folder.addfinalizer(stops.close)
+        folder.addfinalizer(running.clear)
     return running[0]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
-    """Stop it behind the last of these tests: even without jobs it takes 4% of a CPU."""
-    yield
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
-        running.clear()
-        stops.close()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from ktqueue.core.config import (
     BridgeConfig,
@@ -151,3 +152,20 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
                 yield Installation(up, http)
 
     return start
+
+
+shared: list[Installation] = []
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stack(request: pytest.FixtureRequest, start_stack: StartStack) -> Installation:
+    """One worker with eight rows: one installation for all tests of this folder that need no other."""
+    if not shared:
+        stops = contextlib.AsyncExitStack()
+        shared.append(await stops.enter_async_context(start_stack(engine={"max_num_seqs": 8})))
+        loop = asyncio.get_running_loop()
+        folder = request.node.getparent(pytest.Directory)
+        folder.addfinalizer(lambda: loop.run_until_complete(stops.aclose()))
+        folder.addfinalizer(shared.clear)
+    await shared[0].until_ready()
+    return shared[0]

@@ -3,26 +3,17 @@
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STORY = "Once upon a time there was a king who had näive daughters"
 BODY: dict[str, Any] = {"model": "demo", "prompt": STORY, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(start_stack: Any) -> AsyncIterator[Any]:
-    async with start_stack() as installation:
-        await installation.until_ready()
-        yield installation
 
 
 async def complete(stack: Any, **changes: Any) -> Any:

@@ -3,13 +3,11 @@
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "How warm is it in Köln?"}]
 LETTERS = {"type": "string", "maxLength": 60, "pattern": "^[a-z ]{30,60}$"}
@@ -26,13 +24,6 @@ CALL: dict[str, Any] = {
     "tools": TOOLS,
     "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(start_stack: Any) -> AsyncIterator[Any]:
-    async with start_stack(engine={"max_num_seqs": 4}) as installation:
-        await installation.until_ready()
-        yield installation
 
 
 async def streamed_call(stack: Any, kill_at: int | None = None) -> tuple[str, str, str]:

@@ -1,26 +1,17 @@
 """/tokenize, /detokenize and /apply-template of a whole installation, in vLLM's and llama.cpp's forms."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TEXT = "The king's näive daughters"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(start_stack: Any) -> AsyncIterator[Any]:
-    async with start_stack(engine={"max_num_seqs": 2}) as installation:
-        await installation.until_ready()
-        yield installation
 
 
 async def post(stack: Any, path: str, **body: Any) -> Any:
@@ -69,7 +60,7 @@ async def test_long_texts(stack: Any) -> None:
 
 async def test_many_at_once_while_all_rows_generate(stack: Any) -> None:
     sampling = {"max_tokens": 300, "ignore_eos": True}
-    jobs = [await stack.submit(prompt=TEXT, sampling=sampling, job_class="batch") for _ in range(4)]
+    jobs = [await stack.submit(prompt=TEXT, sampling=sampling, job_class="batch") for _ in range(10)]
     bodies = await asyncio.gather(*(post(stack, "/tokenize", prompt=f"{TEXT} {n}") for n in range(20)))
     tokenizer = load_tokenizer("demo")
     assert [body["tokens"] for body in bodies] == [tokenizer.encode(f"{TEXT} {n}") for n in range(20)]

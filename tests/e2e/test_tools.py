@@ -12,7 +12,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "How warm is it in Köln?"}]
 SEEDED: dict[str, Any] = {"model": "demo", "seed": 3, "max_tokens": 300, "messages": MESSAGES}
@@ -44,14 +44,7 @@ class Temperature(BaseModel):
     unit: Literal["C", "F"]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(start_stack: Any) -> AsyncIterator[Any]:
-    async with start_stack(engine={"max_num_seqs": 4}) as installation:
-        await installation.until_ready()
-        yield installation
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(stack: Any) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
