@@ -14,12 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ktqueue.broker.broker import Broker
-from ktqueue.core.codec import dumps
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway import batches, files, health, jobs, models, responses
 from ktqueue.gateway.conversations import StreamEndpoint
-from ktqueue.gateway.endpoints import DESCRIPTIONS
 from ktqueue.gateway.errors import (
     MethodNotAllowed,
     RouteNotFound,
@@ -38,7 +36,6 @@ from ktqueue.gateway.prompts import prompt_routes
 from ktqueue.gateway.status import StatusReader, status
 from ktqueue.gateway.unserved import unserved
 from ktqueue.gateway.web_page import page_routes
-from ktqueue.openai.document import build_document
 
 SHORT = (
     "/v1/models", "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/tokenize", "/v1/detokenize",
@@ -83,7 +80,6 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
     )
     app.state.gateway = gateway
     app.state.status = StatusReader()
-    app.state.openapi = dumps(build_document(DESCRIPTIONS))
     return app
 
 
