@@ -16,6 +16,7 @@ from ktqueue.answers.grammar import (
     byte_compiler,
     check,
     from_gbnf,
+    library_tokenizer,
     regex_terminal,
 )
 from ktqueue.answers.grammar_errors import GrammarFailed, GrammarTooAmbiguous
@@ -110,8 +111,19 @@ def test_a_long_forced_text_is_cut_part_by_part(word: str) -> None:
     assert 0 < longest <= 1024
 
 
+def test_a_vocabulary_is_prepared_once() -> None:
+    """So workers that are forked from one process have it, as soon as it has made it."""
+    tokenizer = load_tokenizer("demo")
+    prepared = library_tokenizer(tokenizer, tokenizer.encode_plain)
+    compilers = [GrammarCompiler(tokenizer, tokenizer.encode_plain) for _ in range(2)]
+    assert all(compiler._tokenizer is prepared for compiler in compilers)
+    other = load_tokenizer("demo")
+    assert GrammarCompiler(other, other.encode_plain)._tokenizer is not prepared
+
+
 def test_compiled_grammars_are_kept_but_not_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(load_tokenizer("demo"), lambda text: load_tokenizer("demo").encode(text))
+    tokenizer = load_tokenizer("demo")
+    compiler = GrammarCompiler(tokenizer, tokenizer.encode)
     for number in range(40):
         compiler.compile(f'start: "{number}"')
     assert len(compiler._compiled) == 32

@@ -27,7 +27,7 @@ class RequestEncoder:
         self._max_model_len = max_model_len
         self._templates = TemplateProcesses(tokenizer.template)
         self._grammars = GrammarProcesses()
-        # Not made for the first grammar only: with 150,000 tokens it takes a second, in which no step could run.
+        # Not made for the first grammar only: with 150,000 tokens it takes 0.3 s, in which no step could run.
         self._compiler = GrammarCompiler(tokenizer, tokenizer.encode_plain, memory=GrammarMemory(grammar_bytes))
         self.has_room = self._compiler.has_room
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
+from ktqueue.answers.grammar import library_tokenizer
 from ktqueue.broker.redis.state_folder import PRIVATE_FILE
 from ktqueue.core import garbage
 from ktqueue.core.logs import configure_process
@@ -111,6 +112,7 @@ def main() -> NoReturn:
     def forks() -> int:
         config = configure_process(os.environ)
         built = build(config.engine)
+        library_tokenizer(built.tokenizer, built.tokenizer.encode_plain)  # each worker's grammars need it
         garbage.settle()  # else each worker's garbage collector would touch, and so copy, the pages of old objects
 
         def worker() -> int:
