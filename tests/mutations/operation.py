@@ -51,6 +51,13 @@ OPERATION: dict[str, Mutation] = {
         "        if False:\n",
         ("tests/workers/arq/test_bridge.py::test_a_queue_that_another_arq_worker_serves_is_refused",),
     ),
+    "a worker of arq leaves before its results are written": Mutation(
+        "a chore that has ended is not run again after a stop",
+        "workers/arq/worker.py",
+        "                await asyncio.gather(*self._ends, return_exceptions=True)\n",
+        "",
+        ("tests/workers/arq/test_batch_files.py::test_a_worker_that_leaves_waits_until_results_are_written",),
+    ),
     "the bridge uses arq's own queue by default": Mutation(
         "by default the bridge takes no jobs of other programs",
         "ktqueue/core/settings/processes.py",

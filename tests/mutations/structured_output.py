@@ -57,6 +57,20 @@ STRUCTURED_OUTPUT: dict[str, Mutation] = {
         "        return True or",
         (f"{LIBRARY}::test_only_so_many_grammars_run_as_memory_has_room_for",),
     ),
+    "the wait for a grammar's memory has no end": Mutation(
+        "a request does not wait for ever for other answers",
+        "ktqueue/workers/generation/admission.py",
+        "            if time.monotonic() > until:",
+        "            if False:",
+        (f"{WORKERS}::test_the_wait_for_memory_of_a_grammar_ends",),
+    ),
+    "a batch job without memory for its grammar fails": Mutation(
+        "a batch job waits in the queue rather than fail",
+        "ktqueue/workers/generation/incarnation.py",
+        "isinstance(refused, NoGrammarMemory) and",
+        "False and",
+        (f"{WORKERS}::test_the_wait_for_memory_of_a_grammar_ends",),
+    ),
     "ended answers keep their grammars": Mutation(
         "the memory of a grammar is free when its answers have ended",
         "ktqueue/engine/request_table.py",
