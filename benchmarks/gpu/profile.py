@@ -31,7 +31,7 @@ PARTS = {  # by words of a kernel's name; the first that fits
         *("multiply_many", "_order_words", "_count_blocks", "_add_blocks", "_place_pairs", "_add_pairs"),
         *("_decode_experts", "_join_rows", "_add_slots", "GroupProblemShape", "grouped_gemm"),
     ),
-    "attention": ("flashinfer", "Batch", "MergeStates", "_decode_split", "_decode_join", "_latent_"),
+    "attention": ("flashinfer", "Batch", "MergeStates", "_decode_split", "_decode_join", "_latent_", "attend_to_rows"),
     "norms, rotary, router": ("_add_rms_norm", "_gated", "_qk_norm_rope_append", "_route"),
     "matrices": ("_few_rows", "_decode_kernel", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
 }

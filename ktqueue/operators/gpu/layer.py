@@ -6,6 +6,9 @@ The output of a sublayer is not added to the residual at once: the kernel of the
 import torch
 
 from ktqueue.operators.decoder_facts import DecoderFacts
+from ktqueue.operators.gpu.attention.by_clusters import Projection
+from ktqueue.operators.gpu.attention.by_heads import HeadsPlan
+from ktqueue.operators.gpu.attention.triton import ClusterDecodePlan
 from ktqueue.operators.gpu.dense import DecodedLinear, DenseLinear, DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual, SharedExpert, StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
@@ -47,6 +50,12 @@ class SelfAttention:
         self._kv_heads, self._head_dim = layer.kv_heads, layer.head_dim
         self._rotary_pairs = layer.rotary_pairs
         self._rotary_table = layer.rotary_table
+        norm_shapes = {None if norm is None else norm.shape for norm in (self._q_norm, self._k_norm)}
+        self._is_plain = (  # one launch may make queries, keys and values and attend: see by_clusters.py
+            norm_shapes in ({None}, {(layer.head_dim,)})
+            and 2 * layer.rotary_pairs == layer.head_dim
+            and not (facts.clip or facts.norm_after_rotary or layer.value_norm or layer.value_is_key or self._grows)
+        )
         self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim]
 
     def _with_gate(self, weights: DenseWeights, names: list[str]) -> DenseLinear:
@@ -66,7 +75,7 @@ class SelfAttention:
     ) -> torch.Tensor:
         """Add `pending` to the residual [tokens, hidden] and write the step's keys and values to the cache.
 
-        Returns the query [tokens, heads, head_dim].
+        Returns the query [tokens, heads, head_dim], or what `attend` returns if one launch computes all.
         """
         facts, kv = self._facts, step.kv
         if pending.is_empty and self._norm.dim() == 1:
@@ -76,6 +85,11 @@ class SelfAttention:
         if facts.gated or facts.gate:
             width = facts.heads * self._head_dim
             qkv, self._gate = qkv[:, :-width], qkv[:, -width:]
+        if (plan := self._cluster_plan(step)) is not None:
+            tables = (rotary.cosine[self._rotary_table], rotary.sine[self._rotary_table])
+            norms = self._q_norm, self._k_norm, facts.epsilon
+            projection = Projection(qkv, *norms, *tables, positions, step.slot_mapping)
+            return plan.attend_to(self._index, projection, facts.heads, kv, self._scores)
         query = qk_norm_rope_append(
             qkv,
             heads=facts.heads,
@@ -96,9 +110,19 @@ class SelfAttention:
         )
         return query.mul_(rotary.growth[positions, None, None]) if self._grows else query
 
+    def _cluster_plan(self, step: StepContext) -> ClusterDecodePlan | None:
+        """What attends to the product for q, k and v in one launch, and writes to the cache. None: it takes several."""
+        plan = attention_plan(step)
+        if isinstance(plan, HeadsPlan):
+            plan = plan.of_layer(self._index)
+        return plan if self._is_plain and isinstance(plan, ClusterDecodePlan) else None
+
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
         """The attention output of each token, [tokens, heads * head_dim]."""
-        attended = attention_plan(step).attend(self._index, query, step.kv, self._scores).flatten(1)
+        attended = query
+        if self._cluster_plan(step) is None:
+            attended = attention_plan(step).attend(self._index, query, step.kv, self._scores)
+        attended = attended.flatten(1)
         if not (self._facts.gated or self._facts.gate):
             return attended
         gate, self._gate = self._gate, torch.empty(0)  # it would take memory until the next step

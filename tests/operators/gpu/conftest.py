@@ -1,10 +1,13 @@
 """GpuDecoder with a model's own weights, on each device; arguments of qk_norm_rope_append; a Triton interpreter that
 rounds as a GPU does."""
 
+import ctypes
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +22,15 @@ from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 from .faster_interpreter import speed_up
+
+
+@pytest.fixture(scope="session")
+def compiler() -> ctypes.CDLL:
+    """NVRTC, from where `make compiled` puts it."""
+    (folder,) = Path(sys.prefix, "nvrtc").glob("nvidia/*/lib")
+    (parts,), (library,) = folder.glob("libnvrtc-builtins.so.*"), folder.glob("libnvrtc.so.*")
+    ctypes.CDLL(str(parts), mode=ctypes.RTLD_GLOBAL)  # the other one does not look beside itself in every release
+    return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module", autouse=True)

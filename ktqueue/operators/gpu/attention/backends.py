@@ -14,7 +14,7 @@ from typing import TypeVar, get_args
 import torch
 
 from ktqueue.core.settings.engine import BackendName
-from ktqueue.operators.gpu.attention import flashinfer
+from ktqueue.operators.gpu.attention import by_clusters, flashinfer
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
 from ktqueue.operators.gpu.attention.by_heads import HeadsPlanner
 from ktqueue.operators.gpu.attention.by_steps import StepsPlanner
@@ -101,7 +101,8 @@ def make_planner(
             if backend == "flashinfer" or shape.layout.dtype.itemsize == 1:
                 return others
             prompts = has_large_shared_memory(device) and not others.reads_prompts_fast
-            return StepsPlanner(_warmed_up(TritonPlanner(shape), shape), others, prompts=prompts)
+            ours = _warmed_up(TritonPlanner(shape), shape)
+            return StepsPlanner(ours, others, prompts=prompts, one_launch=by_clusters.fits(shape))
         except Exception as error:  # the library, its compiler and its bindings have their own exceptions
             if backend == "flashinfer":
                 raise ValueError(f"attention backend flashinfer is not available: {error}") from error

@@ -18,7 +18,11 @@ class HeadsPlan:
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan."""
-        return self._plans[self._kinds[layer]].attend(layer, query, kv, options)
+        return self.of_layer(layer).attend(layer, query, kv, options)
+
+    def of_layer(self, layer: int) -> AttentionPlan:
+        """The plan that attends in a layer."""
+        return self._plans[self._kinds[layer]]
 
 
 class HeadsDecodePlan(HeadsPlan):

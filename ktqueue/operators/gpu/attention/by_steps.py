@@ -7,19 +7,21 @@ from ktqueue.operators.gpu.attention.page_lists import Indices
 from ktqueue.operators.step import AttentionPlan, StepContext
 
 FEW_ROWS = 16
-"""Rows of the largest captured step that has our kernels."""
+"""Rows of the largest captured step that has our kernels, where attention is not one launch."""
 PROMPT_KEYS = 32
 """A decode row reads a key as fast as a prompt multiplies it with 10 to 50 tokens, on an H200."""
 
 
 class StepsPlanner:
-    """An AttentionPlanner. `ours` makes the decode plans of up to FEW_ROWS rows and all prompt plans. With `prompts` it
-    also makes the plans of eager steps that mostly read prompts. `others` makes all others."""
+    """An AttentionPlanner. `ours` makes the decode plans, of up to FEW_ROWS rows if attention is not `one_launch`, and
+    all prompt plans. With `prompts` it also makes the plans of eager steps that mostly read prompts. `others` makes all
+    others."""
 
-    def __init__(self, ours: AttentionPlanner, others: AttentionPlanner, *, prompts: bool) -> None:
+    def __init__(self, ours: AttentionPlanner, others: AttentionPlanner, *, prompts: bool, one_launch: bool) -> None:
         self._ours = ours
         self._others = others
         self._prompts = prompts
+        self._one_launch = one_launch
         self.backend = f"{ours.backend} and {others.backend}"
 
     @property
@@ -33,11 +35,12 @@ class StepsPlanner:
 
     def another(self) -> "StepsPlanner":
         """See AttentionPlanner."""
-        return StepsPlanner(self._ours.another(), self._others.another(), prompts=self._prompts)
+        ours, others = self._ours.another(), self._others.another()
+        return StepsPlanner(ours, others, prompts=self._prompts, one_launch=self._one_launch)
 
     def decode_plan(self, rows: int, max_pages: int) -> DecodePlan:
         """See AttentionPlanner."""
-        return (self._ours if rows <= FEW_ROWS else self._others).decode_plan(rows, max_pages)
+        return (self._ours if self._one_launch or rows <= FEW_ROWS else self._others).decode_plan(rows, max_pages)
 
     def prompt_plan(self, rows: int, tokens: int, max_pages: int) -> PromptPlan:
         """See AttentionPlanner."""

@@ -220,6 +220,7 @@ def split_count(tokens: int, heads: int, max_keys: int, processors: int) -> int:
     so it is compiled before there are long contexts.
     """
     wanted = -(-4 * processors // (tokens * -(-heads // HEADS_AT_ONCE)))
+    wanted = 1 << wanted.bit_length() - 1  # a join takes as long as that of the next power of two
     return max(1, min(wanted, MAX_SPLITS, max(2, -(-max_keys // 32))))
 
 

@@ -5,6 +5,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from ktqueue.operators.gpu.attention import by_clusters
 from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
 from ktqueue.operators.gpu.attention.page_lists import (
     Indices,
@@ -51,7 +52,9 @@ class TritonPlan:
 class TritonDecodePlan(TritonPlan):
     """The plan of a row bucket. Its buffers stay in place, their contents change."""
 
-    def __init__(self, rows: int, max_pages: int, page_size: int, device: torch.device, decode: DecodeRows) -> None:
+    def __init__(
+        self, rows: int, max_pages: int, page_size: int, device: torch.device, decode: DecodeRows | None
+    ) -> None:
         self._limits = rows, max_pages, page_size
         host, (starts, contexts, pages) = staged(self._arrays(one_page_each(rows)), device)
         with torch.inference_mode(False):  # so that it can be written in any mode
@@ -83,6 +86,31 @@ class TritonDecodePlan(TritonPlan):
     def _arrays(lists: PageLists) -> list[Indices]:
         """The arrays in the order of the buffer. Only the length of the last one varies."""
         return [lists.starts, lists.contexts, lists.pages]
+
+
+class ClusterDecodePlan(TritonDecodePlan):
+    """The plan of a row bucket whose attention is one launch: see by_clusters.py."""
+
+    def __init__(
+        self, rows: int, max_pages: int, page_size: int, device: torch.device, memory: by_clusters.ClusterMemory
+    ) -> None:
+        super().__init__(rows, max_pages, page_size, device, None)
+        self._memory = memory
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the index arrays and counters."""
+        return super().bytes + self._memory.counters.nbytes
+
+    def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
+        """See AttentionPlan. query [rows, heads, head_dim]."""
+        return self.attend_to(layer, query.contiguous(), query.shape[1], kv, options)
+
+    def attend_to(
+        self, layer: int, x: torch.Tensor | by_clusters.Projection, heads: int, kv: KVCache, options: ScoreOptions
+    ) -> torch.Tensor:
+        """As `attend`, for queries, or for what becomes queries and the step's keys and values."""
+        return by_clusters.attend(x, heads, kv.keys[layer], kv.values[layer], self.tables, self._memory, options)
 
 
 class TritonPromptPlan(TritonPlan):
@@ -196,8 +224,15 @@ class TritonPlanner:
     def decode_plan(self, rows: int, max_pages: int) -> TritonDecodePlan:
         """See AttentionPlanner."""
         page_size = self._layout.page_size
-        decode = self.decode_rows(rows, None, max_pages * page_size)
-        plan = self._decode_plan_type(rows, max_pages, page_size, self.device, decode)
+        if by_clusters.fits(self._shape):
+            size, counters = by_clusters.memory_of(self._shape, rows)
+            with torch.inference_mode(False):  # so that they can be written in any mode
+                zeros = torch.zeros(counters, dtype=torch.int32, device=self.device)
+            memory = by_clusters.ClusterMemory(self._workspace.take(size), zeros)
+            plan: TritonDecodePlan = ClusterDecodePlan(rows, max_pages, page_size, self.device, memory)
+        else:
+            decode = self.decode_rows(rows, None, max_pages * page_size)
+            plan = self._decode_plan_type(rows, max_pages, page_size, self.device, decode)
         self._index_bytes += plan.bytes
         return plan
 

@@ -22,14 +22,10 @@ from ktqueue.operators.step import ScoreOptions
 
 MAX_SPLITS = 128
 """Most splits of the keys of a decode row."""
-FEW_ITEMS = 16
-"""Most decode rows of a launch that looks pages up ahead."""
-_AHEAD_KEYS = 32
-"""Of a block of such a launch."""
-_AHEAD_STAGES = ((4, 4), (FEW_ITEMS, 3))
-"""Most rows of such a launch, and its stages: five programs of three stages fit into one processor of an H200."""
 _FEW_SPLITS = 16
-"""Splits that one program joins for a whole head. Of more splits, it joins 32 columns."""
+"""Up to here all programs that join are alike."""
+_JOINED_NUMBERS = 8192
+"""Splits times columns that a program joins."""
 
 
 @triton.jit
@@ -51,12 +47,9 @@ def _decode_split(
     scale, splits, page_stride, slot_stride, CAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr, WAITS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split of one decode row for the heads of one key/value head. Empty splits return immediately.
-
-    AHEAD: the pages of a block are looked up before the block before it is computed, so that keys need not wait.
-    """
+    """Compute one split of one decode row for the heads of one key/value head. Empty splits return immediately."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -67,8 +60,7 @@ def _decode_split(
     seen_from, share = key_share(context, splits, WINDOW, CHUNK, BLOCK)
     first = seen_from + split * share
     end = tl.minimum(context, first + share)
-    page = pages_of(row_pages, first, end, PAGE_SIZE, BLOCK, True)
-    wait_for_previous(WAITS)  # while pages are looked up, since the host writes these tables
+    wait_for_previous(WAITS)  # while tables are read, which the host writes
     if first < end:
         place = tl.arange(0, M)
         column = tl.arange(0, WIDTH)
@@ -82,10 +74,7 @@ def _decode_split(
         row_keys = keys + kv_head * HEAD_DIM
         row_values = values + kv_head * HEAD_DIM
         for block in range(first, end, BLOCK):
-            if AHEAD:
-                found, page = page, pages_of(row_pages, block + BLOCK, end, PAGE_SIZE, BLOCK, True)
-            else:
-                found = pages_of(row_pages, block, end, PAGE_SIZE, BLOCK, True)
+            found = pages_of(row_pages, block, end, PAGE_SIZE, BLOCK, True)
             best, total, sums = fold(
                 states, best, total, sums, block, end, place, row_keys, row_values, found, page_stride, slot_stride,
                 scale, CAP, HEAD_DIM, WIDTH, PAGE_SIZE, WINDOW, CHUNK, BLOCK, True, False, PRECISION,
@@ -172,10 +161,6 @@ def decode(
     width = padded(head_dim)
     exact = query.dtype == torch.float32
     block, stages = block_keys(width, query.dtype), 2 if exact else 3
-    ahead = decode_rows.items <= FEW_ITEMS and keys.itemsize == 2 and width <= 128  # what has been measured
-    if ahead:
-        block = _AHEAD_KEYS
-        stages = next(stages for most, stages in _AHEAD_STAGES if decode_rows.items <= most)
     parts, levels = partial_results(decode_rows, heads, head_dim)
     _decode_split[(decode_rows.items, kv_heads, decode_rows.splits)](
         query, keys, values, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, decode_rows.rows,
@@ -191,7 +176,6 @@ def decode(
         CHUNK=options.chunk,
         BLOCK=block,
         PRECISION=precision(query.dtype),
-        AHEAD=ahead,
         **launch_options(),
         num_warps=8 if exact and width > 128 else 4,
         num_stages=stages,
@@ -214,9 +198,8 @@ def join(
     of a block of the splits."""
     heads, head_dim = out.shape[1:]
     width = padded(head_dim)
-    most, columns, warps = _FEW_SPLITS, width, 4
-    if decode_rows.splits > most:
-        most, columns, warps = MAX_SPLITS, min(32, width), 2
+    most = max(_FEW_SPLITS, triton.next_power_of_2(decode_rows.splits))
+    columns = min(width, _JOINED_NUMBERS // most)
     _decode_join[(decode_rows.items, heads, width // columns)](
         tables.query_starts, tables.contexts, decode_rows.rows, parts, levels, options.sinks, out, value_scale,
         decode_rows.splits, block,
@@ -224,7 +207,7 @@ def join(
         MOST=most, COLUMNS=columns,
         LOG2=LOG2_E,
         **launch_options(),
-        num_warps=warps,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -25,6 +25,10 @@ _SLABS_OF_ALL = 1 << 14
 """Slabs that all programs together have in flight at a time: eight per warp, so about 15 warps per multiprocessor."""
 
 
+_AHEAD_TOKENS = 2
+"""Up to here, two steps of weights are requested before the first is multiplied. More tokens need the registers."""
+
+
 def _slabs_at_once(panels: int, slabs: int) -> int:
     """Slabs in flight of each of `panels` programs: many if there are few programs."""
     most = max(min(_SLABS_OF_ALL // panels, _MOST_SLABS), _FEWEST_SLABS)
@@ -267,7 +271,7 @@ def _launch_few_rows(
         S=at_once,
         ADDS=adds,
         BLOCK=triton.next_power_of_2(columns) if norm else 0,
-        AHEAD=2 if tokens == 1 else 1,  # several tokens need the registers
+        AHEAD=2 if tokens <= _AHEAD_TOKENS else 1,
         **launch_options(),
         num_warps=max(1, at_once * PANEL_ROWS // 128),
     )  # fmt: skip

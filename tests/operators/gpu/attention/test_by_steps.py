@@ -40,15 +40,16 @@ class OtherPlanner(TorchPlanner):
         return OtherPrompts(rows, tokens, max_pages, 16)
 
 
+@pytest.mark.parametrize("one_launch", [True, False])
 @pytest.mark.parametrize("prompts", [True, False])
-def test_few_rows_and_prompts_have_the_plans_of_our_planner(prompts: bool) -> None:
+def test_few_rows_and_prompts_have_the_plans_of_our_planner(prompts: bool, one_launch: bool) -> None:
     kv = make_cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32)
-    ours = StepsPlanner(OtherPlanner(16), TorchPlanner(16), prompts=prompts)
+    ours = StepsPlanner(OtherPlanner(16), TorchPlanner(16), prompts=prompts, one_launch=one_launch)
     assert ours.backend == "other and torch"
     for planner in (ours, ours.another()):
         for rows in (1, FEW_ROWS, FEW_ROWS + 1):
             plan = planner.decode_plan(rows, 4)
-            assert isinstance(plan, OtherPlan) == (rows <= FEW_ROWS)
+            assert isinstance(plan, OtherPlan) == (one_launch or rows <= FEW_ROWS)
             step = make_step(kv, [1] * rows, [7 + row for row in range(rows)])
             plan.update(step)
             check_plan(plan, step, random_query(step, 4))

@@ -81,8 +81,8 @@ def test_windows_are_refused() -> None:
 
 def test_splits_keep_the_processors_busy() -> None:
     assert split_count(1, 16, 131072, 132) == 128
-    assert split_count(8, 16, 131072, 132) == 66
-    assert split_count(8, 128, 131072, 132) == 9
+    assert split_count(8, 16, 131072, 132) == 64
+    assert split_count(8, 128, 131072, 132) == 8
     assert split_count(512, 16, 512, 132) == 2
     assert split_count(2048, 16, 2048, 132) == 1
     assert split_count(3, 16, 2, 132) == 2

@@ -1,8 +1,6 @@
 """The kernel in CUDA C++ compiles to machine code for every format, without a GPU. tests/gpu runs it on one."""
 
 import ctypes
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +15,6 @@ from .panel_pools import GATES
 
 ARCHITECTURES = "80", "90"
 QUANTS = [quant for quant in native.QUANTS if quant not in panel_layout.FLOAT_PRODUCTS]
-
-
-@pytest.fixture(scope="module")
-def compiler() -> ctypes.CDLL:
-    """NVRTC, from where `make compiled` puts it."""
-    (folder,) = Path(sys.prefix, "nvrtc").glob("nvidia/*/lib")
-    (parts,), (library,) = folder.glob("libnvrtc-builtins.so.*"), folder.glob("libnvrtc.so.*")
-    ctypes.CDLL(str(parts), mode=ctypes.RTLD_GLOBAL)  # the other one does not look beside itself in every release
-    return ctypes.CDLL(str(library))
 
 
 @pytest.mark.compiled

@@ -19,9 +19,8 @@ from ktqueue.operators.packed import Bytes
 
 from ..interpreted import by_kernel, by_twin, compiled_for_h200
 from .panel_pools import GATES, make_pool, route
-from .test_expert_matrices import QUANTS, compiler
+from .test_expert_matrices import QUANTS
 
-__all__ = ["compiler"]
 KERNELS = NARROW, WIDE
 NAMES = [kernel.name for kernel in KERNELS]
 BOUND = 2e-6
