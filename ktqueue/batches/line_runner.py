@@ -158,10 +158,10 @@ class LineRunner:
         return InFlight(sum(events), most, running, len(events) - running, held)
 
     async def _held_by(self) -> str:
-        """What keeps jobs of the last line's model from more rows, of the workers for which something does."""
+        """What keeps jobs of the last line's model from more rows, or "workers" if none serves it."""
         name = self._card_seen.name if self._card_seen is not None else ""
-        workers = await self._broker.models.workers()
-        return ", ".join(sorted({worker.rows_held_by for worker in workers if worker.model == name} - {""}))
+        workers = [worker for worker in await self._broker.models.workers() if worker.model == name]
+        return ", ".join(sorted({worker.rows_held_by for worker in workers} - {""})) if workers else "workers"
 
     async def _answer(self, line: BatchLine, name: str, job_ids: list[str]) -> LineResult:
         model, job_class = self._options.model, self._options.job_class

@@ -54,7 +54,7 @@ class BatchUsage(Shape):
 class BatchProgress(Shape):
     """Speed of a batch that runs, the seconds that it still needs, and its requests that run or wait for a row.
 
-    held_by: what keeps workers from more rows. Null: not known.
+    held_by: what keeps workers from more rows; `workers` if none serves the model. Null: not known.
     """
 
     tokens_per_second: float | None

@@ -12,6 +12,7 @@ _HELD_BY = {
     "costs": "more rows would not be faster",
     "pages": "the cache is full",
     "interactive": "interactive jobs go first",
+    "workers": "no worker serves the model",
 }
 _ENDED_AT = ("completed_at", "failed_at", "expired_at", "cancelled_at")
 
@@ -56,7 +57,10 @@ def note(batch: Json) -> str:
     failed = counts(batch)[1]
     parts = [str(batch.get("status")).replace("_", " ")] if batch.get("status") != "in_progress" else []
     parts += [f"{failed} failed"] * bool(failed)
-    if speed := (batch.get("progress") or {}).get("tokens_per_second"):
+    progress = batch.get("progress") or {}
+    if progress.get("held_by") == "workers":
+        parts.append(f"waiting for a worker of {batch.get('model')}")
+    elif speed := progress.get("tokens_per_second"):
         parts.append(f"{speed:.0f} tok/s")
     return ", ".join(parts)
 
