@@ -117,7 +117,7 @@ demo: $(VENV)/demo.stamp ## Stream a story and run a batch on this machine, from
 	@$(BIN)/ktqueue demo $(ARGS)
 
 .PHONY: test long compiled installed mutations soak fleet parity models clients sanitize fuzz
-# Three processes on two cores, each with whole files: many tests wait for others' processes, and fixtures serve a file.
+# Three processes on two cores, each with whole files or folders, which fixtures serve: many tests wait for processes.
 PROCESSES := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/dev.stamp ## All tests but the long ones (ARGS="-k journal" for some of all)
 	@$(BIN)/python -m pytest $(PROCESSES) $(or $(ARGS),--without-long)
