@@ -100,6 +100,7 @@ class FilesAndFolders(LoadFileScheduling):  # type: ignore[misc]
         return next((folder for folder in TOGETHER if nodeid.startswith(f"tests/{folder}/")), nodeid.split("::")[0])
 
 
+@pytest.hookimpl(optionalhook=True)  # unknown with -p no:xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
     """How `--dist loadfile` shares the tests out among processes."""
     return FilesAndFolders(config, log) if config.getvalue("dist") == "loadfile" else None

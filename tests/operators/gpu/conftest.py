@@ -35,8 +35,8 @@ def compiler() -> ctypes.CDLL:
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_cpus() -> None:
-    """Give torch and the kernels their own CPUs, as in a worker. Otherwise their threads wait for each other."""
-    native.set_threads()
+    """Give torch and the kernels one thread. Processes that run tests share the CPUs, and threads that wait spin."""
+    native.set_threads(1)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
