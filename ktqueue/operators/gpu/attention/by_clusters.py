@@ -41,15 +41,15 @@ class Tile(NamedTuple):
 
 _TILES = {4: Tile(2, 8, 16), 8: Tile(2, 8, 8), 16: Tile(2, 8, 4), 32: Tile(2, 8, 2), 64: Tile(2, 8), 128: Tile(1, 8)}
 _TILES |= {256: Tile(1, 4), 512: Tile(1, 2)}
-"""For up to so many key/value heads of all rows. All programs run at once on an H200, whose parts have room for one
-of eight warps on each processor, and for clusters of two everywhere."""
+"""For up to so many key/value heads of all rows. A processor of an H200 has room for one program of eight warps, and
+clusters of two programs fit everywhere. Larger clusters do not all run at once."""
 _LARGEST_TILE = Tile(2, 2)
 """For more of them."""
 
 
 class Projection(NamedTuple):
-    """The product for query, key and value, and what makes them of it: see qk_norm_rope_append. A norm has weights of
-    one head, [head_dim]; all heads of a row are rotated as a whole."""
+    """The product for query, key and value, and what makes them of it: see qk_norm_rope_append. Norms are those of one
+    head, [head_dim], and every head is rotated whole: cosine and sine are [positions, head_dim / 2]."""
 
     qkv: torch.Tensor
     q_norm: torch.Tensor | None
@@ -134,7 +134,7 @@ def _kernel(facts: ClusterFacts) -> CudaKernel:
 
 
 class ClusterMemory(NamedTuple):
-    """What the clusters of a row tell each other. parts: float32; counters: int32, 0 between launches."""
+    """Where the clusters of a row join: parts [bytes] uint8, which hold float32; counters int32, 0 between launches."""
 
     parts: torch.Tensor
     counters: torch.Tensor
@@ -146,8 +146,9 @@ def memory_of(shape: AttentionShape, rows: int) -> tuple[int, int]:
     tile = tile_of(rows, kv_heads, head_dim)
     if tile.clusters == 1:
         return 16, 1
-    pairs = rows * kv_heads
-    return pairs * tile.clusters * _padded_group(shape.heads, kv_heads) * head_dim * 8, pairs * tile.programs
+    row_heads = rows * kv_heads
+    size = row_heads * tile.clusters * _padded_group(shape.heads, kv_heads) * head_dim * 8
+    return size, row_heads * tile.programs
 
 
 def _padded_group(heads: int, kv_heads: int) -> int:
