@@ -23,7 +23,7 @@ from ktqueue.operators.step import ScoreOptions
 MAX_SPLITS = 128
 """Most splits of the keys of a decode row."""
 _FEW_SPLITS = 16
-"""Up to here all programs that join are alike."""
+"""Fewer have the same kernel, so that not many are compiled."""
 _JOINED_NUMBERS = 8192
 """Splits times columns that a program joins."""
 

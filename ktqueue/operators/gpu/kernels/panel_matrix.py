@@ -23,8 +23,6 @@ _FEWEST_SLABS, _MOST_SLABS = 32, 128
 """Slabs that a program has in flight at a time, of each of its rows: 1,024 to 4,096 columns."""
 _SLABS_OF_ALL = 1 << 14
 """Slabs that all programs together have in flight at a time: eight per warp, so about 15 warps per multiprocessor."""
-
-
 _AHEAD_TOKENS = 2
 """Up to here, two steps of weights are requested before the first is multiplied. More tokens need the registers."""
 

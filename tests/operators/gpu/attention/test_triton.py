@@ -68,6 +68,18 @@ def test_long_blocks_of_keys_equal_the_reference(window: int, chunk: int, monkey
     )
 
 
+@pytest.mark.parametrize(("processors", "splits"), [(12, 24), (30, 60), (64, 100)])
+def test_joins_of_many_splits_equal_the_reference(processors: int, splits: int) -> None:
+    """The joining program reads 32, 64 or 128 of them, of heads whose columns have one or two programs."""
+    kv = make_cache(kv_heads=2, head_dim=128, page_size=16, dtype=torch.float32, pages=210)
+    ours = planner(kv, 4)
+    ours.processors = processors
+    step = make_step(kv, [1], [3200])
+    plan = ours.plan(step)
+    assert plan.decode_rows is not None and plan.decode_rows.splits == splits
+    check_plan(plan, step, random_query(step, 4))
+
+
 @pytest.mark.parametrize("window", [0, 7])
 def test_sinks_equal_the_reference(window: int) -> None:
     """One sink is above all scores of its head, one below."""
