@@ -252,7 +252,7 @@ def _table(words: Sequence[str], numbers: Sequence[str], rows: list[Sequence[str
         listing.add_column(name, justify="right", no_wrap=True)
     values = [frozenset(column) for column in zip(*rows, strict=True)][: len(words)]
     for row in rows:
-        cells: list[ShortName | str] = [ShortName(word, others) for word, others in zip(row, values, strict=False)]
+        cells: list[ShortName | str] = [ShortName(word, column) for word, column in zip(row, values, strict=False)]
         listing.add_row(*compress([*cells, *row[len(words) :]], shown))
     return listing
 

@@ -185,7 +185,7 @@ def test_short_names_differ(width: int) -> None:
         "a1b",
         "a2b",
     ]
-    short = short_names(names, width)
+    short = short_names(frozenset(names), width)
     assert len(set(short.values())) == len(names) and max(map(len, short.values())) <= width
 
 

@@ -1,7 +1,7 @@
 """Names in narrow columns: they are cut where no two of them look the same."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from rich.measure import Measurement
 
 
-def short_names(names: Iterable[str], width: int) -> dict[str, str]:
+@lru_cache(32)  # every cell of a column asks for all of them
+def short_names(names: frozenset[str], width: int) -> dict[str, str]:
     """Each name in at most `width` characters: cut at the end or in the middle, from a difference on, or numbered."""
-    distinct = sorted(set(names))
+    distinct = sorted(names)
     common = 0  # characters at the beginning that all have
     while all(name[: common + 1] == distinct[0][: common + 1] for name in distinct) and common < len(distinct[0]):
         common += 1
@@ -35,10 +36,10 @@ def _end(text: str, width: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShortName:
-    """A cell of a table: a name that differs from `others` in any width."""
+    """A cell of a table: a name that differs from the others of its `column` in any width."""
 
     name: str
-    others: frozenset[str]
+    column: frozenset[str]
 
     def __rich_measure__(self, console: "Console", options: "ConsoleOptions") -> "Measurement":
         from rich.measure import Measurement
@@ -48,5 +49,5 @@ class ShortName:
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text
 
-        shown = short_names({self.name, *self.others}, options.max_width)[self.name]
+        shown = short_names(self.column, options.max_width)[self.name]
         yield Text(shown, no_wrap=True, overflow="ellipsis")
