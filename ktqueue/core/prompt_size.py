@@ -31,9 +31,11 @@ def check_text(text: str, max_model_len: int, longest_token: int | None, param: 
     check_tokens(-(-size // longest_token), max_model_len, param, at_least=True)
 
 
-def check_token_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt_token_ids") -> None:
+def check_token_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Check that the token ids of a prompt, which are not negative, are in the vocabulary. Raises InvalidRequest."""
     if not ids or max(ids) < vocab_size:
         return
     position = next(position for position, token_id in enumerate(ids) if token_id >= vocab_size)
-    raise InvalidRequest.must_be(f"{param}[{position}]", f"below {vocab_size}", ids[position], limit=vocab_size - 1)
+    raise InvalidRequest.must_be(
+        f"prompt_token_ids[{position}]", f"below {vocab_size}", ids[position], limit=vocab_size - 1
+    )

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway import batches, files, health, jobs, models, responses
@@ -45,17 +44,13 @@ SHORT = (
 logger = logging.getLogger(__name__)
 
 
-def create_app(config: Config, broker: Broker | None = None) -> Starlette:
-    """The gateway as an ASGI application.
-
-    Without a `broker` the lifespan opens one from `config.broker`, and raises Unavailable if none answers. A given
-    broker is not closed.
-    """
-    gateway = Gateway(config, broker)
+def create_app(config: Config) -> Starlette:
+    """The gateway as an ASGI application. Its lifespan opens the broker, and raises Unavailable if none answers."""
+    gateway = Gateway(config)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        opened = await gateway.open()
+        await gateway.open()
         # Every gateway ends late jobs and restarts those of dead workers.
         reaper = asyncio.create_task(gateway.broker.reaper().run(), name="reaper")
         try:
@@ -69,8 +64,7 @@ def create_app(config: Config, broker: Broker | None = None) -> Starlette:
             gateway.grammars.close()
             if gateway.profile is not None:
                 gateway.profile.close()
-            if opened:
-                await gateway.broker.close()
+            await gateway.broker.close()
 
     app = Starlette(
         routes=[*(page_routes() if config.gateway.web_page else ()), *routes(), *short_routes()],

@@ -45,7 +45,7 @@ Parsed = TypeVar("Parsed")
 class Gateway:
     """Settings, broker, metrics, profile, API keys, bodies being read and open feeds of one process."""
 
-    def __init__(self, config: Config, broker: Broker | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.metrics = Metrics()
         self.keys = ApiKeys(config.gateway)
@@ -55,7 +55,7 @@ class Gateway:
         self.grammars = GrammarChecks()
         self.profile = RecordWriter(config.profile, {"role": "gateway"}) if config.profile.folder else None
         self.draining = False
-        self._broker = broker
+        self._broker: Broker | None = None
         self.feeds: set[Feed] = set()  # of all responses that are being made
         self._background: set[asyncio.Task[None]] = set()
 
@@ -66,16 +66,13 @@ class Gateway:
             raise Unavailable("the gateway has no broker yet")
         return self._broker
 
-    async def open(self) -> bool:
-        """Open a broker unless one was given; True if this gateway must close it. Raises Unavailable."""
-        if self._broker is not None:
-            return False
+    async def open(self) -> None:
+        """Open the broker. Raises Unavailable."""
         self._broker = await Broker.open(
             self.config.broker,
             max_mailbox_bytes=self.config.gateway.max_mailbox_bytes,
             patience=self.config.broker.connect_timeout,
         )
-        return True
 
     async def read_body(self, request: Request, parse: Callable[[dict[str, Any], ModelCard | None], Parsed]) -> Parsed:
         """What `parse` makes of the request's JSON body and the card of its model, which is None if nobody serves it.

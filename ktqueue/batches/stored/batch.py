@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ktqueue.batches.concurrency import map_concurrently
 from ktqueue.batches.errors import BatchFault
@@ -20,6 +20,7 @@ from ktqueue.batches.line_runner import LineOptions, LineRunner
 from ktqueue.batches.stored.execution import Execution, ExecutionParts, load_segments
 from ktqueue.batches.stored.index import LineIndex
 from ktqueue.batches.stored.merge import Merged, MergeJob, merge
+from ktqueue.batches.stored.patience import RETRY_SECONDS, Patience
 from ktqueue.batches.stored.segments import Segments
 from ktqueue.batches.stored.speed import Speed
 from ktqueue.batches.stored.validation import check_input
@@ -34,12 +35,10 @@ from ktqueue.storage.store import NotStored, Store
 
 KEEP_SECONDS = 6 * 3_600.0  # jobs of lines can be read so long, so that another owner finds what a dead one has started
 BEATS = 5  # renewals in the time of a lease
-RETRY_SECONDS = 1.0
 DELETES_AT_ONCE = 32
 SETTLE_SECONDS = 2.0  # until Redis no longer forgets what was written, if its process dies
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class StoredBatch:
         self._index: LineIndex | None = None
         self._segments: Segments | None = None
         self._execution: Execution | None = None
-        self._trouble = ""
+        self._patience = Patience(record.id)
         self._max_failures = owner.broker.config.max_attempts
         self._runner = LineRunner(
             owner.broker,
@@ -110,7 +109,7 @@ class StoredBatch:
         while True:
             await self._advance_to_end()
             await asyncio.sleep(SETTLE_SECONDS)
-            self._notice(await self._patiently(lambda: self._owner.broker.batches.update(self._lease)))
+            self._notice(await self._patience.call(lambda: self._owner.broker.batches.update(self._lease)))
             if self._record.status.ended:
                 break
         await self._clean()
@@ -143,7 +142,7 @@ class StoredBatch:
     # Status validating
 
     async def _validate(self) -> None:
-        findings = await self._patiently(
+        findings = await self._patience.call(
             lambda: check_input(self._owner.store, self._input, self._record.request.endpoint, self._why_not_served)
         )
         if self._is_cancelled():
@@ -153,7 +152,7 @@ class StoredBatch:
             facts = replace(facts, errors=tuple(findings.faults))
             await self._update(facts, (BatchStatus.VALIDATING, BatchStatus.FAILED))
             return
-        await self._patiently(lambda: self._write_index(findings.index))
+        await self._patience.call(lambda: self._write_index(findings.index))
         self._index = findings.index
         facts = replace(facts, total=len(findings.index))
         await self._update(facts, (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS))
@@ -161,13 +160,8 @@ class StoredBatch:
     async def _why_not_served(self, model: str) -> str | None:
         """Why a model cannot be used, or None. Waits while no model is served at all: workers may be starting."""
         while not self._stop.is_set():
-            try:
-                cards = await self._owner.broker.models.cards()
-            except Unavailable as error:
-                self._say(error)
-            else:
-                if cards:
-                    return None if find_card(cards, model) else model_not_found(model, cards).message
+            if cards := await self._patience.call(self._owner.broker.models.cards):
+                return None if find_card(cards, model) else model_not_found(model, cards).message
             await asyncio.sleep(RETRY_SECONDS)
         return None
 
@@ -187,9 +181,9 @@ class StoredBatch:
         """The execution, after the index and the records of former owners were read."""
         if self._execution is None:
             if self._index is None:
-                self._index = await self._patiently(self._read_index)
+                self._index = await self._patience.call(self._read_index)
             index = self._index
-            self._segments = await self._patiently(
+            self._segments = await self._patience.call(
                 lambda: load_segments(self._owner.store, self._folder, index, self._former)
             )
             parts = ExecutionParts(
@@ -291,7 +285,7 @@ class StoredBatch:
             unfinished=unfinished,
             record_name=self._record.id.replace("_", "-", 1),
         )
-        merged: Merged = await self._patiently(lambda: merge(self._owner.store, index, segments, job))
+        merged: Merged = await self._patience.call(lambda: merge(self._owner.store, index, segments, job))
         if merged.output_bytes:
             await self._add_file(output_id, "output", merged.output_bytes)
         if merged.error_bytes:
@@ -314,7 +308,7 @@ class StoredBatch:
             size=size,
             seconds=self._record.request.output_seconds or self._owner.file_seconds,
         )
-        await self._patiently(lambda: self._owner.broker.files.add(facts, None))
+        await self._patience.call(lambda: self._owner.broker.files.add(facts, None))
 
     async def _clean(self) -> None:
         """Delete everything that only the run needed, and give the batch back.
@@ -322,8 +316,8 @@ class StoredBatch:
         If that fails again and again, or the files could not be written, it is kept as long as the batch's record.
         """
         if self._record.failures_without_progress < self._max_failures:
-            await self._patiently(self._delete_objects)
-        await self._patiently(lambda: self._owner.broker.batches.release(self._lease))
+            await self._patience.call(self._delete_objects)
+        await self._patience.call(lambda: self._owner.broker.batches.release(self._lease))
 
     async def _delete_objects(self) -> None:
         names = await self._owner.store.names(self._folder)
@@ -340,7 +334,7 @@ class StoredBatch:
                 if self._execution is not None:  # after the renewal, which must not wait for it
                     await self._speed.look(self._execution, self._runner)
             except Unavailable as error:
-                self._say(error)
+                self._patience.log(error)
             await asyncio.sleep(min(1.0, self._owner.broker.batches.lease_seconds / BEATS))
 
     def _notice(self, record: BatchRecord) -> None:
@@ -355,30 +349,11 @@ class StoredBatch:
         self, facts: BatchFacts, change: tuple[BatchStatus, BatchStatus] | None = None, failures: int = 0
     ) -> None:
         """Store facts, and a change of the status. If the client has cancelled the batch meanwhile, it stays."""
-        record = await self._patiently(
+        record = await self._patience.call(
             lambda: self._owner.broker.batches.update(self._lease, facts, change=change, failures=failures)
         )
         self._facts = record.facts
         self._notice(record)
-
-    async def _patiently(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """The result of a call, which is repeated while Redis or the store cannot be used."""
-        while True:
-            try:
-                result = await call()
-            except Unavailable as error:
-                self._say(error)
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                self._trouble = ""
-                return result
-
-    def _say(self, error: Exception) -> None:
-        """Log why the batch waits, once for each reason."""
-        text = str(error)
-        if text != self._trouble:
-            log.warning("%s waits: %s", self._record.id, text)
-        self._trouble = text
 
 
 class _InputLost(Exception):

@@ -12,6 +12,7 @@ from ktqueue.batches.input import LineFault, parse_line
 from ktqueue.batches.line_jobs import failure_record, job_id
 from ktqueue.batches.line_runner import LineResult, LineRunner
 from ktqueue.batches.stored.index import LineIndex
+from ktqueue.batches.stored.patience import Patience
 from ktqueue.batches.stored.segments import Segments, StoredRecord
 from ktqueue.batches.stored.window import Window
 from ktqueue.broker.batches import BatchUsage
@@ -24,7 +25,6 @@ from ktqueue.storage.store import NotStored, Store
 SEGMENT_SECONDS, LONGEST_SEGMENT_SECONDS = 1.0, 5.0  # between two segments; grows with their number
 SEGMENT_BYTES = 4 << 20  # of records after which a segment is written earlier
 MAX_PENDING_BYTES = 32 << 20  # of records that are not stored yet; then no further line begins
-RETRY_SECONDS = 1.0  # after the store or Redis could not be used
 END_SECONDS = 10.0  # in which running lines end after their jobs were cancelled
 CANCELS_AT_ONCE = 64
 MAX_LEFTOVERS = 8192  # lines of a dead owner that are searched for jobs to cancel
@@ -84,7 +84,7 @@ class Execution:
         self._begun = 0  # pending records whose segment is being stored, the first ones
         self._stopping = False
         self._flushing = asyncio.Lock()
-        self._trouble = ""
+        self._patience = Patience(parts.run)
 
     @property
     def in_flight(self) -> int:
@@ -130,7 +130,8 @@ class Execution:
                 # whichever write ends last, the segment is the same.
                 self._begun = self._begun or len(self._pending)
                 pending = self._pending[: self._begun]
-                await self._store([record for record, _ in pending])
+                records, name = [record for record, _ in pending], segment_name(self._token, self._written + 1)
+                await self._patience.call(partial(self._segments.write, name, records))
                 await self._commit(self._written + 1)
                 self._written += 1
                 del self._pending[: self._begun]
@@ -216,8 +217,7 @@ class Execution:
             except LineFault as fault:
                 return LineResult(failure_record(name, custom_id, fault.info(), url), fault.info())
             except Unavailable as error:
-                self._say(error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await self._patience.wait(error)
             except KtqueueError as error:
                 return LineResult(failure_record(name, custom_id, error.info(), url), error.info())
             except Exception:
@@ -244,41 +244,16 @@ class Execution:
             self._is_due.clear()
             await self.flush()
 
-    async def _store(self, records: list[StoredRecord]) -> None:
-        """Write the next segment, however long the store is away or full."""
-        name = segment_name(self._token, self._written + 1)
-        while True:
-            try:
-                await self._segments.write(name, records)
-            except Unavailable as error:
-                self._say(error)
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                self._trouble = ""
-                return
-
-    def _say(self, error: Exception) -> None:
-        """Log why the lines wait, once for each reason."""
-        text = str(error)
-        if text != self._trouble:
-            log.warning("%s waits: %s", self._parts.run, text)
-        self._trouble = text
-
     def _name(self, place: int) -> str:
         return f"{self._parts.run}-{self._index.number(place)}"
 
     async def _cancel(self, job: str) -> bool:
         """Cancel a job. Returns whether there is one."""
-        while True:
-            try:
-                await self._parts.broker.jobs.cancel(job)
-            except JobNotFound:
-                return False
-            except Unavailable as error:
-                self._say(error)
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
-                return True
+        try:
+            await self._patience.call(lambda: self._parts.broker.jobs.cancel(job))
+        except JobNotFound:
+            return False
+        return True
 
     async def _cancel_jobs_of(self, place: int) -> None:
         prompt = 0
