@@ -30,6 +30,8 @@ def model_json(card: ModelCard, workers: Sequence[WorkerInfo], name: str) -> dic
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(card.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": card.max_model_len,
         "owned_by": "ktqueue",
         "root": card.name,
         "max_model_len": card.max_model_len,

@@ -260,7 +260,7 @@ class ResponseObject(Shape):
 
 
 class Model(Shape):
-    """A served model. `type`, `display_name` and `created_at` are Anthropic's names."""
+    """A served model. `type`, `display_name`, `created_at`, `lifecycle` and `max_input_tokens` are of Anthropic."""
 
     id: str
     object: Literal["model"]
@@ -268,6 +268,8 @@ class Model(Shape):
     type: Literal["model"]
     display_name: str
     created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
     owned_by: str
     root: str
     max_model_len: int

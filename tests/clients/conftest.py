@@ -52,6 +52,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientsServer]:
 
 
 @pytest.fixture(scope="session")
+def brief_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientsServer]:
+    """A server whose longest answers take a second or two: 4,096 tokens can take a minute on a busy machine."""
+    with serving(start, tmp_path_factory.mktemp("up"), "--threads", "1", "--max-model-len", "512") as running:
+        yield ClientsServer(running.url)
+
+
+@pytest.fixture(scope="session")
 def exact_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientsServer]:
     """A server that computes all weights in float32, as transformers does."""
     with serving(start, tmp_path_factory.mktemp("up"), "--threads", "1", "--rules", "exact") as running:

@@ -20,10 +20,10 @@ positive_data_acceptance.enabled = false
 """
 
 
-def test_answers_are_as_described(server: Any, tmp_path: Path) -> None:
+def test_answers_are_as_described(brief_server: Any, tmp_path: Path) -> None:
     (tmp_path / "schemathesis.toml").write_text(SETTINGS)
     done = subprocess.run(
-        [Path(sys.executable).with_name("st"), "run", f"{server.root}/openapi.json", "--seed", "1",
+        [Path(sys.executable).with_name("st"), "run", f"{brief_server.root}/openapi.json", "--seed", "1",
          "--phases", "coverage,fuzzing", "--max-examples", "10", "--continue-on-failure", "--request-timeout", "60",
          "--warnings", "off", "--no-color"],
         cwd=tmp_path, capture_output=True, text=True, timeout=550, check=False,

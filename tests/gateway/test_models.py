@@ -52,6 +52,7 @@ async def test_every_name_is_listed_with_the_model_as_its_root(http: httpx.Async
     listed = page["data"]
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("tale", "teller", False)
     assert (listed[1]["display_name"], listed[1]["created_at"]) == ("gpt-4o", "2023-11-14T22:13:20+00:00")
+    assert (listed[1]["lifecycle"], listed[1]["max_input_tokens"]) == ("active", listed[1]["max_model_len"])
     assert [(model["id"], model["root"]) for model in listed] == [
         ("tale", "tale"), ("gpt-4o", "tale"), ("teller", "tale")
     ]  # fmt: skip

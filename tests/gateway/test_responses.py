@@ -237,6 +237,7 @@ async def test_a_response_belongs_to_its_tenant(serve_with: ServeWith, worker: S
         ({"tool_choice": {"type": "unknown"}}, "tool_choice"),
         ({"background": True, "store": False}, "background"),
         ({"temperature": 3}, "temperature"),
+        ({"include": ["message.output_text.logprobs", "usage"]}, "include.1"),
     ],
 )
 async def test_what_is_wrong_is_named(

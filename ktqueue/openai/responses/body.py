@@ -37,7 +37,12 @@ NAMES: Names = (
     (r"reasoning_effort", "reasoning.effort"),
     (r"messages.*|prompt(?!\w)", "input"),  # of which instructions and stored items are a part too
 )
-_LOGPROBS = "message.output_text.logprobs"  # of `include`; nothing else that it may name exists here
+_LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[  # the logprobs alone exist here: the others ask for parts that no answer has
+    "message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+]  # fmt: skip
 _TOOL = {"parameters": None, "strict": None}
 _REFUSED = {
     "conversation": "use previous_response_id",
@@ -105,7 +110,7 @@ class ResponseBody(StrictBody):
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
     store: bool | None = None
     background: bool | None = None
-    include: list[str] | None = Field(None, max_length=16)
+    include: list[Includable] | None = Field(None, max_length=16)
     truncation: Literal["auto", "disabled"] | None = None
     stream: bool | None = None
     metadata: Metadata = None
