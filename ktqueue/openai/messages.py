@@ -32,7 +32,9 @@ def _content(value: Any) -> Any:
     if isinstance(value, list):
         for part in value:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise must_be('a string or a list of {"type": "text", "text": ...} parts', part)
+                kind = part.get("type") if isinstance(part, dict) else None
+                shown = kind if isinstance(kind, str) and kind != "text" else part
+                raise must_be('a string or a list of {"type": "text", "text": ...} parts: only text is read', shown)
     elif value is not None and not isinstance(value, str):
         raise must_be("a string or a list of text parts", value)
     return value

@@ -106,7 +106,7 @@ def explain(detail: ErrorDetails, names: Mapping[str, str]) -> InvalidRequest:
     else:
         describe = _EXPECTED.get(detail["type"])
         expected = describe(context) if describe else detail["msg"]
-    value = short_repr(detail["input"])
+    value = context["shown"] if detail["type"] == "ktqueue" else short_repr(detail["input"])
     bounds = [context[key] for key in ("ge", "gt", "le", "lt", "min_length", "max_length") if key in context]
     limit = bounds[0] if bounds else expected
     number = detail["input"] if type(detail["input"]) in (int, float) else value

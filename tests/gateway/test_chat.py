@@ -267,3 +267,10 @@ async def test_a_job_that_did_not_finish_is_an_error(http: httpx.AsyncClient, wo
         response = await http.post(PATH, json=BODY)
         assert response.status_code == status
         assert set(response.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+async def test_the_part_that_is_no_text_is_shown(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    image = {"image_url": {"url": "data:image/png;base64," + "A" * 200}, "type": "image_url"}
+    content = [{"type": "text", "text": "What is on this picture? " * 9}, image]
+    response = await http.post(PATH, json={**BODY, "messages": [{"role": "user", "content": content}]})
+    assert response.json()["error"]["message"].endswith("only text is read, got 'image_url'")
