@@ -48,7 +48,7 @@ def bridge(common: CommonFlags) -> None:
 
 @expand
 def control(common: CommonFlags) -> None:
-    """Call the webhooks of ended jobs, and do other chores. Ctrl-C leaves the rest to the next control worker."""
+    """Run batches, call webhooks, and do other chores. Ctrl-C leaves the rest to the next control worker."""
     from ktqueue.workers.arq.control import run
 
     _serve(settings(common), run)

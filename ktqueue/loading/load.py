@@ -347,19 +347,23 @@ def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> 
 
 def card_facts(config: Config, checkpoint: Checkpoint) -> CardFacts:
     """Return the facts for the model card. Raises CheckpointError if the config lacks one."""
+    for name in ("max_position_embeddings", "vocab_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise CheckpointError(
+                f"{checkpoint.path}: the config of a {config.model_type} states no {name}; a model without it is not "
+                "supported",
+                param=name,
+            )
     format_bytes: Counter[str] = Counter()
     experts = {f"{module}.{part}" for module in checkpoint.expert_modules() for part in (GATE_UP, DOWN)}
     for name in experts or checkpoint.names():
         format_bytes[checkpoint.quant(name)] += checkpoint.nbytes(name)
-    try:
-        return CardFacts(
-            architecture=(config.architectures or [type(config).__name__])[0],
-            quantization=format_bytes.most_common(1)[0][0],
-            max_position_embeddings=int(config.max_position_embeddings),
-            vocab_size=int(config.vocab_size),
-        )
-    except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{checkpoint.path}: the config is incomplete: {error}") from error
+    return CardFacts(
+        architecture=(config.architectures or [type(config).__name__])[0],
+        quantization=format_bytes.most_common(1)[0][0],
+        max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+    )
 
 
 def open_checkpoint(path: str) -> Checkpoint:

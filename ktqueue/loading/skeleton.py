@@ -14,8 +14,14 @@ from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.table import BY_CLASS, FAMILIES, family_of_type
-from ktqueue.loading.huggingface.causal_models import config_class_of
-from ktqueue.loading.huggingface.config_check import DERIVED_KEY, check_config, check_values, ignored_keys
+from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS, config_class_of
+from ktqueue.loading.huggingface.config_check import (
+    DERIVED_KEY,
+    check_config,
+    check_values,
+    ignored_keys,
+    several_models,
+)
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
@@ -30,6 +36,9 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     check_model_type(values, source)
     if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig does
         model_type = "ministral"
+    text = values.get("text_config")
+    if isinstance(text, Mapping) and model_type in transformers.CONFIG_MAPPING and model_type not in CAUSAL_MODELS:
+        raise several_models(model_type, text.get("model_type"), source)
     config_class = config_class_of(model_type, source)
     family = family_of_type(model_type)
     if values.get("kv_lora_rank") and not family.latent:

@@ -42,7 +42,9 @@ def paged_attention(
     if step is None:
         raise ValueError(f"{type(module).__name__} did not receive the step: the model does not pass it on")
     if attention_mask is not None:
-        raise ValueError("paged attention takes its mask from the step; attention_mask must be None")
+        raise ValueError(
+            f"{type(module).__name__} has a mask of its own, but the mask of our attention follows from the step"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = window_of(module, getattr(module, "config", None), sliding_window)
     options = ScoreOptions(scaling, window, None if s_aux is None else s_aux.float(), softcap or 0.0)

@@ -164,6 +164,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma": {"intermediate_size": 96, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
     "biogpt": {"intermediate_size": 96},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "doge": {},
     "diffllama": {"intermediate_size": 96},
     "xglm": {"ffn_dim": 96},
     "bart": {"num_key_value_heads": 4, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},

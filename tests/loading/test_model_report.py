@@ -174,6 +174,12 @@ def test_a_folder_without_a_tokenizer_is_refused_before_its_weights(tiny: Path, 
     assert report_model(str(folder), tokenizer=str(tiny)).refusal is None
 
 
+def test_a_model_without_a_longest_context_is_refused(make_model: Callable[..., Path]) -> None:
+    """BLOOM adds to scores what depends on the distance, so its config has no number of positions."""
+    with pytest.raises(CheckpointError, match="the config of a bloom states no max_position_embeddings"):
+        report_model(str(make_model("bloom", max_position_embeddings=None)))
+
+
 def test_rules_that_spread_a_step_are_refused(tiny: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {name: 'layers.1$'}\n  replace: {op: default, device: cuda}\n")

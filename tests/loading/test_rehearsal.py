@@ -39,6 +39,7 @@ def test_a_module_whose_weights_are_read_is_not_replaced(
     ("model_type", "words"),
     [
         ("diffllama", "layer 0 attends 2 times per step"),
+        ("doge", "DogeAttention has a mask of its own"),
         ("bart", "depend on its row in the step"),
         ("mbart", "depend on its row in the step"),
         ("whisper", "ValueError: 2 rows of logits were requested, got 3"),
@@ -90,9 +91,13 @@ def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_composite_model_is_refused() -> None:
-    words = "a gemma3 consists of several models, which is not supported; its gemma3_text alone may be"
+    words = "a gemma3 consists of several models; its text model, a gemma3_text, is not served from such a folder"
     with pytest.raises(CheckpointError, match=words):
         build_config({"model_type": "gemma3"}, "folder")
+    with pytest.raises(
+        CheckpointError, match="a qwen3_vl consists of several models; its text model, a qwen3_vl_text,"
+    ):
+        build_config({"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}}, "folder")
 
 
 def test_layers_may_differ_only_in_their_heads_and_only_in_gemma_4() -> None:

@@ -101,8 +101,8 @@ def missing_cuda(found: CudaInstallation) -> str | None:
     if found.cuda is None:
         release = found.torch.partition("+")[0]
         return (
-            f"torch {found.torch} is built without CUDA; `pip install --force-reinstall torch=={release}` "
-            "installs the build with CUDA from PyPI"
+            f"{'' if found.has_driver else 'no NVIDIA driver is loaded, and '}torch {found.torch} is built without "
+            f"CUDA; `pip install --force-reinstall torch=={release}` installs the build with CUDA from PyPI"
         )
     if found.gpus:
         return None

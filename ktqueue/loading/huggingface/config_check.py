@@ -120,13 +120,18 @@ def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
     return {name for name in _IGNORED if name in values and not hasattr(config_class, name)}
 
 
+def several_models(model_type: object, text_type: object, source: str) -> CheckpointError:
+    """Return the error for a model with encoders whose text model is not known to compute the same alone."""
+    return CheckpointError(
+        f"{source}: a {model_type} consists of several models; its text model, a {text_type}, is not served from such "
+        "a folder"
+    )
+
+
 def check_config(config: Any, source: str) -> None:
     """Check how the numbers of a transformers config fit together. Raises CheckpointError."""
     if getattr(config, "num_hidden_layers", None) is None and (text := getattr(config, "text_config", None)):
-        raise CheckpointError(
-            f"{source}: a {config.model_type} consists of several models, which is not supported; its "
-            f"{text.model_type} alone may be"
-        )
+        raise several_models(config.model_type, text.model_type, source)
     family = family_of_type(config.model_type)
     differing = {*(getattr(config, "per_layer_attributes", None) or ())}  # the config has no single value for them
     if unknown := differing - ({*_HEADS} if family.heads_differ else set()):

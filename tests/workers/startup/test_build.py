@@ -83,8 +83,12 @@ def test_an_error_names_a_device_on_which_no_engine_runs(device: str, words: str
     ("installation", "words"),
     [
         (
+            CudaInstallation(torch="2.99.1+cpu", cuda=None, has_driver=True),
+            "machine: torch 2.99.1+cpu is built without CUDA; `pip install --force-reinstall torch==2.99.1`",
+        ),
+        (
             CudaInstallation(torch="2.99.1+cpu", cuda=None),
-            "torch 2.99.1+cpu is built without CUDA; `pip install --force-reinstall torch==2.99.1`",
+            "machine: no NVIDIA driver is loaded, and torch 2.99.1+cpu is built without CUDA",
         ),
         (CudaInstallation(torch="2.9", cuda="13.0"), "no NVIDIA driver is loaded"),
         (
