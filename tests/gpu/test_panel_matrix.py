@@ -7,6 +7,7 @@ import torch
 
 from ktqueue.operators.gpu.dense import FEW_ROWS, DecodeBuffer, QuantisedLinear
 from ktqueue.operators.gpu.kernels.panel_matrix import multiply_few
+from ktqueue.operators.gpu.kernels.panel_tensor_cores import MOST_TOKENS, multiply_some
 from ktqueue.operators.packed import Bytes
 
 from ..operators.gpu.kernels.matrices import BLOCKS, activations, columns_of, make_panels
@@ -50,6 +51,39 @@ def test_few_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
             assert_close(out, expected if bias is None else expected + bias.double(), 1e-5)
 
 
+@pytest.mark.parametrize("quant", BLOCKS)
+def test_some_rows(quant: str, random_weights: Callable[..., Bytes]) -> None:
+    """By tensor cores: one part, two or three, rows that do not fill a panel, all numbers of eight tokens."""
+    for columns, tokens in ((columns_of(quant), 3), (2048, 16), (2048, 9), (4096, MOST_TOKENS), (4096, 8)):
+        parts = ((quant, 261), ("Q8_0", 40), (quant, 2600))
+        made = [make_panels(random_weights, one, rows, columns, "cuda") for one, rows in parts]
+        x = activations(tokens, columns + 32, torch.bfloat16)[:, 32:]
+        for some in (made[:1], made[:2], made):
+            weights = torch.cat([one for _, one in some]).bfloat16()
+            bias = activations(1, len(weights), torch.bfloat16)[0] if len(some) > 1 else None
+            out = torch.full((tokens, len(weights) + 1), torch.nan, device="cuda")
+            panels = [one for one, _ in some]
+            multiply_some(panels, x.cuda(), None if bias is None else bias.cuda(), out[:, :-1])
+            assert out[:, -1].isnan().all()
+            expected = x.double() @ weights.double().T + (0.0 if bias is None else bias.double())
+            # Weights are rounded from numbers that may be the next ones in float32.
+            assert_close(out[:, :-1], expected, 2e-4)
+            added = torch.ones(tokens, len(weights), dtype=torch.bfloat16, device="cuda")
+            multiply_some(panels, x.cuda(), None if bias is None else bias.cuda(), added, adds=True)
+            assert_close(added, expected + 1, 6e-3)
+
+
+@pytest.mark.parametrize("start", [1, 4, 8])
+def test_some_rows_that_begin_anywhere(start: int, random_weights: Callable[..., Bytes]) -> None:
+    panels, weights = make_panels(random_weights, "Q6_K", 40, 512, "cuda")
+    x = activations(5, 523, torch.bfloat16).cuda()[:, start : start + 512]
+    out = torch.full((5, 40), torch.nan, device="cuda")
+    multiply_some([panels], x, None, out)
+    assert_close(out, x.cpu().double() @ weights.bfloat16().double().T, 2e-4)
+    with pytest.raises(ValueError, match="multiply_some"):
+        multiply_some([panels], x.half(), None, out)
+
+
 @pytest.mark.parametrize("start", [1, 2, 3, 4])
 def test_rows_that_begin_in_the_middle_of_a_word(start: int, random_weights: Callable[..., Bytes]) -> None:
     panels, weights = make_panels(random_weights, "Q4_K", 40, 512, "cuda")
@@ -70,7 +104,7 @@ def test_any_number_of_rows(quants: tuple[str, str], dtype: torch.dtype, random_
     weights = torch.cat([one for _, one in made])
     buffer.reserve(*weights.shape)
     linear = QuantisedLinear([one for one, _ in made], None, buffer)
-    for tokens in (1, 3, 5, 64, 300, 3000):
+    for tokens in (1, 3, 5, 16, 33, 300, 3000):
         x = activations(tokens, 512, dtype)
         got = linear(x.cuda())
         assert got.dtype == dtype

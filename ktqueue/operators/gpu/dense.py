@@ -17,7 +17,7 @@ import torch
 
 from ktqueue.operators import native
 from ktqueue.operators.decoder_weights import router_norm
-from ktqueue.operators.gpu.kernels import panel_layout
+from ktqueue.operators.gpu.kernels import panel_layout, panel_tensor_cores
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
@@ -46,6 +46,8 @@ ONE_PRODUCT = (
 """Linear modules of one parent module that share their input, so that they become one matrix."""
 FEW_ROWS = 4
 """Up to this number of rows of 16 bits, quantised weights are multiplied directly. For more they are decoded first."""
+FEW_ROWS_BESIDE = 2
+"""The same where tensor cores can multiply by quantised weights, which are faster from here on (ADR 0080)."""
 WEIGHTS_PER_PIECE = 1 << 24
 """Weights that are decoded at a time: 32 MB of 16 bits, less than the second-level cache of a large GPU."""
 WEIGHTS_PER_THREAD = 1 << 22  # that a thread holds as float32 while loading: 16 MB
@@ -151,7 +153,11 @@ class QuantisedLinear:
 
     def multiplies(self, x: torch.Tensor) -> bool:
         """Whether x [tokens, columns] is multiplied by the quantised weights, without decoding them first."""
-        return 1 <= len(x) <= self._few_rows and x.dtype != torch.float32
+        return (1 <= len(x) <= self._few_rows and x.dtype != torch.float32) or self._decodes_on_the_way(x)
+
+    def _decodes_on_the_way(self, x: torch.Tensor) -> bool:
+        """Whether tensor cores multiply x [tokens, columns]: see panel_tensor_cores.py."""
+        return len(x) > min(self._few_rows, FEW_ROWS_BESIDE) and panel_tensor_cores.pays(x, self._rows)
 
     def __call__(
         self,
@@ -164,7 +170,11 @@ class QuantisedLinear:
         """See DenseLinear."""
         if self.multiplies(x):
             out = x.new_empty(len(x), self._rows, dtype=dtype) if added_to is None else added_to
-            multiply_few(self.parts, x, self._bias, out, adds=added_to is not None, norm=norm)
+            if self._decodes_on_the_way(x):
+                x = x if norm is None else add_rms_norm(x, *norm)
+                panel_tensor_cores.multiply_some(self.parts, x, self._bias, out, adds=added_to is not None)
+            else:
+                multiply_few(self.parts, x, self._bias, out, adds=added_to is not None, norm=norm)
             return out
         x = x if norm is None else add_rms_norm(x, *norm)
         products = []

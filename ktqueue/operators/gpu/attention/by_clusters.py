@@ -16,7 +16,7 @@ import torch
 from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.gpu.attention.triton_blocks import LOG2_E, Tables
 from ktqueue.operators.gpu.device import is_gpu
-from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, kept_code
+from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.operation import launch_options
 from ktqueue.operators.step import ScoreOptions
 
@@ -129,8 +129,7 @@ def shared_bytes(facts: ClusterFacts) -> int:
 @cache
 def _kernel(facts: ClusterFacts) -> CudaKernel:
     options = [f"-D{name}={value}" for name, value in constants(facts).items()]
-    code = kept_code(SOURCE, options, "{}{}".format(*torch.cuda.get_device_capability()))
-    return CudaKernel(code, NAME, 32 * facts.tile.warps, shared_bytes(facts))
+    return CudaKernel(SOURCE, options, NAME, 32 * facts.tile.warps, shared_bytes(facts))
 
 
 class ClusterMemory(NamedTuple):

@@ -7,13 +7,14 @@ early (see operation.py). Compiling needs no GPU and may run in threads.
 import ctypes
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ktqueue.operators.gpu.kernels.operation import triton
+from ktqueue.operators.gpu.kernels.operation import compiling_threads, triton
 
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -87,27 +88,54 @@ def kept_code(source: Path, options: Sequence[str], architecture: str, compiler:
 
 
 class CudaKernel:
-    """A compiled kernel, loaded to the current device.
+    """A kernel of `source`, compiled at its first launch and loaded to the current device.
 
-    code: from `kept_code`; name: that of the function; threads: of a program; shared_bytes: shared memory of a program
-    that is given at the launch. Raises RuntimeError with the driver's words.
+    options: of the compiler; name: that of the function; threads: of a program; shared_bytes: shared memory of a
+    program that is given at the launch; architecture: as for `machine_code`; None: that of the current device.
     """
 
-    def __init__(self, code: bytes, name: str, threads: int, shared_bytes: int) -> None:
-        loaded: Any = torch.cuda._utils._cuda_load_module(code, [name])
-        self._kernel = loaded[name]
-        # Less would not let the kernel's own memory pass 48 KiB.
-        self._kernel.set_shared_memory_config(max(shared_bytes, _DEFAULT_SHARED_BYTES))
-        self._threads, self._shared_bytes = threads, shared_bytes
+    def __init__(
+        self,
+        source: Path,
+        options: Sequence[str],
+        name: str,
+        threads: int,
+        shared_bytes: int,
+        architecture: str | None = None,
+    ) -> None:
+        architecture = architecture or "{}{}".format(*torch.cuda.get_device_capability())
+        self._compile = lambda: kept_code(source, options, architecture)
+        self._name, self._threads, self._shared_bytes = name, threads, shared_bytes
+        self._code: Future[bytes] | None = None
+        self._kernel: Any = None
+        self._driver: Any = None
+
+    def compile_in(self, threads: Executor) -> None:
+        """Begin to compile the kernel in a thread, if that has not begun. The first launch waits for it."""
+        self._code = self._code or threads.submit(self._compile)
+
+    def _load(self) -> None:
+        """Raises RuntimeError with the compiler's or the driver's words."""
+        code = self._compile() if self._code is None else self._code.result()
         self._driver = ctypes.CDLL("libcuda.so.1")
+        loaded: Any = torch.cuda._utils._cuda_load_module(code, [self._name])
+        self._kernel = loaded[self._name]
+        # Less would not let the kernel's own memory pass 48 KiB.
+        self._kernel.set_shared_memory_config(max(self._shared_bytes, _DEFAULT_SHARED_BYTES))
         # All of it that can be had: otherwise the driver may leave room for fewer programs than fit.
         self._check(self._driver.cuFuncSetAttribute(self._kernel.func, _SHARED_CARVEOUT, 100))
 
     def launch(self, grid: tuple[int, int], arguments: Sequence[torch.Tensor | int], *, early: bool = False) -> None:
         """Launch `grid` programs in torch's current stream. arguments: contiguous tensors, as pointers, and int32.
 
-        early: the kernel before may still run. Then the kernel must wait for it by itself.
+        early: the kernel before may still run. Then the kernel must wait for it by itself. Inside
+        `compiled_side_by_side` a kernel that is not compiled yet begins to be, in a thread, and nothing runs.
         """
+        if self._kernel is None:
+            if (threads := compiling_threads()) is not None:
+                self.compile_in(threads)
+                return
+            self._load()
         values = [
             ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr()) for value in arguments
         ]

@@ -15,7 +15,7 @@ import torch
 
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels import dots, panel_layout
-from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, kept_code
+from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_tiles import MatrixTile, MatrixTiles
@@ -134,10 +134,9 @@ def options(constants: dict[str, str | int]) -> list[str]:
 
 @cache
 def _kernel(facts: ProductFacts, tile: MatrixTile) -> tuple[CudaKernel, int]:
-    """Compile the kernel. Returns it and the programs that a multiprocessor can hold."""
+    """The kernel, and the programs that a multiprocessor can hold."""
     known, shared = constants(facts, tile), _shared_bytes(facts.quant, facts.columns, tile)
-    code = kept_code(SOURCE, options(known), "{}{}".format(*torch.cuda.get_device_capability()))
-    return CudaKernel(code, NAME, 32 * tile.warps, shared), int(known["PROGRAMS"])
+    return CudaKernel(SOURCE, options(known), NAME, 32 * tile.warps, shared), int(known["PROGRAMS"])
 
 
 def gate_up(

@@ -19,7 +19,7 @@ import torch
 
 from ktqueue.operators.gpu.device import has_warpgroups
 from ktqueue.operators.gpu.kernels import expert_products, panel_layout
-from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, kept_code
+from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.expert_matrices import ProductFacts, options, product_constants
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, sort_pairs
 from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
@@ -103,13 +103,9 @@ def can_multiply(record: ExpertRecord, dtype: torch.dtype, device: torch.device)
 
 
 @cache
-def _code(kernel: WarpgroupKernel, facts: ProductFacts) -> bytes:
-    return kept_code(kernel.source, options(kernel.constants(facts)), _ARCHITECTURE)
-
-
-@cache
 def _kernel(kernel: WarpgroupKernel, facts: ProductFacts) -> CudaKernel:
-    return CudaKernel(_code(kernel, facts), kernel.name, kernel.threads, kernel.shared_bytes(facts)[1])
+    known, shared = options(kernel.constants(facts)), kernel.shared_bytes(facts)[1]
+    return CudaKernel(kernel.source, known, kernel.name, kernel.threads, shared, _ARCHITECTURE)
 
 
 def product_facts(record: ExpertRecord, experts: int, gate: GateFacts, *, biased: bool) -> list[ProductFacts]:
@@ -123,7 +119,8 @@ def product_facts(record: ExpertRecord, experts: int, gate: GateFacts, *, biased
 def compile_products(products: Iterable[tuple[WarpgroupKernel, ProductFacts]]) -> None:
     """Compile the kernels in threads, so that no step has to. A few seconds each, unless they are kept on disk."""
     with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda product: _code(*product), dict.fromkeys(products)))
+        for product in dict.fromkeys(products):
+            _kernel(*product).compile_in(threads)
 
 
 def experts(

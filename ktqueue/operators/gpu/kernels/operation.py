@@ -19,6 +19,7 @@ __all__ = [
     "INTERPRETED",
     "check_fits",
     "compiled_side_by_side",
+    "compiling_threads",
     "dependent_launches",
     "is_last",
     "kernels_on_any_device",
@@ -116,6 +117,15 @@ class _NothingToRun:
         """See CompiledKernel."""
 
 
+_COMPILING = ContextVar[ThreadPoolExecutor | None]("compiling_threads", default=None)
+
+
+def compiling_threads() -> ThreadPoolExecutor | None:
+    """The threads in which kernels are compiled inside `compiled_side_by_side`, which waits for them at its end. None:
+    outside of it."""
+    return _COMPILING.get()
+
+
 @contextmanager
 def compiled_side_by_side() -> Iterator[list[str]]:
     """Launches of kernels that are not compiled yet compile them, each in a thread, and run nothing. At the end all are
@@ -137,7 +147,11 @@ def compiled_side_by_side() -> Iterator[list[str]]:
     before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, note
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads, Mode(threads):
-            yield missing
+            token = _COMPILING.set(threads)
+            try:
+                yield missing
+            finally:
+                _COMPILING.reset(token)
     finally:
         triton.knobs.compilation.listener = before
 

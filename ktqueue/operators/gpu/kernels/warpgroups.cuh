@@ -16,57 +16,6 @@ constexpr int BLOCKS = COLUMNS / 256;
 constexpr int CHUNK = 64;  // columns of x that are copied at once: two slabs, 128 bytes of a row
 constexpr int CHUNKS = COLUMNS / CHUNK;
 constexpr int CHUNK_BYTES = PAIRS * 2 * CHUNK;
-constexpr bool IS_SIGNED = OFFSET != 0 || quant == Q8_0 || quant == Q6_K || quant == Q4_0 || !MINIMUMS;
-
-__device__ inline uint32_t two_bfloat16(float low, float high) {
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-
-// A signed byte plus 32896, or a byte below 128 plus 128: bits of a float.
-__device__ inline float code_plus(uint32_t word, int byte) {
-  if constexpr (IS_SIGNED) return __uint_as_float(__byte_perm(word, 0x47000000, 0x7404 + 16 * byte));
-  return __uint_as_float(__byte_perm(word, 0x43000000, 0x7044 + 256 * byte));
-}
-constexpr float CODE_OFFSET = IS_SIGNED ? 32896.0f : 128.0f;
-
-// What multiplies the scales and minimums of rows 2g and 2g + 1 of a superblock.
-struct Factors {
-  float2 scales, minimums;
-};
-__device__ inline Factors factors_of(const uint8_t* block, int g) {
-  return {scale_factors(block, 8, g), minimum_factors(block, 8, g)};
-}
-
-// left[s][..]: the left operand of columns 4s .. 4s + 3 of each eight.
-__device__ inline void decode_slab(uint32_t left[2][4], const uint8_t* block, const Factors& factors, int slab, int g,
-                                   int t) {
-  uint32_t codes[4];
-  decode(block, slab, 8, g, t, codes);
-  float scale[2];
-  scales_of(block, slab, PARTS == 1 ? 0 : t / 2, 8, g, factors.scales, scale);
-  float2 minimum = {};
-  if constexpr (MINIMUMS) minimum = minimums_times(block, PARTS == 1 ? slab : 2 * slab + t / 2, 8, g, factors.minimums);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float factor = scale[r] * (1.0f / UNIT),
-                offset = __fmaf_rn(-CODE_OFFSET, factor, r == 0 ? -minimum.x : -minimum.y);
-#pragma unroll
-    for (int s = 0; s < 2; s++) {
-      const uint32_t word = IS_SIGNED ? codes[2 * s + r] ^ 0x80808080 : codes[2 * s + r];
-      float value[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) value[i] = __fmaf_rn(code_plus(word, i), factor, offset);
-      left[s][r] = two_bfloat16(value[0], value[1]);
-      left[s][2 + r] = two_bfloat16(value[2], value[3]);
-    }
-  }
-}
-
-__device__ inline void decode_slab(uint32_t left[2][4], const uint8_t* block, int slab, int g, int t) {
-  decode_slab(left, block, factors_of(block, g), slab, g, t);
-}
 
 // The right operand: rows of 128 bytes, of which 16 bytes lie where their number, by exclusive or with the row's, says.
 __device__ inline unsigned long long right_operand(uint32_t address) {

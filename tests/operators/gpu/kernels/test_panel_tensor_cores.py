@@ -1,0 +1,93 @@
+"""Without a GPU: the kernel that multiplies panels on tensor cores compiles, and its tiles fit."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from ktqueue.operators.gpu.kernels import cuda_kernel, panel_tensor_cores
+from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, machine_code
+from ktqueue.operators.gpu.kernels.operation import compiled_side_by_side
+from ktqueue.operators.gpu.kernels.panel_tensor_cores import (
+    MOST_TOKENS,
+    ProductFacts,
+    constants,
+    fitting,
+    shared_bytes,
+    tile_of,
+)
+
+from .matrices import BLOCKS, columns_of
+
+SHAPES = [(columns, panels) for columns in (96, 512, 2048, 4096, 11008) for panels in (1, 128, 320, 9496)]
+
+
+def compiled(facts: ProductFacts, architecture: str, compiler: ctypes.CDLL) -> bytes:
+    options = [f"-D{name}={value}" for name, value in constants(facts).items()]
+    return machine_code(panel_tensor_cores.SOURCE, options, architecture, compiler)
+
+
+@pytest.mark.parametrize(
+    ("program", "processor"), [(227 << 10, 228 << 10), (163 << 10, 164 << 10), (99 << 10, 100 << 10)]
+)
+def test_every_tile_fits(program: int, processor: int) -> None:
+    """Into shared memory of an H200, an A100 and an RTX 4090. Each warp has something to do."""
+    for columns, panels in SHAPES:
+        for token_tiles in (1, 2, MOST_TOKENS // 8):
+            wanted = tile_of(columns, panels, token_tiles)
+            for quants in (("Q4_K",), ("Q8_0", "Q4_K")):
+                facts = ProductFacts(quants, (16 * panels, 16)[: len(quants)], columns, token_tiles, wanted)
+                tile = fitting(facts, program, processor).tile
+                needed = shared_bytes(facts._replace(tile=tile))
+                assert needed <= program
+                assert tile.programs * (needed + 1024) <= processor
+                assert tile.stages >= 2
+                assert 1 <= tile.warps <= -(-columns // 256)
+                if quants == ("Q4_K",) and program == 227 << 10:
+                    assert tile == wanted
+
+
+def test_cpu_tensors_have_another_way() -> None:
+    assert not panel_tensor_cores.fits(torch.zeros(8, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("quant", BLOCKS)
+def test_every_format_compiles(quant: str, compiler: ctypes.CDLL) -> None:
+    """Alone, above another one and below it; also where a superblock is not whole."""
+    columns = columns_of(quant)
+    for quants, rows in (((quant,), (20,)), ((quant, "Q8_0"), (20, 16)), (("Q6_K", quant), (16, 8))):
+        facts = ProductFacts(quants, rows, columns, 1, tile_of(columns, 3, 1))
+        assert b"multiply_panels" in compiled(facts, "90", compiler)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("architecture", ["80", "90"])
+def test_every_kind_of_result_compiles(architecture: str, compiler: ctypes.CDLL) -> None:
+    for columns, panels in ((2048, 320), (4096, 128)):
+        for token_tiles in (1, 2, 4):
+            tile = tile_of(columns, panels, token_tiles)
+            facts = ProductFacts(("Q4_K",), (16 * panels,), columns, token_tiles, tile)
+            for changed in (facts, facts._replace(adds=True, has_bias=True), facts._replace(is_float=True)):
+                assert b"multiply_panels" in compiled(changed, architecture, compiler)
+
+
+@pytest.mark.compiled
+def test_kernels_are_compiled_side_by_side(
+    compiler: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept on disk, and nothing runs. What does not compile is told at the next launch."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cuda_kernel, "_nvrtc", lambda: compiler)
+    good, bad = tmp_path / "good.cu", tmp_path / "bad.cu"
+    good.write_text('extern "C" __global__ void one(int* x) { *x = 1; }')
+    bad.write_text("no")
+    kernels = [CudaKernel(source, [], "one", 32, 0, "90") for source in (good, bad)]
+    with compiled_side_by_side():
+        for kernel in kernels:
+            kernel.launch((1, 1), [torch.zeros(1, dtype=torch.int32)])
+            kernel.launch((1, 1), [torch.zeros(1, dtype=torch.int32)])
+    assert [path.name for path in tmp_path.glob("cache/*/*.cubin")] == ["good.cubin"]
+    with pytest.raises(RuntimeError, match=r"bad\.cu does not compile:\n"):
+        kernels[1].launch((1, 1), [torch.zeros(1, dtype=torch.int32)])
