@@ -7,6 +7,8 @@ up, and it ends the process at once. So this module and the package import almos
 import signal
 import sys
 
+from ktqueue.core import garbage
+
 TYPE_CHECKING = False  # typing would be imported for it
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -17,6 +19,7 @@ AGAIN_SECONDS = 0.01  # after which an ignored Ctrl-C is sent again
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
+    garbage.collect_seldom()
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell's background job ignores Ctrl-C
         from ktqueue.cli.main import run
 

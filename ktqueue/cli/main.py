@@ -5,34 +5,40 @@ The commands' modules import only typer and core at the top, so that `ktqueue --
 
 import os
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from ktqueue import __version__
-from ktqueue.cli import (
-    arq,
-    config,
-    convert,
-    doctor,
-    fit,
-    gateway,
-    imatrix,
-    inspect_model,
-    jobs,
-    keys,
-    profile,
-    pull,
-    submit,
-    top,
-    up,
-    worker,
-)
-from ktqueue.cli.batch import batch
-from ktqueue.cli.bench import bench
-from ktqueue.cli.chat import chat
-from ktqueue.cli.demo import demo
 from ktqueue.cli.terminal.failures import EXIT_CODES_HELP, ExitCode, report
+
+SERVING, USING, MODELS = "Serve", "Use", "Models and machine"
+# The panel of the help, a module in this folder, and its function. `application` has commands of its own.
+COMMANDS = {
+    "up": (SERVING, "up", "up"),
+    "down": (SERVING, "up", "down"),
+    "gateway": (SERVING, "gateway", "gateway"),
+    "worker": (SERVING, "worker", "worker"),
+    "bridge": (SERVING, "arq", "bridge"),
+    "control": (SERVING, "arq", "control"),
+    "keys": (SERVING, "keys", "application"),
+    "submit": (USING, "submit", "submit"),
+    "top": (USING, "top", "top"),
+    "jobs": (USING, "jobs", "application"),
+    "batch": (USING, "batch.batch", "application"),
+    "chat": (USING, "chat.chat", "chat"),
+    "demo": (USING, "demo.demo", "demo"),
+    "convert": (MODELS, "convert", "convert"),
+    "imatrix": (MODELS, "imatrix", "imatrix"),
+    "pull": (MODELS, "pull", "pull"),
+    "fit": (MODELS, "fit", "fit"),
+    "inspect": (MODELS, "inspect_model", "inspect"),
+    "bench": (MODELS, "bench.bench", "application"),
+    "profile": (MODELS, "profile", "profile"),
+    "config": (MODELS, "config", "config"),
+    "doctor": (MODELS, "doctor", "doctor"),
+}
 
 
 def _version(wanted: bool) -> None:
@@ -50,8 +56,8 @@ def _root(
     """A job queue that serves Mixture-of-Experts language models too big for the GPU at hand."""
 
 
-def application() -> typer.Typer:
-    """The command tree."""
+def application(first: str = "") -> typer.Typer:
+    """The command tree; only the command `first` if there is one, since all of them take 50 ms."""
     app = typer.Typer(
         name="ktqueue",
         no_args_is_help=True,
@@ -60,29 +66,13 @@ def application() -> typer.Typer:
         epilog=EXIT_CODES_HELP,
     )
     app.callback()(_root)
-    serving, using, models = "Serve", "Use", "Models and machine"
-    app.command("up", rich_help_panel=serving)(up.up)
-    app.command("down", rich_help_panel=serving)(up.down)
-    app.command("gateway", rich_help_panel=serving)(gateway.gateway)
-    app.command("worker", rich_help_panel=serving)(worker.worker)
-    app.command("bridge", rich_help_panel=serving)(arq.bridge)
-    app.command("control", rich_help_panel=serving)(arq.control)
-    app.add_typer(keys.application(), name="keys", rich_help_panel=serving)
-    app.command("submit", rich_help_panel=using)(submit.submit)
-    app.command("top", rich_help_panel=using)(top.top)
-    app.add_typer(jobs.application(), name="jobs", rich_help_panel=using)
-    app.add_typer(batch.application(), name="batch", rich_help_panel=using)
-    app.command("chat", rich_help_panel=using)(chat.chat)
-    app.command("demo", rich_help_panel=using)(demo.demo)
-    app.command("convert", rich_help_panel=models)(convert.convert)
-    app.command("imatrix", rich_help_panel=models)(imatrix.imatrix)
-    app.command("pull", rich_help_panel=models)(pull.pull)
-    app.command("fit", rich_help_panel=models)(fit.fit)
-    app.command("inspect", rich_help_panel=models)(inspect_model.inspect)
-    app.add_typer(bench.application(), name="bench", rich_help_panel=models)
-    app.command("profile", rich_help_panel=models)(profile.profile)
-    app.command("config", rich_help_panel=models)(config.config)
-    app.command("doctor", rich_help_panel=models)(doctor.doctor)
+    for name in [first] if first in COMMANDS else COMMANDS:
+        panel, module, function = COMMANDS[name]
+        found = getattr(import_module(f"ktqueue.cli.{module}"), function)
+        if function == "application":
+            app.add_typer(found(), name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel)(found)
     return app
 
 
@@ -104,7 +94,7 @@ def run(arguments: list[str]) -> int:
     sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     rest = [word for word in ours if word != "--debug"] + arguments[len(ours) :]
     try:
-        code = application()(args=rest, prog_name="ktqueue", standalone_mode=False)
+        code = application(rest[0] if rest else "")(args=rest, prog_name="ktqueue", standalone_mode=False)
         return int(code or 0)
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED

@@ -1,5 +1,10 @@
 """`python -m ktqueue.gateway`: a gateway with the settings of its environment, as `ktqueue up` starts it."""
 
+from ktqueue.core import garbage
+
+if __name__ == "__main__":
+    garbage.collect_seldom()
+
 import logging
 import os
 import sys

@@ -48,6 +48,26 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.endswith("set()\n"), done.stdout[-200:] + done.stderr
 
 
+def test_a_command_imports_neither_the_others_nor_what_redis_needs_for_tokens() -> None:
+    others = "{'ktqueue.cli.submit', 'ktqueue.cli.up', 'cryptography.x509'}"
+    words = ["jobs", "list", "--redis-url", "redis://127.0.0.1:1"]
+    done = _python(f"import sys; from ktqueue.cli.main import run; run({words}); print(sys.modules.keys() & {others})")
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+def test_a_command_hardly_looks_for_garbage_even_at_its_end() -> None:
+    """The collector writes how many objects it has in each generation when it begins. The interpreter ends with it."""
+    code = "import gc; gc.set_debug(gc.DEBUG_STATS); from ktqueue.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "config"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "broker.url" in done.stdout
+    objects = [
+        sum(map(int, line.split(":")[2].split()))
+        for line in done.stderr.splitlines()
+        if line.startswith("gc: objects in each generation:")
+    ]
+    assert 0 < len(objects) < 20 and objects[-1] < 1_000
+
+
 def test_batches_need_neither_starlette_nor_torch() -> None:
     done = _python(
         "import sys, ktqueue.cli.batch.session, ktqueue.cli.chat.talkers;"

@@ -4,6 +4,11 @@ An arq job submits one of our jobs under its own id and waits for its end. It co
 twice: each run finds the same job. The module can be executed: `python -m ktqueue.workers.arq.bridge`.
 """
 
+from ktqueue.core import garbage
+
+if __name__ == "__main__":
+    garbage.collect_seldom()
+
 import asyncio
 import contextlib
 import hashlib

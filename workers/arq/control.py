@@ -6,6 +6,11 @@ a batch file; and `retention`, which removes old files. Beside them it runs batc
 Also a module to execute (`python -m ktqueue.workers.arq.control`).
 """
 
+from ktqueue.core import garbage
+
+if __name__ == "__main__":
+    garbage.collect_seldom()
+
 import asyncio
 import logging
 import sys

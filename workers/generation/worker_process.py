@@ -4,6 +4,11 @@ The module can be executed: `python -m ktqueue.workers.generation.worker_process
 environment alone.
 """
 
+from ktqueue.core import garbage
+
+if __name__ == "__main__":
+    garbage.collect_seldom()
+
 import asyncio
 import logging
 import os
@@ -15,7 +20,6 @@ from typing import NoReturn
 import uvloop
 
 from ktqueue.broker.broker import Broker
-from ktqueue.core import garbage
 from ktqueue.core.config import Config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
 from ktqueue.core.logs import configure_process

@@ -5,6 +5,11 @@ environment. Until everything serves, it writes JSON lines to its standard outpu
 {"waiting": what}, then {"port", "models"} or {"fault", "code"}. Its log is `up.log` in the state folder.
 """
 
+from ktqueue.core import garbage
+
+if __name__ == "__main__":
+    garbage.collect_seldom()
+
 import asyncio
 import json
 import logging

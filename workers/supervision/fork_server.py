@@ -9,6 +9,11 @@ the answer is {"pid": id}. {"ended": id, "code": return code} reports the end of
 process, and this process ends when the socket closes.
 """
 
+from ktqueue.core import garbage
+
+if __name__ == "__main__":
+    garbage.collect_seldom()
+
 import json
 import os
 import selectors
@@ -20,7 +25,6 @@ from typing import NoReturn
 
 from ktqueue.answers.grammar import library_tokenizer
 from ktqueue.broker.redis.state_folder import PRIVATE_FILE
-from ktqueue.core import garbage
 from ktqueue.core.logs import configure_process
 from ktqueue.workers.exit_codes import BROKEN, DRAINED
 from ktqueue.workers.generation.worker_process import conclude, leave, serve
