@@ -200,7 +200,8 @@ def parse_line(
         if method != "POST":
             raise fault(f"method must be POST, got {method!r:.80}", "invalid_method", "method")
         if url not in urls:
-            raise fault(f"url must be {' or '.join(urls)}, got {url!r:.80}", "invalid_url", "url")
+            rule = "; a batch over HTTP has one url" if len(urls) == 1 else ""
+            raise fault(f"url must be {' or '.join(urls)}, got {url!r:.80}{rule}", "invalid_url", "url")
         if not isinstance(body, dict):
             raise fault(f"body must be an object, got {body!r:.80}", "invalid_body", "body")
     if body.get("stream"):

@@ -126,8 +126,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
 
     console = results()
     model = models[0] if models else "demo"
-    needs_key = bool(config.gateway.api_keys or config.gateway.tenants)
-    header = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    header = " -H 'Authorization: Bearer KEY'" if config.gateway.needs_key else ""
     url, where, state = gateway_url(config), _where(config), Path(config.broker.state_dir).absolute()
     console.print(f"[bold green]ready[/]  {', '.join(models)}  at  [bold]{url}/v1[/]", soft_wrap=True)
     console.print(
@@ -136,7 +135,7 @@ def _banner(config: Config, models: Sequence[str], *, how_to_stop: str) -> None:
     -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "{STORY}"}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if needs_key else "none"}")
+  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if config.gateway.needs_key else "none"}")
   messages = [{{"role": "user", "content": "{STORY}"}}]
   print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)
 

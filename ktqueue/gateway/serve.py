@@ -14,10 +14,11 @@ import uvicorn
 
 from ktqueue.broker.broker import Broker
 from ktqueue.core import garbage
-from ktqueue.core.config import Config
+from ktqueue.core.config import Config, GatewayConfig
 from ktqueue.gateway.app import create_app
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.connections import MAX_OVERFLOW, Connections
+from ktqueue.gateway.http.hosts import is_local
 from ktqueue.gateway.http.http10 import Http10
 from ktqueue.gateway.http.protocol import LimitedProtocol
 from ktqueue.gateway.http.uvicorn_internals import check_uvicorn
@@ -122,9 +123,20 @@ def serve(config: Config) -> None:
     Ends the process with 3 if it cannot listen on the address.
     """
     asyncio.run(_check_broker(config))
+    warn_without_keys(config.gateway)
     server = build_server(_within_files(config))
     garbage.settle()  # collecting present objects again and again took a fifth of the time
     server.run()
+
+
+def warn_without_keys(settings: GatewayConfig) -> None:
+    """Log that strangers may use the gateway, if they can reach it and need no key."""
+    if not settings.needs_key and not is_local(settings.host):
+        logger.warning(
+            "everybody who reaches %s:%d may use this gateway, since no API key is set; `ktqueue keys new` makes one",
+            settings.host,
+            settings.port,
+        )
 
 
 async def _check_broker(config: Config) -> None:

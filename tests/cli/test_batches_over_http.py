@@ -74,7 +74,11 @@ def test_a_missing_input_and_one_that_cannot_be_read_twice_differ(
 @pytest.mark.parametrize(
     ("change", "words", "text"),
     [
-        ({"url": "/v1/chat/completions"}, (), "in.jsonl:2: url must be /v1/completions, got '/v1/chat/completions'"),
+        (
+            {"url": "/v1/chat/completions"},
+            (),
+            "in.jsonl:2: url must be /v1/completions, got '/v1/chat/completions'; a batch over HTTP has one url",
+        ),
         ({"url": "/v1/embeddings"}, ("--endpoint", "/v1/embeddings"), "in.jsonl:1: url must be /v1/embeddings"),
         ({"model": "other"}, (), "in.jsonl:2: all lines of a batch need the same model: the first has 'demo'"),
         ({"model": None}, (), "in.jsonl:2: body.model is missing"),

@@ -13,9 +13,10 @@ from served_gateway import ServeWith
 from ktqueue import Client, SyncClient, __version__
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.core.config import BrokerConfig
+from ktqueue.core.config import BrokerConfig, GatewayConfig
 from ktqueue.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from ktqueue.core.tenants import hash_of
+from ktqueue.gateway.serve import warn_without_keys
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -102,6 +103,23 @@ async def test_behind_a_proxy_the_host_is_any_that_has_a_key_or_is_allowed(serve
             assert await status_under(url, "llm.example.com", authorization="Bearer key") == 200, settings
     async with serve_with(api_keys=(key,), allowed_hosts=("llm.example.com",)) as (_, url):
         assert await status_under(url, "evil.example", authorization="Bearer key") == 403
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "llm.example"}, True),
+        ({"host": "0.0.0.0", "api_keys": (hash_of("key"),)}, False),
+        ({"host": "::1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_gateway_that_others_reach_without_a_key_says_so(
+    settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_without_keys(GatewayConfig(**settings))
+    assert (f"everybody who reaches {settings.get('host')}:8000 may use this gateway" in caplog.text) is warns
 
 
 async def test_foreign_pages_cannot_send_a_body_without_a_type(serve_with: ServeWith, worker: ScriptedWorker) -> None:

@@ -236,7 +236,7 @@ def _translate(error: Exception, endpoint: RedisEndpoint) -> Exception:
     text = str(error)
     code = text.partition(" ")[0]
     if isinstance(error, AuthenticationError):
-        return ConfigError("Redis refuses the password", param="broker.url")
+        return ConfigError(f"Redis at {endpoint} refuses the user or the password of broker.url", param="broker.url")
     if code == "MOVED":  # MOVED 3999 127.0.0.1:6381; without a host it is the host that answered
         host, _, port = text.split(" ")[2].rpartition(":")
         return SlotMoved(RedisEndpoint(host or endpoint.host, int(port)))

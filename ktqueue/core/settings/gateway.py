@@ -119,6 +119,11 @@ class GatewayConfig:
         _hosts(self.allowed_hosts, "gateway.allowed_hosts")
 
     @property
+    def needs_key(self) -> bool:
+        """Whether clients must send a key."""
+        return bool(self.api_keys or self.tenants)
+
+    @property
     def socket_limit(self) -> int:
         """How many TCP connections may be open at once."""
         return 2 * self.max_connections + 64 if self.max_sockets is None else self.max_sockets

@@ -20,8 +20,7 @@ class AllowedHosts:
     """The values of `Host` that are accepted: all if keys are needed, or if others can reach the gateway anyway."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        keys = config.api_keys or config.tenants
-        checked = config.allowed_hosts or (not keys and _is_local(config.host))
+        checked = config.allowed_hosts or (not config.needs_key and is_local(config.host))
         self._names = (*_LOCAL, *(name.lower() for name in config.allowed_hosts)) if checked else ("*",)
 
     def check(self, headers: Headers) -> None:
@@ -49,5 +48,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach the address."""
     return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
