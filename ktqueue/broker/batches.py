@@ -7,6 +7,7 @@ an owner stores is refused once another owner has a larger fence. The scripts us
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from ktqueue.broker.jobs import digest
 from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import microseconds, milliseconds
-from ktqueue.core.codec import dumps, loads
+from ktqueue.core.codec import CodecError, dumps, loads, reading
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import BatchConflict, BatchNotFound, IdempotencyConflict, InvalidRequest, TooManyBatches
 
@@ -226,7 +227,11 @@ class Batches:
         reply = await self._scripts.call("list_batches", tenant, limit, after or "")
         if reply is None:
             raise InvalidRequest(f"after must be the id of a batch, got {after!r:.80}", param="after", value=after)
-        return [_decoded(batch_id.decode(), described) for batch_id, described in reply[0]], bool(reply[1])
+        found = []
+        for batch_id, described in reply[0]:
+            with suppress(CodecError):
+                found.append(_decoded(batch_id.decode(), described))
+        return found, bool(reply[1])
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Ask for the end of a batch. Its owner then cancels the jobs, and stores what is done.
@@ -249,14 +254,16 @@ class Batches:
         unowned = lines_left = 0
         seconds: list[float] = []
         for word, described, is_owned, speed in await self._scripts.call("open_batches"):
-            status = BatchStatus(word.decode())
+            try:
+                with reading("a batch"):
+                    status, facts, left = BatchStatus(word.decode()), _facts(described), _speed(speed).seconds_left
+            except CodecError:
+                continue
             if status.ended:  # only its objects are left
                 continue
-            facts = _facts(described or b"{}")
             by_status[status] = by_status.get(status, 0) + 1
             unowned += not is_owned
             lines_left += facts.total - facts.answered - facts.failed
-            left = _speed(speed).seconds_left
             if left is not None and status is BatchStatus.IN_PROGRESS and is_owned:
                 seconds.append(left)
         return BatchLoad(
@@ -349,30 +356,31 @@ def _found(batch_id: str, described: Sequence[bytes] | None) -> BatchRecord:
 
 
 def _decoded(batch_id: str, described: Sequence[bytes], now: bytes | None = None) -> BatchRecord:
-    values = {name.decode(): value for name, value in zip(described[::2], described[1::2], strict=True)}
-    request = loads(values["request"])
-    return BatchRecord(
-        id=batch_id,
-        tenant=values["tenant"].decode(),
-        caller=values.get("caller", b"").decode(),
-        request=BatchRequest(**_known(BatchRequest, request)),
-        status=BatchStatus(values["status"].decode()),
-        created_at=int(values["created"]) / MICROSECONDS,
-        expires_at=int(values["expires"]) / MICROSECONDS,
-        times={
-            BatchStatus(name.removeprefix("at:")): int(value) / MICROSECONDS
-            for name, value in values.items()
-            if name.startswith("at:")
-        },
-        facts=_facts(values.get("facts", b"{}")),
-        speed=_speed(values.get("speed")),
-        failures_without_progress=int(values.get("failures", 0)),
-        now=None if now is None else int(now) / MICROSECONDS,
-    )
+    with reading(f"batch {batch_id}"):
+        values = {name.decode(): value for name, value in zip(described[::2], described[1::2], strict=True)}
+        request = loads(values["request"])
+        return BatchRecord(
+            id=batch_id,
+            tenant=values["tenant"].decode(),
+            caller=values.get("caller", b"").decode(),
+            request=BatchRequest(**_known(BatchRequest, request)),
+            status=BatchStatus(values["status"].decode()),
+            created_at=int(values["created"]) / MICROSECONDS,
+            expires_at=int(values["expires"]) / MICROSECONDS,
+            times={
+                BatchStatus(name.removeprefix("at:")): int(value) / MICROSECONDS
+                for name, value in values.items()
+                if name.startswith("at:")
+            },
+            facts=_facts(values.get("facts")),
+            speed=_speed(values.get("speed")),
+            failures_without_progress=int(values.get("failures", 0)),
+            now=None if now is None else int(now) / MICROSECONDS,
+        )
 
 
-def _facts(data: bytes) -> BatchFacts:
-    value = loads(data)
+def _facts(data: bytes | None) -> BatchFacts:
+    value = loads(data or b"{}")
     value["usage"] = BatchUsage(**_known(BatchUsage, value.get("usage", {})))
     value["errors"] = tuple(value.get("errors", ()))
     value["segments"] = tuple((name, count) for name, count in value.get("segments", ()))

@@ -1,11 +1,12 @@
 """Finds the job that answers in a conversation, for a reader that knows only the conversation's id."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ktqueue.broker.jobs import digest
 from ktqueue.broker.scripts import Scripts
 from ktqueue.broker.terminal_events import milliseconds
-from ktqueue.core.codec import dumps, loads
+from ktqueue.core.codec import CodecError, dumps, loads, reading
 from ktqueue.core.config import BrokerConfig
 
 _VERSION = 1
@@ -39,5 +40,7 @@ class Conversations:
 def _decoded(value: bytes | None) -> LatestAnswer | None:
     if value is None:
         return None
-    fields = loads(value)
-    return LatestAnswer(fields["job"], fields["usage"]) if fields.get("v") == _VERSION else None
+    with suppress(CodecError), reading("a conversation"):
+        fields = loads(value)
+        return LatestAnswer(fields["job"], fields["usage"]) if fields.get("v") == _VERSION else None
+    return None

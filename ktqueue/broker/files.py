@@ -6,11 +6,13 @@ bytes without a record are deleted by the control worker after a day.
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import microseconds
+from ktqueue.core.codec import CodecError, reading
 from ktqueue.core.config import StorageConfig
 from ktqueue.core.errors import FileInUse, FileLimitReached, FileNotFound, InvalidRequest
 from ktqueue.core.tenants import TenantLimits
@@ -120,7 +122,9 @@ class Files:
             reply = await self._scripts.call("list_files", tenant, purpose or "", order, begin, place, LOOKED_AT)
             if reply is None:
                 raise InvalidRequest(f"after must be the id of a file, got {after!r:.80}", param="after", value=after)
-            found += [_decoded(file_id.decode(), described) for file_id, described in reply[0]]
+            for file_id, described in reply[0]:
+                with suppress(CodecError):
+                    found.append(_decoded(file_id.decode(), described))
             begin, place = "", reply[1].decode()
             if not place:
                 break
@@ -207,12 +211,13 @@ def _limit_error(refused: ScriptRefused, size: int, limits: FileLimits) -> Excep
 
 def _decoded(file_id: str, described: Sequence[bytes]) -> FileRecord:
     fields: Mapping[bytes, bytes] = dict(zip(described[::2], described[1::2], strict=True))
-    return FileRecord(
-        id=file_id,
-        tenant=fields[b"tenant"].decode(),
-        filename=fields[b"filename"].decode(),
-        purpose=fields[b"purpose"].decode(),
-        size=int(fields[b"size"]),
-        created_at=int(fields[b"created"]) / MICROSECONDS,
-        expires_at=int(fields[b"expires"]) / MICROSECONDS,
-    )
+    with reading(f"file {file_id}"):
+        return FileRecord(
+            id=file_id,
+            tenant=fields[b"tenant"].decode(),
+            filename=fields[b"filename"].decode(),
+            purpose=fields[b"purpose"].decode(),
+            size=int(fields[b"size"]),
+            created_at=int(fields[b"created"]) / MICROSECONDS,
+            expires_at=int(fields[b"expires"]) / MICROSECONDS,
+        )

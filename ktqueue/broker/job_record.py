@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ktqueue.broker.limits import TenantUsage
-from ktqueue.core.codec import CodecError, decode_event, decode_request
+from ktqueue.core.codec import CodecError, decode_event, decode_request, reading
 from ktqueue.core.errors import ErrorInfo, InvalidRequest, JobNotFound
 from ktqueue.core.events import JobState, TokenEvent, Usage
 from ktqueue.core.request import GenerationRequest, JobClass
@@ -66,10 +66,8 @@ def decode_job(job_id: str, described: Sequence[object]) -> JobRecord:
 
     A request or an end that this version cannot read is left out. Raises CodecError for anything else.
     """
-    try:
+    with reading(f"job {job_id}"):
         return _decode(job_id, described)
-    except (KeyError, ValueError) as error:
-        raise CodecError(f"the record of job {job_id} is damaged, or a newer version wrote it: {error}") from error
 
 
 def _decode(job_id: str, described: Sequence[object]) -> JobRecord:

@@ -4,12 +4,13 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktqueue.broker.job_record import MICROSECONDS
 from ktqueue.broker.scripts import Scripts
-from ktqueue.core.codec import decode_card, loads
+from ktqueue.core.codec import CodecError, decode_card, loads, reading
 from ktqueue.core.errors import InvalidRequest, ModelNotFound, Unavailable
 from ktqueue.core.model_card import ModelCard
 
@@ -89,7 +90,10 @@ class Models:
 
     async def cards(self) -> list[ModelCard]:
         """Cards of the models that have a live worker or had one within the model TTL, sorted by name."""
-        cards = [decode_card(card, more) for card, more in await self._scripts.call("list_models")]
+        cards = []
+        for card, more in await self._scripts.call("list_models"):
+            with suppress(CodecError), reading("a model"):
+                cards.append(decode_card(card, more))
         return sorted(cards, key=lambda card: card.name)
 
     async def card(self, name: str) -> ModelCard | None:
@@ -128,23 +132,35 @@ class Models:
     async def workers(self) -> list[WorkerInfo]:
         """Workers with a valid lease, sorted by id."""
         workers = []
-        for worker_id, card_bytes, facts_bytes, stats, started, running, left, age, more in await self._scripts.call(
-            "list_workers"
-        ):
-            card, facts = decode_card(card_bytes, more), loads(facts_bytes)
-            workers.append(
-                WorkerInfo(
-                    worker_id=worker_id.decode(),
-                    model=card.name,
-                    digest=card.digest,
-                    max_num_seqs=card.max_num_seqs,
-                    running=running,
-                    host=facts["host"],
-                    process=facts["process"],
-                    started_at=int(started) / MICROSECONDS,
-                    stats=loads(stats),
-                    lease_left=left / MICROSECONDS,
-                    step_age=None if age is None else age / MICROSECONDS,
-                )
-            )
+        for worker_id, *described in await self._scripts.call("list_workers"):
+            with suppress(CodecError), reading("a worker"):
+                workers.append(_worker(worker_id, *described))
         return sorted(workers, key=lambda worker: worker.worker_id)
+
+
+def _worker(
+    worker_id: bytes,
+    card_bytes: bytes,
+    facts_bytes: bytes,
+    stats: bytes,
+    started: bytes,
+    running: int,
+    left: int,
+    age: int | None,
+    more: bytes | None,
+) -> WorkerInfo:
+    """A worker in a reply of list_workers."""
+    card, facts = decode_card(card_bytes, more), loads(facts_bytes)
+    return WorkerInfo(
+        worker_id=worker_id.decode(),
+        model=card.name,
+        digest=card.digest,
+        max_num_seqs=card.max_num_seqs,
+        running=running,
+        host=facts["host"],
+        process=facts["process"],
+        started_at=int(started) / MICROSECONDS,
+        stats=loads(stats),
+        lease_left=left / MICROSECONDS,
+        step_age=None if age is None else age / MICROSECONDS,
+    )

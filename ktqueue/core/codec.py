@@ -9,7 +9,8 @@ Decoding checks the record and raises CodecError.
 """
 
 from base64 import b64decode, b64encode
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -73,6 +74,17 @@ class NewerFormat(CodecError):
 
     code = "newer_format"
     status = 503  # during an upgrade another gateway may read it
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise CodecError, with the name of the record, for what the decoder of a damaged record raises."""
+    try:
+        yield
+    except NewerFormat:
+        raise
+    except (AttributeError, CodecError, KeyError, TypeError, ValueError) as error:
+        raise CodecError(f"the record of {name} is damaged, or a newer version wrote it: {error}") from error
 
 
 def dumps(value: Any) -> bytes:

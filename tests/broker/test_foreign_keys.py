@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from ktqueue.broker.batches import BatchRequest
 from ktqueue.broker.broker import Broker
+from ktqueue.broker.conversations import LatestAnswer
+from ktqueue.broker.files import FileFacts, new_file_id
 from ktqueue.broker.lease import Lease
+from ktqueue.core.codec import CodecError
 from ktqueue.core.errors import JobNotFound, JournalRegressed, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
@@ -107,3 +111,63 @@ async def test_messages_of_others_are_ignored(
     assert (await first).text == "a"
     await reader.aclose()
     await lease.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "data"), [("card", "x"), ("facts", "[]"), ("more", "5"), ("stats", "{"), ("started", "")]
+)
+async def test_damage_in_a_worker_hides_no_other(
+    broker: Broker, card: ModelCard, raw: Any, field: str, data: str
+) -> None:
+    leases = [await Lease.register(broker, replace(card, name=name)) for name in ("spoilt", "good")]
+    raw.hset(f"{broker.keys.tag}:worker:{leases[0].id}", field, data)
+    assert [worker.worker_id for worker in await broker.models.workers()] == [leases[1].id]
+    raw.hset(f"{broker.keys.tag}:worker:{leases[1].id}", "stepped", "x")
+    assert [worker.step_age for worker in await broker.models.workers()] == [None]
+    for lease in leases:
+        await lease.close()
+
+
+@pytest.mark.parametrize(("key", "data"), [("models", "{}"), ("models", '{"v":3}'), ("models:more", "[1]")])
+async def test_damage_in_a_card_hides_no_other(broker: Broker, card: ModelCard, raw: Any, key: str, data: str) -> None:
+    leases = [await Lease.register(broker, replace(card, name=name, digest="d" * 32)) for name in ("spoilt", "good")]
+    raw.hset(f"{broker.keys.tag}:{key}", "spoilt", data)
+    assert [found.name for found in await broker.models.cards()] == ["good"]
+    for lease in leases:
+        await lease.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "data"),
+    [("facts", "[]"), ("request", "x"), ("status", "new"), ("created", "now"), ("at:failed", b"\xff")],
+)
+async def test_a_damaged_batch_is_named_and_hides_no_other(broker: Broker, raw: Any, field: str, data: str) -> None:
+    request = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+    spoilt, good = [await broker.batches.create(request, window_seconds=60.0, tenant="acme") for _ in range(2)]
+    raw.hset(f"{broker.keys.tag}:batch:{spoilt.id}", field, data)
+    found, _ = await broker.batches.list("acme", limit=9)
+    assert [batch.id for batch in found] == [good.id]
+    with pytest.raises(CodecError, match=f"record of batch {spoilt.id} is damaged"):
+        await broker.batches.get("acme", spoilt.id)
+    assert (await broker.batches.load()).count == (1 if field in ("facts", "status") else 2)
+
+
+async def test_a_damaged_file_is_named_and_hides_no_other(broker: Broker, raw: Any) -> None:
+    facts = [
+        FileFacts(id=new_file_id(), tenant="acme", filename="a", purpose="batch", size=1, seconds=60.0) for _ in "12"
+    ]
+    spoilt, good = [await broker.files.add(file, None) for file in facts]
+    raw.hset(f"{broker.keys.tag}:file:{spoilt.id}", "size", "x")
+    assert await broker.files.list("acme", limit=9) == ([good], False)
+    with pytest.raises(CodecError, match=f"record of file {spoilt.id} is damaged"):
+        await broker.files.get("acme", spoilt.id)
+
+
+@pytest.mark.parametrize("data", ["x", "[]", '{"v":1}'])
+async def test_a_damaged_conversation_begins_anew(broker: Broker, raw: Any, data: str) -> None:
+    answer = LatestAnswer("job-1", include_usage=True)
+    await broker.conversations.begin("acme", "c", answer)
+    (key,) = raw.keys(f"{broker.keys.tag}:conversation:*")
+    raw.set(key, data)
+    assert await broker.conversations.begin("acme", "c", answer) is None
+    assert await broker.conversations.find("acme", "c") == answer
