@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from stored_batches import create, outputs, put, until, until_released
 
 from ktqueue.batches.run import LEAST_WINDOW
@@ -170,6 +171,20 @@ async def test_progress_ends_a_row_of_failures(broker: Broker, store: BrokenStor
         await (await take())[1].run()
     record = await broker.batches.get("default", batch_id)
     assert (record.status, record.facts.answered) == (BatchStatus.COMPLETED, 10)
+
+
+async def test_a_batch_with_a_damaged_record_holds_up_no_other(
+    broker: Broker, store: BrokenStore, start_worker: Any, redis_direct: str
+) -> None:
+    await put(store, 3)
+    spoilt, good = [await create(broker) for _ in range(2)]
+    with redis.Redis.from_url(redis_direct) as client:
+        client.hset(f"{broker.keys.tag}:batch:{spoilt}", "created", "now")
+    task = asyncio.create_task(BatchOwner(broker, store, Config(broker=broker.config)).run())
+    async with start_worker():
+        await until(broker, good, lambda record: record.status is BatchStatus.COMPLETED)
+    task.cancel()
+    await asyncio.wait([task])
 
 
 @pytest.mark.usefixtures("owner")
