@@ -57,10 +57,10 @@ def control(common: CommonFlags) -> None:
 def _serve(config: Config, run: Callable[[Config], Awaitable[None]]) -> None:
     import asyncio
 
-    from ktqueue.cli.connection import ask
+    from ktqueue.cli.connection import check_redis
     from ktqueue.core.logs import set_up_logging
 
-    ask(config, lambda broker: broker.models.cards())  # fails at once if Redis cannot be reached
+    check_redis(config)
     set_up_logging(config.log)
 
     async def serve() -> None:

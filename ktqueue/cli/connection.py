@@ -29,11 +29,7 @@ def ask(config: Config, question: Callable[["Broker"], Awaitable[Result]]) -> Re
 
 def check_redis(config: Config) -> None:
     """Check that Redis answers, before anything slow begins. Raises Unavailable, ConfigError."""
-
-    async def question(broker: "Broker") -> None:
-        await broker.models.cards()
-
-    ask(config, question)
+    ask(config, lambda broker: broker.models.cards())
 
 
 def ask_again(
@@ -68,7 +64,6 @@ def client(config: Config) -> "SyncClient":
 
 def only_model(config: Config) -> str:
     """Return the only served model. Raises Unavailable if there is none, InvalidRequest if there are several."""
-
     return one_model(ask(config, lambda broker: broker.models.names()))
 
 

@@ -106,10 +106,7 @@ def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
     from ktqueue.cli.connection import ask
     from ktqueue.openai.records import record_json
 
-    async def question(broker: "Broker") -> "JobRecord":
-        return await broker.jobs.get(job_id)
-
-    record = ask(settings(common), question)
+    record = ask(settings(common), lambda broker: broker.jobs.get(job_id))
     document = {**record_json(record), "request": None if record.request is None else asdict(record.request)}
     if as_json:
         write_json(document)
@@ -147,7 +144,7 @@ def cancel(
     from ktqueue.cli.connection import ask
     from ktqueue.openai.records import record_json
 
-    missing: list[str] = []
+    faults: list[str] = []
 
     async def question(broker: "Broker") -> "list[JobRecord]":
         found = []
@@ -155,7 +152,7 @@ def cancel(
             try:
                 found.append(await broker.jobs.cancel(job_id))
             except JobNotFound as error:
-                missing.append(error.message)
+                faults.append(error.message)
         return found
 
     records = ask(settings(common), question)
@@ -164,10 +161,7 @@ def cancel(
     else:
         for record in records:
             results().print(f"{record.id} {_state(record)}")
-    for message in missing:
-        sys.stderr.write(f"ktqueue: {message}\n")
-    if missing:
-        raise typer.Exit(ExitCode.FAILED)
+    _end(faults)
 
 
 @expand
@@ -216,6 +210,11 @@ def retry(
             results().print(f"{job_id} -> {record.id} {_state(record)}")
         if not sent and not faults:
             sys.stderr.write("no failed jobs to send again\n")
+    _end(faults)
+
+
+def _end(faults: Sequence[str]) -> None:
+    """Write the faults of single jobs. Raises typer.Exit if there are any."""
     for message in faults:
         sys.stderr.write(f"ktqueue: {message}\n")
     if faults:

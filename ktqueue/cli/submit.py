@@ -36,7 +36,7 @@ def submit(
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Model.", show_default="the one served")
     ] = None,
-    job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.INTERACTIVE,
+    job_class: Annotated[JobClass, typer.Option("--class", help="Interactive: somebody waits.")] = JobClass.INTERACTIVE,
     priority: Annotated[
         int, typer.Option("--priority", metavar="INTEGER", help="-100 to 100; lower runs first in its class.")
     ] = 0,

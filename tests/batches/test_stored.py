@@ -282,11 +282,26 @@ async def test_a_group_gets_its_share_of_a_window_that_others_have_filled() -> N
     for group, count in held.items():
         for _ in range(count):
             window.release(1, group)
-    assert (window.lines, window._groups) == (0, {})
+    assert (window.lines, window._groups, window._waiting) == (0, {}, [])
     await window.acquire(MAX_BYTES, "a")
     want("b", 3, MAX_BYTES // 4)
     held.clear()
     assert await settled() == {"b": 2}
+
+
+async def test_each_of_many_groups_has_one_line_beside_a_full_window() -> None:
+    window, held = Window(2), Counter[str]()
+
+    async def take(group: str) -> None:
+        await window.acquire(1, group)
+        held[group] += 1
+
+    tasks = [asyncio.create_task(take(group)) for group in "aaabbccdd"]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert held == {"a": 2, "b": 1, "c": 1, "d": 1}
+    for task in tasks:
+        task.cancel()
 
 
 def known(rate: float | None = None, left: float | None = None) -> BatchSpeed:

@@ -53,7 +53,7 @@ def run(
             show_default="twice the workers' rows",
         ),
     ] = None,
-    job_class: Annotated[JobClass, typer.Option("--class", help="Class of service.")] = JobClass.BATCH,
+    job_class: Annotated[JobClass, typer.Option("--class", help="Interactive: somebody waits.")] = JobClass.BATCH,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed lines again.")] = False,
     skip_invalid: Annotated[
         bool, typer.Option("--skip-invalid", help="Let invalid lines fail, and run the others.")

@@ -20,7 +20,6 @@ from ktqueue.core.errors import KtqueueError, Unavailable
 
 if TYPE_CHECKING:
     from ktqueue.cli.batch.service import BatchService
-    from ktqueue.core.codec import Json
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0  # seconds between two looks at a batch
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # entries, and characters of each, in OpenAI's API
@@ -258,7 +257,7 @@ def _follow(service: "BatchService", server: ServerFlags, batch_id: str, *, as_j
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _until_ended(service: "BatchService", batch_id: str) -> "Json":
+def _until_ended(service: "BatchService", batch_id: str) -> Json:
     from ktqueue.cli.batch.service import ENDED
     from ktqueue.cli.terminal.progress import Bar
 

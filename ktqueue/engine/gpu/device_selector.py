@@ -62,9 +62,10 @@ class DeviceSelector:
         self._staging = Staging(device)
         self._fetcher = ResultFetcher(device)
 
+    @torch.inference_mode()
     def select(
         self,
-        logits: Logits,
+        scored: Logits,
         rows: Many[int],
         sequences: Many[Sequence],
         meanwhile: Meanwhile = do_nothing,
@@ -72,18 +73,6 @@ class DeviceSelector:
         ahead: Many[int] = (),
     ) -> TokenSelection:
         """See Selector."""
-        with torch.inference_mode():
-            return self._select(logits, rows, sequences, meanwhile, masked, ahead)
-
-    def _select(
-        self,
-        scored: Logits,
-        rows: Many[int],
-        sequences: Many[Sequence],
-        meanwhile: Meanwhile,
-        masked: MaskedRows | None,
-        ahead: Many[int],
-    ) -> TokenSelection:
         work = _collect(rows, sequences, ahead, scored.shape, self._uniform)
         arrays = work.arrays
         if masked is not None:
