@@ -13,7 +13,7 @@ from ktqueue.broker.conversations import LatestAnswer
 from ktqueue.broker.files import FileFacts, new_file_id
 from ktqueue.broker.lease import Lease
 from ktqueue.core.codec import CodecError
-from ktqueue.core.errors import JobNotFound, JournalRegressed, LeaseLost
+from ktqueue.core.errors import FileNotFound, JobNotFound, JournalRegressed, LeaseLost
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -160,6 +160,10 @@ async def test_a_damaged_file_is_named_and_hides_no_other(broker: Broker, raw: A
     raw.hset(f"{broker.keys.tag}:file:{spoilt.id}", "size", "x")
     assert await broker.files.list("acme", limit=9) == ([good], False)
     with pytest.raises(CodecError, match=f"record of file {spoilt.id} is damaged"):
+        await broker.files.get("acme", spoilt.id)
+    raw.hset(f"{broker.keys.tag}:file:{spoilt.id}", "expires", "x")
+    assert await broker.files.list("acme", limit=9) == ([good], False)
+    with pytest.raises(FileNotFound):
         await broker.files.get("acme", spoilt.id)
 
 

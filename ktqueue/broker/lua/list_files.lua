@@ -18,7 +18,7 @@ local found, now = {}, now_us()
 for index = 1, #looked, 2 do
   local file = TAG .. 'file:' .. looked[index]
   local expires, its_purpose = unpack(redis.call('HMGET', file, 'expires', 'purpose'))
-  if expires and tonumber(expires) > now and (purpose == '' or its_purpose == purpose) then
+  if (tonumber(expires or '') or 0) > now and (purpose == '' or its_purpose == purpose) then
     found[#found + 1] = { looked[index], redis.call('HGETALL', file) }
   end
 end
