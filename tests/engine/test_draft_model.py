@@ -46,10 +46,22 @@ def make_draft(make_model: Any, scores: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def free_steps(timeless_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps of all sizes cost the same, and drafts nothing."""
+def drafting(
+    model: Any,
+    vocabulary: Any,
+    make_engine: Callable[..., Engine],
+    timeless_steps: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Engine]:
+    """drafting(draft model, **options): an engine where steps of all sizes cost the same, and drafts nothing."""
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0)
     monkeypatch.setattr(DraftModel, "pass_seconds", lambda *_: 0.0)
+    return lambda draft, **options: make_engine(model, vocabulary, speculation="model", draft=draft, **options)
+
+
+def exactly(tokens: int) -> SamplingParams:
+    """A greedy answer of so many tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
 @pytest.mark.parametrize("costs", ["free", "random"])
@@ -94,17 +106,11 @@ def test_answers_stay_the_same(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_is_the_same_is_always_right(
-    model: Any,
-    make_model: Any,
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
-    temperature: float,
+    drafting: Callable[..., Engine], make_model: Any, run: Any, temperature: float
 ) -> None:
     """Sampled tokens too, since a draft has the noise of its position. The draft model computes each token once."""
     draft = make_model()
-    engine = make_engine(model, vocabulary, speculation="model", draft=draft, max_num_seqs=2)
+    engine = drafting(draft, max_num_seqs=2)
     for name in ("a", "b"):
         engine.add(name, PROMPT, SamplingParams(temperature=temperature, seed=3, max_tokens=41, ignore_eos=True))
     run(engine)
@@ -114,13 +120,7 @@ def test_a_model_that_is_the_same_is_always_right(
 
 
 def test_wrong_drafts_are_overwritten_in_its_cache(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
-    monkeypatch: pytest.MonkeyPatch,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees the tokens of the answer, and after them no more than the drafts of one step. Some steps have none."""
     monkeypatch.setattr("ktqueue.engine.draft_costs.UNDRAFTED_EVERY", 3)
@@ -133,10 +133,10 @@ def test_wrong_drafts_are_overwritten_in_its_cache(
         return scores(context)
 
     draft.scores = noted
-    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
+    engine = drafting(draft)
     for number in range(8):
         seen.clear()
-        engine.add("x", PROMPT[number:], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        engine.add("x", PROMPT[number:], exactly(100))
         answer = PROMPT[number:] + run(engine)["x", 0].token_ids
         for context in seen:
             right = [token == known for token, known in zip(context, answer, strict=False)]
@@ -145,113 +145,83 @@ def test_wrong_drafts_are_overwritten_in_its_cache(
 
 
 def test_a_model_that_is_never_right_is_not_asked(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any
 ) -> None:
-    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(lambda _: True))
+    engine = drafting(make_draft(lambda _: True))
     for number in range(6):
-        engine.add(str(number), PROMPT, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        engine.add(str(number), PROMPT, exactly(100))
         run(engine)
     assert 0 < engine.stats().drafted_tokens < 400 and engine.stats().accepted_tokens < 10
 
 
 def test_probes_do_not_tell_how_often_drafts_are_right(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
-    scores: Any,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any, scores: Any
 ) -> None:
     """Their texts are random."""
     draft = make_draft(lambda _: True)
-    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
+    engine = drafting(draft)
     engine.drafts.probed = 4
     for number in range(4):
-        engine.add(str(number), PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        engine.add(str(number), PROMPT, exactly(60))
         run(engine)
     engine.drafts.probed, draft.scores = 0, scores
     engine.reset_statistics()
-    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    engine.add("x", PROMPT, exactly(60))
     run(engine)
     assert engine.stats().steps < 20
 
 
 @pytest.mark.parametrize("launch_next", [lambda: True, lambda: False], ids=["ahead", "not ahead"])
 def test_a_good_model_is_tried_where_only_good_ones_pay(
-    model: Any,
+    drafting: Callable[..., Engine],
     make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    free_steps: None,
     monkeypatch: pytest.MonkeyPatch,
     launch_next: Callable[[], bool],
 ) -> None:
     """A draft pays if it is right in nine of ten cases, but not in eight. So no step may be launched ahead of it."""
     monkeypatch.setattr(StepCosts, "seconds", lambda _, tokens: 100.0 + 77.0 * (tokens - 1) ** 2)
-    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(lambda _: False))
-    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    engine = drafting(make_draft(lambda _: False))
+    engine.add("x", PROMPT, exactly(60))
     while engine.has_work:
         engine.step(launch_next)
     assert engine.stats().accepted_tokens == engine.stats().drafted_tokens > 25
 
 
 def test_a_sequence_is_drafted_again_after_wrong_drafts(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
-    monkeypatch: pytest.MonkeyPatch,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first draft is wrong, and all others are right."""
     monkeypatch.setattr(draft_model, "RECOVERY", 1 / 8)
     monkeypatch.setattr(draft_model, "LEARNING", 1.0)
     draft: Any = make_draft(lambda _: draft.computed_tokens <= 2 * len(PROMPT))
-    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
-    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    engine = drafting(draft)
+    engine.add("x", PROMPT, exactly(60))
     run(engine)
     stats = engine.stats()
     assert stats.accepted_tokens < stats.drafted_tokens <= stats.accepted_tokens + 8 and stats.steps < 30
 
 
 def test_no_prompt_is_read_before_the_last_ones_are_paid(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any
 ) -> None:
-    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(lambda _: False))
+    engine = drafting(make_draft(lambda _: False))
     engine.drafts.costs._owed = 5.0
     for name, drafts in (("a", False), ("b", True)):
-        engine.add(name, PROMPT, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        engine.add(name, PROMPT, exactly(40))
         run(engine)
         assert (engine.stats().drafted_tokens > 0) == drafts
         engine.drafts.costs._owed = 0.0
 
 
 def test_known_tokens_are_computed_beside_the_last_one(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any
 ) -> None:
     """The model's token after right drafts, and the last draft, take no pass of their own. So prompts alone do."""
     draft = make_draft(lambda _: False)
-    engine = make_engine(model, vocabulary, speculation="model", draft=draft, max_num_seqs=2)
+    engine = drafting(draft, max_num_seqs=2)
     captured = len(draft.steps)
     for name in ("a", "b"):
-        engine.add(name, PROMPT, SamplingParams(temperature=0.0, max_tokens=41, ignore_eos=True))
+        engine.add(name, PROMPT, exactly(41))
     run(engine)
     passes = draft.steps[captured:]
     assert [step for step in passes if step[1] > step[0]] == [
@@ -264,17 +234,10 @@ def test_known_tokens_are_computed_beside_the_last_one(
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_a_device_begins_further_passes_before_the_host_has_their_tokens(
-    model: Any,
-    make_model: Any,
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
-    parts: str,
-    top_p: float,
+    drafting: Callable[..., Engine], make_model: Any, run: Any, parts: str, top_p: float
 ) -> None:
     """And drafts stay right, also where the host has to draw again."""
-    engine = make_engine(model, vocabulary, speculation="model", draft=make_model(), max_num_seqs=2)
+    engine = drafting(make_model(), max_num_seqs=2)
     assert engine.drafts._model is not None
     engine.drafts._model._selector._candidates = 2  # type: ignore[attr-defined]  # so that some tokens are drawn again
     runner = engine.drafts._model._runner
@@ -305,15 +268,10 @@ def test_the_seconds_of_drafts_are_those_of_passes() -> None:
 
 
 def test_a_sequence_is_drafted_as_far_as_the_draft_model_sees(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any
 ) -> None:
-    engine = make_engine(model, vocabulary, speculation="model", draft=make_draft(), draft_length=20)
-    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    engine = drafting(make_draft(), draft_length=20)
+    engine.add("x", PROMPT, exactly(100))
     longest = 0
     draft = engine.drafts._model
     assert draft is not None
@@ -330,13 +288,7 @@ def test_a_sequence_is_drafted_as_far_as_the_draft_model_sees(
 
 
 def test_a_step_has_no_drafts_if_memory_runs_out_for_them(
-    model: Any,
-    make_draft: Callable[..., Any],
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    free_steps: None,
-    greedy: Any,
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any, greedy: Any
 ) -> None:
     draft = make_draft()
     scores, calls = draft.scores, 0
@@ -348,9 +300,9 @@ def test_a_step_has_no_drafts_if_memory_runs_out_for_them(
             raise torch.OutOfMemoryError("as asked")
         return scores(context)
 
-    engine = make_engine(model, vocabulary, speculation="model", draft=draft)
+    engine = drafting(draft)
     draft.scores = lacks
     engine.drafts.probed = 2
-    engine.add("x", PROMPT, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    engine.add("x", PROMPT, exactly(60))
     assert run(engine)["x", 0].token_ids == greedy(PROMPT, 60)
     assert 0 < engine.stats().accepted_tokens < 40 < engine.stats().steps + engine.stats().accepted_tokens
