@@ -17,15 +17,7 @@ import numpy as np
 
 from ktqueue import __version__
 from ktqueue.bench.machine import MIB, MachineLimits, Probes
-from ktqueue.bench.random_layers import (
-    SEED,
-    Pattern,
-    expert_bytes,
-    formats,
-    random_layer,
-    same_experts,
-    uniform,
-)
+from ktqueue.bench.random_layers import SEED, Pattern, expert_bytes, formats, random_layer, same_experts, uniform
 from ktqueue.bench.roofline import Bound, LayerShape, Limits, layer_work
 from ktqueue.operators import native
 from ktqueue.workers.startup.memory_bandwidth import last_cache

@@ -177,9 +177,7 @@ class Journal:
         first = int(entries[0][0].split(b"-")[0]) if entries else after + 1
         if first > after + 1:
             raise JournalRegressed(
-                f"the journal of job {job_id} begins at {first}: earlier events are lost",
-                limit=first,
-                value=after + 1,
+                f"the journal of job {job_id} begins at {first}: earlier events are lost", limit=first, value=after + 1
             )
         return _Page([_decoded(int(key.split(b"-")[0]), fields[1], lenient) for key, fields in entries], tail, ended)
 

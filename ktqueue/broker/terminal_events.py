@@ -4,14 +4,7 @@ from dataclasses import dataclass
 
 from ktqueue.core.codec import encode_event
 from ktqueue.core.config import BrokerConfig
-from ktqueue.core.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    KtqueueError,
-    ModelChanged,
-    PoisonJob,
-    VersionChanged,
-)
+from ktqueue.core.errors import Cancelled, DeadlineExceeded, KtqueueError, ModelChanged, PoisonJob, VersionChanged
 from ktqueue.core.events import JobState, TokenEvent
 
 

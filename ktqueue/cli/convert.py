@@ -70,12 +70,7 @@ def convert(
     ] = None,
     importance: Annotated[
         Path | None,
-        typer.Option(
-            "--imatrix",
-            exists=True,
-            dir_okay=False,
-            help="Importance matrix, as llama-imatrix writes it.",
-        ),
+        typer.Option("--imatrix", exists=True, dir_okay=False, help="Importance matrix, as llama-imatrix writes it."),
     ] = None,
     no_mtp: Annotated[
         bool, typer.Option("--no-mtp", help="Leave out layers that predict further tokens, which are not served.")

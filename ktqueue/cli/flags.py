@@ -84,11 +84,7 @@ def _annotation(described: Setting) -> Any:
     if described.type == tuple[str, ...]:
         kind = list[str]  # a flag that can be repeated
     option = typer.Option(
-        *about.flags,
-        help=about.help,
-        show_default=shown or False,
-        metavar=about.metavar,
-        rich_help_panel=about.panel,
+        *about.flags, help=about.help, show_default=shown or False, metavar=about.metavar, rich_help_panel=about.panel
     )
     return Annotated[kind | None, option]
 

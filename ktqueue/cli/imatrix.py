@@ -12,8 +12,7 @@ from ktqueue.core.config import EngineConfig
 
 def imatrix(
     model: Annotated[
-        str,
-        typer.Option("--model", "-m", metavar="M", help="Hugging Face folder, GGUF file, or hf:OWNER/NAME."),
+        str, typer.Option("--model", "-m", metavar="M", help="Hugging Face folder, GGUF file, or hf:OWNER/NAME.")
     ],
     text: Annotated[
         Path,

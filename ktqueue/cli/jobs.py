@@ -169,8 +169,7 @@ def retry(
     common: CommonFlags,
     job_ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="The jobs.")] = None,
     error: Annotated[
-        str | None,
-        typer.Option("--error", metavar="CODE", help="All jobs that failed with this code (poison_job)."),
+        str | None, typer.Option("--error", metavar="CODE", help="All jobs that failed with this code (poison_job).")
     ] = None,
     all_failed: Annotated[bool, typer.Option("--all-failed", help="All failed jobs.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,

@@ -130,9 +130,7 @@ def _text(value: Any) -> str:
 
 
 def _collect(
-    path: str | Path | None,
-    environment: Mapping[str, str] | None,
-    overrides: Mapping[str, Mapping[str, Any]] | None,
+    path: str | Path | None, environment: Mapping[str, str] | None, overrides: Mapping[str, Mapping[str, Any]] | None
 ) -> Values:
     values: Values = {name: {} for name in _SECTIONS}
     if path is not None:

@@ -26,13 +26,7 @@ class Admission:
     """Checks requests: token ids, at most `max_model_len` tokens of prompt and completion, `max_num_seqs` choices."""
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        page_size: int,
-        original_length: int = 0,
+        self, vocabulary: Vocabulary, *, max_model_len: int, max_num_seqs: int, page_size: int, original_length: int = 0
     ) -> None:
         self._vocabulary = vocabulary
         self._max_model_len = max_model_len

@@ -115,22 +115,12 @@ def plan_memory(
             value=value,
         )
     return MemoryPlan(
-        device_bytes=device_bytes,
-        limit_bytes=limit,
-        use=use,
-        page_bytes=page_bytes,
-        pages=wanted // page_bytes,
+        device_bytes=device_bytes, limit_bytes=limit, use=use, page_bytes=page_bytes, pages=wanted // page_bytes
     )
 
 
 def host_cache_bytes(
-    available: int,
-    *,
-    token_bytes: int,
-    rows: int,
-    context: int,
-    asked: int | None,
-    utilization: float,
+    available: int, *, token_bytes: int, rows: int, context: int, asked: int | None, utilization: float
 ) -> int:
     """Size of the cache on a CPU in bytes. `available`: bytes that are free once the weights are loaded.
 

@@ -44,12 +44,7 @@ class Overlap:
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        scheduler: Scheduler,
-        builder: BatchBuilder,
-        runner: Runner,
-        loss: BatchLoss,
+        self, rows: Rows, scheduler: Scheduler, builder: BatchBuilder, runner: Runner, loss: BatchLoss
     ) -> None:
         self.steps = self.out_of_memory = 0
         self._rows = rows

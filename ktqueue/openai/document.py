@@ -283,10 +283,7 @@ def _file_paths() -> Json:
         }
     }
     listing = _get("listFiles", "List files.", batch_shapes.FileList, errors=("400", "401", "503"))
-    listing["parameters"] = [
-        {"name": "purpose", "in": "query", "schema": text},
-        *_order_after_limit(10_000),
-    ]
+    listing["parameters"] = [{"name": "purpose", "in": "query", "schema": text}, *_order_after_limit(10_000)]
     name = [{"name": "file_id", "in": "path", "required": True, "schema": text}]
     read = _text("readFile", "The bytes of a file, or a range of them.", "application/octet-stream")
     read["parameters"] = [{"name": "Range", "in": "header", "schema": text}]
@@ -299,10 +296,7 @@ def _file_paths() -> Json:
             "delete": _get("deleteFile", "Delete a file.", batch_shapes.DeletedFile, ("409", *_READ)),
             "parameters": name,
         },
-        "/v1/files/{file_id}/content": {
-            "get": read,
-            "parameters": name,
-        },
+        "/v1/files/{file_id}/content": {"get": read, "parameters": name},
     }
 
 
@@ -331,10 +325,7 @@ def _responses(
     content = {} if model is None else {"content": {"application/json": {"schema": _ref(model)}}}
     responses: Json = {status: {"description": "Done.", **content}}
     for code in errors:
-        failed: Json = {
-            "description": _ERRORS[code],
-            "content": {"application/json": {"schema": _ref(error)}},
-        }
+        failed: Json = {"description": _ERRORS[code], "content": {"application/json": {"schema": _ref(error)}}}
         if code in ("429", "503"):
             failed["headers"] = {"Retry-After": _header("Seconds.")}
         responses[code] = failed

@@ -190,11 +190,7 @@ class CpuDecoder(Operator):
             self._bind(decoder, step.kv)
         logits = torch.empty(1, len(logits_to_keep), self.facts.vocabulary)
         decoder.forward(
-            input_ids.numpy(),
-            position_ids.numpy(),
-            logits_to_keep.numpy(),
-            *step.arrays(),
-            logits[0].numpy(),
+            input_ids.numpy(), position_ids.numpy(), logits_to_keep.numpy(), *step.arrays(), logits[0].numpy()
         )
         return DecoderOutput(logits)
 

@@ -58,14 +58,7 @@ class CpuExperts(Operator):
     any_device = True
 
     def __init__(
-        self,
-        experts: int,
-        hidden: int,
-        intermediate: int,
-        *,
-        gate: GateFacts,
-        biased: bool,
-        options: KernelOptions,
+        self, experts: int, hidden: int, intermediate: int, *, gate: GateFacts, biased: bool, options: KernelOptions
     ) -> None:
         super().__init__()
         self.experts = experts

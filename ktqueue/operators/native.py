@@ -195,12 +195,7 @@ class ExpertLayer:
     """
 
     def __init__(
-        self,
-        weights: ExpertWeights,
-        joining: GateFacts = SILU,
-        *,
-        activations: ActivationType = "int8",
-        isa: str = "",
+        self, weights: ExpertWeights, joining: GateFacts = SILU, *, activations: ActivationType = "int8", isa: str = ""
     ) -> None:
         gate, up, down = (
             (matrix.quant, matrix.rows, matrix.columns, [*matrix.data], matrix.bias)

@@ -20,13 +20,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.completion import Completion, completion_of
 from ktqueue.core.config import Config
-from ktqueue.core.errors import (
-    InvalidRequest,
-    JobNotFound,
-    JournalRegressed,
-    KtqueueError,
-    Unavailable,
-)
+from ktqueue.core.errors import InvalidRequest, JobNotFound, JournalRegressed, KtqueueError, Unavailable
 from ktqueue.core.events import TokenEvent
 from ktqueue.core.request import GenerationRequest
 from ktqueue.openai.endpoint import usage_json

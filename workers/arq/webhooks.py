@@ -70,8 +70,7 @@ def key_of(secret: str) -> bytes:
         return b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
     except Base64Error as error:
         raise ConfigError(
-            "control.webhook_secret must have base64 after whsec_",
-            param="control.webhook_secret",
+            "control.webhook_secret must have base64 after whsec_", param="control.webhook_secret"
         ) from error
 
 

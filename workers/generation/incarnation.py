@@ -126,11 +126,7 @@ class Incarnation:
             free, interactive = self._free_rows()
             extra = 0 if interactive > 0 else max(0, max(1, self._rows // EXTRA_SHARE) + interactive)
             claims = await self._lease.claim(
-                free,
-                max(0, interactive),
-                wait=True,
-                extra=extra,
-                rows=self._interactive_rows() if extra else NO_ROWS,
+                free, max(0, interactive), wait=True, extra=extra, rows=self._interactive_rows() if extra else NO_ROWS
             )
             if not claims:
                 queued = self._lease.wait_for_work(

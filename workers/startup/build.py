@@ -86,12 +86,7 @@ def build(
     config = replace(config, threads=set_threads(config))
     native.set_batch_invariant(not config.on_gpu if config.batch_invariant is None else config.batch_invariant)
     dtype = compute_dtype(config)
-    prepared = prepare(
-        config.model,
-        rules=config.rules,
-        device=config.device,
-        dtype=dtype,
-    )
+    prepared = prepare(config.model, rules=config.rules, device=config.device, dtype=dtype)
     if prepared.refusal is not None:
         raise prepared.refusal
     tokenizer = load_tokenizer(config.tokenizer or config.model)  # before the weights, which take minutes

@@ -116,12 +116,7 @@ def _on_cpu(config: EngineConfig, machine: MachineResources, examine: Examine, f
         asked = config.max_model_len or context
         why = f"--kv-cache-bytes must be at least {format_bytes(least)} for a context of {asked}"
     return Fit(
-        config=chosen,
-        host=host,
-        host_limit=machine.host_available,
-        token_bytes=token,
-        tokens=tokens,
-        why_not=why,
+        config=chosen, host=host, host_limit=machine.host_available, token_bytes=token, tokens=tokens, why_not=why
     )
 
 

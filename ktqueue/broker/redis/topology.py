@@ -142,13 +142,7 @@ class _Voters:
         for endpoint in endpoints:
             if endpoint not in self._nodes:
                 self._nodes[endpoint] = Node(
-                    endpoint,
-                    self._login,
-                    self._tls,
-                    0,
-                    connect=self._patience,
-                    operate=self._patience,
-                    connections=1,
+                    endpoint, self._login, self._tls, 0, connect=self._patience, operate=self._patience, connections=1
                 )
         pending = {asyncio.ensure_future(question(self._nodes[endpoint])) for endpoint in endpoints}
         answers: list[Answer] = []

@@ -46,8 +46,7 @@ def experts(
         ),
     ] = None,
     tokens: Annotated[
-        str | None,
-        typer.Option(metavar="NUMBERS", help="Tokens with random routing.", rich_help_panel=_WHAT),
+        str | None, typer.Option(metavar="NUMBERS", help="Tokens with random routing.", rich_help_panel=_WHAT)
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="All formats, instruction sets and rows.", rich_help_panel=_WHAT)
@@ -102,10 +101,7 @@ def experts(
     loads += [Load(n, routed=True) for n in numbers("--tokens", tokens or "", most=MAX_ROWS)]
     sweep = Sweep(
         shape=LayerShape(
-            hidden=hidden_size,
-            intermediate=intermediate_size,
-            experts=num_experts,
-            experts_per_token=experts_per_token,
+            hidden=hidden_size, intermediate=intermediate_size, experts=num_experts, experts_per_token=experts_per_token
         ),
         quants=_names("--formats", (formats or ("all" if full else QUICK_FORMATS)).upper(), native.QUANTS, pairs=True),
         isas=_names("--isa", (isa or ("all" if full else _best_isa())).lower(), native.isas()),

@@ -45,8 +45,7 @@ class ServerFlags:
         list[str] | None, _server("--header", help="A header; may be repeated.", metavar="KEY=VALUE", shown=False)
     ] = None
     extra_body: Annotated[
-        str | None,
-        _server("--extra-body", help="Fields of each body; null removes one.", metavar="JSON", shown=False),
+        str | None, _server("--extra-body", help="Fields of each body; null removes one.", metavar="JSON", shown=False)
     ] = None
     temperature: Annotated[
         float | None, _server("--temperature", help="0 is greedy.", metavar="X", shown="the server's")
@@ -95,8 +94,7 @@ class LoadFlags:
         int, _load("--num-warmups", help="Requests before it that do not count.", metavar="N", min=0, max=10_000)
     ] = 1
     seed: Annotated[
-        str | None,
-        _load("--seed", help="Same seed, same prompts: caches help then.", metavar="N", shown="a new one"),
+        str | None, _load("--seed", help="Same seed, same prompts: caches help then.", metavar="N", shown="a new one")
     ] = None
 
 

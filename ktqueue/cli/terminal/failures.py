@@ -9,14 +9,7 @@ from enum import IntEnum
 from importlib.util import find_spec
 from pathlib import Path
 
-from ktqueue.core.errors import (
-    CheckpointError,
-    ConfigError,
-    InvalidRequest,
-    KtqueueError,
-    RuleError,
-    Unavailable,
-)
+from ktqueue.core.errors import CheckpointError, ConfigError, InvalidRequest, KtqueueError, RuleError, Unavailable
 
 MODULES = {
     "gateway": ("uvicorn", "starlette", "httptools", "prometheus_client", "python_multipart"),

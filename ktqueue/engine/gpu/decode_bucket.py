@@ -31,14 +31,7 @@ def not_captured() -> Never:
 class DecodeBucket:
     """A captured decode step of `rows` rows: its fixed tensors, its attention plan, its replay."""
 
-    def __init__(
-        self,
-        rows: int,
-        max_pages: int,
-        kv: KVCache,
-        planner: AttentionPlanner,
-        device: str,
-    ) -> None:
+    def __init__(self, rows: int, max_pages: int, kv: KVCache, planner: AttentionPlanner, device: str) -> None:
         if kv.scratch_page is None:
             raise ValueError("a captured step needs a cache with a scratch page")
         self.rows = rows

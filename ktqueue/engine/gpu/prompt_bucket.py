@@ -36,14 +36,7 @@ def prompt_buckets_up_to(tokens: int) -> list[int]:
 class PromptBucket:
     """A captured step of up to `tokens` tokens: its fixed tensors, its attention plan, its replay."""
 
-    def __init__(
-        self,
-        tokens: int,
-        max_pages: int,
-        kv: KVCache,
-        planner: AttentionPlanner,
-        device: str,
-    ) -> None:
+    def __init__(self, tokens: int, max_pages: int, kv: KVCache, planner: AttentionPlanner, device: str) -> None:
         if kv.scratch_page is None or kv.slots:
             raise ValueError("a captured step with prompts needs a cache with a scratch page and without states")
         if tokens <= ROWS:

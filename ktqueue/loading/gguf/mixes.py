@@ -24,14 +24,7 @@ BASES = {
 }
 """The mixes, and the format of most matrices of each."""
 
-_SMALLER_BLOCKS = {
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
-}
+_SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 _VALUES = re.compile(r"blk\.(\d+)\.(?:attn_v|attn_qkv|attn_kv_b)\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)\.weight")
 _EIGHT_EXPERTS = 8  # Mixtral's number, for which llama.cpp has rules of its own

@@ -275,9 +275,7 @@ def _checked_fields(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _left_out(param: str, reason: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the model's chat template leaves {param} out of the prompt: {reason}",
-        param=param,
-        limit="left out",
+        f"the model's chat template leaves {param} out of the prompt: {reason}", param=param, limit="left out"
     )
 
 

@@ -168,9 +168,7 @@ def train_byte_level(pieces: Iterable[str], vocab_size: int, pre: str, special: 
     tokenizer = tokenizers.Tokenizer(models.BPE())
     split_as(tokenizer, PRE_TOKENIZERS[pre])
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(special),
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size - len(special), show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(pieces, trainer)
     tokenizer.add_special_tokens(list(special))
@@ -301,6 +299,5 @@ def _add_ends(tokenizer: Model, data: VocabularyData) -> None:
     last = [ends["eos"]] if data.add_eos and "eos" in ends else []
     if first or last:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*first, "$A", *last],
-            special_tokens=[(ends[role], data.ids[role]) for role in ends],
+            single=[*first, "$A", *last], special_tokens=[(ends[role], data.ids[role]) for role in ends]
         )
