@@ -10,7 +10,7 @@ from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Unavailable
 
 TICK_SECONDS = 0.25
-UNSERVED_SECONDS = 1.0  # between searches for jobs that no worker can take
+SLOW_SECONDS = 1.0  # between searches for jobs that no worker can take, and for the next pass of `scrub`
 MAX_EXPIRED = 256  # deadlines that one call of `reap` handles
 SCRUBBED = 200  # keys that one call of `scrub` checks
 PASS_LEASES = 5  # lease times between two passes of `scrub` over all keys
@@ -19,22 +19,29 @@ logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Runs `reap` and `scrub` four times a second and `fail_unserved` once. Any number of reapers may run at once."""
+    """Runs `reap` four times a second, also `scrub` during a pass, and `fail_unserved` once.
+
+    Any number of reapers may run at once.
+    """
 
     def __init__(self, scripts: Scripts, config: BrokerConfig) -> None:
         self._scripts = scripts
         self._config = config
         self._terminal = TerminalEvents.of(config)
+        self._pass_is_over = False
 
     async def run(self) -> None:
         """Run until cancelled, also through outages of Redis. Any other error is logged, and the loop goes on."""
         faults: dict[str, str] = {}
         loop = asyncio.get_running_loop()
-        next_unserved = loop.time() + UNSERVED_SECONDS
+        next_slow = loop.time() + SLOW_SECONDS
         while True:
-            steps: list[Callable[[], Awaitable[object]]] = [self._reap_all, self.scrub]
-            if loop.time() >= next_unserved:
-                next_unserved = loop.time() + UNSERVED_SECONDS
+            steps: list[Callable[[], Awaitable[object]]] = [self._reap_all]
+            is_slow = loop.time() >= next_slow
+            if is_slow or not self._pass_is_over:
+                steps.append(self.scrub)
+            if is_slow:
+                next_slow = loop.time() + SLOW_SECONDS
                 steps.append(self.fail_unserved)
             for step in steps:  # one that fails does not keep the others from repairing what it met
                 await self._run_step(step, faults)
@@ -101,7 +108,7 @@ class Reaper:
         return failed
 
     async def scrub(self, *, keys: int = SCRUBBED, pause: float | None = None) -> bool:
-        """Check the next `keys` keys and repair what contradicts the jobs' records. Returns True at the end of a pass.
+        """Check the next `keys` keys and repair what contradicts the jobs' records. Returns whether the pass is over.
 
         Between two passes nothing happens for `pause` seconds, by default five lease times. Raises Unavailable.
         """
@@ -121,4 +128,5 @@ class Reaper:
         )
         if repaired:
             logger.warning("repaired %d entries that contradicted the jobs' records", repaired)
-        return bool(over)
+        self._pass_is_over = bool(over)
+        return self._pass_is_over

@@ -216,3 +216,15 @@ async def test_expired_records_are_no_longer_listed(
         await broker.reaper().reap()
         assert [job.id for job in await broker.jobs.list()] == [second.id]
         await lease.close()
+
+
+async def test_an_idle_reaper_calls_redis_a_few_times_a_second(config: BrokerConfig, raw: Any) -> None:
+    """Four calls for leases and deadlines, and one each for unserved jobs and for the next pass over all keys."""
+    async with await Broker.open(replace(config, lease_seconds=2.0)) as broker:
+        reaper = asyncio.create_task(broker.reaper().run())
+        await asyncio.sleep(0.3)  # in which the first pass ends
+        before = raw.info("commandstats")["cmdstat_evalsha"]["calls"]
+        await asyncio.sleep(2)
+        assert 8 <= raw.info("commandstats")["cmdstat_evalsha"]["calls"] - before <= 13
+        reaper.cancel()
+        await asyncio.gather(reaper, return_exceptions=True)

@@ -31,7 +31,7 @@ from ktqueue.workers.arq.webhooks import Undeliverable, Undelivered, body_of, de
 from ktqueue.workers.arq.worker import CronJob, Function, Retry, SteadyWorker, by_clock
 
 MAX_CHORES = 32  # at once
-POLL_SECONDS = 0.5  # between searches for jobs that have ended
+POLL_SECONDS = 0.5  # between searches for jobs that have ended, and for chores that other processes enqueued
 MAX_WEBHOOKS_READ = 100  # by one search
 BATCH_RESULT_SECONDS = 60.0  # then another file of the same name can be run
 LONGEST_PAUSE_SECONDS = 120.0  # between attempts to call a webhook
@@ -70,6 +70,7 @@ class ControlWorker(SteadyWorker):
                 if config.control.batch_dir is not None or parse_entry(entry, chores)[1] != "batches"
             ],
             poll_seconds=POLL_SECONDS / 5,
+            idle_seconds=POLL_SECONDS,
         )
         self._broker = broker
         self._store = open_store(config.storage, config.broker.state_dir)
@@ -142,6 +143,7 @@ class ControlWorker(SteadyWorker):
             return
         for name in names:
             await self.pool.enqueue_job("batch", name, _job_id=f"batch:{name}", _queue_name=self.queue_name)
+            self.poll_now()
 
     async def retention(self, context: dict[str, Any]) -> None:
         """Delete old batch files, and old files of the store."""
@@ -158,6 +160,7 @@ class ControlWorker(SteadyWorker):
                 for job_id in waiting:
                     await self.pool.enqueue_job("webhook", job_id, _job_id=f"webhook:{job_id}")
                     enqueued.append(job_id)
+                    self.poll_now()
             except Exception as error:  # the next search finds the same jobs
                 log.warning("webhooks are delayed: %s", error)
             if not enqueued:

@@ -54,8 +54,8 @@ class SteadyWorker(Worker):
 
     `url`: the Redis of the queue, a server or its sentinels, used with the time limits of `config`. `url_key`: the
     setting that it is from. `password_file` holds its password if the URL has none. `keep_result`: seconds to keep a
-    result; `kept` has other values for single functions. Raises ConfigError for a wrong URL, and for a Redis Cluster,
-    which arq does not support.
+    result; `kept` has other values for single functions. `poll_seconds`: between two polls, or `idle_seconds` while no
+    job runs here. Raises ConfigError for a wrong URL, and for a Redis Cluster, which arq does not support.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class SteadyWorker(Worker):
         max_jobs: int,
         keep_result: float,
         poll_seconds: float,
+        idle_seconds: float | None = None,
         kept: Mapping[str, float] | None = None,
         cron_jobs: Sequence[CronJob] = (),
     ) -> None:
@@ -80,6 +81,8 @@ class SteadyWorker(Worker):
         self._topology = make_topology(self._address, "", config)
         self._node: Node | None = None
         self._ends: set[asyncio.Task[Any]] = set()  # they write the results of jobs
+        self._idle_seconds = idle_seconds or poll_seconds
+        self._woken = asyncio.Event()
         super().__init__(
             [func(coroutine, name=name, keep_result=(kept or {}).get(name)) for name, coroutine in functions.items()],  # type: ignore[arg-type]
             queue_name=queue,
@@ -115,7 +118,6 @@ class SteadyWorker(Worker):
         last_error, is_alone = "", False
         try:
             while True:
-                pause = self.poll_delay_s
                 try:
                     async with asyncio.timeout(self._config.operation_timeout):
                         if last_error or self._node is None:
@@ -125,6 +127,7 @@ class SteadyWorker(Worker):
                             is_alone = True
                         await self._poll_iteration()
                     last_error = ""
+                    pause = self.poll_delay_s if self.tasks else self._idle_seconds
                 except ConfigError:
                     raise
                 except Exception as error:
@@ -132,9 +135,16 @@ class SteadyWorker(Worker):
                         log.warning("queue %s: %s: %s", self.queue_name, type(error).__name__, error)
                     last_error = str(error)
                     pause = self.outage_pause_s
-                await asyncio.sleep(pause)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._woken.wait()
+                self._woken.clear()
         finally:
             renewal.cancel()
+
+    def poll_now(self) -> None:
+        """Do not wait until the next poll: this process has put a job into the queue."""
+        self._woken.set()
 
     async def _check_alone(self) -> None:
         """Raise ConfigError if another program's arq worker serves the queue: each would fail the other's jobs."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.core.errors import Unavailable
 from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, QUICK_DEATH_SECONDS, ProcessFailed
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # between two looks at the process, where the kernel does not say that it has ended
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class PrivateRedis:
         assert self._server.url is not None
         port = urlsplit(self._server.url).port
         while True:
-            await asyncio.sleep(POLL_SECONDS)
-            if self._server.pid is not None:
+            if (pid := self._server.pid) is not None:
+                await _may_have_ended(pid)
                 continue
             quick_deaths = quick_deaths + 1 if time.monotonic() - began < QUICK_DEATH_SECONDS else 0
             if quick_deaths >= MAX_QUICK_DEATHS and not self._server.killed:
@@ -65,3 +66,19 @@ class PrivateRedis:
             return self._server.start(self._state_dir, port=port, durability=self._durability)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, start)
+
+
+async def _may_have_ended(pid: int) -> None:
+    """Wait until a child of this process has ended, or for a short time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not Linux, or an old one
+        await asyncio.sleep(POLL_SECONDS)
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -2,7 +2,7 @@
 -- been deleted by hand, or come from an older backup.
 -- ARGV: cancelled event, expired event, poison event, most attempts, job TTLs (see `finish`), journal TTL in ms,
 --        keys to check, us between two passes.
--- Replies {records and lists repaired, 1 at the end of a pass}. Any process may call it at any time: the progress is
+-- Replies {records and lists repaired, 1 if the pass is over}. Any process may call it at any time: the progress is
 -- stored here.
 -- A job that should wait is queued again. A job whose worker does not run it goes back to its queue, which does not
 -- count as an attempt. An ended job gets a time to live. At the end of a pass, all counts are computed again.
@@ -159,7 +159,7 @@ local function recount()
 end
 
 local cursor, last_end = unpack(redis.call('HMGET', place, 'cursor', 'ended'))
-if not cursor and last_end and math.abs(now - last_end) < tonumber(ARGV[8]) then return { 0, 0 } end
+if not cursor and last_end and math.abs(now - last_end) < tonumber(ARGV[8]) then return { 0, 1 } end
 local looked = redis.pcall('SCAN', cursor or '0', 'MATCH', TAG .. '*', 'COUNT', ARGV[7])
 if looked.err then return { 0, 1 } end -- the user of `broker.url` lacks the permission to scan
 for _, key in ipairs(looked[2]) do

@@ -167,6 +167,20 @@ async def test_a_finished_job_is_posted_with_a_signature_until_the_receiver_acce
     assert event["data"]["usage"]["completion_tokens"] == 8
 
 
+async def test_a_webhook_waits_for_the_search_only_and_an_idle_worker_polls_rarely(
+    broker: Broker, config: Config, receiver: Receiver
+) -> None:
+    """A search each half second finds jobs that have ended. What it enqueues does not wait for arq's next poll."""
+    async with running(broker, config) as control:
+        await until(lambda: control.connected)
+        control._idle_seconds = 5.0
+        await asyncio.sleep(0.6)  # the next poll is seconds away
+        began = asyncio.get_running_loop().time()
+        await cancelled(broker, receiver, events=("failed",))
+        await until(lambda: receiver.got)
+        assert asyncio.get_running_loop().time() - began < 2.0
+
+
 async def test_other_ends_are_failures_and_only_subscribed_events_are_posted(
     broker: Broker, config: Config, receiver: Receiver
 ) -> None:

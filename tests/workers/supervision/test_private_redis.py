@@ -48,6 +48,25 @@ async def test_redis_is_restarted_however_often_it_is_killed_even_during_a_start
     await redis.stop()
 
 
+async def test_a_death_is_noticed_where_the_kernel_does_not_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError("no such system call")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    redis = PrivateRedis(tmp_path, "process")
+    await redis.start()
+    watching = asyncio.create_task(redis.run())
+    first = redis.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: redis.pid not in (None, first))
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await redis.stop()
+
+
 async def test_a_redis_that_cannot_start_is_given_up(tmp_path: Path) -> None:
     redis = PrivateRedis(tmp_path, "process")
     await redis.start()
