@@ -32,8 +32,11 @@ PARTS = {  # by words of a kernel's name; the first that fits
         *("_decode_experts", "_join_rows", "_add_slots", "GroupProblemShape", "grouped_gemm"),
     ),
     "attention": ("flashinfer", "Batch", "MergeStates", "_decode_split", "_decode_join", "_latent_", "attend_to_rows"),
-    "norms, rotary, router": ("_add_rms_norm", "_gated", "_qk_norm_rope_append", "_route"),
-    "matrices": ("_few_rows", "_decode_kernel", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
+    "norms, rotary, router": ("_add_rms_norm", "_gated", "_qk_norm_rope_append", "_route", "route_some_rows"),
+    "matrices": (
+        *("_few_rows", "multiply_panels", "_decode_kernel"),
+        *("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK"),
+    ),
 }
 REST = "rest"
 """Copies, the sampler, torch's small kernels."""

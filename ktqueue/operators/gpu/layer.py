@@ -242,6 +242,8 @@ class DecoderLayer:
         self._router_norm = weights.router_norm(layer) if layer.router.norm else None
         further = *names, layer.experts_norm, layer.out_scale, layer.shared, layer.router.norm
         self._only_adds = not any(further)  # what attention and experts compute to the residual
+        others = layer.attention_out_norm, layer.mlp_out_norm, layer.experts_out_norm, layer.experts_norm
+        self._norms_once = not any((*others, layer.out_scale, layer.router.norm))  # between attention and experts
         self._shared_norm: torch.Tensor | None = None
         if layer.experts_norm:
             self._shared_norm = weights.norm(f"{layer.name}.{layer.mlp_norm}", centred=facts.centred)
@@ -269,6 +271,14 @@ class DecoderLayer:
             norm = RmsNorm(self._norm, self._epsilon)
             experts.add_to(self._routed, residual, norm, self._router, self._router_bias, live)
             return PendingResidual()
+        if self._routes_at_once(residual, experts):
+            assert self._routed is not None
+            self.attention.project(attended, residual)
+            norm = RmsNorm(self._norm, self._epsilon)
+            shared_expert = (lambda x: self._shared_expert(x, residual)) if self._shared else None
+            return experts.run_from(
+                self._routed, residual, norm, self._router, self._router_bias, live, shared=shared_expert
+            )
         projected = PendingResidual(self.attention.project(attended), norm=self._attended_norm)
         if self._mlp is not None:
             x = projected.add_to(residual, self._norm, self._epsilon)
@@ -298,6 +308,13 @@ class DecoderLayer:
         if self._routed is None or not self._only_adds:
             return False
         return experts.adds_to(self._routed, residual, self._norm, self._router)
+
+    def _routes_at_once(self, residual: torch.Tensor, experts: StepExperts) -> bool:
+        """Whether one launch comes from the residual [tokens, hidden], with attention added, to the experts."""
+        if self._routed is None or not self._norms_once:
+            return False
+        has_shared = self._shared is not None
+        return experts.runs_from(self._routed, residual, self._norm, self._router, has_shared=has_shared)
 
     def predict_next_experts(self, next_layer: "DecoderLayer") -> None:
         """Guess the experts of `next_layer` in each step. Both layers have routed experts."""

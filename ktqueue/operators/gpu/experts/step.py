@@ -13,13 +13,17 @@ from ktqueue.operators import native
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels import decoded_experts, expert_warpgroups
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs
-from ktqueue.operators.gpu.kernels.expert_products import experts, rounds_each_pair
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs, SortedPairs
+from ktqueue.operators.gpu.kernels.expert_products import experts, rounds_each_pair, rounds_pairs
 from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route, has_few_rows
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
+from ktqueue.operators.gpu.kernels.some_rows_router import has_some_rows, some_rows_route
 from ktqueue.operators.gpu.side_stream import SideStream
+
+_ROWS_WITH_SHARED = range(6, 17)
+"""Rows of a step for which one launch pays up to the experts, beside a shared one (ADR 0081)."""
 
 
 class PendingResidual(NamedTuple):
@@ -227,14 +231,13 @@ class StepExperts:
     def adds_to(self, index: int, residual: torch.Tensor, norm: torch.Tensor, router: torch.Tensor) -> bool:
         """Whether `add_to` can compute layer `index` for a residual [tokens, hidden]: few rows, all experts on the GPU.
         norm, router: the weights [hidden] of the norm before the experts, and [experts, hidden]."""
-        if self._handoff is not None or self._counters is None or not self._residency.locations(index).on_gpu:
-            return False
-        layer, tokens = self._layers[index], len(residual)
-        return (
-            has_few_rows(residual, router, norm, layer.scoring)
-            and self._rounds_each_pair(index, residual)
-            and (self._decoded is None or self._decoded(tokens) is None)
-        )
+        plain = has_few_rows(residual, router, norm, self._layers[index].scoring)
+        return plain and self._rounds_each_pair(index, residual) and self._multiplies_all(index, len(residual))
+
+    def _multiplies_all(self, index: int, tokens: int) -> bool:
+        """Whether the GPU has all experts of layer `index`, and multiplies such a step by packed ones."""
+        here = self._handoff is None and self._counters is not None and self._residency.locations(index).on_gpu
+        return here and (self._decoded is None or self._decoded(tokens) is None)
 
     def add_to(
         self,
@@ -265,6 +268,55 @@ class StepExperts:
             self._choices[index, : len(x)].copy_(routing.ids)
         self._compute_on_gpu(index, x, routing, rows, added_to=residual)
         self._residency.layer_done(index)
+
+    def runs_from(
+        self, index: int, residual: torch.Tensor, norm: torch.Tensor, router: torch.Tensor, *, has_shared: bool
+    ) -> bool:
+        """Whether `run_from` should compute layer `index` for a residual [tokens, hidden]: some rows, all experts on
+        the GPU. norm, router: as in `adds_to`. has_shared: a shared expert begins behind the launch, so others lose."""
+        layer, tokens = self._layers[index], len(residual)
+        pairs, plain = tokens * layer.experts_per_token, has_some_rows(residual, router, norm, layer.scoring)
+        if not plain or (has_shared and tokens not in _ROWS_WITH_SHARED) or not self._multiplies_all(index, tokens):
+            return False
+        return rounds_pairs(layer.record, pairs, layer.experts, residual, exact=layer.exact)
+
+    def run_from(
+        self,
+        index: int,
+        residual: torch.Tensor,
+        norm: RmsNorm,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        live_tokens: torch.Tensor | None,
+        *,
+        shared: SharedExpert | None,
+    ) -> PendingResidual:
+        """Norm the residual [tokens, hidden] -> the output of the experts of layer `index`, as `run`. For steps that
+        `runs_from` allows. router, bias: see few_rows_route."""
+        layer, counters = self._layers[index], self._counters
+        assert counters is not None
+        sorts = not self._rounds_each_pair(index, residual)
+        x, rows, lists, routing = some_rows_route(
+            residual,
+            norm,
+            router,
+            bias,
+            layer.experts_per_token,
+            counters=counters,
+            renormalise=layer.renormalise,
+            scoring=layer.scoring,
+            offsets=self._residency.locations(index).gate_up if sorts else None,
+            live_tokens=live_tokens,
+            counts=self._residency.use_counts(index),
+        )
+        if shared is not None:
+            shared = self.begin_shared(shared, x, None)
+        if self._choices is not None:
+            self._choices[index, : len(x)].copy_(routing.ids)
+        partials = self._compute_on_gpu(index, x, routing, rows, lists)
+        shared_output = (None, None) if shared is None else shared(x)
+        self._residency.layer_done(index)
+        return PendingResidual(None, partials, *shared_output)
 
     def _route(
         self,
@@ -315,11 +367,12 @@ class StepExperts:
         x: torch.Tensor,
         routing: Routing,
         rows: Int8Rows | None,
+        lists: SortedPairs | None = None,
         *,
         added_to: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32, or [tokens, 1, hidden] if they are
-        added. None: it has none of the experts. added_to: see `add_to`."""
+        added. None: it has none of the experts. rows, lists: see expert_products.experts. added_to: see `add_to`."""
         layer, residency = self._layers[index], self._residency
         locations = residency.locations(index)
         if not locations.on_gpu:
@@ -335,7 +388,7 @@ class StepExperts:
         else:
             partials = experts(
                 pairs, locations.down, x, routing.weights, layer.gate,
-                exact=layer.exact, rows=rows, added_to=added_to, counters=self._counters,
+                exact=layer.exact, rows=rows, lists=lists, added_to=added_to, counters=self._counters,
             )  # fmt: skip
         residency.release(index)
         return partials

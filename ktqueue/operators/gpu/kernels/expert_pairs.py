@@ -55,6 +55,14 @@ class SortedPairs(NamedTuple):
         experts, device = pairs.offsets.numel(), pairs.ids.device
         return cls(*(torch.empty(n, dtype=torch.int32, device=device) for n in (pairs.ids.numel(), experts, experts)))
 
+    @classmethod
+    def of(cls, ids: torch.Tensor, offsets: torch.Tensor) -> "SortedPairs":
+        """The lists for ids and offsets as of ExpertPairs. The torch twin of the kernels."""
+        flat, experts = ids.flatten(), offsets.numel()
+        counts = torch.bincount(flat[flat >= 0], minlength=experts)
+        order = torch.where(flat < 0, experts, flat).argsort(stable=True)
+        return cls(order.int(), (counts.cumsum(0) - counts).int(), torch.where(offsets >= 0, counts, 0).int())
+
 
 @triton.jit
 def list_pairs(expert, ids, offsets, pairs, sorted_pairs, starts, counts, CHUNK: tl.constexpr):

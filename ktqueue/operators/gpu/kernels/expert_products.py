@@ -15,8 +15,8 @@ from ktqueue.operators.gpu.kernels import (
     panel_layout,
 )
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
-from ktqueue.operators.gpu.kernels.expert_tiles import TILES, ExpertTiles
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs
+from ktqueue.operators.gpu.kernels.expert_tiles import TILES, ExpertTiles, MatrixTiles
 from ktqueue.operators.gpu.kernels.operation import runs_kernel
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
@@ -36,6 +36,7 @@ def experts(
     *,
     exact: bool = False,
     rows: Int8Rows | None = None,
+    lists: SortedPairs | None = None,
     added_to: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     tiles: ExpertTiles = TILES,
@@ -45,24 +46,20 @@ def experts(
     If the gate says so, it is expert(weight * x). Arguments as in `gate_up` and `down`. `down` uses `down_offsets` in
     place of the offsets in `pairs`; both are negative for the same experts. x and the rows between the two products are
     quantised (see expert_int8.py) where that is faster: with few tokens per expert, unless x is float32, a matrix has
-    one of FLOAT_PRODUCTS, or `exact`. `rows`: x, quantised already; only if `rounds_each_pair`
-    says so. `added_to`, `counters`: see expert_int8.down; only with `rows`. `tiles`: which kernels compute the step,
-    and how. Raises ValueError as `gate_up` does.
+    one of FLOAT_PRODUCTS, or `exact`. `rows`: x, quantised already; only if `rounds_pairs` says so. `lists`: of the
+    pairs, with `rows`, unless `rounds_each_pair` says so. `added_to`, `counters`: see expert_int8.down; only with
+    `rows` and without `lists`. `tiles`: which kernels compute the step, and how. Raises ValueError as `gate_up` does.
     """
     record, down_pairs = pairs.record, pairs._replace(offsets=down_offsets)
     weights = weights.contiguous()
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
     number, experts = pairs.ids.numel(), pairs.offsets.numel()
-    matrices = tiles.matrix_tiles(number, experts)
-    if matrices:
-        matrices = expert_matrices.fitting_tiles(record, experts, matrices, x.device)
-    few = number <= (MAX_MATRIX_PAIRS if matrices else min(MAX_FEW_PAIRS, tiles.few_pairs * experts))
-    if not few or not _may_round(record, x.dtype, exact):
+    matrices = _fitting_matrices(record, number, experts, x.device, tiles)
+    if number > _most_rounded(experts, matrices, tiles) or not _may_round(record, x.dtype, exact):
         return down(down_pairs, gate_up(pairs, x, gate, of_input, tiles=tiles), of_output, tiles=tiles)
     _check_input(pairs, x)
     x = x.contiguous()
     if runs_kernel(x) and number:
-        lists = None
         if rows is None:
             rows, lists = expert_int8.prepare(pairs, x, own_pairs=tiles.own_limit(experts))
         if matrices and lists:
@@ -89,6 +86,27 @@ def rounds_each_pair(
     """Whether `experts` quantises x of type `dtype` in a step of `pairs` pairs, and sorts none of them."""
     few = min(tiles.own_limit(experts), tiles.few_pairs * experts)
     return 0 < pairs <= few and _may_round(record, dtype, exact)
+
+
+def rounds_pairs(
+    record: ExpertRecord, pairs: int, experts: int, x: torch.Tensor, *, exact: bool, tiles: ExpertTiles = TILES
+) -> bool:
+    """Whether `experts` quantises x in a step of `pairs` pairs."""
+    matrices = _fitting_matrices(record, pairs, experts, x.device, tiles)
+    return 0 < pairs <= _most_rounded(experts, matrices, tiles) and _may_round(record, x.dtype, exact)
+
+
+def _fitting_matrices(
+    record: ExpertRecord, pairs: int, experts: int, device: torch.device, tiles: ExpertTiles
+) -> MatrixTiles | None:
+    """The tiles of int8 matrices for a step. None: another kernel computes it."""
+    matrices = tiles.matrix_tiles(pairs, experts)
+    return expert_matrices.fitting_tiles(record, experts, matrices, device) if matrices else None
+
+
+def _most_rounded(experts: int, matrices: MatrixTiles | None, tiles: ExpertTiles) -> float:
+    """The most pairs of a step that are quantised."""
+    return MAX_MATRIX_PAIRS if matrices else min(MAX_FEW_PAIRS, tiles.few_pairs * experts)
 
 
 def _may_round(record: ExpertRecord, dtype: torch.dtype, exact: bool) -> bool:
