@@ -167,6 +167,9 @@ async def test_records_are_put_into_the_order_of_the_input(store: Store, monkeyp
             else:
                 record = json.loads(raw)
                 assert (record["custom_id"], record["error"]["code"]) == (f"c{place}\u2028", "batch_expired")
+    ranges = merge_module._ranges(findings.index, segments)  # that are in memory at once
+    assert [place for places in ranges for place in places] == list(range(count))
+    assert 4 < len(ranges) < 9 and all(sum(map(segments.length, places)) <= 100 for places in ranges)
     for damaged in (b"", b"{}\n", b'{"v":1,"lines":[[1,2]]}\n', b'{"v":1,"lines":[[99,1,2,3,4,5,6]]}\n'):
         await put(store, "b/damaged", damaged)
         unreadable, missing = await again.load(["damaged", "out-0", "out-9"])

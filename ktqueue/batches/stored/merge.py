@@ -41,7 +41,7 @@ class MergeJob:
 
 async def merge(store: Store, index: LineIndex, segments: Segments, job: MergeJob) -> Merged:
     """Write both files. The same segments give the same files, however often it is repeated."""
-    has_errors = bool(segments.failed) or bool(job.unfinished and segments.answered + segments.failed < len(index))
+    has_errors = bool(segments.failed or (job.unfinished and segments.done < len(index)))
     answered = failed = 0
     async with AsyncExitStack() as stack:
         output: Writing | None = None
