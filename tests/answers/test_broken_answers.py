@@ -56,7 +56,7 @@ ODD: list[tuple[str, str, Parts]] = [
 
 
 @pytest.mark.parametrize(("family", "text", "parts"), ODD)
-def test_odd_answers(family: str, text: str, parts: Parts) -> None:
+def test_odd_calls_become_valid_calls_or_stay_text(family: str, text: str, parts: Parts) -> None:
     for pieces in ([text], list(text)):
         assert parse(family, "harmony" if family == "harmony" else "", pieces) == parts
 

@@ -31,7 +31,7 @@ def check_lists(choice: Any) -> None:
     assert "".join(logprobs["tokens"]) == choice["text"]
 
 
-async def test_echo(stack: Any) -> None:
+async def test_an_echoed_prompt_comes_before_the_answer_also_in_logprobs(stack: Any) -> None:
     plain = (await complete(stack))["choices"][0]["text"]
     assert (await complete(stack, echo=True))["choices"][0]["text"] == STORY + plain
     ids = load_tokenizer("demo").encode(STORY)
@@ -97,7 +97,7 @@ async def test_prompt_logprobs_in_the_form_of_vllm(stack: Any) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
-async def test_token_ids(stack: Any) -> None:
+async def test_token_ids_are_those_of_the_prompt_and_the_text(stack: Any) -> None:
     tokenizer = load_tokenizer("demo")
     (choice,) = (await complete(stack, return_token_ids=True))["choices"]
     assert choice["prompt_token_ids"] == tokenizer.encode(STORY)

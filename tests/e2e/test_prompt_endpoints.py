@@ -32,7 +32,7 @@ async def test_a_text_as_with_vllm(stack: Any, prefix: str) -> None:
     assert (await post(stack, f"{prefix}/detokenize", tokens=ids))["prompt"] == TEXT
 
 
-async def test_messages(stack: Any) -> None:
+async def test_messages_are_tokenised_as_the_template_renders_them(stack: Any) -> None:
     ids = load_tokenizer("demo").encode(RENDERED)
     body = await post(stack, "/tokenize", messages=MESSAGES, return_token_strs=True)
     assert body["tokens"] == ids and body["token_strs"][0] == "<|im_start|>"
@@ -52,7 +52,7 @@ async def test_a_text_as_with_llama_cpp(stack: Any) -> None:
     assert (await post(stack, "/detokenize", tokens=[])) == {"prompt": "", "content": ""}
 
 
-async def test_long_texts(stack: Any) -> None:
+async def test_many_tokens_become_the_tokenizers_text(stack: Any) -> None:
     ids = [300 + n % 50 for n in range(20_000)]
     text = (await post(stack, "/detokenize", tokens=ids))["content"]
     assert text == load_tokenizer("demo").decode(ids)

@@ -124,7 +124,7 @@ def test_a_seed_is_drawn_when_none_is_given(
     assert len({tuple(result.token_ids) for result in run(engine).values()}) == 3
 
 
-def test_end_token(
+def test_a_stop_id_and_the_end_token_end_the_answer_without_text(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any, scores: Any
 ) -> None:
     expected = greedy(PROMPT, 20)

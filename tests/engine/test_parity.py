@@ -220,7 +220,9 @@ def latent(tmp_path_factory: Any) -> Any:
 
 
 @pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 46), (16, True, 2000)])
-def test_latent_attention(latent: Any, budget: int, caching: bool, pages: int) -> None:
+def test_a_model_with_latent_attention_gives_transformers_tokens(
+    latent: Any, budget: int, caching: bool, pages: int
+) -> None:
     check_parity(*latent, budget=budget, caching=caching, pages=pages)
 
 
@@ -253,7 +255,9 @@ def linear(tmp_path_factory: Any) -> Any:
 @pytest.mark.parametrize(
     ("budget", "caching", "pages"), [(64, True, 46), (512, False, 46), (16, True, 2000), (512, True, 2000)]
 )
-def test_linear_attention(linear: Any, budget: int, caching: bool, pages: int) -> None:
+def test_a_model_with_linear_attention_gives_transformers_tokens(
+    linear: Any, budget: int, caching: bool, pages: int
+) -> None:
     check_parity(*linear, budget=budget, caching=caching, pages=pages)
 
 
@@ -349,7 +353,7 @@ def check_demo(demo: Any, count: int, budget: int, caching: bool, pages: int) ->
 
 
 @pytest.mark.parametrize(("budget", "caching", "pages"), [(64, True, 46), (512, False, 2000)])
-def test_demo_model(demo: Any, budget: int, caching: bool, pages: int) -> None:
+def test_the_demo_model_gives_transformers_tokens(demo: Any, budget: int, caching: bool, pages: int) -> None:
     check_demo(demo, FEW, budget, caching, pages)
 
 
@@ -358,5 +362,7 @@ def test_demo_model(demo: Any, budget: int, caching: bool, pages: int) -> None:
 @pytest.mark.parametrize("pages", [46, 2000])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", [16, 64, 512])
-def test_demo_model_whole_matrix(demo: Any, budget: int, caching: bool, pages: int) -> None:
+def test_the_demo_model_gives_transformers_tokens_in_the_whole_matrix(
+    demo: Any, budget: int, caching: bool, pages: int
+) -> None:
     check_demo(demo, REQUESTS, budget, caching, pages)

@@ -156,7 +156,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
     ],
 )
-def test_distribution(settings: Any) -> None:
+def test_tokens_are_drawn_with_their_probabilities(settings: Any) -> None:
     """A chi-squared test of 40,000 draws with fixed seeds. A correct sampler passes the 99.9 % quantile."""
     logits = np.array([0.1, 2.0, -1.0, 1.5, 1.4, -3.0, 0.7, 0.0], dtype=np.float32)
     draws = 40_000

@@ -89,7 +89,7 @@ def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return blocks
 
 
-async def test_a_message(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_an_answer_has_the_form_of_anthropics_message(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     response = await http.post(PATH, json=BODY, headers={"x-api-key": "any", "anthropic-version": "2023-06-01"})
     assert response.status_code == 200, response.text
     assert response.headers["request-id"] == response.headers["x-request-id"]

@@ -81,7 +81,7 @@ async def test_chunks_are_valid_except_for_the_null_finish_reason(
         conforms(chunk, "CreateCompletionResponse")
 
 
-async def test_logprobs(
+async def test_logprobs_and_their_offsets_are_the_same_in_streams(
     http: httpx.AsyncClient, worker: ScriptedWorker, stream: PostStream, conforms: Conforms
 ) -> None:
     body = (await http.post(PATH, json={**BODY, "logprobs": 2})).json()

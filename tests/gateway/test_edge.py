@@ -24,7 +24,9 @@ CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-async def test_keys(serve_with: ServeWith, worker: ScriptedWorker, conforms: Conforms) -> None:
+async def test_a_request_needs_one_of_the_keys(
+    serve_with: ServeWith, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     async with (
         serve_with(api_keys=(hash_of("first"), hash_of("other"))) as (_, url),
         httpx.AsyncClient(base_url=url) as http,
@@ -103,7 +105,9 @@ async def test_the_gateway_is_ready_only_with_a_worker(http: httpx.AsyncClient, 
     assert (await http.get("/readyz")).status_code == 503
 
 
-async def test_models(http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms) -> None:
+async def test_a_model_is_the_same_alone_and_in_the_list(
+    http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
+) -> None:
     body = (await http.get("/v1/models")).json()
     conforms(body, "ListModelsResponse")
     assert [entry["id"] for entry in body["data"]] == ["tale"]
@@ -113,7 +117,7 @@ async def test_models(http: httpx.AsyncClient, worker: ScriptedWorker, conforms:
     assert (model["created"], model["max_model_len"]) == (1_700_000_000, 512)
 
 
-async def test_metrics(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_metrics_count_requests_and_show_the_queue(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     assert (await http.post(CHAT, json=BODY)).status_code == 200
     assert (await http.get("/nowhere")).status_code == 404
     await asyncio.sleep(0.3)

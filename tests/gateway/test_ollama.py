@@ -65,7 +65,7 @@ async def test_a_chat_is_a_stream_unless_it_says_otherwise(http: httpx.AsyncClie
         assert last["created_at"].endswith("Z")
 
 
-async def test_a_prompt(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_a_prompt_is_a_chat_unless_it_is_raw(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     lines = await lines_of(http, GENERATE, {**PROMPT, "system": "Be short."})
     assert "".join(line["response"] for line in lines) == "Once upon a time"
     messages = worker.claims[0].request.messages or ()

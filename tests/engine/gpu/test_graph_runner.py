@@ -35,7 +35,7 @@ def parts() -> Any:
     return "device"
 
 
-def test_buckets() -> None:
+def test_captured_row_counts_rise_up_to_the_limit() -> None:
     assert buckets_up_to(1) == [1]
     assert buckets_up_to(20) == [1, 2, 4, 8, 16, 20]
     assert buckets_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
@@ -71,7 +71,7 @@ def test_fixed_arrays_never_move() -> None:
     assert places == {name: tensor.data_ptr() for name, tensor in staging.device.items()}
 
 
-def test_fetching() -> None:
+def test_the_host_works_while_a_result_is_fetched() -> None:
     meanwhile = []
     assert ResultFetcher("cpu").fetch(torch.arange(4), lambda: meanwhile.append(1)).tolist() == [0, 1, 2, 3]
     assert meanwhile == [1]

@@ -36,7 +36,7 @@ def capturing(make_model: Any) -> Any:
     return made
 
 
-def test_sizes() -> None:
+def test_captured_token_counts_rise_up_to_the_limit() -> None:
     assert prompt_buckets_up_to(0) == prompt_buckets_up_to(ROWS) == []
     assert prompt_buckets_up_to(20) == [20]
     assert prompt_buckets_up_to(256) == [32, 64, 128, 256]

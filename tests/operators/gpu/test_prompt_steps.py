@@ -88,7 +88,7 @@ def test_replayed_prompts_equal_eager_ones(family: str, make_decoder: Callable[.
 @pytest.mark.parametrize("others", [{}, {"dtype": torch.float8_e4m3fn}], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("dense", ["dequantised", "quantised"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4 with experts", "llama4", "deepseek_v2"])
-def test_quantised_weights(
+def test_captured_prompts_are_right_with_quantised_weights(
     family: str, dense: str, others: dict[str, Any], make_decoder: Callable[..., Any], device: str
 ) -> None:
     """The kernels need not be the same, so in half precision a router may choose another expert of equal score."""

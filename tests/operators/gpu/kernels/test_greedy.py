@@ -35,7 +35,7 @@ def test_the_kernel_chooses_the_tokens_of_its_twin(vocab: int, padding: int) -> 
     assert expected[1].tolist() == [1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 1, 1] and expected[0, 2] == 0
 
 
-def test_no_rows() -> None:
+def test_no_rows_have_no_tokens() -> None:
     assert by_kernel(greedy, torch.zeros(0, 9)).shape == (2, 0)
 
 
