@@ -43,8 +43,8 @@ BATCHES: dict[str, Mutation] = {
     "records are committed but not stored": Mutation(
         "a line is in one of the files, whenever its owner dies",
         f"{STORED}/execution.py",
-        "                await self._store([record for record, _ in pending])\n",
-        "                await self._store([])\n",
+        "self._patience.call(partial(self._segments.write, name, records))",
+        "self._patience.call(partial(self._segments.write, name, []))",
         (DEATHS,),
     ),
     "two owners have one fence": Mutation(

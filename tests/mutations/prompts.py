@@ -111,6 +111,6 @@ PROMPTS: dict[str, Mutation] = {
         "ktqueue/openai/completions.py",
         "        begin = self.echoed.get(delta.index, 0)\n",
         "        begin = 0\n",
-        (f"{COMPLETIONS}::test_echo",),
+        (f"{COMPLETIONS}::test_an_echoed_prompt_comes_before_the_answer_also_in_logprobs",),
     ),
 }
