@@ -79,13 +79,17 @@ class ToolResultBlock(StrictBody):
 Block = Annotated[
     TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | ToolResultBlock, Field(discriminator="type")
 ]
-_ALLOWED = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "redacted_thinking", "tool_use")}
+_ALLOWED = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
 
 
 class InputMessage(StrictBody):
-    """One message of the conversation."""
+    """One message of the conversation. Instructions in the middle of it have the role system."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         list[Block],
         Field(max_length=MAX_BLOCKS),
@@ -97,7 +101,7 @@ class InputMessage(StrictBody):
         allowed = _ALLOWED[self.role]
         if any(block.type not in allowed for block in self.content):
             raise must_be(f"made of blocks of type {', '.join(allowed)}", None)
-        if not self.content and self.role == "user":
+        if not self.content and self.role != "assistant":
             raise must_be("a message whose content is not empty, or the assistant's", None)
         return self
 
@@ -120,7 +124,7 @@ def _translated(message: InputMessage, names: dict[str, str]) -> Iterator[Json]:
     if message.role == "assistant":
         yield _assistant(message.content, names)
     else:
-        yield from _user(message.content, names)
+        yield from _said(message.role, message.content, names)
 
 
 def _assistant(blocks: Sequence[Block], names: dict[str, str]) -> Json:
@@ -140,17 +144,17 @@ def _assistant(blocks: Sequence[Block], names: dict[str, str]) -> Json:
     return made
 
 
-def _user(blocks: Sequence[Block], names: Mapping[str, str]) -> Iterator[Json]:
-    """Neighbouring blocks of text are one message."""
+def _said(role: str, blocks: Sequence[Block], names: Mapping[str, str]) -> Iterator[Json]:
+    """What the user or the system says, and results of tools. Neighbouring blocks of text are one message."""
     texts: list[TextBlock] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:
-                yield {"role": "user", "content": text_parts(texts)}
+                yield {"role": role, "content": text_parts(texts)}
                 texts = []
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_parts(block.content)}
             yield {**result, "name": names[block.tool_use_id]} if block.tool_use_id in names else result
     if texts:
-        yield {"role": "user", "content": text_parts(texts)}
+        yield {"role": role, "content": text_parts(texts)}

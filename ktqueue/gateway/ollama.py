@@ -11,7 +11,7 @@ from ktqueue.broker.models import model_not_found
 from ktqueue.core.model_card import ModelCard
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.responses import json_response
-from ktqueue.ollama.models import model_details, model_list, running_models
+from ktqueue.ollama.models import API_VERSION, model_details, model_list, running_models
 
 
 def ollama_routes() -> list[Route]:
@@ -35,7 +35,7 @@ async def _running(request: Request) -> Response:
 
 
 async def _version(request: Request) -> Response:
-    return json_response({"version": __version__})
+    return json_response({"version": API_VERSION, "ktqueue": __version__})
 
 
 async def _show(request: Request) -> Response:

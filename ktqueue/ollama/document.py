@@ -74,5 +74,5 @@ DESCRIPTIONS = (
     Description("/api/show", "ollamaShow", "One model.", OllamaModel, OllamaError, OllamaModelName, is_job=False),
     Description("/api/tags", "ollamaTags", "The models that are served.", OllamaModels, OllamaError),
     Description("/api/ps", "ollamaRunning", "The models that have a live worker.", OllamaModels, OllamaError),
-    Description("/api/version", "ollamaVersion", "The version of ktqueue.", Version, OllamaError),
+    Description("/api/version", "ollamaVersion", "The version of Ollama whose API this is.", Version, OllamaError),
 )

@@ -6,6 +6,8 @@ from ktqueue.core.codec import Json
 from ktqueue.core.model_card import ModelCard
 from ktqueue.ollama.reply import timestamp
 
+API_VERSION = "0.14.2"
+"""The version of Ollama whose API this is. Clients refuse servers that say less, such as Copilot Chat below 0.6.4."""
 NEVER = "2318-01-01T00:00:00Z"  # Ollama's programs call a time in more than 20 years "Forever"
 
 
@@ -54,6 +56,7 @@ def model_details(card: ModelCard) -> Json:
         "details": _details(card),
         "model_info": {
             "general.architecture": card.architecture,
+            "general.basename": card.name,
             f"{card.architecture}.context_length": card.max_model_len,
             f"{card.architecture}.vocab_size": card.vocab_size,
         },

@@ -167,6 +167,7 @@ async def test_blocks_become_chat_messages(http: httpx.AsyncClient, thinker: Scr
         {"role": "user", "content": [cached]},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}, secret, use]},
         {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+        {"role": "system", "content": "Metric units."},
     ]
     body = {
         **BODY,
@@ -188,6 +189,7 @@ async def test_blocks_become_chat_messages(http: httpx.AsyncClient, thinker: Scr
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "content": "sunny", "tool_call_id": "t1", "name": "weather"},
         {"role": "user", "content": "And now?"},
+        {"role": "system", "content": "Metric units."},
     ]
     function = {key: WEATHER[key] for key in ("name", "description")} | {"parameters": WEATHER["input_schema"]}
     assert [tool["function"] for tool in request.tools] == [function]
@@ -207,7 +209,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             "messages.0.content.0 must be of a type that is one of 'text'",
         ),
-        ({"messages": [{"role": "system", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
         ({"n": 2}, "n must be 1"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported"),
