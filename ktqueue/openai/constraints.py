@@ -216,29 +216,7 @@ def _schema(value: dict[str, Any] | str, param: str, whitespace: str | None) -> 
 def _regex(pattern: str, param: str, whitespace: str | None) -> str:
     if not 0 < len(pattern) <= MAX_PATTERN:
         raise _too_long(param, pattern, MAX_PATTERN)
-    inner = pattern
-    if inner.startswith("^") and inner.endswith("$") and not inner.endswith("\\$") and not _has_alternatives(inner):
-        inner = inner[1:-1]  # the whole answer matches in any case
-    return check_lark(f"start: {grammar.regex_terminal(f'(?:{inner})')}", param)
-
-
-def _has_alternatives(pattern: str) -> bool:
-    """Whether a pattern has `|` outside of all groups, where anchors would belong to one alternative only."""
-    depth, in_class, escaped = 0, False, False
-    for character in pattern:
-        if escaped:
-            escaped = False
-        elif character == "\\":
-            escaped = True
-        elif in_class:
-            in_class = character != "]"
-        elif character == "[":
-            in_class = True
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-        elif character == "|" and depth == 0:
-            return True
-    return False
+    return check_lark(f"start: {grammar.regex_terminal(f'(?:{pattern})')}", param)
 
 
 def _choice(choices: Sequence[str], param: str, whitespace: str | None) -> str:

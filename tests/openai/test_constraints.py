@@ -86,6 +86,24 @@ def test_a_pattern_by_any_name(fields: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ("^a|b$", ("a", "b"), ("ab", "", "a$")),
+        ("^a$|^b$", ("a", "b"), ("ab", "^a")),
+        (r"^a\$", ("a$",), ("a", "a\\")),
+        (r"^a\\$", ("a\\",), ("a", "a$")),
+        (r"^[(|]\|$", ("(|", "||"), ("(", "|")),
+        ("^$", ("",), ("a",)),
+    ],
+)
+def test_anchors_at_the_ends_of_a_pattern_change_nothing(
+    pattern: str, good: tuple[str, ...], bad: tuple[str, ...]
+) -> None:
+    lark = grammar({"regex": pattern})
+    assert all(matches(lark, text) for text in good) and not any(matches(lark, text) for text in bad)
+
+
 @pytest.mark.parametrize("fields", [{"guided_choice": ["x"]}, {"structured_outputs": {"choice": ["x"]}}])
 def test_a_choice_of_any_texts(fields: dict[str, Any]) -> None:
     texts = ["yes", "no", 'with "quotes"', "back\\slash", "new\nline", "tab\t", "Käse 🧀", "/slash/", "\u0001", "a|b"]
