@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest, ModelNotFound
 from ktqueue.core.model_card import ModelCard
-from ktqueue.core.request import GenerationRequest
+from ktqueue.core.request import MAX_TOP_LOGPROBS, GenerationRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.chat import ChatBody, parse_chat
 from ktqueue.openai.client_names import CHAT_NAMES, Names, client_name
@@ -97,7 +97,8 @@ class OllamaFields(StrictBody):
     )
     keep_alive: Any = None
     images: NotSupported = None
-    logprobs: NotSupported = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     def common(self) -> Json:
         """The fields of a body of OpenAI's that mean the same."""
@@ -111,12 +112,13 @@ class OllamaFields(StrictBody):
             made["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         return made
 
-    def thinking(self) -> Json:
-        """The fields of a chat body that say whether the model thinks."""
+    def of_chats(self) -> Json:
+        """The fields of a chat body that a completion has in another form: log probabilities and thinking."""
+        made: Json = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if self.think is None:
-            return {}
+            return made
         on = self.think is not False
-        made: Json = {"chat_template_kwargs": {"enable_thinking": on, "thinking": on}}  # names in Qwen's, DeepSeek's
+        made["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on}  # names in Qwen's, DeepSeek's
         return {**made, "reasoning_effort": self.think} if isinstance(self.think, str) else made
 
 
@@ -130,7 +132,7 @@ class OllamaChatBody(OllamaFields):
         """The chat body that means the same; None without messages."""
         if not self.messages:
             return None
-        made = {**self.common(), **self.thinking(), "messages": [message.chat() for message in self.messages]}
+        made = {**self.common(), **self.of_chats(), "messages": [message.chat() for message in self.messages]}
         if self.tools:
             made["tools"] = [{"type": "function", **tool} for tool in self.tools]
         return made
@@ -150,7 +152,7 @@ class OllamaGenerateBody(OllamaFields):
         """The chat body that means the same, for a prompt that is not `completes`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        return {**self.common(), **self.thinking(), "messages": messages}
+        return {**self.common(), **self.of_chats(), "messages": messages}
 
     def completion(self) -> Json:
         """The completion body that means the same. Raises UnsupportedParameter."""
@@ -161,6 +163,8 @@ class OllamaGenerateBody(OllamaFields):
                 limit="left out",
             )
         made = {**self.common(), "prompt": self.prompt}
+        if self.logprobs:
+            made["logprobs"] = self.top_logprobs or 0
         return {**made, "suffix": self.suffix} if self.suffix else made
 
     @property

@@ -18,6 +18,7 @@ class OllamaAnswer(Shape):
     done_reason: str | None = None
     prompt_eval_count: int | None = None
     eval_count: int | None = None
+    logprobs: list[dict[str, Any]] | None = None
 
 
 class OllamaChatAnswer(OllamaAnswer):

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
 from ktqueue.core.codec import Json
 from ktqueue.core.events import FinishReason, Usage
-from ktqueue.openai.choices import Delta
+from ktqueue.openai.chat import logprob_json
+from ktqueue.openai.choices import Delta, Position
 from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.tool_calls import call_arguments, call_id
 
@@ -20,9 +21,11 @@ class OllamaChatReply:
         self._head = head
         self._call: list[AnswerToolCall] = []  # pieces of the call that is being written
         self._finish: FinishReason | None = None
+        self._positions: list[Position] = []  # whose log probabilities no line had
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
         """A line for each new part."""
+        self._positions += delta.positions
         for part in delta.parts:
             if self._call and not (isinstance(part, AnswerToolCall) and part.place == self._call[0].place):
                 yield self._line(self._ended_call())
@@ -41,6 +44,7 @@ class OllamaChatReply:
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The answer as one object."""
+        self._positions += choices[0].positions
         return {**self._line(choices[0].parts), **_ending(choices[0].finish_reason, usage)}
 
     def content(self, parts: Sequence[AnswerPart]) -> Json:
@@ -53,6 +57,9 @@ class OllamaChatReply:
 
     def _line(self, parts: Sequence[AnswerPart]) -> Json:
         head: Json = {"model": self._head.model, "created_at": timestamp(self._head.created)}
+        if self._positions and self._head.logprobs:
+            head["logprobs"] = [logprob_json(self._head, position) for position in self._positions]
+        self._positions = []
         return {**head, **self.content(parts), "done": False}
 
     def _ended_call(self) -> Sequence[AnswerPart]:

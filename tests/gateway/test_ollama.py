@@ -120,6 +120,21 @@ async def test_options_and_messages_reach_the_worker(http: httpx.AsyncClient, th
     assert made[2] == {"role": "tool", "name": "weather", "content": "sunny"}
 
 
+@pytest.mark.parametrize("change", [PROMPT, {**PROMPT, "raw": True}, BODY])
+async def test_log_probabilities_of_each_token(
+    http: httpx.AsyncClient, worker: ScriptedWorker, change: dict[str, Any]
+) -> None:
+    path, body = CHAT if change is BODY else GENERATE, {**change, "logprobs": True, "top_logprobs": 2}
+    async with http.stream("POST", path, json=body) as response:
+        lines = [json.loads(line) async for line in response.aiter_lines()]
+    streamed = [entry for line in lines for entry in line.get("logprobs", ())]
+    assert [entry["token"] for entry in streamed] == ["Once", " upon", " a time"]
+    assert [(entry["logprob"], len(entry["top_logprobs"])) for entry in streamed] == [(-0.5, 2)] * 3
+    assert (await http.post(path, json={**body, "stream": False})).json()["logprobs"] == streamed
+    assert worker.claims[0].request.sampling.logprobs == 2
+    assert "logprobs" not in (await http.post(path, json={**change, "stream": False})).json()
+
+
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
@@ -128,6 +143,7 @@ async def test_options_and_messages_reach_the_worker(http: httpx.AsyncClient, th
         (CHAT, {"options": {"n": 2}}, "options.n must be 1"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "images": ["aaaa"]}]}, "images"),
         (CHAT, {"format": "xml"}, 'format must be "json" or a JSON schema, got'),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs is allowed only with logprobs"),
         (CHAT, {"think": "much"}, "think must be true"),
         (GENERATE, {"prompt": "x", "template": "{{ .Prompt }}"}, "template"),
         (GENERATE, {"prompt": "x", "context": [1, 2]}, "context"),
