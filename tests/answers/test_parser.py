@@ -117,8 +117,8 @@ CASES = {
         '{"name": "w", "parameters": {"a": 1}}; {"name": "v", "parameters": {}}',
         (call("w", '{"a": 1}'), call("v", place=1)),
     ),
-    "Llama 3, a call behind the text that the answer continues": Case(
-        "llama3", '{"name": "w", "parameters": {}}', (call("w"),), opening="Let me look. "
+    "Llama 4, a call behind the text that the answer continues": Case(
+        "llama4", "[w(a=1)]", (call("w", '{"a": 1}'),), opening="Let me look. "
     ),
     "Llama 3, JSON that is no call": Case("llama3", ' {"answer": 3} ', (AnswerText(' {"answer": 3} '),)),
     "Llama 3, a marker": Case(
