@@ -96,7 +96,7 @@ async def create_response(request: Request) -> Response:
         return parse_response(value, card, history)
 
     call = await gateway.parse_body(body, parse)
-    # Nobody may ask for an answer in the background before it has been there for long.
+    # A client may ask for an answer in the background long after it is complete.
     keep_for = gateway.config.broker.response_ttl if call.background and call.store else 0.0
     with client_names(NAMES):
         record = await gateway.submit(
