@@ -17,13 +17,7 @@ from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway import batches, files, health, jobs, models, responses
 from ktqueue.gateway.conversations import StreamEndpoint
-from ktqueue.gateway.errors import (
-    MethodNotAllowed,
-    RouteNotFound,
-    TooManyBodyBytes,
-    TooManyConnections,
-    TooManyUploads,
-)
+from ktqueue.gateway.errors import MethodNotAllowed, RouteNotFound, TooManyBodyBytes, TooManyConnections, TooManyUploads
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.generation import generation_routes
 from ktqueue.gateway.http.edge import Edge

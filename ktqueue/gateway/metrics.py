@@ -23,10 +23,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.http_requests = Counter(
-            "ktqueue:http_requests",
-            "HTTP requests answered.",
-            ["method", "handler", "status"],
-            registry=self._registry,
+            "ktqueue:http_requests", "HTTP requests answered.", ["method", "handler", "status"], registry=self._registry
         )
         self.http_duration = Histogram(
             "ktqueue:http_request_duration_seconds",

@@ -35,10 +35,7 @@ async def submit_call(gateway: Gateway, request: Request, call: Call) -> Submiss
     key, conversation = idempotency_key(request.headers), conversation_id(request.headers)
     if conversation is not None and len(call.generations) > 1:
         raise InvalidRequest(
-            "a conversation takes one prompt at a time",
-            param="X-Conversation-Id",
-            limit=1,
-            value=len(call.generations),
+            "a conversation takes one prompt at a time", param="X-Conversation-Id", limit=1, value=len(call.generations)
         )
     tenant = tenant_of(request)
     records = await _submit_all(gateway, tenant, call.generations, key)

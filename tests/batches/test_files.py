@@ -61,10 +61,7 @@ def test_an_id_set_takes_at_most_32_bytes_for_each_text() -> None:
         (_line(custom_id=""), "custom_id must be a text"),
         (_line(custom_id="x" * 513), "custom_id must be a text"),
         (_line(method="GET"), "method must be POST, got 'GET'"),
-        (
-            _line(url="/v1/embeddings"),
-            "url must be /v1/chat/completions or /v1/completions or /v1/responses",
-        ),
+        (_line(url="/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions or /v1/responses"),
         (_line(body=None), "body must be an object"),
         (_line(body={"stream": True}), "body.stream must be false"),
     ],

@@ -83,8 +83,7 @@ async def test_consistent_records_are_left_alone(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ("queue:interactive:tale", "live", "deadlines", "backlog", "waiting", "stored", "ended", "webhooks"),
+    "name", ("queue:interactive:tale", "live", "deadlines", "backlog", "waiting", "stored", "ended", "webhooks")
 )
 async def test_a_deleted_list_is_restored(
     broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any, scrub: Any, name: Any

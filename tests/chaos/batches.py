@@ -124,10 +124,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             worker=WorkerConfig(drain_seconds=0.5),
             gateway=GatewayConfig(port=0),
         )
-        async with (
-            Supervisor(config) as up,
-            httpx.AsyncClient(base_url=up.url, timeout=60.0, trust_env=False) as http,
-        ):
+        async with Supervisor(config) as up, httpx.AsyncClient(base_url=up.url, timeout=60.0, trust_env=False) as http:
             system = Installation(up, http)
             await system.start_second()
             try:

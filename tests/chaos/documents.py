@@ -116,10 +116,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             worker=WorkerConfig(drain_seconds=0.5),
             gateway=GatewayConfig(port=0),
         )
-        async with (
-            Supervisor(config, workers=arguments.workers) as up,
-            await Broker.open(up.config.broker) as broker,
-        ):
+        async with Supervisor(config, workers=arguments.workers) as up, await Broker.open(up.config.broker) as broker:
             killer = Killer(up, broker, arguments.kills, draw)
             gate = asyncio.Semaphore(STREAMS)
 

@@ -145,14 +145,7 @@ def test_fit_says_yes_with_the_sum_and_the_command(here: Verb) -> None:
     assert "8.0 KiB a token" in out and "yes, demo runs here" in out
     (command,) = (line for line in out.splitlines() if line.startswith("  ktqueue up"))
     asked = shlex.split(command)[2:]
-    assert asked == [
-        "--model",
-        "demo",
-        "--max-model-len",
-        "4096",
-        "--kv-cache-bytes",
-        "1024MiB",
-    ]
+    assert asked == ["--model", "demo", "--max-model-len", "4096", "--kv-cache-bytes", "1024MiB"]
     assert here("inspect", *asked)[0] == 0
     flags = ("--host-memory", "8GiB", "--gpu-memory", "8GiB", "--max-num-seqs", "5", "--no-cuda-graphs", "--json")
     answer = json.loads(here("fit", "demo", *flags)[1])

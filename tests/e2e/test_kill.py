@@ -17,11 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 STORY = "Once upon a time there was a king who"
 GREEDY = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}  # still running when the process is killed
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 100, "ignore_eos": True}
-SAMPLINGS: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "seeded": SEEDED,
-    "two": {**SEEDED, "n": 2, "max_tokens": 60},
-}
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "seeded": SEEDED, "two": {**SEEDED, "n": 2, "max_tokens": 60}}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -39,12 +35,7 @@ def kill_at(event: int, pid_of: Callable[[], int | None]) -> Callable[[int], Non
 
 async def chat(stack: Any, on_event: Callable[[int], None] | None = None) -> tuple[str, str | None]:
     """A streamed chat completion: its text and finish reason."""
-    body = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": "Tell me of a king."}],
-        "stream": True,
-        **SEEDED,
-    }
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Tell me of a king."}], "stream": True, **SEEDED}
     text, reason, count = "", None, 0
     async with stack.http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.status_code == 200

@@ -19,11 +19,7 @@ SCHEMA = {
 }
 TOOLS = [{"name": "weather", "description": "The weather of a city.", "input_schema": SCHEMA}]
 MESSAGE: dict[str, Any] = {"model": "demo", "max_tokens": 300, "seed": 3, "messages": MESSAGES}
-CALL: dict[str, Any] = {
-    **MESSAGE,
-    "tools": TOOLS,
-    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-}
+CALL: dict[str, Any] = {**MESSAGE, "tools": TOOLS, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 
 async def streamed_call(stack: Any, kill_at: int | None = None) -> tuple[str, str, str]:
@@ -119,11 +115,7 @@ WRONG_BIAS = {"logit_bias": {"1000000": 1}}
         ("/v1/responses", {"input": LONG}, "input"),
         ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 3}, "messages"),
         ("/api/generate", {"prompt": LONG}, "prompt"),
-        (
-            "/api/generate",
-            {"prompt": "a", "raw": True, "options": WRONG_BIAS},
-            "options.logit_bias",
-        ),
+        ("/api/generate", {"prompt": "a", "raw": True, "options": WRONG_BIAS}, "options.logit_bias"),
         ("/api/chat", {"messages": MESSAGES, "options": WRONG_BIAS}, "options.logit_bias"),
         ("/api/chat", {"messages": MESSAGES, "options": {"temperature": 9}}, "options.temperature"),
     ],

@@ -70,13 +70,7 @@ def make_engine(by_decoder: str) -> Callable[..., Engine]:
         if kind != "host":
             return on_device(model, config, source)
         return Engine(
-            model.module,
-            NoEnd(model.card_facts.vocab_size),
-            model.kv_layout(4),
-            config,
-            pages,
-            100,
-            draft=source,
+            model.module, NoEnd(model.card_facts.vocab_size), model.kv_layout(4), config, pages, 100, draft=source
         )
 
     return make

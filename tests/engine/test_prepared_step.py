@@ -70,12 +70,7 @@ def test_preparing_steps_changes_no_output(make_crowded: Any, compile_grammar: A
 @pytest.mark.parametrize("parts", ["host", "device"])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_that_are_sampled_in_parts_give_the_same(
-    make_crowded: Any,
-    compile_grammar: Any,
-    gather_outputs: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    seed: int,
-    parts: str,
+    make_crowded: Any, compile_grammar: Any, gather_outputs: Any, monkeypatch: pytest.MonkeyPatch, seed: int, parts: str
 ) -> None:
     whole = outputs_of_steps(make_crowded(seed, 400), workload(seed), compile_grammar)
     monkeypatch.setattr("ktqueue.engine.step_sampler.SAMPLED_ROWS", 2)
@@ -110,11 +105,7 @@ class CountingRunner:
 
 
 def test_all_steps_that_only_decode_are_prepared(
-    model: Any,
-    vocabulary: Any,
-    make_engine: Callable[..., Engine],
-    run: Any,
-    greedy: Any,
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, greedy: Any
 ) -> None:
     """Also the step after a prefill, and steps that take new pages, free or cached. No prepared step is wasted."""
     runners: list[CountingRunner] = []

@@ -30,13 +30,7 @@ async def echo(claim: Claim) -> AsyncIterator[Step]:
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], ["[1, 2]"]),
-        ([[1], [2, 3]], ["[1]", "[2, 3]"]),
-        ([0], ["[0]"]),
-    ],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], ["[1, 2]"]), ([[1], [2, 3]], ["[1]", "[2, 3]"]), ([0], ["[0]"])],
 )
 async def test_a_prompt_may_have_any_form(
     http: httpx.AsyncClient,

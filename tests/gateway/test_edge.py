@@ -31,11 +31,7 @@ async def test_a_request_needs_one_of_the_keys(
         serve_with(api_keys=(hash_of("first"), hash_of("other"))) as (_, url),
         httpx.AsyncClient(base_url=url) as http,
     ):
-        for headers in (
-            {"authorization": "Bearer other"},
-            {"authorization": "bearer  other"},
-            {"x-api-key": "other"},
-        ):
+        for headers in ({"authorization": "Bearer other"}, {"authorization": "bearer  other"}, {"x-api-key": "other"}):
             assert (await http.post(CHAT, json=BODY, headers=headers)).status_code == 200
         unknown: list[dict[str, Any]] = [
             {},

@@ -175,10 +175,7 @@ async def test_content_types_that_are_not_json_say_what_to_send(
 async def test_a_missing_model_means_the_only_one(
     http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker
 ) -> None:
-    for path, body in (
-        (CHAT, {"messages": BODY["messages"]}),
-        (COMPLETE, {"prompt": "Once", "model": None}),
-    ):
+    for path, body in ((CHAT, {"messages": BODY["messages"]}), (COMPLETE, {"prompt": "Once", "model": None})):
         assert (await http.post(path, json=body)).json()["model"] == "tale"
     assert (await http.post("/v1/jobs", json={"prompt": "Once", "sampling": {}})).json()["model"] == "tale"
     unknown = await http.post(CHAT, json={**BODY, "model": "story"})

@@ -245,10 +245,7 @@ async def test_connections_of_an_address_are_limited(
         yield 30.0
 
     worker.script = long
-    async with (
-        serve_with(max_sockets_per_address=3) as (_, url),
-        httpx.AsyncClient(base_url=url, timeout=10) as http,
-    ):
+    async with serve_with(max_sockets_per_address=3) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
         silent = [await connect(url, "127.0.0.2") for _ in range(4)]
         assert await silent[0].ended() == b""  # it was idle longest
         body = json.dumps({**BODY, "stream": True}).encode()

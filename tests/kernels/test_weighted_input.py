@@ -12,12 +12,7 @@ WEIGHTED = native.GateFacts("silu", weighted_input=True)
 @pytest.mark.parametrize(("quant", "kept"), [("BF16", "int8"), ("Q4_K", "int8"), ("Q8_0", "float32")])
 @pytest.mark.parametrize("biased", [False, True])
 def test_an_expert_sees_the_weighted_token(
-    quant: str,
-    kept: native.ActivationType,
-    biased: bool,
-    isa: str,
-    make_weights: MakeWeights,
-    run_layer: RunLayer,
+    quant: str, kept: native.ActivationType, biased: bool, isa: str, make_weights: MakeWeights, run_layer: RunLayer
 ) -> None:
     packed = make_weights(quant, 4, 256, 256, biased=biased)
     plain, weighted = (native.ExpertLayer(packed, gate, activations=kept, isa=isa) for gate in (native.SILU, WEIGHTED))

@@ -63,8 +63,7 @@ def test_one_bit_of_the_weights_makes_another_model(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "hf_quant_config.json"],
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "hf_quant_config.json"]
 )
 def test_every_file_of_a_folder_changes_the_digest(tiny: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"

@@ -201,10 +201,7 @@ def test_a_model_needs_no_flag_of_the_attention_interface(
 
 @pytest.mark.parametrize("layout", ["sharded", "fused", "tied", "bf16"])
 def test_every_layout_equals_transformers(
-    layout: str,
-    make_model: Callable[..., Path],
-    assert_equals_transformers: Callable[..., None],
-    tmp_path: Path,
+    layout: str, make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None], tmp_path: Path
 ) -> None:
     layouts: dict[str, dict[str, Any]] = {"sharded": {"shard": "100KB"}, "tied": {"tie_word_embeddings": True}}
     folder = make_model(**layouts.get(layout, {}))
@@ -386,8 +383,7 @@ def test_unusable_configs_are_refused(change: dict[str, object], words: str, tin
 
 
 def test_a_model_that_the_decoder_refuses_runs_by_its_modules(
-    make_model: Callable[..., Path],
-    assert_equals_transformers: Callable[..., None],
+    make_model: Callable[..., Path], assert_equals_transformers: Callable[..., None]
 ) -> None:
     folder = make_model("llama", head_dim=12)
     with pytest.raises(RuleError, match=r"heads have 12 dimensions, .* \(rules/modules.yaml does without it\)"):

@@ -148,16 +148,7 @@ def test_windows_that_gguf_does_not_imply_are_not_written(make_model: Callable[.
 
 @pytest.mark.parametrize(
     "model_type",
-    [
-        "granite",
-        "ernie4_5",
-        "seed_oss",
-        "hunyuan_v1_dense",
-        "glm4_moe_lite",
-        "deepseek_v32",
-        "glm_moe_dsa",
-        "mistral4",
-    ],
+    ["granite", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mistral4"],
 )
 def test_logits_of_files_equal_transformers(
     model_type: str,

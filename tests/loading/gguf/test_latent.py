@@ -300,11 +300,7 @@ def test_without_their_growth_queries_of_a_file_have_the_original_context() -> N
         ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "topk_group must be from 1 to n_group, 4, got 5"),
         ("deepseek_v3", {"n_group": 0}, "n_group must be a divisor of n_routed_experts, 8, got 0"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 2}, "n_group must be below 8, .* got 8"),
-        (
-            "deepseek_v2",
-            {"topk_method": "noaux_tc"},
-            "topk_method must be greedy or group.* 'noaux_tc'",
-        ),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method must be greedy or group.* 'noaux_tc'"),
     ],
 )
 def test_impossible_groups_are_refused(

@@ -233,11 +233,7 @@ def test_damaged_parts_are_refused_by_name(
             {"weight_scale": torch.full((128, 4), 1e6)},
             "a scale is 1000000.0, which float16 does not hold",
         ),
-        (
-            "compressed int4",
-            {"weight_scale": torch.full((128, 4), 0.0123)},
-            "a scale is 0.0122",
-        ),
+        ("compressed int4", {"weight_scale": torch.full((128, 4), 0.0123)}, "a scale is 0.0122"),
         ("compressed int4", {"weight_g_idx": torch.zeros(128).int()}, "weight_g_idx.*desc_act"),
         ("fp8 blocks", {"weight": torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)}, "weight' has NaN"),
         (

@@ -33,8 +33,7 @@ def test_random_blocks_have_the_given_deviation(quant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "quant"),
-    [*(("tiny", quant) for quant in ("q4_k_m", *map(str.lower, BLOCKS))), ("tiny-latent", "q4_k_m")],
+    ("shape", "quant"), [*(("tiny", quant) for quant in ("q4_k_m", *map(str.lower, BLOCKS))), ("tiny-latent", "q4_k_m")]
 )
 def test_activations_keep_their_size(
     shape: str, quant: str, tmp_path: Path, run_logits: Callable[..., torch.Tensor]

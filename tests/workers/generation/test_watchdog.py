@@ -30,11 +30,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(("hangs", "seconds", "code"), [(True, 1.0, BROKEN), (False, 30.0, 0)])
 async def test_a_process_that_hangs_is_ended(hangs: bool, seconds: float, code: int) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        PROCESS.format(hangs=hangs, seconds=seconds),
-        cwd=ROOT,
-        stderr=asyncio.subprocess.PIPE,
+        sys.executable, "-c", PROCESS.format(hangs=hangs, seconds=seconds), cwd=ROOT, stderr=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(40):
         _, stacks = await process.communicate()

@@ -22,11 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def child_of(command: list[str], log_path: Path, final_codes: frozenset[int] = frozenset()) -> Child:
     return Child(
-        "thing",
-        Command(command, os.environ),
-        log_path=log_path,
-        final_codes=final_codes,
-        longest_pause_seconds=0.01,
+        "thing", Command(command, os.environ), log_path=log_path, final_codes=final_codes, longest_pause_seconds=0.01
     )
 
 
