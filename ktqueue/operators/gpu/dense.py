@@ -170,11 +170,8 @@ class QuantisedLinear:
         """See DenseLinear."""
         if self.multiplies(x):
             out = x.new_empty(len(x), self._rows, dtype=dtype) if added_to is None else added_to
-            if self._decodes_on_the_way(x):
-                x = x if norm is None else add_rms_norm(x, *norm)
-                panel_tensor_cores.multiply_some(self.parts, x, self._bias, out, adds=added_to is not None)
-            else:
-                multiply_few(self.parts, x, self._bias, out, adds=added_to is not None, norm=norm)
+            multiply = panel_tensor_cores.multiply_some if self._decodes_on_the_way(x) else multiply_few
+            multiply(self.parts, x, self._bias, out, adds=added_to is not None, norm=norm)
             return out
         x = x if norm is None else add_rms_norm(x, *norm)
         products = []

@@ -18,6 +18,9 @@ from ktqueue.operators.gpu.kernels.operation import (
     wait_for_previous,
 )
 
+_COLUMNS_OF_A_WARP = 128
+"""Four of each thread, since what it loads of all slots is on its way at once."""
+
 
 class RmsNorm(NamedTuple):
     """Of rows [tokens, hidden]. weight: [hidden], of any float type: see add_rms_norm."""
@@ -140,7 +143,7 @@ def add_rms_norm(
                 LAYER=weight.dim() == 2,
                 SCALED=scale != 1,
                 **launch_options(),
-                num_warps=min(max(block // 256, 1), 16),  # 8 columns per thread: loads of 16 bytes in bf16
+                num_warps=min(max(block // _COLUMNS_OF_A_WARP, 1), 32),
             )  # fmt: skip
         return normed
     total = residual.float()

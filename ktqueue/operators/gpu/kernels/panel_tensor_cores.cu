@@ -7,6 +7,9 @@
 // columns 2t, 2t + 1, 2t + 8 and 2t + 9. Columns are multiplied in any order, if both operands have the same, and rows
 // may be stored where they belong. So a lane takes rows 2g and 2g + 1, and of a slab the columns 8t .. 8t + 7, which
 // are 16 bytes of a row of x. The sums of all warps are added in shared memory, always in the same order.
+//
+// NORMED: rows of x are those before an RMSNorm. They are multiplied by its weights, and sums by what the row's squares
+// say, which each program adds on the way.
 
 namespace first {
 #include "superblock.cuh"
@@ -77,56 +80,78 @@ __device__ inline void multiply(float sums[4], const uint32_t left[4], uint32_t 
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right), "r"(further));
 }
 
+__device__ inline float bfloat16_as_float(uint16_t number) { return __uint_as_float(uint32_t(number) << 16); }
+__device__ inline uint16_t as_bfloat16(float number) { return uint16_t(first::two_bfloat16(number, 0.0f)); }
+
+// Multiply eight numbers by others. Their squares before that are added to `squares`.
+__device__ inline void multiply_each(uint4& numbers, const uint4& by, float& squares) {
+  uint32_t* const words[4] = {&numbers.x, &numbers.y, &numbers.z, &numbers.w};
+  const uint32_t factors[4] = {by.x, by.y, by.z, by.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float low = bfloat16_as_float(uint16_t(*words[i])), high = __uint_as_float(*words[i] & 0xFFFF0000);
+    squares = __fmaf_rn(low, low, __fmaf_rn(high, high, squares));
+    *words[i] = first::two_bfloat16(low * bfloat16_as_float(uint16_t(factors[i])),
+                                    high * __uint_as_float(factors[i] & 0xFFFF0000));
+  }
+}
+
 struct Rows {
-  const uint16_t* x;  // columns 8t .. 8t + 7 of token g
+  const uint16_t *x, *norm;  // columns 8t .. 8t + 7, of token g
   int64 stride;
   int live;  // tokens from g on
 
-  __device__ uint4 load(int tile, int block, int slab) const {
-    if (8 * tile >= live) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(x + 8 * tile * stride + block * 256 + slab * 32);
+  // Of all tiles. Squares of the numbers are added to `squares`.
+  __device__ void load(uint4 (&to)[TILES], float (&squares)[TILES], int block, int slab) const {
+    const int column = block * 256 + slab * 32;
+    uint4 factors;
+    if constexpr (NORMED) factors = *reinterpret_cast<const uint4*>(norm + column);
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+      to[tile] = make_uint4(0, 0, 0, 0);
+      if (8 * tile < live) to[tile] = *reinterpret_cast<const uint4*>(x + 8 * tile * stride + column);
+      if constexpr (NORMED) multiply_each(to[tile], factors, squares[tile]);
+    }
   }
 };
 
 // Add a superblock's product. held: x of the warp's only superblock.
 template <typename Part, int slabs>
-__device__ inline void add_block(float (&sums)[TILES][4], const uint8_t* here, const uint4 (&held)[8][TILES],
-                                 const Rows& rows, int block, int g, int t) {
+__device__ inline void add_block(float (&sums)[TILES][4], float (&squares)[TILES], const uint8_t* here,
+                                 const uint4 (&held)[8][TILES], const Rows& rows, int block, int g, int t) {
   const auto factors = Part::factors(here, g, slabs);
 #pragma unroll
   for (int slab = 0; slab < slabs; slab++) {
     uint4 x[TILES];
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) x[tile] = HOLDS_X ? held[slab][tile] : rows.load(tile, block, slab);
+    if constexpr (!HOLDS_X) rows.load(x, squares, block, slab);
     uint32_t left[2][4];
     Part::decode(left, here, factors, slab, g, t, slabs);
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-      multiply(sums[tile], left[0], x[tile].x, x[tile].y);
-      multiply(sums[tile], left[1], x[tile].z, x[tile].w);
+      const uint4& right = HOLDS_X ? held[slab][tile] : x[tile];
+      multiply(sums[tile], left[0], right.x, right.y);
+      multiply(sums[tile], left[1], right.z, right.w);
     }
   }
 }
 
 template <typename Part>
-__device__ inline void add(float (&sums)[TILES][4], const uint8_t* here, const uint4 (&held)[8][TILES],
-                           const Rows& rows, int block, int g, int t) {
+__device__ inline void add(float (&sums)[TILES][4], float (&squares)[TILES], const uint8_t* here,
+                           const uint4 (&held)[8][TILES], const Rows& rows, int block, int g, int t) {
   if (LAST_SLABS == 8 || block < BLOCKS - 1)
-    add_block<Part, 8>(sums, here, held, rows, block, g, t);
+    add_block<Part, 8>(sums, squares, here, held, rows, block, g, t);
   else
-    add_block<Part, LAST_SLABS>(sums, here, held, rows, block, g, t);
+    add_block<Part, LAST_SLABS>(sums, squares, here, held, rows, block, g, t);
 }
 
-__device__ inline float bfloat16_as_float(uint16_t number) { return __uint_as_float(uint32_t(number) << 16); }
-__device__ inline uint16_t as_bfloat16(float number) { return uint16_t(first::two_bfloat16(number, 0.0f)); }
-
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
-    multiply_panels(const uint8_t* first_panels, const uint8_t* second_panels, const uint16_t* x, const uint16_t* bias,
-                    void* out, int tokens, int x_stride, int out_stride) {
+    multiply_panels(const uint8_t* first_panels, const uint8_t* second_panels, const uint16_t* x, const uint16_t* norm,
+                    const uint16_t* bias, void* out, int tokens, int x_stride, int out_stride) {
   extern __shared__ __align__(128) uint8_t memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float* all_sums = reinterpret_cast<float*>(memory);
-  uint8_t* ring = memory + SUM_BUFFERS * SUM_FLOATS * 4 + warp * STAGES * SLOT_BYTES;
+  float* squares_of = all_sums + SUM_BUFFERS * SUM_FLOATS;  // [WARPS][TOKENS]
+  uint8_t* ring = reinterpret_cast<uint8_t*>(squares_of + NORMED * WARPS * TOKENS) + warp * STAGES * SLOT_BYTES;
   const uint32_t ring_at_lane = static_cast<uint32_t>(__cvta_generic_to_shared(ring)) + first::place_of_byte(16 * lane);
   const int items = (PANELS - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x) * OWN;
 
@@ -145,15 +170,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-  const Rows rows = {x + int64(g) * x_stride + 8 * t, x_stride, tokens - g};
+  const Rows rows = {x + int64(g) * x_stride + 8 * t, norm + 8 * t, x_stride, tokens - g};
   uint4 held[8][TILES];
+  float squares[TILES] = {};
   if constexpr (HOLDS_X) {
 #pragma unroll
     for (int slab = 0; slab < 8; slab++)
-#pragma unroll
-      for (int tile = 0; tile < TILES; tile++)
-        held[slab][tile] =
-            slab < LAST_SLABS || warp < BLOCKS - 1 ? rows.load(tile, warp, slab) : make_uint4(0, 0, 0, 0);
+      if (slab < LAST_SLABS || warp < BLOCKS - 1) rows.load(held[slab], squares, warp, slab);
   }
   float sums[TILES][4];
 #pragma unroll 1
@@ -170,9 +193,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     fetch(item + STAGES - 1);  // to the slot of the item before, which all lanes have read
     if (block < BLOCKS) {
       if (is_first)
-        add<first_part>(sums, here, held, rows, block, g, t);
+        add<first_part>(sums, squares, here, held, rows, block, g, t);
       else
-        add<second_part>(sums, here, held, rows, block, g, t);
+        add<second_part>(sums, squares, here, held, rows, block, g, t);
     }
     if (turn < OWN - 1) continue;
     float* of_panel = all_sums + (SUM_BUFFERS > 1 ? item / OWN % 2 * SUM_FLOATS : 0);
@@ -182,6 +205,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
       for (int i = 0; i < 2; i++)
         *reinterpret_cast<float2*>(of_panel + (warp * TOKENS + 8 * tile + 2 * t + i) * TOKEN_STRIDE + 2 * g) =
             make_float2(sums[tile][i], sums[tile][2 + i]);
+    if (NORMED && item < OWN) {  // with later panels, they would be counted again
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        squares[tile] += __shfl_xor_sync(0xFFFFFFFF, squares[tile], 1);
+        squares[tile] += __shfl_xor_sync(0xFFFFFFFF, squares[tile], 2);
+        if (t == 0) squares_of[warp * TOKENS + 8 * tile + g] = squares[tile];
+      }
+    }
     __syncthreads();
     for (int i = threadIdx.x; i < 16 * TOKENS; i += THREADS) {
       const int token = i / 16, in_panel = 16 * (is_first ? panel : panel - FIRST_PANELS) + i % 16;
@@ -189,6 +220,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
       float sum = 0.0f;
 #pragma unroll
       for (int other = 0; other < WARPS; other++) sum += of_panel[(other * TOKENS + token) * TOKEN_STRIDE + i % 16];
+      if constexpr (NORMED) {
+        float total = 0.0f;
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) total += squares_of[other * TOKENS + token];
+        sum *= rsqrtf(total / COLUMNS + EPSILON);
+      }
       const int row = is_first ? in_panel : FIRST_ROWS + in_panel;
       if constexpr (BIASED) sum += bfloat16_as_float(bias[row]);
       const int64 at = int64(token) * out_stride + row;

@@ -16,6 +16,7 @@ import torch
 from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import check_fits, launch_options
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB, SLABS
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix
@@ -47,7 +48,8 @@ class Tile(NamedTuple):
 
 class ProductFacts(NamedTuple):
     """What the kernel is compiled for. quants, rows: of one part or two. token_tiles: of eight tokens, a power of two.
-    adds: products are added to the result. is_float: the result is float32, not bfloat16."""
+    adds: products are added to the result. is_float: the result is float32, not bfloat16. epsilon: of the norm of x, if
+    it has one."""
 
     quants: tuple[str, ...]
     rows: tuple[int, ...]
@@ -57,6 +59,7 @@ class ProductFacts(NamedTuple):
     adds: bool = False
     has_bias: bool = False
     is_float: bool = False
+    epsilon: float | None = None
 
 
 def tile_of(columns: int, panels: int, token_tiles: int) -> Tile:
@@ -95,14 +98,16 @@ def constants(facts: ProductFacts) -> dict[str, str | int]:
         "ADDS": int(facts.adds),
         "BIASED": int(facts.has_bias),
         "FLOAT_OUT": int(facts.is_float),
+        "NORMED": int(facts.epsilon is not None),
+        "EPSILON": f"float({facts.epsilon or 0.0!r})",
     }
 
 
 def shared_bytes(facts: ProductFacts) -> int:
     """Shared memory of a program: superblocks of its warps, and the sums of all tokens."""
     slot = max(-(-panel_layout.superblock_bytes(quant) // _LINE_BYTES) * _LINE_BYTES for quant in facts.quants)
-    sums = 4 * _TILE_TOKENS * facts.token_tiles * _TOKEN_STRIDE * (2 if facts.token_tiles <= 2 else 1)
-    return facts.tile.warps * (facts.tile.stages * slot + sums)
+    floats = _TOKEN_STRIDE * (2 if facts.token_tiles <= 2 else 1) + (0 if facts.epsilon is None else 1)
+    return facts.tile.warps * (facts.tile.stages * slot + 4 * _TILE_TOKENS * facts.token_tiles * floats)
 
 
 def fitting(facts: ProductFacts, program_bytes: int, processor_bytes: int) -> ProductFacts:
@@ -147,12 +152,21 @@ def pays(x: torch.Tensor, rows: int) -> bool:
 
 
 def multiply_some(
-    parts: Sequence[PanelMatrix], x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, adds: bool = False
+    parts: Sequence[PanelMatrix],
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    adds: bool = False,
+    norm: RmsNorm | None = None,
 ) -> None:
     """As `multiply_few`, with weights rounded to bfloat16, for x that `fits` takes.
 
-    out: bfloat16, or float32 if it is not `adds`. Raises ValueError for tensors that do not fit.
+    out: bfloat16, or float32 if it is not `adds`. norm: with weights in bfloat16, x times these is rounded, and sums
+    are multiplied by what is left of the norm. Raises ValueError for tensors that do not fit.
     """
+    if norm is not None and norm.weight.dtype != x.dtype:
+        x, norm = add_rms_norm(x, *norm), None
     rows = sum(part.rows for part in parts)
     fit = fits(x) and x.shape[1] == parts[0].columns and out.shape == (len(x), rows) and out.stride(1) == 1
     fit &= out.dtype == x.dtype or (out.dtype == torch.float32 and not adds)
@@ -165,12 +179,17 @@ def multiply_some(
     for i in range(0, len(parts), 2):
         some = parts[i : i + 2]
         end = row + sum(part.rows for part in some)
-        _launch(some, x, None if bias is None else bias[row:end], out[:, row:end], adds)
+        _launch(some, x, None if bias is None else bias[row:end], out[:, row:end], adds, norm)
         row = end
 
 
 def _launch(
-    parts: Sequence[PanelMatrix], x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, adds: bool
+    parts: Sequence[PanelMatrix],
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    adds: bool,
+    norm: RmsNorm | None,
 ) -> None:
     tokens, columns = x.shape
     panels = sum(panel_layout.panel_count(part.rows) for part in parts)
@@ -178,10 +197,14 @@ def _launch(
     facts = ProductFacts(
         tuple(part.quant for part in parts), tuple(part.rows for part in parts), columns, token_tiles,
         tile_of(columns, panels, token_tiles), adds, bias is not None, out.dtype == torch.float32,
+        None if norm is None else norm.epsilon,
     )  # fmt: skip
     kernel, programs = _on_device(facts, x.device)
     kernel.launch(
         (min(panels, programs), 1),
-        [parts[0].panels, parts[-1].panels, x, x if bias is None else bias, out, tokens, x.stride(0), out.stride(0)],
+        [
+            parts[0].panels, parts[-1].panels, x, x if norm is None else norm.weight, x if bias is None else bias, out,
+            tokens, x.stride(0), out.stride(0),
+        ],
         early=launch_options()["WAITS"],
-    )
+    )  # fmt: skip

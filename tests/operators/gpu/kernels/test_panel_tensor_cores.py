@@ -69,7 +69,11 @@ def test_every_kind_of_result_compiles(architecture: str, compiler: ctypes.CDLL)
         for token_tiles in (1, 2, 4):
             tile = tile_of(columns, panels, token_tiles)
             facts = ProductFacts(("Q4_K",), (16 * panels,), columns, token_tiles, tile)
-            for changed in (facts, facts._replace(adds=True, has_bias=True), facts._replace(is_float=True)):
+            for changed in (
+                facts,
+                facts._replace(adds=True, has_bias=True),
+                facts._replace(is_float=True, epsilon=1e-6),
+            ):
                 assert b"multiply_panels" in compiled(changed, architecture, compiler)
 
 
