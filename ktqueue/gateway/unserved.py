@@ -32,6 +32,8 @@ UNSERVED: Mapping[str, str] = {
     "containers": "ktqueue runs no programs",
     "messages/batches": "use /v1/batches with the endpoint /v1/messages",
     "uploads": "use /v1/files, whose uploads may be large",
+    **dict.fromkeys(("completion", "complete", "generate", "generate_stream"), "use /v1/completions"),
+    "props": "use /v1/models",
     "infill": "use the field suffix of /v1/completions",
     "slots": "use /v1/jobs, or `ktqueue top`",
     "lora-adapters": "there are no adapters",
