@@ -14,7 +14,7 @@ from ktqueue.gateway.answer import AnswerWriter, stream_answer, whole_answer
 from ktqueue.gateway.endpoints import ENDPOINTS
 from ktqueue.gateway.follow import JobFollower
 from ktqueue.gateway.gateway import Gateway
-from ktqueue.gateway.http.headers import STREAM_START
+from ktqueue.gateway.http.headers import STREAM_START, conversation_id, idempotency_key
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.submission import submit_call
 from ktqueue.openai.client_names import client_names
@@ -39,6 +39,8 @@ async def generate(request: Request, endpoint: Endpoint) -> Response:
     with client_names(endpoint.names):
         call = await gateway.read_body(request, endpoint.parse_call)
         if call.at_once is not None:
+            idempotency_key(request.headers)  # a wrong one is refused here too
+            conversation_id(request.headers)
             return json_response(call.at_once)
     submission = await submit_call(gateway, request, call)
     writer = AnswerWriter(submission.records, call.digest)

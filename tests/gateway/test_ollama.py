@@ -171,6 +171,8 @@ async def test_a_body_without_a_prompt_is_answered_at_once(http: httpx.AsyncClie
     left = (await http.post(CHAT, json={"model": "tale", "messages": [], "keep_alive": 0})).json()
     assert (left["message"]["content"], left["done_reason"]) == ("", "unload")
     assert (await http.post(GENERATE, json={"model": "nothing"})).status_code == 404
+    for header in ("Idempotency-Key", "X-Conversation-Id"):
+        assert (await http.post(GENERATE, json={"model": "tale"}, headers={header: "k" * 256})).status_code == 400
     assert not worker.claims
 
 
