@@ -311,6 +311,8 @@ __device__ inline float code_plus(uint32_t word, int byte) {
   return __uint_as_float(__byte_perm(word, 0x43000000, 0x7044 + 256 * byte));
 }
 constexpr float CODE_OFFSET = IS_SIGNED ? 32896.0f : 128.0f;
+// A scale of so many bits, times CODE_OFFSET, would lose what small codes need.
+constexpr bool SCALES_ARE_LONG = quant == NVFP4;
 
 // What multiplies the scales and minimums of rows 2g and 2g + 1 of a superblock.
 struct Factors {
@@ -339,7 +341,9 @@ __device__ inline void decode_slab(uint32_t left[2][4], const uint8_t* block, co
       const uint32_t word = IS_SIGNED ? codes[2 * s + r] ^ 0x80808080 : codes[2 * s + r];
       float value[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) value[i] = __fmaf_rn(code_plus(word, i), factor, offset);
+      for (int i = 0; i < 4; i++)
+        value[i] = SCALES_ARE_LONG ? (code_plus(word, i) - CODE_OFFSET) * factor
+                                   : __fmaf_rn(code_plus(word, i), factor, offset);
       left[s][r] = two_bfloat16(value[0], value[1]);
       left[s][2 + r] = two_bfloat16(value[2], value[3]);
     }
