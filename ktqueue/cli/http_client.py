@@ -55,4 +55,4 @@ def _retry_after(response: httpx.Response) -> float:
 
 def unreachable(client: httpx.Client, error: Exception) -> Unavailable:
     """Return the error for a request without an answer."""
-    return Unavailable(f"{client.base_url}: {error or type(error).__name__}")
+    return Unavailable(f"{client.base_url} cannot be reached: {error or type(error).__name__}")

@@ -69,13 +69,15 @@ def down(common: CommonFlags) -> None:
 
     Running jobs finish, or wait for the next start. A second `ktqueue down` during this time stops it at once.
     """
+    from ktqueue.broker.redis.state_folder import holder
     from ktqueue.workers.supervision.detached import stop_detached
 
     config = settings(common)
     state = Path(config.broker.state_dir).absolute()
     try:
         with Waiting() as waiting:
-            waiting.say("draining")
+            if holder(config.broker.state_dir) is not None:
+                waiting.say("draining")
             stopped = stop_detached(config)
     except KeyboardInterrupt:
         notes().print("it is still stopping; `ktqueue down` again stops it at once", style="dim", markup=False)

@@ -188,7 +188,7 @@ def test_half_of_a_file_is_not_kept(ktqueue: Run, troubled: str, tmp_path: Path)
         (("--base-url", "nonsense"), 2, "--base-url must be a URL such as http://"),
         (("--base-url", "ftp://127.0.0.1"), 2, "--base-url must be a URL such as http://"),
         (("--base-url", "http://"), 2, "--base-url must be a URL such as http://"),
-        (("--base-url", "http://127.0.0.1:1"), 3, "http://127.0.0.1:1: "),
+        (("--base-url", "http://127.0.0.1:1"), 3, "http://127.0.0.1:1 cannot be reached: "),
         (("--api-key", "schl\u00fcssel"), 2, "--api-key must be made of printable ASCII characters"),
         (("--api-key", "se\ncret"), 2, "--api-key must be made of printable ASCII characters"),
     ],

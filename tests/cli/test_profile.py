@@ -51,9 +51,12 @@ def test_a_missing_profile_is_an_error_of_usage(tmp_path: Path, capsys: pytest.C
     assert "absent is not a folder; --profile" in capsys.readouterr().err
 
 
-def test_chat_profiles_only_a_local_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["chat", "--profile", str(tmp_path)]) == 2
-    assert "--profile needs --local" in capsys.readouterr().err
+@pytest.mark.parametrize("flags", [("--profile", "folder"), ("--threads", "2"), ("--kv-cache-dtype", "fp8")])
+def test_chat_takes_flags_of_an_engine_only_for_a_local_one(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["chat", *flags]) == 2
+    assert f"{flags[0]} needs --local" in capsys.readouterr().err
 
 
 def ask(url: str, tokens: int) -> tuple[str, float]:

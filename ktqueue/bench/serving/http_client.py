@@ -116,7 +116,7 @@ class HttpClient:
                     _Connection, self._address.host, self._address.port, ssl=self._tls
                 )
         except (OSError, ValueError) as error:  # TimeoutError is an OSError
-            raise RequestFailure("cannot connect", f"{self._address}: {error or type(error).__name__}") from error
+            raise RequestFailure("cannot connect", str(error) or type(error).__name__) from error
         return connection
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktqueue.cli.chat.input import Turns, no_echo
-from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings
+from ktqueue.cli.flags import CommonFlags, EngineFlags, ProfileFlags, expand, settings, sources
 from ktqueue.cli.model import with_model
 from ktqueue.cli.requests import SamplingFlags, SystemMessage
 from ktqueue.cli.terminal.console import Wrapped, plain_text, results, write
@@ -44,11 +44,16 @@ def chat(
     ] = None,
     system: SystemMessage = None,
 ) -> None:
-    """Talk with a model: through Redis, over HTTP (--base-url), or in this process (--local)."""
+    """Talk with a model: through Redis, over HTTP (--base-url), or in this process (--local).
+
+    Flags of the engine, except --model, need --local.
+    """
     if local and (base_url is not None or common.url is not None):
         raise UsageFault("--local cannot be used with --base-url or --redis-url")
-    if profile.folder is not None and not local:
-        raise UsageFault("--profile needs --local; other profiles are those of workers")
+    given = sources(common, engine=engine, profile=profile)
+    flags = (flag for key, flag in given.items() if key.startswith(("engine.", "profile.")) and flag.startswith("--"))
+    if not local and (unused := next((flag for flag in flags if flag != "--model"), None)):
+        raise UsageFault(f"{unused} needs --local, because otherwise a worker runs the model")
     config = settings(common, engine=engine, profile=profile)
     params = sampling.params()
     with no_echo():
