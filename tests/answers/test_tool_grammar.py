@@ -123,6 +123,25 @@ def test_a_function_without_arguments_has_an_empty_object() -> None:
     assert not matches(grammar_for("tool_call"), '<tool_call>\n{"name": "time", "arguments": {"a": 1}}\n</tool_call>')
 
 
+@pytest.mark.parametrize(
+    ("schema", "arguments", "allowed"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1}', True),
+        ({"properties": {"a": {"type": "integer"}}}, '{"b": 1}', False),
+        ({"additionalProperties": {"type": "integer"}}, '{"b": 1}', True),
+        ({"additionalProperties": {"type": "integer"}}, '{"b": "x"}', False),
+        ({"anyOf": [{"type": "object", "properties": {"b": {"type": "integer"}}}]}, '{"b": 1}', True),
+    ],
+)
+def test_arguments_have_no_others_than_the_schema_names_or_allows(
+    schema: dict[str, Any], arguments: str, allowed: bool
+) -> None:
+    grammar = tool_grammar([Function("f", schema)], "tool_call", json_lark, forced=True, several=False, answer=None)
+    assert grammar is not None
+    call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert matches(grammar, call) is allowed
+
+
 @pytest.mark.parametrize("name", [name for name in REASONING if name != "harmony"])
 def test_reasoning_comes_first(name: str) -> None:
     form = REASONING[name]
