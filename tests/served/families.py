@@ -25,6 +25,7 @@ BY_MODULES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96},
     "ministral": {"head_dim": 16, **WINDOWS},
+    "ministral3": {"head_dim": 16, "rope_parameters": decoder_families.GROWING},
     "smollm3": {**WINDOWS, "pad_token_id": 0},
 }
 """Sizes by model type. No decoder computes these families: their modules are those of transformers."""
