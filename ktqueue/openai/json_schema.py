@@ -59,6 +59,7 @@ FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uu
 _ONE_OF = "oneOf needs options that differ in type or in the constant of a required property; anyOf does not"
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+_COMBINED = frozenset(("$ref", "anyOf", "oneOf"))
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 
 
@@ -84,6 +85,23 @@ def lark_of_schema(schema: Any, param: str, *, whitespace: str | None = WHITESPA
     if reason:
         raise _wrong(param, _place(prepared, reason), f"cannot be used: {reason}")
     return lark
+
+
+def closed(schema: Any) -> Any:
+    """A copy of a schema whose objects have only the properties that they name, where nothing else is said.
+
+    llama.cpp and Ollama read schemas so. What is said in several schemas at once stays open, since each names a part.
+    """
+    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict) or ("properties" in schema and _COMBINED & set(schema)):
+        return schema
+    copy = {key: _inner(key, value, lambda part, _: _closed(part), "") for key, value in schema.items()}
+    if "properties" in copy and "patternProperties" not in copy:
+        copy.setdefault("additionalProperties", False)
+    return copy
 
 
 def _lark(schema: Any) -> str:

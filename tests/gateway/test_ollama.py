@@ -120,6 +120,12 @@ async def test_options_and_messages_reach_the_worker(http: httpx.AsyncClient, th
     assert made[2] == {"role": "tool", "name": "weather", "content": "sunny"}
 
 
+async def test_objects_of_a_format_have_no_other_properties(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    assert (await http.post(CHAT, json={**BODY, "format": schema, "stream": False})).status_code == 200
+    assert '"additionalProperties": false' in (worker.claims[0].request.grammar or "")
+
+
 @pytest.mark.parametrize("change", [PROMPT, {**PROMPT, "raw": True}, BODY])
 async def test_log_probabilities_of_each_token(
     http: httpx.AsyncClient, worker: ScriptedWorker, change: dict[str, Any]

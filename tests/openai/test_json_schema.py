@@ -9,7 +9,7 @@ import pytest
 from ktqueue.answers.grammar import byte_compiler
 from ktqueue.answers.grammar_errors import GrammarFailed
 from ktqueue.core.errors import InvalidRequest
-from ktqueue.openai.json_schema import ANNOTATIONS, HONOURED, lark_of_schema
+from ktqueue.openai.json_schema import ANNOTATIONS, HONOURED, closed, lark_of_schema
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 # For each keyword a schema, documents that are valid, and documents that are not.
@@ -174,3 +174,26 @@ def test_a_schema_that_explodes_is_refused_soon() -> None:
     ]
     with pytest.raises(InvalidRequest, match="schema too large"):
         lark_of_schema({"allOf": choices}, "p")
+
+
+PART: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SHUT = {**PART, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (PART, SHUT),
+        ({"type": "array", "items": PART}, {"type": "array", "items": SHUT}),
+        ({"$ref": "#/$defs/x", "$defs": {"x": PART}}, {"$ref": "#/$defs/x", "$defs": {"x": SHUT}}),
+        ({"anyOf": [PART, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        ({"const": PART}, {"const": PART}),
+        ({"type": "object"}, {"type": "object"}),
+        *((same, same) for same in (
+            {**PART, "additionalProperties": True}, {**PART, "patternProperties": {"^x": {"type": "string"}}},
+            {**PART, "anyOf": [PART, {"properties": {"b": {}}}]}, {"allOf": [PART, {"properties": {"b": {}}}]},
+        )),
+    ],
+)  # fmt: skip
+def test_closed_objects_have_the_properties_that_they_name(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected
