@@ -100,7 +100,7 @@ class DecodeBucket:
                 self._places.send()
                 self._sent_places = wanted
             target = self._tokens.device["input_ids"][0]
-            torch.index_select(tokens.ids, 0, self._places.device["places"], out=target)
+            torch.gather(tokens.ids, 0, self._places.device["places"], out=target)
         return self.replay()[:live]
 
     def _step(self, tensors: Mapping[str, torch.Tensor]) -> StepContext:

@@ -95,7 +95,8 @@ class DecodedLinear:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """See DenseLinear."""
-        return torch.nn.functional.embedding(ids, self.weight)
+        # The same as `embedding`, whose kernel for up to 16 rows takes 12 us on an H200, and this one 2.
+        return torch.gather(self.weight, 0, ids[:, None].expand(-1, self.weight.shape[1]))
 
 
 @dataclass(frozen=True, slots=True)

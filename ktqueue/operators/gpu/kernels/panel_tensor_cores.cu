@@ -3,13 +3,14 @@
 //
 // A program multiplies panels of 16 rows, one after the other. Each of its warps has some of a panel's superblocks: it
 // copies them to shared memory, some ahead of their use, and decodes slabs to bfloat16 in registers. These are the left
-// operand of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"): lane 4g + t has rows g and g + 8 and of 16
-// columns 2t, 2t + 1, 2t + 8 and 2t + 9. Columns are multiplied in any order, if both operands have the same, and rows
-// may be stored where they belong. So a lane takes rows 2g and 2g + 1, and of a slab the columns 8t .. 8t + 7, which
-// are 16 bytes of a row of x. The sums of all warps are added in shared memory, always in the same order.
+// operand of `multiply`. Columns are multiplied in any order, and rows may be stored where they belong. So lane 4g + t
+// takes rows 2g and 2g + 1, and of a slab the columns 8t .. 8t + 7, which are 16 bytes of a row of x. The sums of all
+// warps are added in shared memory, always in the same order.
 //
 // NORMED: rows of x are those before an RMSNorm. They are multiplied by its weights, and sums by what the row's squares
 // say, which each program adds on the way.
+
+#include "bfloat16.cuh"
 
 namespace first {
 #include "superblock.cuh"
@@ -31,11 +32,6 @@ namespace second {
 #else
 namespace second = first;
 #endif
-
-using first::uint16_t;
-using first::uint32_t;
-using first::uint8_t;
-using int64 = long long;
 
 static_assert(COLUMNS % 32 == 0);
 constexpr int THREADS = 32 * WARPS;
@@ -73,26 +69,15 @@ constexpr int SLOT_BYTES = first::SLOT_BYTES > second::SLOT_BYTES ? first::SLOT_
 PART(first, FIRST);
 PART(second, SECOND);
 
-__device__ inline void multiply(float sums[4], const uint32_t left[4], uint32_t right, uint32_t further) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right), "r"(further));
-}
-
-__device__ inline float bfloat16_as_float(uint16_t number) { return __uint_as_float(uint32_t(number) << 16); }
-__device__ inline uint16_t as_bfloat16(float number) { return uint16_t(first::two_bfloat16(number, 0.0f)); }
-
 // Multiply eight numbers by others. Their squares before that are added to `squares`.
 __device__ inline void multiply_each(uint4& numbers, const uint4& by, float& squares) {
   uint32_t* const words[4] = {&numbers.x, &numbers.y, &numbers.z, &numbers.w};
   const uint32_t factors[4] = {by.x, by.y, by.z, by.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float low = bfloat16_as_float(uint16_t(*words[i])), high = __uint_as_float(*words[i] & 0xFFFF0000);
+    const float low = low_float(*words[i]), high = high_float(*words[i]);
     squares = __fmaf_rn(low, low, __fmaf_rn(high, high, squares));
-    *words[i] = first::two_bfloat16(low * bfloat16_as_float(uint16_t(factors[i])),
-                                    high * __uint_as_float(factors[i] & 0xFFFF0000));
+    *words[i] = two_bfloat16(low * low_float(factors[i]), high * high_float(factors[i]));
   }
 }
 
@@ -129,8 +114,8 @@ __device__ inline void add_block(float (&sums)[TILES][4], float (&squares)[TILES
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
       const uint4& right = HOLDS_X ? held[slab][tile] : x[tile];
-      multiply(sums[tile], left[0], right.x, right.y);
-      multiply(sums[tile], left[1], right.z, right.w);
+      multiply(sums[tile], left[0][0], left[0][1], left[0][2], left[0][3], right.x, right.y);
+      multiply(sums[tile], left[1][0], left[1][1], left[1][2], left[1][3], right.z, right.w);
     }
   }
 }

@@ -1,15 +1,12 @@
 // From the residual of some rows to their experts, in one launch: see some_rows_router.py, which compiles this file.
 //
 // A cluster of programs has 16 rows. Each program norms all of them and has the logits of some experts: rows are the
-// left operand of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16"), experts the right one. Columns may be
+// left operand of `multiply`, experts the right one. Columns may be
 // multiplied in any order, if both operands have the same. So lane 4g + t takes columns 8t .. 8t + 7 of a slab, 16
 // bytes of the rows g and g + 8, and of expert g. Each program chooses the experts of some rows, and gets their logits
 // from the others. The first program of the last cluster lists the pairs of each expert.
 
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using int64 = long long;
+#include "bfloat16.cuh"
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int TILE_ROWS = 16, MOST_ROWS = TILE_ROWS * TILES;
@@ -26,13 +23,6 @@ constexpr uint32_t ALL = 0xFFFFFFFF;
 static_assert(HIDDEN % 32 == 0 && EXPERTS % (8 * PROGRAMS) == 0 && EXPERTS <= THREADS && CHOSEN <= 32);
 static_assert(TURNS <= WARPS && MOST_ROWS <= 64 && PROGRAMS <= 8);
 
-__device__ inline float low_float(uint32_t word) { return __uint_as_float(word << 16); }
-__device__ inline float high_float(uint32_t word) { return __uint_as_float(word & 0xFFFF0000); }
-__device__ inline uint32_t two_bfloat16(float low, float high) {
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
 __device__ inline float quad_sum(float x) {
   x += __shfl_xor_sync(ALL, x, 1);
   return x + __shfl_xor_sync(ALL, x, 2);
@@ -64,14 +54,6 @@ __device__ inline void store_there(uint32_t place, uint32_t bits) {
 }
 __device__ inline void arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ inline void multiply(float sums[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // Round a slab of a row, of which four lanes have eight columns each: see expert_int8.py.
 __device__ inline void quantise(const uint4& row, uint8_t* codes, float* scale, int* sum, int t, bool inside) {
@@ -263,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRA
     float logit = 0.0f;
 #pragma unroll
     for (int other = 0; other < WARPS; other++) logit += partial[other][row * PITCH + i % WIDTH];
-    if constexpr (BIASED) logit += __uint_as_float(uint32_t(bias[expert]) << 16);
+    if constexpr (BIASED) logit += bfloat16_as_float(bias[expert]);
     store_there(in_program(&logits_of[row / PROGRAMS][expert], row % PROGRAMS), __float_as_uint(logit));
   }
   __syncwarp();

@@ -4,7 +4,9 @@
 // All codes become signed bytes, so that no offset is left to subtract from sums. Some are made larger by a power of
 // two, UNIT, since that makes them signed for nothing.
 //
-// A source with two formats includes this twice, each time in another namespace.
+// A source with two formats includes this twice, each time in another namespace, behind bfloat16.cuh.
+
+#include "bfloat16.cuh"
 
 enum Quant {
   Q8_0,
@@ -26,11 +28,6 @@ enum Quant {
   Q5_1,
   UINT4
 };
-
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using int64 = long long;
 
 constexpr Quant quant = QUANT;
 // By HALVES, each half of a slab has its own scale; by MINIMUMS, minimums are subtracted; OFFSET is to be subtracted
@@ -298,12 +295,6 @@ __device__ inline float2 minimums_times(const uint8_t* block, int line, int slab
 }
 
 constexpr bool IS_SIGNED = OFFSET != 0 || quant == Q8_0 || quant == Q6_K || quant == Q4_0 || !MINIMUMS;
-
-__device__ inline uint32_t two_bfloat16(float low, float high) {
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
 
 // A signed byte plus 32896, or a byte below 128 plus 128: bits of a float.
 __device__ inline float code_plus(uint32_t word, int byte) {
