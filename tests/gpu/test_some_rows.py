@@ -35,6 +35,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "Qwen3": Shape(2048, 128, 8),
     "DeepSeek-V2-Lite": Shape(2048, 64, 6, renormalise=False),
+    "Qwen3.5": Shape(2048, 256, 8),
     "gpt-oss": Shape(2880, 32, 4, has_bias=True, float_norm=True),
     "Mixtral": Shape(4096, 8, 2),
     "sigmoids": Shape(4096, 128, 8, scoring=Scoring(sigmoid=True, scale=2.5)),

@@ -148,8 +148,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRA
                     const float* scales, uint16_t* rows_out, uint8_t* codes, float* code_scales, int* code_sums,
                     int64* ids, float* weights, const int64* offsets, int* sorted_pairs, int* starts, int* counts,
                     const int* live_tokens, int* uses, int* counter, int rows) {
-  extern __shared__ __align__(16) uint8_t memory[];  // the router's rows of this program, as lanes read them
-  __shared__ float partial[WARPS][TILE_ROWS * PITCH], squares_of[WARPS][TILE_ROWS];
+  // The router's rows of this program, as lanes read them, and sums [WARPS][TILE_ROWS][PITCH].
+  extern __shared__ __align__(16) uint8_t memory[];
+  float* all_sums = reinterpret_cast<float*>(memory + CHUNKS * GROUPS * THREADS * 16);
+  __shared__ float squares_of[WARPS][TILE_ROWS];
   __shared__ float logits_of[TURNS][EXPERTS];
   __shared__ int chosen[MOST_ROWS * CHOSEN];
   __shared__ bool is_last;
@@ -232,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRA
       multiply(sums[j], x[c][0].z, x[c][1].z, x[c][0].w, x[c][1].w, of.z, of.w);
     }
   }
-  float* own = partial[warp] + g * PITCH + 2 * t;
+  float* own = all_sums + (warp * TILE_ROWS + g) * PITCH + 2 * t;
 #pragma unroll
   for (int j = 0; j < GROUPS; j++) {
     *reinterpret_cast<float2*>(own + 8 * j) = make_float2(sums[j][0], sums[j][1]);
@@ -244,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRA
     const int row = i / WIDTH, expert = first + i % WIDTH;
     float logit = 0.0f;
 #pragma unroll
-    for (int other = 0; other < WARPS; other++) logit += partial[other][row * PITCH + i % WIDTH];
+    for (int other = 0; other < WARPS; other++) logit += all_sums[(other * TILE_ROWS + row) * PITCH + i % WIDTH];
     if constexpr (BIASED) logit += bfloat16_as_float(bias[expert]);
     store_there(in_program(&logits_of[row / PROGRAMS][expert], row % PROGRAMS), __float_as_uint(logit));
   }

@@ -32,8 +32,8 @@ _MOST_CHUNKS = 8
 _MOST_PROGRAMS = 8
 """Of a cluster, on every GPU that has them."""
 _MOST_CHOSEN = 16
-_SHARED_BYTES = 160 << 10
-"""For the router's rows of a program. Others are needed for sums."""
+_LARGEST_PROGRAM = 227 << 10
+"""Shared memory of a program on Hopper."""
 
 
 class RouterFacts(NamedTuple):
@@ -61,9 +61,23 @@ def programs_of(experts: int) -> int:
 
 
 def shared_bytes(experts: int, hidden: int) -> int:
-    """Shared memory for the router's rows of a program."""
-    chunks = -(-hidden // SLAB // _WARPS)
-    return 2 * experts // programs_of(experts) * chunks * _WARPS * SLAB
+    """Shared memory for the router's rows of a program, and for the sums of its warps."""
+    width, chunks = experts // programs_of(experts), -(-hidden // SLAB // _WARPS)
+    return _WARPS * (2 * width * chunks * SLAB + 4 * _TILE_ROWS * (width + 8))
+
+
+def _own_bytes(experts: int) -> int:
+    """Shared memory for what the kernel declares, at most, and for the GPU itself."""
+    return (1 << 10) + 4 * (_WARPS * _TILE_ROWS + SOME_ROWS * _MOST_CHOSEN + (_TILE_ROWS + 3) * experts + 32)
+
+
+@cache
+def _program_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have."""
+    if not is_gpu(device):
+        return _LARGEST_PROGRAM
+    # torch's type stubs do not have this property.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
 
 
 def has_some_rows(residual: torch.Tensor, router: torch.Tensor, norm: torch.Tensor, scoring: Scoring) -> bool:
@@ -72,7 +86,8 @@ def has_some_rows(residual: torch.Tensor, router: torch.Tensor, norm: torch.Tens
     experts, hidden = router.shape
     plain = scoring.bias is None and scoring.groups_used >= scoring.groups and scoring.jitter == 0
     small = hidden % SLAB == 0 and hidden <= _MOST_CHUNKS * _WARPS * SLAB and experts <= 32 * _WARPS
-    small = small and programs_of(experts) > 0 and shared_bytes(experts, hidden) <= _SHARED_BYTES
+    small = small and programs_of(experts) > 0
+    small = small and shared_bytes(experts, hidden) + _own_bytes(experts) <= _program_bytes(residual.device)
     types = residual.dtype == router.dtype == torch.bfloat16 and norm.dtype in (torch.bfloat16, torch.float32)
     device = not is_gpu(residual.device) or launches_dependents(residual.device)  # such GPUs have clusters
     return plain and small and types and norm.dim() == 1 and device and 1 <= len(residual) <= SOME_ROWS

@@ -57,7 +57,17 @@ def test_twin() -> None:
 
 @pytest.mark.parametrize(
     ("hidden", "experts", "takes"),
-    [(2048, 128, True), (4096, 128, True), (2880, 32, True), (4096, 8, True), (2048, 60, False), (7168, 256, False)],
+    [
+        (2048, 128, True),
+        (2048, 256, True),
+        (4096, 128, True),
+        (4096, 256, False),
+        (2048, 512, False),
+        (2880, 32, True),
+        (4096, 8, True),
+        (2048, 60, False),
+        (7168, 256, False),
+    ],
 )
 def test_sizes(hidden: int, experts: int, takes: bool) -> None:
     """Of routers of published models."""
@@ -82,6 +92,7 @@ def test_programs_share_experts() -> None:
         RouterFacts(128, 4096, 8, 1, renormalise=True, epsilon=1e-6, sigmoid=True, has_scales=True, counts_uses=True),
         RouterFacts(32, 2880, 4, 2, renormalise=True, epsilon=1e-5, has_bias=True, float_norm=True, sorts=True),
         RouterFacts(8, 4096, 2, 1, renormalise=True, epsilon=1e-6),
+        RouterFacts(256, 2048, 8, 4, renormalise=True, epsilon=1e-6, sorts=True, has_live=True),
     ],
 )
 def test_kernel_compiles(facts: RouterFacts, compiler: ctypes.CDLL) -> None:
