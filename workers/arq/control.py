@@ -19,6 +19,7 @@ from typing import Any
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.redis.address import DeploymentKind, read_address
+from ktqueue.core.codec import CodecError, NewerFormat
 from ktqueue.core.config import Config
 from ktqueue.core.errors import JobNotFound, JournalRegressed, Unavailable
 from ktqueue.storage.opening import open_store
@@ -114,7 +115,10 @@ class ControlWorker(SteadyWorker):
             return
         try:
             events = await self._broker.journal.replay(job_id)
-        except (JobNotFound, JournalRegressed):
+        except NewerFormat:
+            log.warning("webhook of %s waits: a newer version of ktqueue wrote the job's journal", job_id)
+            raise Retry(LONGEST_PAUSE_SECONDS) from None
+        except (CodecError, JobNotFound, JournalRegressed):
             events = []
         attempt = int(context["job_try"])
         try:

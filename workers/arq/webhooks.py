@@ -50,7 +50,7 @@ def event_of(state: JobState) -> str:
 def body_of(record: JobRecord, events: Sequence[TokenEvent]) -> dict[str, Any]:
     """The body of the call, in the form of OpenAI's webhooks.
 
-    `data` is the job with its `result`, which is null once the journal has expired.
+    `data` is the job with its `result`, which is null once the journal has expired, or if it is damaged.
     """
     result = result_json(record, events) if events else None
     return {

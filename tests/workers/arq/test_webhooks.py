@@ -195,6 +195,19 @@ async def test_other_ends_are_failures_and_only_subscribed_events_are_posted(
     assert event["data"]["error"]["code"] == "cancelled"
 
 
+async def test_a_damaged_journal_costs_the_result_but_not_the_webhook(
+    broker: Broker, config: Config, receiver: Receiver
+) -> None:
+    record = await cancelled(broker, receiver)
+    with redis.Redis.from_url(broker.config.url or "") as client:
+        journal = f"{broker.keys.tag}:journal:{record.id}"
+        client.delete(journal)
+        client.xadd(journal, {"e": "x"}, id="1-0")
+    async with running(broker, config):
+        await until(lambda: receiver.got)
+    assert json.loads(receiver.got[0][1])["data"]["result"] is None
+
+
 async def test_a_webhook_has_a_limited_number_of_attempts(broker: Broker, config: Config, receiver: Receiver) -> None:
     receiver.answers = [500]
     await cancelled(broker, receiver)
