@@ -44,4 +44,6 @@ def imatrix(
     write_importance(output, sums, text=text.name, chunks=read, chunk_tokens=chunk_tokens)
     for line in unused_experts(sums):
         notes().print(line, markup=False)
-    notes().print(f"{output}  {read} chunks of {chunk_tokens} tokens, {len(sums)} matrices", markup=False)
+    notes().print(
+        f"{output}  {read} chunk{'s' * (read != 1)} of {chunk_tokens} tokens, {len(sums)} matrices", markup=False
+    )
