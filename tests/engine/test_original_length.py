@@ -109,3 +109,12 @@ def test_resumed_choices_of_a_prompt_have_the_angles_of_their_own_lengths(
         engine.add(name, PROMPTS[1], sampling, emitted=emitted)
     run(engine, found)
     assert all(token_ids == answer for token_ids in found.values())
+
+
+def test_a_resumed_choice_does_not_wait_until_another_needs_its_angles(engine: Engine) -> None:
+    """The first choice has the short ones for twelve tokens, the second has the long ones at once."""
+    emitted = [EmittedChoice(), EmittedChoice(token_ids=tuple(TEXT[: ORIGINAL - 3]))]
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS + 8, n=2, seed=1)
+    engine.add("x", PROMPTS[2], sampling, emitted=emitted)
+    computed = [{output.index for output in engine.step()} for _ in range(8)]
+    assert {0, 1} in computed
