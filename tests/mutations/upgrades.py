@@ -76,4 +76,11 @@ UPGRADES: dict[str, Mutation] = {
         "    except InvalidRequest as error:",
         ("tests/gateway/test_newer.py::test_a_newer_record_can_be_shown_listed_and_cancelled",),
     ),
+    "a damaged batch ends the runs of others": Mutation(
+        "a batch with a damaged record holds up no other",
+        "ktqueue/core/codec.py",
+        "    except (AttributeError, CodecError, KeyError, TypeError, ValueError) as error:",
+        "    except CodecError as error:",
+        ("tests/workers/arq/test_failing_batches.py::test_a_batch_with_a_damaged_record_holds_up_no_other",),
+    ),
 }
