@@ -2,11 +2,13 @@
 weights of every format."""
 
 import gc
+import logging
 import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from xdist.scheduler import LoadFileScheduling, Scheduling
 
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.private_server import PrivateServer
+from ktqueue.core import garbage
 from ktqueue.core.config import BrokerConfig
 from ktqueue.operators import native
 
@@ -71,6 +74,7 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # several processes run tests, and idle threads of torch spin on the CPUs of the others
+    garbage.collect_seldom()
     gc.disable()  # a third of the time of collecting tests is the garbage collector's walk over a million objects
 
 
@@ -99,6 +103,11 @@ class FilesAndFolders(LoadFileScheduling):  # type: ignore[misc]
         """The file of a test, or its folder."""
         return next((folder for folder in TOGETHER if nodeid.startswith(f"tests/{folder}/")), nodeid.split("::")[0])
 
+    def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
+        """How many tests a process has left. It runs its files in order: those before a finished one are finished."""
+        unfinished = takewhile(lambda tests: not all(tests.values()), reversed(workload.values()))
+        return sum(list(tests.values()).count(False) for tests in unfinished)
+
 
 @pytest.hookimpl(optionalhook=True)  # unknown with -p no:xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
@@ -107,7 +116,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again from here on, but not among what the imports and the collection made."""
+    """Collect garbage again from here on, but not among what the imports and the collection made.
+
+    Loggers of torch and transformers propagate: else pytest gives handlers to each of sixty, six times a test.
+    """
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.enable()
