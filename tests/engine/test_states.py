@@ -184,34 +184,28 @@ def test_steps_that_are_launched_ahead_change_no_state(
     assert answers[0] == answers[1]
 
 
+@pytest.fixture(scope="module")
+def without_drafts(loaded: LoadedModel) -> dict[int, dict[tuple[str, int], list[int]]]:
+    """The answers of the next test without drafts, by the number of rows: with many pages and without a fault."""
+    return {}
+
+
 @pytest.mark.parametrize(("rows", "fails"), [(8, False), (8, True), (1, False)])
 @pytest.mark.parametrize("pages", [200, 24])
-def test_wrong_drafts_change_no_state(make_engine: Callable[..., Engine], pages: int, rows: int, fails: bool) -> None:
+def test_wrong_drafts_change_no_state(
+    make_engine: Callable[..., Engine],
+    without_drafts: dict[int, dict[tuple[str, int], list[int]]],
+    pages: int,
+    rows: int,
+    fails: bool,
+) -> None:
     """Of three drafts a row some are right. The state is that after the last right one: of choices, after preemption,
     from snapshots, and after a step that failed."""
 
     def change(parts: Any) -> Any:
         return dataclasses.replace(parts, runner=FailsOnce(parts.runner)) if fails else parts
 
-    answers: list[dict[tuple[str, int], list[int]]] = []
-    for speculation in ("off", "lookup"):
-        engine = make_engine(pages, change, interactive_step_ms=0, speculation=speculation, max_num_seqs=rows)
-        noise = random.Random(6)
-        if answers:
-            known = answers[0]
-
-            def make(counts: Any, known: Any = known, noise: Any = noise) -> Any:
-                """The known answer, with some wrong tokens in it."""
-                return {
-                    one: [
-                        (token + (noise.random() < 0.3)) % VOCAB
-                        for token in [*known[one.request.id, one.index][one.generated :], 0, 1, 2][:count]
-                    ]
-                    for one, count in counts.items()
-                }
-
-            engine.drafts._make = make  # type: ignore[method-assign]
-            engine.drafts.probed = 3
+    def answer(engine: Engine) -> dict[tuple[str, int], list[int]]:
         for i in range(9):
             sampling = SamplingParams(
                 temperature=float(i % 2),
@@ -221,13 +215,33 @@ def test_wrong_drafts_change_no_state(make_engine: Callable[..., Engine], pages:
                 stop_token_ids=(i, i + 40, i + 80),
             )
             engine.add(str(i), [*PROMPT[: 15 * i], i][-(30 + 16 * i) :], sampling)
-        answers.append(finish(engine))
-        assert engine.stats().preemptions > 0 or pages == 200 or rows == 1
-        assert engine.stats().out_of_memory == fails
-        states: Any = engine._rows.states
-        assert states._slots.available == states._slots.total
-    assert answers[0] == answers[1]
-    assert 100 < engine.stats().accepted_tokens < 0.8 * engine.stats().drafted_tokens
+        return finish(engine)
+
+    if rows not in without_drafts:
+        plain = make_engine(200, interactive_step_ms=0, speculation="off", max_num_seqs=rows)
+        without_drafts[rows] = answer(plain)
+    known, noise = without_drafts[rows], random.Random(6)
+
+    def make(counts: Any) -> Any:
+        """The known answer, with some wrong tokens in it."""
+        return {
+            one: [
+                (token + (noise.random() < 0.3)) % VOCAB
+                for token in [*known[one.request.id, one.index][one.generated :], 0, 1, 2][:count]
+            ]
+            for one, count in counts.items()
+        }
+
+    engine = make_engine(pages, change, interactive_step_ms=0, speculation="lookup", max_num_seqs=rows)
+    engine.drafts._make = make  # type: ignore[method-assign]
+    engine.drafts.probed = 3
+    assert answer(engine) == known
+    stats = engine.stats()
+    assert stats.preemptions > 0 or pages == 200 or rows == 1
+    assert stats.out_of_memory == fails
+    assert 100 < stats.accepted_tokens < 0.8 * stats.drafted_tokens
+    states: Any = engine._rows.states
+    assert states._slots.available == states._slots.total
 
 
 def test_preempted_sequences_continue(make_engine: Callable[..., Engine], alone: list[int]) -> None:
