@@ -11,6 +11,7 @@ from ktqueue.operators.experts import CpuExperts
 from ktqueue.operators.gpu import decoder as decoder_module
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.device import launches_dependents
+from ktqueue.operators.gpu.experts import step
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
 from ktqueue.operators.gpu.settings import Trials
 
@@ -92,6 +93,29 @@ def test_steps_of_other_launches_compute_the_same(
             cache.step(prompts)
         for i in range(20):
             tokens = {name: (7 * i + len(name)) % 90 for name in prompts}
+            logits = expected.step({name: [token] for name, token in tokens.items()})
+            replayed = captured.step(tokens)
+            torch.testing.assert_close(replayed, logits, atol=0.1 * logits.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("rows", [7, 20])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v2"])
+def test_some_rows_compute_the_same_in_fewer_launches(
+    family: str, rows: int, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured steps whose router and products are those of some rows are compared with eager ones without them."""
+    model, everything = make_model(family).to(torch.bfloat16), 1 << 40
+    decoder = make_decoder(model, "Q8_0", activations="int8", expert_memory_bytes=everything)
+    prompts = {f"s{i}": SEQUENCES["s1"][: 1 + i % 5] for i in range(rows)}
+    with torch.inference_mode():
+        expected, found = (Cache(decoder, 128, device="cuda", planner=make_planner_for) for _ in range(2))
+        found._free.remove(found.kv.pages - 1)  # the scratch page: see Captured
+        captured = Captured(decoder, found, rows=rows)
+        monkeypatch.setattr(step, "has_some_rows", lambda *_: False)
+        for cache in (expected, found):
+            cache.step(prompts)
+        for i in range(10):
+            tokens = {name: (7 * i + place) % 90 for place, name in enumerate(prompts)}
             logits = expected.step({name: [token] for name, token in tokens.items()})
             replayed = captured.step(tokens)
             torch.testing.assert_close(replayed, logits, atol=0.1 * logits.abs().max().item(), rtol=0)
