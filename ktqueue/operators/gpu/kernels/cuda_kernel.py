@@ -8,13 +8,13 @@ import ctypes
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ktqueue.operators.gpu.kernels.operation import compiling_threads, triton
+from ktqueue.operators.gpu.kernels.operation import compilation, triton
 
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -69,9 +69,16 @@ def _nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}")
 
 
-def kept_code(source: Path, options: Sequence[str], architecture: str, compiler: ctypes.CDLL | None = None) -> bytes:
+def kept_code(
+    source: Path,
+    options: Sequence[str],
+    architecture: str,
+    compiler: ctypes.CDLL | None = None,
+    *,
+    missing: list[str] | None = None,
+) -> bytes:
     """As `machine_code`, from Triton's cache on disk if it is there, which depends on all that is compiled and on the
-    compiler's version. compiler: None: that of torch."""
+    compiler's version. compiler: None: that of torch. missing: receives the source's name if it is not there."""
     compiler = compiler or _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     compiler.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -82,6 +89,8 @@ def kept_code(source: Path, options: Sequence[str], architecture: str, compiler:
     path = kept.get_file(name)
     if path is not None:
         return Path(path).read_bytes()
+    if missing is not None:
+        missing.append(source.stem)
     code = machine_code(source, options, architecture, compiler)
     kept.put(code, name, binary=True)
     return code
@@ -104,15 +113,16 @@ class CudaKernel:
         architecture: str | None = None,
     ) -> None:
         architecture = architecture or "{}{}".format(*torch.cuda.get_device_capability())
-        self._compile = lambda: kept_code(source, options, architecture)
+        self._compile = partial(kept_code, source, options, architecture)
         self._name, self._threads, self._shared_bytes = name, threads, shared_bytes
         self._code: Future[bytes] | None = None
         self._kernel: Any = None
         self._driver: Any = None
 
-    def compile_in(self, threads: Executor) -> None:
-        """Begin to compile the kernel in a thread, if that has not begun. The first launch waits for it."""
-        self._code = self._code or threads.submit(self._compile)
+    def compile_in(self, threads: Executor, missing: list[str] | None = None) -> None:
+        """Begin to compile the kernel in a thread, if that has not begun. The first launch waits for it. missing: see
+        `kept_code`."""
+        self._code = self._code or threads.submit(self._compile, missing=missing)
 
     def _load(self) -> None:
         """Raises RuntimeError with the compiler's or the driver's words."""
@@ -132,8 +142,8 @@ class CudaKernel:
         `compiled_side_by_side` a kernel that is not compiled yet begins to be, in a thread, and nothing runs.
         """
         if self._kernel is None:
-            if (threads := compiling_threads()) is not None:
-                self.compile_in(threads)
+            if (beside := compilation()) is not None:
+                self.compile_in(*beside)
                 return
             self._load()
         values = [

@@ -6,10 +6,10 @@ file can also be imported without Triton: kernels are then defined, but cannot b
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 
@@ -18,8 +18,8 @@ from ktqueue.operators.gpu.device import is_gpu
 __all__ = [
     "INTERPRETED",
     "check_fits",
+    "compilation",
     "compiled_side_by_side",
-    "compiling_threads",
     "dependent_launches",
     "is_last",
     "kernels_on_any_device",
@@ -117,19 +117,25 @@ class _NothingToRun:
         """See CompiledKernel."""
 
 
-_COMPILING = ContextVar[ThreadPoolExecutor | None]("compiling_threads", default=None)
+class Compilation(NamedTuple):
+    """Threads in which kernels are compiled, and the names of those that the disk did not have."""
+
+    threads: Executor
+    missing: list[str]
 
 
-def compiling_threads() -> ThreadPoolExecutor | None:
-    """The threads in which kernels are compiled inside `compiled_side_by_side`, which waits for them at its end. None:
-    outside of it."""
-    return _COMPILING.get()
+_COMPILATION = ContextVar[Compilation | None]("compilation", default=None)
+
+
+def compilation() -> Compilation | None:
+    """How kernels are compiled inside `compiled_side_by_side`, which waits for the threads. None: outside of it."""
+    return _COMPILATION.get()
 
 
 @contextmanager
 def compiled_side_by_side() -> Iterator[list[str]]:
     """Launches of kernels that are not compiled yet compile them, each in a thread, and run nothing. At the end all are
-    compiled. Other kernels are launched. Gives the names of those that Triton's cache on the disk did not have.
+    compiled. Other kernels are launched. Gives the names of those that the cache on the disk did not have.
 
     Raises what a compilation raises. Not inside another such block.
     """
@@ -147,11 +153,11 @@ def compiled_side_by_side() -> Iterator[list[str]]:
     before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, note
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads, Mode(threads):
-            token = _COMPILING.set(threads)
+            token = _COMPILATION.set(Compilation(threads, missing))
             try:
                 yield missing
             finally:
-                _COMPILING.reset(token)
+                _COMPILATION.reset(token)
     finally:
         triton.knobs.compilation.listener = before
 

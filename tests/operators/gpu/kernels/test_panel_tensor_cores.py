@@ -88,10 +88,14 @@ def test_kernels_are_compiled_side_by_side(
     good.write_text('extern "C" __global__ void one(int* x) { *x = 1; }')
     bad.write_text("no")
     kernels = [CudaKernel(source, [], "one", 32, 0, "90") for source in (good, bad)]
-    with compiled_side_by_side():
+    with compiled_side_by_side() as missing:
         for kernel in kernels:
             kernel.launch((1, 1), [torch.zeros(1, dtype=torch.int32)])
             kernel.launch((1, 1), [torch.zeros(1, dtype=torch.int32)])
+    assert sorted(missing) == ["bad", "good"]
+    with compiled_side_by_side() as missing:
+        CudaKernel(good, [], "one", 32, 0, "90").launch((1, 1), [torch.zeros(1, dtype=torch.int32)])
+    assert missing == []
     assert [path.name for path in tmp_path.glob("cache/*/*.cubin")] == ["good.cubin"]
     with pytest.raises(RuntimeError, match=r"bad\.cu does not compile:\n"):
         kernels[1].launch((1, 1), [torch.zeros(1, dtype=torch.int32)])
