@@ -1,8 +1,8 @@
 """Chat messages: validated, then translated to the plain form that chat templates read.
 
-Content parts of type text become one string, and the role `developer` becomes `system`. The arguments of tool calls are
-JSON in a string over HTTP, and become objects, as templates expect. OpenAI's old messages about functions become tool
-calls and tool results. Roles of other names are left to the template.
+Content parts of type text or refusal become one string, and the role `developer` becomes `system`. The arguments of
+tool calls are JSON in a string over HTTP, and become objects, as templates expect. OpenAI's old messages about
+functions become tool calls and tool results. Roles of other names are left to the template.
 """
 
 from typing import Annotated, Any, Literal
@@ -30,14 +30,20 @@ class TextPart(StrictBody):
 
 def _content(value: Any) -> Any:
     if isinstance(value, list):
-        for part in value:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else None
-                shown = kind if isinstance(kind, str) and kind != "text" else part
-                raise must_be('a string or a list of {"type": "text", "text": ...} parts: only text is read', shown)
-    elif value is not None and not isinstance(value, str):
+        return [_text_part(part) for part in value]
+    if value is not None and not isinstance(value, str):
         raise must_be("a string or a list of text parts", value)
     return value
+
+
+def _text_part(part: Any) -> Any:
+    """A part of text. OpenAI's histories also have parts of type refusal, which are text that the model wrote."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    name = "refusal" if kind == "refusal" else "text"
+    if kind != name or not isinstance(part.get(name), str):
+        shown = kind if isinstance(kind, str) and kind != name else part
+        raise must_be('a string or a list of {"type": "text", "text": ...} parts: only text is read', shown)
+    return {"type": "text", "text": part[name]} if kind == "refusal" else part
 
 
 Content = Annotated[str | list[TextPart] | None, BeforeValidator(_content)]

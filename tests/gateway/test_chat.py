@@ -274,3 +274,15 @@ async def test_the_part_that_is_no_text_is_shown(http: httpx.AsyncClient, worker
     content = [{"type": "text", "text": "What is on this picture? " * 9}, image]
     response = await http.post(PATH, json={**BODY, "messages": [{"role": "user", "content": content}]})
     assert response.json()["error"]["message"].endswith("only text is read, got 'image_url'")
+
+
+async def test_a_refusal_in_the_history_is_text(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    async def answered(refusal: object) -> httpx.Response:
+        content = [{"type": "text", "text": "No."}, {"type": "refusal", "refusal": refusal}]
+        messages = [*BODY["messages"], {"role": "assistant", "content": content}, *BODY["messages"]]
+        return await http.post(PATH, json={**BODY, "messages": messages})
+
+    assert (await answered("I can't.")).status_code == 200
+    assert worker.claims[0].request.messages is not None
+    assert worker.claims[0].request.messages[1] == {"role": "assistant", "content": "No.\nI can't."}
+    assert (await answered(None)).status_code == 400
