@@ -13,7 +13,7 @@ from ktqueue.broker.models import RETRY_NO_WORKER, Models, find_card, model_not_
 from ktqueue.broker.prefix_hashes import prefix_hashes
 from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
-from ktqueue.core.codec import CodecError, encode_request
+from ktqueue.core.codec import CodecError, encode_request, named
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
     IdempotencyConflict,
@@ -300,9 +300,9 @@ class Jobs:
     async def depth(self) -> QueueDepths:
         """Numbers of waiting and running jobs, for every model that is known or has jobs."""
         by_model: dict[str, dict[JobClass, tuple[int, int, float | None, int]]] = {}
-        for model, job_class, waiting, running, wait, callers in await self._scripts.call("queue_depths"):
+        for model, job_class, waiting, running, wait, callers in named(await self._scripts.call("queue_depths")):
             seconds = None if wait is None else wait / MICROSECONDS
-            by_model.setdefault(model.decode(), {})[JobClass(job_class.decode())] = (waiting, running, seconds, callers)
+            by_model.setdefault(model, {})[JobClass(job_class.decode())] = (waiting, running, seconds, callers)
         return [_depth(model, by_model[model]) for model in sorted(by_model)]
 
     async def bound(self) -> Sequence[BoundJobs]:
@@ -310,14 +310,14 @@ class Jobs:
         reply = await self._scripts.call("bound_jobs")
         return [
             BoundJobs(
-                model=model.decode(),
+                model=model,
                 format=form,
                 digest=None if digest == b"-" else digest.decode(),
                 interactive=interactive,
                 batch=batch,
                 unserved=unserved / MICROSECONDS,
             )
-            for model, form, digest, interactive, batch, unserved in reply
+            for model, form, digest, interactive, batch, unserved in named(reply)
         ]
 
     async def tenant_loads(self, tenants: Sequence[str]) -> Sequence[TenantLoad]:

@@ -160,7 +160,7 @@ def _worker(
         host=facts["host"],
         process=facts["process"],
         started_at=int(started) / MICROSECONDS,
-        stats=loads(stats),
+        stats={name: value + 0 for name, value in loads(stats).items()},  # raises TypeError for what is no number
         lease_left=left / MICROSECONDS,
         step_age=None if age is None else age / MICROSECONDS,
     )

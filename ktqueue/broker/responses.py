@@ -1,13 +1,14 @@
 """Responses of /v1/responses that are stored for a while: their conversation, and their answer once it is known."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ktqueue.broker.jobs import digest
 from ktqueue.broker.scripts import Scripts
 from ktqueue.broker.terminal_events import milliseconds
-from ktqueue.core.codec import dumps, loads
+from ktqueue.core.codec import CodecError, dumps, loads, reading
 from ktqueue.core.config import BrokerConfig
 
 _VERSION = 1
@@ -40,12 +41,13 @@ class Responses:
             await self._call("store", tenant, response_id, value)
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """The response, or None if it is unknown, was deleted or has expired."""
+        """The response, or None if it is unknown, was deleted, has expired or is damaged."""
         value = await self._call("read", tenant, response_id, b"")
-        fields = None if value is None else loads(value)
-        if fields is None or fields.get("v") != _VERSION:
-            return None
-        return StoredResponse(fields["messages"], fields["echo"], fields["answer"])
+        with suppress(CodecError), reading("a response"):
+            fields = loads(value or "{}")
+            if fields.get("v") == _VERSION:
+                return StoredResponse(fields["messages"], fields["echo"], fields["answer"])
+        return None
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Delete a response, if there is one."""

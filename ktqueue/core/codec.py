@@ -9,8 +9,8 @@ Decoding checks the record and raises CodecError.
 """
 
 from base64 import b64decode, b64encode
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -85,6 +85,13 @@ def reading(name: str) -> Iterator[None]:
         raise
     except (AttributeError, CodecError, KeyError, TypeError, ValueError) as error:
         raise CodecError(f"the record of {name} is damaged, or a newer version wrote it: {error}") from error
+
+
+def named(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Rows that begin with a name, decoded. Without those whose name is damaged: all our names are UTF-8."""
+    for name, *rest in rows:
+        with suppress(UnicodeDecodeError):
+            yield (name.decode(), *rest)
 
 
 def dumps(value: Any) -> bytes:

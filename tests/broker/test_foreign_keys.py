@@ -12,8 +12,10 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.conversations import LatestAnswer
 from ktqueue.broker.files import FileFacts, new_file_id
 from ktqueue.broker.lease import Lease
+from ktqueue.broker.responses import StoredResponse
+from ktqueue.broker.snapshot import take_snapshot
 from ktqueue.core.codec import CodecError
-from ktqueue.core.errors import FileNotFound, JobNotFound, JournalRegressed, LeaseLost
+from ktqueue.core.errors import FileNotFound, JobNotFound, JournalRegressed, LeaseLost, Unavailable
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
@@ -175,3 +177,94 @@ async def test_a_damaged_conversation_begins_anew(broker: Broker, raw: Any, data
     raw.set(key, data)
     assert await broker.conversations.begin("acme", "c", answer) is None
     assert await broker.conversations.find("acme", "c") == answer
+
+
+VALUES = ["", "x", "x y", "7 7", b"\xff\xfe", "9" * 30, "-1", ["foreign"]]
+
+
+def overwrite(raw: Any, key: str, data: str | bytes | list[str]) -> None:
+    """Replace a key by a text, or by a list."""
+    raw.delete(key)
+    raw.rpush(key, *data) if isinstance(data, list) else raw.set(key, data)
+
+
+@pytest.mark.parametrize("data", VALUES)
+async def test_a_damaged_idempotency_key_counts_as_none(
+    broker: Broker, card: ModelCard, make_request: MakeRequest, raw: Any, data: str | bytes | list[str]
+) -> None:
+    lease = await Lease.register(broker, card)
+    request = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+
+    async def submitted() -> list[str]:
+        batch = await broker.batches.create(request, window_seconds=60.0, tenant="acme", idempotency_key="k")
+        return [(await broker.jobs.submit(make_request(), idempotency_key="k")).id, batch.id]
+
+    first = await submitted()
+    keys = list(raw.scan_iter(f"{broker.keys.tag}:idempotency:*"))
+    assert len(keys) == 2
+    for key in keys:
+        overwrite(raw, key, data)
+    again = await submitted()
+    assert set(first).isdisjoint(again) and await submitted() == again
+    await lease.close()
+
+
+@pytest.mark.parametrize("data", VALUES)
+async def test_a_damaged_note_of_the_memory_stops_no_job(
+    broker: Broker, card: ModelCard, make_request: MakeRequest, raw: Any, data: str | bytes | list[str]
+) -> None:
+    lease = await Lease.register(broker, card)
+    overwrite(raw, f"{broker.keys.tag}:memory", data)
+    if data == "7 7":  # a note that can be read
+        with pytest.raises(Unavailable, match="Redis uses 7 bytes"):
+            await broker.jobs.submit(make_request())
+    else:
+        await broker.jobs.submit(make_request())
+    await lease.close()
+
+
+@pytest.mark.parametrize("data", VALUES)
+async def test_a_damaged_sum_of_responses_is_counted_anew(
+    broker: Broker, raw: Any, data: str | bytes | list[str]
+) -> None:
+    response = StoredResponse([{"role": "user", "content": "Hi"}], {})
+    key = f"{broker.keys.tag}:responses:bytes:acme"
+    await broker.responses.store("acme", "1", response)
+    size = int(raw.get(key))
+    overwrite(raw, key, data)
+    await broker.responses.delete("acme", "1")
+    overwrite(raw, key, data)
+    await broker.responses.store("acme", "2", response)
+    assert int(raw.get(key)) == size
+    assert await broker.responses.find("acme", "2") == response
+
+
+@pytest.mark.parametrize("data", ["x", "[]", '{"v":1}', ["foreign"]])
+async def test_a_damaged_response_counts_as_none(broker: Broker, raw: Any, data: str | list[str]) -> None:
+    response = StoredResponse([{"role": "user", "content": "Hi"}], {})
+    await broker.responses.store("acme", "1", response)
+    (key,) = raw.scan_iter(f"{broker.keys.tag}:response:*")
+    overwrite(raw, key, data)
+    assert await broker.responses.find("acme", "1") is None
+    await broker.responses.store("acme", "1", response)
+    assert await broker.responses.find("acme", "1") == response
+
+
+async def test_foreign_names_of_models_hide_no_other(
+    broker: Broker, card: ModelCard, make_request: MakeRequest, raw: Any
+) -> None:
+    leases = [await Lease.register(broker, replace(card, name=name, digest="d" * 32)) for name in ("tale", "spoilt")]
+    job = await broker.jobs.submit(make_request())
+    tag = broker.keys.tag
+    raw.hset(f"{tag}:job:{job.id}", "order", "x")
+    raw.hset(f"{tag}:models", b"\xff\xfe", "{}")
+    raw.hset(f"{tag}:backlog", mapping={b"batch:\xff": "1", "batch": "1", "interactive:tale": "x"})
+    raw.zadd(f"{tag}:bound", {b"1:-:\xff": 1, "x": 2})
+    raw.zadd(f"{tag}:bound:batch:1:-:".encode() + b"\xff", {"job-1": 1})
+    raw.hset(f"{tag}:worker:{leases[1].id}", "stats", '{"running":"x"}')
+    snapshot = await take_snapshot(broker)
+    assert [worker.model for worker in snapshot.workers] == ["tale"]
+    assert [depth.model for depth in snapshot.depths] == ["spoilt", "tale"]
+    assert snapshot.bound == []
+    for lease in leases:
+        await lease.close()

@@ -9,9 +9,8 @@
 local id, tenant, key = ARGV[1], ARGV[2], ARGV[6]
 local now, batch = now_us(), TAG .. 'batch:' .. ARGV[1]
 if key ~= '' then
-  local held = redis.call('GET', TAG .. 'idempotency:' .. key)
-  if held then
-    local hash, known = string.match(held, '^(%S+) (%S+)$')
+  local hash, known = made_under(key)
+  if hash then
     if hash ~= ARGV[4] then return redis.error_reply('CONFLICT ' .. known) end
     local fields = redis.call('HGETALL', TAG .. 'batch:' .. known)
     if #fields == 0 then return redis.error_reply('GONE ' .. known) end

@@ -16,6 +16,18 @@ local function now_us()
   return time[1] * 1000000 + time[2]
 end
 
+-- The reply of a command that reads a text. Nil if there is none, or if the key has another type.
+local function text_of(command, key)
+  local reply = redis.pcall(command, key)
+  return (type(reply) == 'string' or type(reply) == 'number') and reply or nil
+end
+
+-- The hash of the request under an idempotency key, and the id that it made. Nil if the key is new, or damaged.
+local function made_under(key)
+  local hash, id = string.match(text_of('GET', TAG .. 'idempotency:' .. key) or '', '^(%x+) (%S+)$')
+  if hash and #hash == 64 then return hash, id end
+end
+
 -- Count the bytes that wait, and the waiting jobs of the tenant if the job has an account. `sign`: 1 if the job enters
 -- its queue, -1 if it leaves it.
 local function count_waiting(id, sign, tenant, account)
@@ -218,7 +230,9 @@ local function bound_queues(most)
   local entries = redis.call('ZRANGE', TAG .. 'bound', 0, most - 1, 'WITHSCORES')
   for i = 1, #entries, 2 do
     local takers, model = string.match(entries[i], '^(%d+:[^:]+):(.*)$')
-    found[#found + 1] = { takers = takers, model = model, since = tonumber(entries[i + 1]), name = entries[i] }
+    if takers then
+      found[#found + 1] = { takers = takers, model = model, since = tonumber(entries[i + 1]), name = entries[i] }
+    end
   end
   return found
 end

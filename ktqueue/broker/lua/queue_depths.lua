@@ -10,8 +10,10 @@ for _, model in ipairs(redis.call('HKEYS', TAG .. 'models')) do live[model] = {}
 local backlog = redis.call('HGETALL', TAG .. 'backlog')
 for i = 1, #backlog, 2 do
   local class, model = string.match(backlog[i], '^(%w+):(.*)$')
-  live[model] = live[model] or {}
-  live[model][class] = tonumber(backlog[i + 1])
+  if class then
+    live[model] = live[model] or {}
+    live[model][class] = tonumber(backlog[i + 1])
+  end
 end
 local bound = {}
 for _, queue in ipairs(bound_queues(MAX_BOUND)) do
@@ -28,7 +30,7 @@ for model, count in pairs(live) do
     for _, queue in ipairs(queues) do
       waiting = waiting + redis.call('ZCARD', queue)
       for _, id in ipairs(redis.call('ZRANGE', queue, 0, LOOKED_AT - 1)) do
-        local wait = math.max(0, now - (redis.call('HGET', TAG .. 'job:' .. id, 'order') or now))
+        local wait = math.max(0, now - (tonumber(redis.call('HGET', TAG .. 'job:' .. id, 'order') or '') or now))
         if not oldest or wait > oldest then oldest = wait end
       end
     end

@@ -28,9 +28,8 @@ local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], 
 local now = now_us()
 local known = id
 if idempotency ~= '' then
-  local held = redis.call('GET', TAG .. 'idempotency:' .. idempotency)
-  if held then
-    local held_hash, held_id = string.match(held, '^(%S+) (%S+)$')
+  local held_hash, held_id = made_under(idempotency)
+  if held_hash then
     if held_hash ~= hash then return redis.error_reply('CONFLICT ' .. held_id) end
     if redis.call('EXISTS', TAG .. 'job:' .. held_id) == 0 then return redis.error_reply('GONE ' .. held_id) end
     known = held_id
@@ -68,9 +67,9 @@ local used_memory, all_memory
 if size > LARGE then
   used_memory, all_memory = memory()
 else
-  used_memory, all_memory = string.match(redis.call('GET', TAG .. 'memory') or '0 0', '^(%d+) (%d+)$')
+  used_memory, all_memory = string.match(text_of('GET', TAG .. 'memory') or '', '^(%d+) (%d+)$')
 end
-local free_for_clients = tonumber(all_memory) * share / 1000
+local free_for_clients = tonumber(all_memory or 0) * share / 1000
 if free_for_clients > 0 and used_memory + size > free_for_clients then
   return redis.error_reply(string.format('MEMORY %.0f %.0f', used_memory, free_for_clients))
 end
