@@ -276,20 +276,22 @@ class Batches:
         """Take a batch without a living owner, if there is one. The lease lasts `lease_seconds`.
 
         `of_newcomers`: only of a caller none of whose batches has an owner. With API keys a tenant is one caller.
+        Raises CodecError if its record is damaged. After `broker.max_attempts` times nobody takes it again.
         """
+        again, most = microseconds(self.lease_seconds), self._config.max_attempts
         reply = await self._scripts.call(
-            "take_batch",
-            owner,
-            microseconds(self.lease_seconds),
-            1 if of_newcomers else "",
-            self._config.max_attempts,
-            microseconds(TRIAL_SECONDS),
+            "take_batch", owner, again, 1 if of_newcomers else "", most, microseconds(TRIAL_SECONDS)
         )
         if reply is None:
             return None
         batch_id, fence, now, described = reply
         lease = BatchLease(batch_id.decode(), fence)
-        return lease, _decoded(lease.id, described, now)
+        try:
+            return lease, _decoded(lease.id, described, now)
+        except CodecError as error:
+            ttl = milliseconds(self._config.batch_ttl)
+            is_last = await self._scripts.call("release_batch", lease.id, fence, ttl, again, most) == 2
+            raise CodecError(f"{error}; it is put aside") if is_last else error from None
 
     async def update(
         self,
@@ -322,12 +324,12 @@ class Batches:
     async def release(self, lease: BatchLease, *, is_clean: bool = True) -> None:
         """Give the batch back. Another owner can take it now, unless it has ended and its objects were deleted."""
         ttl = milliseconds(self._config.batch_ttl) if is_clean else ""
-        await self._scripts.call("release_batch", lease.id, lease.fence, ttl, "")
+        await self._scripts.call("release_batch", lease.id, lease.fence, ttl, "", "")
 
     async def note_failure(self, lease: BatchLease) -> None:
         """Store that a run failed by an unexpected error. The next owner can take the batch after one more lease."""
         again = microseconds(self.lease_seconds)
-        await self._scripts.call("release_batch", lease.id, lease.fence, "", again)
+        await self._scripts.call("release_batch", lease.id, lease.fence, "", again, "")
 
 
 def _create_error(refused: ScriptRefused) -> Exception:

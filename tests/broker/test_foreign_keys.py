@@ -154,6 +154,45 @@ async def test_a_damaged_batch_is_named_and_hides_no_other(broker: Broker, raw: 
     assert (await broker.batches.load()).count == (1 if field in ("facts", "status") else 2)
 
 
+@pytest.mark.parametrize(("field", "data"), [("facts", "[]"), ("request", "x"), ("status", "new"), ("created", "now")])
+async def test_a_damaged_batch_is_put_aside_after_some_takes(broker: Broker, raw: Any, field: str, data: str) -> None:
+    request = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+    spoilt = await broker.batches.create(request, window_seconds=60.0, tenant="acme")
+    tag = broker.keys.tag
+    raw.hset(f"{tag}:batch:{spoilt.id}", field, data)
+    for end in ("", "", "; it is put aside$"):
+        with pytest.raises(CodecError, match=f"record of batch {spoilt.id} is damaged.*{end}"):
+            await broker.batches.take("test")
+        assert await broker.batches.take("test") is None
+        raw.zadd(f"{tag}:batches", {spoilt.id: 0}, xx=True)  # as if its lease was over
+    assert await broker.batches.take("test") is None
+    assert not raw.exists(f"{tag}:batches", f"{tag}:batches:open:acme")
+    assert 0 < raw.pttl(f"{tag}:batch:{spoilt.id}") <= 1000 * broker.config.batch_ttl
+    assert 0 < raw.pttl(f"{tag}:batches:of:acme") <= 1000 * broker.config.batch_ttl
+
+
+@pytest.mark.parametrize("data", ["x", "", "9" * 30])
+@pytest.mark.parametrize("field", ["fence", "failures", "deaths"])
+async def test_a_damaged_count_of_a_batch_begins_anew(broker: Broker, raw: Any, field: str, data: str) -> None:
+    request = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+    batch = await broker.batches.create(request, window_seconds=60.0, tenant="acme")
+    raw.hset(f"{broker.keys.tag}:batch:{batch.id}", field, data)
+    found = await broker.batches.take("test")
+    assert found is not None and found[1].failures_without_progress == 0
+    await broker.batches.note_failure(found[0])
+    assert (await broker.batches.get("acme", batch.id)).failures_without_progress == 1
+
+
+async def test_a_batch_of_another_type_is_left_out(broker: Broker, raw: Any) -> None:
+    request = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+    spoilt, good = [await broker.batches.create(request, window_seconds=60.0, tenant="acme") for _ in "12"]
+    spoil(broker, raw, f"batch:{spoilt.id}")
+    assert (await broker.batches.load()).count == 1
+    found = await broker.batches.take("test")
+    assert found is not None and found[0].id == good.id
+    assert raw.zrange(f"{broker.keys.tag}:batches", 0, -1) == [good.id.encode()]
+
+
 async def test_a_damaged_file_is_named_and_hides_no_other(broker: Broker, raw: Any) -> None:
     facts = [
         FileFacts(id=new_file_id(), tenant="acme", filename="a", purpose="batch", size=1, seconds=60.0) for _ in "12"
@@ -167,6 +206,17 @@ async def test_a_damaged_file_is_named_and_hides_no_other(broker: Broker, raw: A
     assert await broker.files.list("acme", limit=9) == ([good], False)
     with pytest.raises(FileNotFound):
         await broker.files.get("acme", spoilt.id)
+
+
+@pytest.mark.parametrize("data", ["x", "[]", "{}", "7", '{"input_file_id":["x"]}'])
+async def test_a_damaged_batch_holds_no_file(broker: Broker, raw: Any, data: str) -> None:
+    request = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+    batch = await broker.batches.create(request, window_seconds=60.0, tenant="acme")
+    raw.hset(f"{broker.keys.tag}:batch:{batch.id}", "request", data)
+    file = FileFacts(id=new_file_id(), tenant="acme", filename="a", purpose="batch", size=1, seconds=60.0)
+    await broker.files.add(file, None)
+    await broker.files.delete("acme", file.id)
+    assert await broker.files.list("acme", limit=9) == ([], False)
 
 
 @pytest.mark.parametrize("data", ["x", "[]", '{"v":1}'])

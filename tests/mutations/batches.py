@@ -50,7 +50,7 @@ BATCHES: dict[str, Mutation] = {
     "two owners have one fence": Mutation(
         "no two owners have the same fence, even if Redis forgets one",
         f"{SCRIPTS}/take_batch.lua",
-        "math.max(now, redis.call('HGET', batch, 'fence') + 1)",
+        "math.max(now, count_of(redis.call('HGET', batch, 'fence')) + 1)",
         "redis.call('HGET', batch, 'fence') + 1",
         (f"{BROKER}::test_no_two_owners_have_the_same_fence_even_if_redis_forgets_one",),
     ),

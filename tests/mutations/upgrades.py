@@ -83,4 +83,11 @@ UPGRADES: dict[str, Mutation] = {
         "    except CodecError as error:",
         ("tests/workers/arq/test_failing_batches.py::test_a_batch_with_a_damaged_record_holds_up_no_other",),
     ),
+    "a damaged batch is taken for ever": Mutation(
+        "a batch whose record cannot be read is put aside after some takes",
+        f"{SCRIPTS}/release_batch.lua",
+        "failures >= tonumber(ARGV[5])",
+        "false",
+        ("tests/broker/test_foreign_keys.py::test_a_damaged_batch_is_put_aside_after_some_takes",),
+    ),
 }

@@ -3,8 +3,9 @@
 local function batch_inputs(tenant)
   local inputs = {}
   for _, batch in ipairs(redis.call('SMEMBERS', TAG .. 'batches:open:' .. tenant)) do
-    local request = redis.call('HGET', TAG .. 'batch:' .. batch, 'request')
-    if request then inputs[cjson.decode(request).input_file_id] = batch end
+    local is_json, request = pcall(cjson.decode, text_of('HGET', TAG .. 'batch:' .. batch, 'request') or '')
+    local file = is_json and type(request) == 'table' and request.input_file_id
+    if file then inputs[file] = batch end -- a damaged batch has none
   end
   return inputs
 end

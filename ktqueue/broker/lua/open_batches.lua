@@ -3,7 +3,7 @@
 local now, found = now_us(), {}
 local live = redis.call('ZRANGE', TAG .. 'batches', 0, 255, 'WITHSCORES')
 for i = 1, #live, 2 do
-  local status, facts, speed = unpack(redis.call('HMGET', TAG .. 'batch:' .. live[i], 'status', 'facts', 'speed'))
+  local status, facts, speed = unpack(redis.pcall('HMGET', TAG .. 'batch:' .. live[i], 'status', 'facts', 'speed'))
   if status then found[#found + 1] = { status, facts, tonumber(live[i + 1]) > now and 1 or 0, speed } end
 end
 return found

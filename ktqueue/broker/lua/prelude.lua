@@ -17,8 +17,8 @@ local function now_us()
 end
 
 -- The reply of a command that reads a text. Nil if there is none, or if the key has another type.
-local function text_of(command, key)
-  local reply = redis.pcall(command, key)
+local function text_of(command, ...)
+  local reply = redis.pcall(command, ...)
   return (type(reply) == 'string' or type(reply) == 'number') and reply or nil
 end
 

@@ -16,9 +16,15 @@ local now, lease, live = now_us(), tonumber(ARGV[2]), TAG .. 'batches'
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '(' .. digits(now + 2 * lease), '+inf', 'LIMIT', 0, MAX_FREE)) do
   redis.call('ZADD', live, now + lease, id)
 end
--- Who has created a batch, or nil if its record was deleted by hand.
+-- A count of a record, and 0 for one that is missing or damaged.
+local function count_of(text)
+  local count = tonumber(text or '')
+  return count and count >= 0 and count < 2 ^ 53 and count or 0
+end
+
+-- Who has created a batch, or nil if its record was deleted by hand, or has another type.
 local function caller_of(id)
-  local tenant, caller = unpack(redis.call('HMGET', TAG .. 'batch:' .. id, 'tenant', 'caller'))
+  local tenant, caller = unpack(redis.pcall('HMGET', TAG .. 'batch:' .. id, 'tenant', 'caller'))
   return tenant and tenant .. ' ' .. (caller or '')
 end
 
@@ -32,7 +38,7 @@ end
 local function failures_of(id)
   local owner, fence, progress, failures, deaths = unpack(redis.call(
     'HMGET', TAG .. 'batch:' .. id, 'owner', 'fence', 'progress', 'failures', 'deaths'))
-  failures, deaths = tonumber(failures or 0), tonumber(deaths or 0)
+  failures, deaths = count_of(failures), count_of(deaths)
   if not owner or progress == fence then return failures, deaths end
   local tried = on_trial(owner, redis.call('ZSCORE', live, id) - lease) -- when the owner last renewed its lease
   if tried and tried ~= id then return failures, deaths end
@@ -68,7 +74,7 @@ if not chosen then return false end
 local batch = TAG .. 'batch:' .. chosen
 redis.call('ZADD', live, now + lease, chosen)
 -- The time, so that no two owners have the same one even if Redis lost its last second, in which the batch was taken.
-local fence = math.max(now, redis.call('HGET', batch, 'fence') + 1)
+local fence = math.max(now, count_of(redis.call('HGET', batch, 'fence')) + 1)
 redis.call('HSET', batch, 'owner', ARGV[1], 'fence', digits(fence), 'failures', failures, 'deaths', deaths)
 if deaths >= SUSPECT then
   redis.call('SET', TAG .. 'batches:trial:' .. ARGV[1], chosen .. ' ' .. digits(now + ARGV[5]), 'PX', DAY)

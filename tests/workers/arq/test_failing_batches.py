@@ -173,18 +173,18 @@ async def test_progress_ends_a_row_of_failures(broker: Broker, store: BrokenStor
     assert (record.status, record.facts.answered) == (BatchStatus.COMPLETED, 10)
 
 
+@pytest.mark.usefixtures("owner")
 async def test_a_batch_with_a_damaged_record_holds_up_no_other(
-    broker: Broker, store: BrokenStore, start_worker: Any, redis_direct: str
+    broker: Broker, store: BrokenStore, start_worker: Any, redis_direct: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await put(store, 3)
     spoilt, good = [await create(broker) for _ in range(2)]
     with redis.Redis.from_url(redis_direct) as client:
         client.hset(f"{broker.keys.tag}:batch:{spoilt}", "created", "now")
-    task = asyncio.create_task(BatchOwner(broker, store, Config(broker=broker.config)).run())
     async with start_worker():
         await until(broker, good, lambda record: record.status is BatchStatus.COMPLETED)
-    task.cancel()
-    await asyncio.wait([task])
+        await until(broker, good, lambda _: "it is put aside" in caplog.text)
+    assert caplog.text.count(f"the record of batch {spoilt} is damaged") == 3
 
 
 @pytest.mark.usefixtures("owner")
