@@ -46,15 +46,15 @@ async def broker(config: Config) -> AsyncIterator[Broker]:
 
 @pytest.fixture
 def spoil_idempotency_keys(broker: Broker, redis_direct: str) -> Callable[[], None]:
-    """Store a list under each idempotency key, so that the next submission with such a key fails unexpectedly."""
+    """Let each idempotency key name a job whose record is a list, so that the next submission with it fails."""
 
     def spoil() -> None:
         with redis.Redis.from_url(redis_direct) as client:
             found = client.keys(f"{broker.keys.tag}:idempotency:*")
             assert found
+            client.rpush(f"{broker.keys.tag}:job:spoilt", "secret")
             for key in found:
-                client.delete(key)
-                client.rpush(key, "secret")
+                client.set(key, client.get(key).split()[0] + b" spoilt")
 
     return spoil
 
