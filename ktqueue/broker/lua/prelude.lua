@@ -16,15 +16,15 @@ local function now_us()
   return time[1] * 1000000 + time[2]
 end
 
--- The reply of a command that reads a text. Nil if there is none, or if the key has another type.
-local function text_of(command, ...)
-  local reply = redis.pcall(command, ...)
-  return (type(reply) == 'string' or type(reply) == 'number') and reply or nil
+-- The text under a key. Nil if there is none, or if the key has another type.
+local function text_of(key)
+  local text = redis.pcall('GET', key)
+  return type(text) == 'string' and text or nil
 end
 
 -- The hash of the request under an idempotency key, and the id that it made. Nil if the key is new, or damaged.
 local function made_under(key)
-  local hash, id = string.match(text_of('GET', TAG .. 'idempotency:' .. key) or '', '^(%x+) (%S+)$')
+  local hash, id = string.match(text_of(TAG .. 'idempotency:' .. key) or '', '^(%x+) (%S+)$')
   if hash and #hash == 64 then return hash, id end
 end
 

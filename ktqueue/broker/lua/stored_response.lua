@@ -4,8 +4,12 @@
 -- Promises: the responses of one tenant never have more bytes than it may use; the oldest are deleted first.
 local action, tenant, name = ARGV[1], ARGV[2], ARGV[3]
 local key, list, sum = TAG .. 'response:' .. name, TAG .. 'responses:' .. tenant, TAG .. 'responses:bytes:' .. tenant
-if action == 'read' then return text_of('GET', key) or false end
-local old = text_of('STRLEN', key) or 0
+local function length_of(response)
+  local length = redis.pcall('STRLEN', response)
+  return type(length) == 'number' and length or 0 -- else it has another type
+end
+if action == 'read' then return text_of(key) or false end
+local old = length_of(key)
 if action == 'delete' then
   redis.call('DEL', key)
   redis.call('ZREM', list, name)
@@ -26,7 +30,7 @@ if is_counted and bytes <= most and redis.call('ZCARD', list) <= 1000 then retur
 -- made free, so that this is rare.
 bytes = 0
 for place, stored in ipairs(redis.call('ZREVRANGE', list, 0, -1)) do
-  local size = text_of('STRLEN', TAG .. 'response:' .. stored) or 0
+  local size = length_of(TAG .. 'response:' .. stored)
   if size == 0 or place > 1 and (place > 900 or bytes + size > most * 0.9) then
     redis.call('DEL', TAG .. 'response:' .. stored)
     redis.call('ZREM', list, stored)

@@ -67,7 +67,7 @@ local used_memory, all_memory
 if size > LARGE then
   used_memory, all_memory = memory()
 else
-  used_memory, all_memory = string.match(text_of('GET', TAG .. 'memory') or '', '^(%d+) (%d+)$')
+  used_memory, all_memory = string.match(text_of(TAG .. 'memory') or '', '^(%d+) (%d+)$')
 end
 local free_for_clients = tonumber(all_memory or 0) * share / 1000
 if free_for_clients > 0 and used_memory + size > free_for_clients then
