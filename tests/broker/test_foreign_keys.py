@@ -273,6 +273,23 @@ async def test_a_damaged_note_of_the_memory_stops_no_job(
     await lease.close()
 
 
+@pytest.mark.parametrize("data", ["", "x", b"\xff\xfe", "9" * 30, ["foreign"]])
+async def test_a_damaged_sum_of_waiting_bytes_begins_anew(
+    broker: Broker, card: ModelCard, make_request: MakeRequest, raw: Any, data: str | bytes | list[str]
+) -> None:
+    lease = await Lease.register(broker, card)
+    key = f"{broker.keys.tag}:waiting"
+    jobs = [await broker.jobs.submit(make_request())]
+    size = int(raw.get(key))
+    overwrite(raw, key, data)
+    jobs += [await broker.jobs.submit(make_request()) for _ in range(2)]
+    assert 0 < int(raw.get(key)) <= 2 * size
+    overwrite(raw, key, data)
+    assert [claim.job_id for claim in await lease.claim(3)] == [job.id for job in jobs]
+    assert not raw.exists(key)
+    await lease.close()
+
+
 @pytest.mark.parametrize("data", VALUES)
 async def test_a_damaged_sum_of_responses_is_counted_anew(
     broker: Broker, raw: Any, data: str | bytes | list[str]

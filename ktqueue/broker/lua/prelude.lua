@@ -16,6 +16,12 @@ local function now_us()
   return time[1] * 1000000 + time[2]
 end
 
+-- A count or sum, and 0 for one that is missing or damaged.
+local function count_of(text)
+  local count = tonumber(text or '')
+  return count and count >= 0 and count < 2 ^ 53 and count or 0
+end
+
 -- The text under a key. Nil if there is none, or if the key has another type.
 local function text_of(key)
   local text = redis.pcall('GET', key)
@@ -32,7 +38,8 @@ end
 -- its queue, -1 if it leaves it.
 local function count_waiting(id, sign, tenant, account)
   local size = redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request') * sign
-  if redis.call('INCRBY', TAG .. 'waiting', size) <= 0 then redis.call('DEL', TAG .. 'waiting') end
+  local sum = redis.pcall('INCRBY', TAG .. 'waiting', size)
+  if type(sum) ~= 'number' or sum <= 0 then redis.call('DEL', TAG .. 'waiting') end -- the scrub restores a damaged sum
   if account then
     redis.call('HINCRBY', TAG .. 'tenant:' .. tenant, 'queued', sign)
     redis.call('HINCRBY', TAG .. 'tenant:' .. tenant, 'bytes', size)

@@ -60,7 +60,7 @@ if waiting >= room and waiting < room + math.floor(room / NEWCOMERS) then
   end
 end
 if waiting >= room then return redis.error_reply('QUEUE_FULL ' .. waiting) end
-local size, bytes = #ARGV[5], tonumber(redis.call('GET', TAG .. 'waiting') or 0)
+local size, bytes = #ARGV[5], count_of(text_of(TAG .. 'waiting'))
 if bytes + size > tonumber(ARGV[13]) then return redis.error_reply('QUEUE_BYTES ' .. bytes .. ' ' .. ARGV[13]) end
 local share, tenant_share = string.match(ARGV[18], '^(%d+) (%d+)$')
 local used_memory, all_memory

@@ -16,12 +16,6 @@ local now, lease, live = now_us(), tonumber(ARGV[2]), TAG .. 'batches'
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', live, '(' .. digits(now + 2 * lease), '+inf', 'LIMIT', 0, MAX_FREE)) do
   redis.call('ZADD', live, now + lease, id)
 end
--- A count of a record, and 0 for one that is missing or damaged.
-local function count_of(text)
-  local count = tonumber(text or '')
-  return count and count >= 0 and count < 2 ^ 53 and count or 0
-end
-
 -- Who has created a batch, or nil if its record was deleted by hand, or has another type.
 local function caller_of(id)
   local tenant, caller = unpack(redis.pcall('HMGET', TAG .. 'batch:' .. id, 'tenant', 'caller'))
