@@ -24,6 +24,12 @@ def has_large_shared_memory(device: torch.device | str) -> bool:
     return is_gpu(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def program_bytes(device: torch.device | str) -> int:
+    """Shared memory that a program on the GPU `device` may have."""
+    # torch's type stubs do not have this property.
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
+
+
 def has_warpgroups(device: torch.device | str) -> bool:
     """Whether `device` is a GPU whose warps multiply four at a time: Hopper, of capability 9.0."""
     return is_gpu(device) and torch.cuda.get_device_capability(device) == (9, 0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.device import is_gpu, program_bytes
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
@@ -45,8 +45,7 @@ def fitting_tiles(record: ExpertRecord, experts: int, tiles: MatrixTiles, device
         return None
     if torch.cuda.get_device_capability(device) < _SMALLEST_CAPABILITY:
         return None
-    # torch's type stubs do not have this property.
-    largest = int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
+    largest = program_bytes(device)
     gate_up = fitting_tile(record.gate, experts, record.hidden, tiles.gate_up, largest)
     down = fitting_tile(record.down, experts, record.intermediate, tiles.down, largest)
     return MatrixTiles(gate_up, down) if gate_up and down else None

@@ -67,8 +67,36 @@ def has_few_rows(residual: torch.Tensor, router: torch.Tensor, norm: torch.Tenso
     """Whether `few_rows_route` takes such a step: 1 to FEW_ROWS tokens of 16 bits, an RMSNorm, and experts that are
     chosen by their logits alone."""
     few = 1 <= len(residual) <= FEW_ROWS and residual.dtype == router.dtype != torch.float32
-    plain = scoring.bias is None and scoring.groups_used >= scoring.groups and scoring.jitter == 0
-    return few and plain and norm.dim() == 1
+    return few and scoring.is_by_logits and norm.dim() == 1
+
+
+def route_rows(
+    residual: torch.Tensor,
+    norm: RmsNorm,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    experts_per_token: int,
+    *,
+    renormalise: bool,
+    scoring: Scoring,
+    live_tokens: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> tuple[torch.Tensor, Int8Rows, Routing]:
+    """As `few_rows_route`, one operation after the other. The twin of that, and of `some_rows_route`."""
+    x = add_rms_norm(residual, *norm)
+    rows = Int8Rows.empty(len(x), x.shape[1], x.device)
+    routing = route(
+        few_rows_linear(x, router, bias, dtype=torch.float32),
+        experts_per_token,
+        renormalise=renormalise,
+        live_tokens=live_tokens,
+        counts=counts,
+        sigmoid=scoring.sigmoid,
+        scale=scoring.scale,
+        scales=scoring.scales,
+        quantised=(x, rows),
+    )
+    return x, rows, routing
 
 
 def few_rows_route(
@@ -98,22 +126,12 @@ def few_rows_route(
     fits &= norm.weight.shape == (hidden,) and (bias is None or bias.shape == (experts,))
     fits &= counters.dtype == torch.int32 and counters.numel() >= tokens and 0 < experts_per_token <= experts
     check_fits(fits, "few_rows_route", residual=residual, norm=norm.weight, router=router, counters=counters)
-    rows = Int8Rows.empty(tokens, hidden, residual.device)
     if not runs_kernel(residual):
-        x = add_rms_norm(residual, *norm)
-        routing = route(
-            few_rows_linear(x, router, bias, dtype=torch.float32),
-            experts_per_token,
-            renormalise=renormalise,
-            live_tokens=live_tokens,
-            counts=counts,
-            sigmoid=scoring.sigmoid,
-            scale=scoring.scale,
-            scales=scoring.scales,
-            quantised=(x, rows),
-        )
-        return x, rows, routing
-    x = torch.empty_like(residual)
+        return route_rows(
+            residual, norm, router, bias, experts_per_token,
+            renormalise=renormalise, scoring=scoring, live_tokens=live_tokens, counts=counts,
+        )  # fmt: skip
+    x, rows = torch.empty_like(residual), Int8Rows.empty(tokens, hidden, residual.device)
     logits = residual.new_empty(tokens, experts, dtype=torch.float32)
     ids = torch.empty(tokens, experts_per_token, dtype=torch.int64, device=residual.device)
     weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=residual.device)

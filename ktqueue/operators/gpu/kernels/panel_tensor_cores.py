@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.device import is_gpu, program_bytes
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
@@ -110,14 +110,15 @@ def shared_bytes(facts: ProductFacts) -> int:
     return facts.tile.warps * (facts.tile.stages * slot + 4 * _TILE_TOKENS * facts.token_tiles * floats)
 
 
-def fitting(facts: ProductFacts, program_bytes: int, processor_bytes: int) -> ProductFacts:
-    """`facts` with a smaller tile, where a program or a multiprocessor has too little shared memory for theirs."""
+def fitting(facts: ProductFacts, most_bytes: int, processor_bytes: int) -> ProductFacts:
+    """`facts` with a smaller tile, where a program or a multiprocessor has too little shared memory for theirs:
+    most_bytes, processor_bytes."""
     warps, stages, programs = facts.tile
     while True:
         for tile in (Tile(warps, few, many) for many in range(programs, 0, -1) for few in range(stages, 1, -1)):
             smaller = facts._replace(tile=tile)
             needed = shared_bytes(smaller)
-            if needed <= program_bytes and tile.programs * (needed + _OWN_BYTES) <= processor_bytes:
+            if needed <= most_bytes and tile.programs * (needed + _OWN_BYTES) <= processor_bytes:
                 return smaller
         warps = max(1, warps // 2)
 
@@ -125,11 +126,9 @@ def fitting(facts: ProductFacts, program_bytes: int, processor_bytes: int) -> Pr
 @cache
 def _on_device(facts: ProductFacts, device: torch.device) -> tuple[CudaKernel, int]:
     """The kernel, and the programs that the device can hold at once."""
-    # torch's type stubs do not have these properties.
-    device_properties: Any = torch.cuda.get_device_properties(device)
-    program_bytes = device_properties.shared_memory_per_block_optin
-    facts = fitting(facts, program_bytes, device_properties.shared_memory_per_multiprocessor)
-    return _kernel(facts), facts.tile.programs * device_properties.multi_processor_count
+    known: Any = torch.cuda.get_device_properties(device)  # whose type stub lacks one of these
+    facts = fitting(facts, program_bytes(device), known.shared_memory_per_multiprocessor)
+    return _kernel(facts), facts.tile.programs * known.multi_processor_count
 
 
 @cache

@@ -52,6 +52,11 @@ class Scoring:
     jitter: float = 0.0
     scales: torch.Tensor | None = None
 
+    @property
+    def is_by_logits(self) -> bool:
+        """Whether experts are chosen by their logits alone."""
+        return self.bias is None and self.groups_used >= self.groups and self.jitter == 0
+
     def choice(self, logits: torch.Tensor) -> torch.Tensor | None:
         """logits [tokens, experts] -> the scores by which experts are chosen, same shape. None: the logits themselves.
 

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import torch
 
-from ktqueue.operators.gpu.device import is_gpu, launches_dependents
+from ktqueue.operators.gpu.device import is_gpu, launches_dependents, program_bytes
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import SortedPairs
-from ktqueue.operators.gpu.kernels.linear import few_rows_linear
-from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
+from ktqueue.operators.gpu.kernels.few_rows_router import route_rows
+from ktqueue.operators.gpu.kernels.norm import RmsNorm
 from ktqueue.operators.gpu.kernels.operation import check_fits, launch_options
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB
-from ktqueue.operators.gpu.kernels.router import SIGMOID_SUM_FLOOR, Routing, Scoring, route
+from ktqueue.operators.gpu.kernels.router import SIGMOID_SUM_FLOOR, Routing, Scoring
 
 SOURCE = Path(__file__).with_suffix(".cu")
 NAME = "route_some_rows"
@@ -71,26 +71,17 @@ def _own_bytes(experts: int) -> int:
     return (1 << 10) + 4 * (_WARPS * _TILE_ROWS + SOME_ROWS * _MOST_CHOSEN + (_TILE_ROWS + 3) * experts + 32)
 
 
-@cache
-def _program_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have."""
-    if not is_gpu(device):
-        return _LARGEST_PROGRAM
-    # torch's type stubs do not have this property.
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin"))  # noqa: B009
-
-
 def has_some_rows(residual: torch.Tensor, router: torch.Tensor, norm: torch.Tensor, scoring: Scoring) -> bool:
     """Whether `some_rows_route` takes such a step: up to SOME_ROWS tokens of bfloat16, an RMSNorm, experts that are
     chosen by their logits alone, and sizes that fit into registers and shared memory."""
     experts, hidden = router.shape
-    plain = scoring.bias is None and scoring.groups_used >= scoring.groups and scoring.jitter == 0
     small = hidden % SLAB == 0 and hidden <= _MOST_CHUNKS * _WARPS * SLAB and experts <= 32 * _WARPS
     small = small and programs_of(experts) > 0
-    small = small and shared_bytes(experts, hidden) + _own_bytes(experts) <= _program_bytes(residual.device)
+    most = program_bytes(residual.device) if is_gpu(residual.device) else _LARGEST_PROGRAM
+    small = small and shared_bytes(experts, hidden) + _own_bytes(experts) <= most
     types = residual.dtype == router.dtype == torch.bfloat16 and norm.dtype in (torch.bfloat16, torch.float32)
     device = not is_gpu(residual.device) or launches_dependents(residual.device)  # such GPUs have clusters
-    return plain and small and types and norm.dim() == 1 and device and 1 <= len(residual) <= SOME_ROWS
+    return scoring.is_by_logits and small and types and norm.dim() == 1 and device and 1 <= len(residual) <= SOME_ROWS
 
 
 def some_rows_route(
@@ -121,22 +112,13 @@ def some_rows_route(
     fits &= counters.dtype == torch.int32 and 0 < experts_per_token <= min(experts, _MOST_CHOSEN)
     check_fits(fits, "some_rows_route", residual=residual, norm=norm.weight, router=router, counters=counters)
     device, pairs = residual.device, tokens * experts_per_token
-    rows = Int8Rows.empty(tokens, hidden, device)
     if not is_gpu(device):
-        x = add_rms_norm(residual, *norm)
-        routing = route(
-            few_rows_linear(x, router, bias, dtype=torch.float32),
-            experts_per_token,
-            renormalise=renormalise,
-            live_tokens=live_tokens,
-            counts=counts,
-            sigmoid=scoring.sigmoid,
-            scale=scoring.scale,
-            scales=scoring.scales,
-            quantised=(x, rows),
-        )
+        x, rows, routing = route_rows(
+            residual, norm, router, bias, experts_per_token,
+            renormalise=renormalise, scoring=scoring, live_tokens=live_tokens, counts=counts,
+        )  # fmt: skip
         return x, rows, None if offsets is None else SortedPairs.of(routing.ids, offsets), routing
-    x = torch.empty_like(residual)
+    x, rows = torch.empty_like(residual), Int8Rows.empty(tokens, hidden, device)
     routing = Routing(
         torch.empty(tokens, experts_per_token, dtype=torch.int64, device=device),
         torch.empty(tokens, experts_per_token, dtype=torch.float32, device=device),
