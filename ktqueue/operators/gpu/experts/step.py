@@ -19,7 +19,7 @@ from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route, has_fe
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
-from ktqueue.operators.gpu.kernels.some_rows_router import has_some_rows, some_rows_route
+from ktqueue.operators.gpu.kernels.some_rows_router import MOST_CHOSEN, has_some_rows, some_rows_route
 from ktqueue.operators.gpu.side_stream import SideStream
 
 _ROWS_WITH_SHARED = range(6, 17)
@@ -273,9 +273,11 @@ class StepExperts:
         self, index: int, residual: torch.Tensor, norm: torch.Tensor, router: torch.Tensor, *, has_shared: bool
     ) -> bool:
         """Whether `run_from` should compute layer `index` for a residual [tokens, hidden]: some rows, all experts on
-        the GPU. norm, router: as in `adds_to`. has_shared: a shared expert begins behind the launch, so others lose."""
+        the GPU. norm, router: as in `adds_to`. has_shared: then fewer numbers of rows gain, since a shared expert
+        begins behind the launch."""
         layer, tokens = self._layers[index], len(residual)
         pairs, plain = tokens * layer.experts_per_token, has_some_rows(residual, router, norm, layer.scoring)
+        plain = plain and layer.experts_per_token <= MOST_CHOSEN
         if not plain or (has_shared and tokens not in _ROWS_WITH_SHARED) or not self._multiplies_all(index, tokens):
             return False
         return rounds_pairs(layer.record, pairs, layer.experts, residual, exact=layer.exact)

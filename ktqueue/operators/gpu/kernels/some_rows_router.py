@@ -31,7 +31,8 @@ _MOST_CHUNKS = 8
 """Slabs of 16 rows that a warp holds in its registers."""
 _MOST_PROGRAMS = 8
 """Of a cluster, on every GPU that has them."""
-_MOST_CHOSEN = 16
+MOST_CHOSEN = 16
+"""Experts of a token."""
 _LARGEST_PROGRAM = 227 << 10
 """Shared memory of a program on Hopper."""
 
@@ -68,7 +69,7 @@ def shared_bytes(experts: int, hidden: int) -> int:
 
 def _own_bytes(experts: int) -> int:
     """Shared memory for what the kernel declares, at most, and for the GPU itself."""
-    return (1 << 10) + 4 * (_WARPS * _TILE_ROWS + SOME_ROWS * _MOST_CHOSEN + (_TILE_ROWS + 3) * experts + 32)
+    return (1 << 10) + 4 * (_WARPS * _TILE_ROWS + SOME_ROWS * MOST_CHOSEN + (_TILE_ROWS + 3) * experts + 32)
 
 
 def has_some_rows(residual: torch.Tensor, router: torch.Tensor, norm: torch.Tensor, scoring: Scoring) -> bool:
@@ -109,7 +110,7 @@ def some_rows_route(
     fits = has_some_rows(residual, router, norm.weight, scoring) and residual.is_contiguous()
     fits &= router.is_contiguous() and router.shape[1] == hidden and norm.weight.shape == (hidden,)
     fits &= bias is None or (bias.shape == (experts,) and bias.dtype == residual.dtype)
-    fits &= counters.dtype == torch.int32 and 0 < experts_per_token <= min(experts, _MOST_CHOSEN)
+    fits &= counters.dtype == torch.int32 and 0 < experts_per_token <= min(experts, MOST_CHOSEN)
     check_fits(fits, "some_rows_route", residual=residual, norm=norm.weight, router=router, counters=counters)
     device, pairs = residual.device, tokens * experts_per_token
     if not is_gpu(device):

@@ -1,16 +1,21 @@
 """Without a GPU: the twin of the launch from some rows to their experts, and the sizes that it takes."""
 
 import ctypes
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from ktqueue.operators.gpu.experts.step import ExpertResidency, RoutedLayer, StepExperts
 from ktqueue.operators.gpu.kernels import some_rows_router
 from ktqueue.operators.gpu.kernels.cuda_kernel import machine_code
 from ktqueue.operators.gpu.kernels.expert_pairs import SortedPairs
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Scoring, route
 from ktqueue.operators.gpu.kernels.some_rows_router import (
+    MOST_CHOSEN,
     SOME_ROWS,
     RouterFacts,
     constants,
@@ -77,6 +82,19 @@ def test_sizes(hidden: int, experts: int, takes: bool) -> None:
     assert not has_some_rows(torch.zeros(SOME_ROWS + 1, hidden).bfloat16(), router, norm, PLAIN)
     assert not has_some_rows(residual.half(), router.half(), norm, PLAIN)
     assert not has_some_rows(residual, router, norm, Scoring(groups=4, groups_used=2))
+
+
+def test_layers_that_take_it() -> None:
+    """All but those whose tokens have too many experts, and most steps beside a shared expert."""
+    record = ExpertRecord("Q4_K", "Q4_K", "Q4_K", 256, 256)
+    residual, router = torch.zeros(32, 256).bfloat16(), torch.zeros(64, 256).bfloat16()
+    residency = cast(ExpertResidency, SimpleNamespace(locations=lambda _: SimpleNamespace(on_gpu=True)))
+    for chosen, takes in ((MOST_CHOSEN, True), (MOST_CHOSEN + 1, False)):
+        kind = SimpleNamespace(experts_per_token=chosen, experts=64, scoring=PLAIN, record=record, exact=False)
+        step = StepExperts([cast(RoutedLayer, kind)], residency, None, counters=torch.zeros(1).int())
+        for rows, has_shared, pays in ((8, False, True), (8, True, True), (32, False, True), (32, True, False)):
+            found = step.runs_from(0, residual[:rows], residual[0], router, has_shared=has_shared)
+            assert found == (takes and pays)
 
 
 def test_programs_share_experts() -> None:
