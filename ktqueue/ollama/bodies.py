@@ -17,7 +17,6 @@ from ktqueue.openai.common_fields import FreeObject, shallow
 from ktqueue.openai.completions import CompletionBody, parse_completion
 from ktqueue.openai.errors import UnsupportedParameter
 from ktqueue.openai.foreign_fields import ALIASES, refused_fields
-from ktqueue.openai.json_schema import closed
 from ktqueue.openai.messages import MAX_MESSAGES, MAX_TOOL_CALLS, NotSupported
 from ktqueue.openai.validation import StrictBody, must_be, parse
 
@@ -110,7 +109,7 @@ class OllamaFields(StrictBody):
         if self.format == "json":
             made["response_format"] = {"type": "json_object"}
         elif self.format is not None:
-            made["response_format"] = {"type": "json_schema", "json_schema": {"schema": closed(self.format)}}
+            made["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         return made
 
     def of_chats(self) -> Json:

@@ -67,7 +67,7 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_fallback: bool | None = Field(None, description="Changes nothing: there is one backend.")
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: bool | None = Field(None, description="Changes nothing: objects are closed.")
     structural_tag: Literal[None] = None
 
 

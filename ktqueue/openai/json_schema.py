@@ -59,12 +59,13 @@ FORMATS = frozenset(("duration", "email", "hostname", "ipv4", "ipv6", "uri", "uu
 _ONE_OF = "oneOf needs options that differ in type or in the constant of a required property; anyOf does not"
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_COMBINED = frozenset(("$ref", "anyOf", "oneOf"))
+_NAMING = frozenset(("$ref", "anyOf", "oneOf", "properties"))  # keywords that may name properties of an object
+_OPENING = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 
 
 def lark_of_schema(schema: Any, param: str, *, whitespace: str | None = WHITESPACE) -> str:
-    """A grammar of the JSON documents that a schema allows.
+    """A grammar of the JSON documents that a schema allows, with closed objects: see `closed`.
 
     `whitespace` is a pattern for the space that may stand between two parts; None: none. Raises InvalidRequest that
     names `param` and the place in the schema.
@@ -76,7 +77,7 @@ def lark_of_schema(schema: Any, param: str, *, whitespace: str | None = WHITESPA
     style: dict[str, Any] = {"whitespace_flexible": False}
     if whitespace is not None:
         style = {"whitespace_pattern": whitespace}
-    prepared = {"x-guidance": style, **_prepared(schema, param, "")}
+    prepared = {"x-guidance": style, **_prepared(closed(schema), param, "")}
     lark = _lark(prepared)
     if len(lark) > MAX_SCHEMA:
         limit = f"at most {MAX_SCHEMA} characters"
@@ -90,18 +91,30 @@ def lark_of_schema(schema: Any, param: str, *, whitespace: str | None = WHITESPA
 def closed(schema: Any) -> Any:
     """A copy of a schema whose objects have only the properties that they name, where nothing else is said.
 
-    llama.cpp and Ollama read schemas so. What is said in several schemas at once stays open, since each names a part.
+    llama.cpp, xgrammar and Ollama read schemas so. A schema that describes an object in several parts stays open, since
+    each part names some of the properties. So does an object that requires a property without naming it.
     """
-    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+    return schema if _is_in_parts(schema) else _closed(schema)
+
+
+def _is_in_parts(schema: Any) -> bool:
+    if isinstance(schema, dict):
+        combined = schema.get("allOf")
+        parts = len(_NAMING & set(schema)) + (len(combined) if isinstance(combined, list) else 0)
+        if parts > 1:
+            return True
+    return any(_is_in_parts(part) for _, part in _parts(schema))
 
 
 def _closed(schema: Any) -> Any:
-    if not isinstance(schema, dict) or ("properties" in schema and _COMBINED & set(schema)):
+    if not isinstance(schema, dict):
         return schema
     copy = {key: _inner(key, value, lambda part, _: _closed(part), "") for key, value in schema.items()}
-    if "properties" in copy and "patternProperties" not in copy:
-        copy.setdefault("additionalProperties", False)
-    return copy
+    named, required = copy.get("properties"), copy.get("required", [])
+    if not (isinstance(named, dict) and isinstance(required, list)) or _OPENING & set(copy):
+        return copy
+    is_named = all(_is_text(name) and name in named for name in required)
+    return {**copy, "additionalProperties": False} if is_named else copy
 
 
 def _lark(schema: Any) -> str:

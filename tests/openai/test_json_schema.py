@@ -33,7 +33,11 @@ KEYWORDS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "minItems": ({"type": "array", "items": {"const": 1}, "minItems": 2}, [[1, 1], [1, 1, 1]], [[1]]),
     "maxItems": ({"type": "array", "items": {"const": 1}, "maxItems": 2}, [[1, 1]], [[1, 1, 1]]),
-    "properties": ({"type": "object", "properties": {"a": {"const": 1}}}, [{"a": 1}, {}, {"b": 2}], [{"a": 2}]),
+    "properties": (
+        {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": True},
+        [{"a": 1}, {}, {"b": 2}],
+        [{"a": 2}],
+    ),
     "additionalProperties": ({"type": "object", "additionalProperties": {"const": 1}}, [{"x": 1}], [{"x": 2}]),
     "patternProperties": (
         {"type": "object", "patternProperties": {"^a+$": {"const": 1}}, "additionalProperties": False},
@@ -192,7 +196,10 @@ SHUT = {**PART, "additionalProperties": False}
         *((same, same) for same in (
             {**PART, "additionalProperties": True}, {**PART, "patternProperties": {"^x": {"type": "string"}}},
             {**PART, "anyOf": [PART, {"properties": {"b": {}}}]}, {"allOf": [PART, {"properties": {"b": {}}}]},
+            {**PART, "$ref": "#/$defs/x", "$defs": {"x": PART}}, {**PART, "unevaluatedProperties": True},
+            {**PART, "required": ["b"]}, {**PART, "required": [{}]},
         )),
+        ({"items": {"allOf": [PART]}}, {"items": {"allOf": [SHUT]}}),
     ],
 )  # fmt: skip
 def test_closed_objects_have_the_properties_that_they_name(schema: Any, expected: Any) -> None:
