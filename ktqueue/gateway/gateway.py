@@ -12,6 +12,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.config import Config
 from ktqueue.core.errors import (
+    InvalidRequest,
     JournalRegressed,
     KtqueueError,
     QueueFull,
@@ -131,8 +132,12 @@ class Gateway:
 
     async def _check_ids(self, generation: GenerationRequest) -> None:
         """A worker checks them too, but then another prompt of the same call may have an answer that has begun."""
-        if generation.prompt_token_ids and (card := await self.broker.models.card(generation.model)) is not None:
-            check_token_ids(generation.prompt_token_ids, card.vocab_size)
+        ids = generation.prompt_token_ids
+        if ids and (card := await self.broker.models.card(generation.model)) is not None:
+            check_token_ids(ids, card.vocab_size)
+            if generation.prompt_only and len(ids) > card.max_model_len:  # no completion needs room
+                wanted = f"at most {card.max_model_len} token ids, the model's context"
+                raise InvalidRequest.must_be("prompt_token_ids", wanted, len(ids), limit=card.max_model_len)
 
     async def _check_size(self, generation: GenerationRequest) -> None:
         """Refuse a large prompt here that a worker would refuse after much work."""

@@ -52,10 +52,15 @@ async def test_a_text_as_with_llama_cpp(stack: Any) -> None:
     assert (await post(stack, "/detokenize", tokens=[])) == {"prompt": "", "content": ""}
 
 
-async def test_many_tokens_become_the_tokenizers_text(stack: Any) -> None:
-    ids = [300 + n % 50 for n in range(20_000)]
+async def test_as_many_tokens_as_the_context_has_become_the_tokenizers_text(stack: Any) -> None:
+    limit = (await stack.http.get("/v1/models")).json()["data"][0]["max_model_len"]
+    ids = [300 + n % 50 for n in range(limit)]
     text = (await post(stack, "/detokenize", tokens=ids))["content"]
     assert text == load_tokenizer("demo").decode(ids)
+    answer = await stack.http.post("/detokenize", json={"tokens": [*ids, 300]})
+    message = f"tokens must be at most {limit} token ids, the model's context, got {limit + 1}"
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["message"]) == (400, "tokens", message)
 
 
 async def test_many_at_once_while_all_rows_generate(stack: Any) -> None:
