@@ -62,7 +62,7 @@ NO_ROWS: Mapping[Owner, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A job to run. events: its journal so far; continue at the next seq. deadline: in Unix seconds.
+    """A job to run. events: its journal so far; continue at the next seq. deadline: in seconds of `time.monotonic()`.
 
     deaths_without_progress: number of workers in a row that died without adding a token; see `start_trial`. rank: order
     of the jobs of a class, the lowest first: the arrival in Unix seconds plus the priority's offset. waited: seconds
@@ -202,11 +202,12 @@ class Lease:
         unreadable: list[tuple[str, TokenEvent]] = []
         newer: list[str | int] = []
         for place, job in enumerate(jobs):
-            job_id, request, attempt, deaths_without_progress, deadline, rank, entries, waited, owner = job
+            job_id, request, attempt, deaths_without_progress, left, rank, entries, waited, owner = job
             if place:
                 await asyncio.sleep(0)  # lets a due renewal run
             try:
                 decoded = decode_request(request)
+                seconds = decoded.expires_in if left is None else left / MICROSECONDS
                 claims.append(
                     Claim(
                         job_id=job_id.decode(),
@@ -214,7 +215,7 @@ class Lease:
                         attempt=attempt,
                         deaths_without_progress=deaths_without_progress,
                         events=await _decoded(entries, decoded.sampling.n, self._decode),
-                        deadline=None if deadline is None else int(deadline) / MICROSECONDS,
+                        deadline=None if seconds is None else time.monotonic() + seconds,
                         rank=int(rank) / MICROSECONDS,
                         waited=waited / MICROSECONDS,
                         owner=_owner(owner),
@@ -319,8 +320,8 @@ class Lease:
         number, *words = head.split(b" ", 4)
         if not line or number != b"%d" % self._claim_number or self._answered or len(words) < 3:
             return None
-        job_id, deadline, rank, *owner = words
-        return job_id, request, 1, 0, None if deadline == b"-" else deadline, rank, (), 0, b"".join(owner)
+        job_id, _, rank, *owner = words
+        return job_id, request, 1, 0, None, rank, (), 0, b"".join(owner)
 
     async def _release(self, leave: str, job_ids: tuple[str, ...]) -> None:
         terminal = self._terminal

@@ -339,7 +339,7 @@ class Incarnation:
                 self._abort(job, JobState.CANCELLED, Cancelled("the job was cancelled").info())
 
     def _expire(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         for job in [job for job in self._jobs.values() if job.deadline is not None and job.deadline <= now]:
             late = DeadlineExceeded(
                 "the job's deadline passed before it was done", param="expires_in", limit=job.request.expires_in

@@ -27,7 +27,7 @@ class RunningJob:
     def __init__(self, claim: Claim) -> None:
         self.id = claim.job_id
         self.request: GenerationRequest = claim.request
-        self.deadline = claim.deadline  # Unix seconds
+        self.deadline = claim.deadline  # by `time.monotonic()`
         self.rank = claim.rank
         self.owner = claim.owner
         self.deaths_without_progress = claim.deaths_without_progress

@@ -3,7 +3,7 @@
 --       expired event, job TTLs (see `finish`), journal TTL in ms, 1 if the worker waits for a job if there is none,
 --       else '', rows beyond all for the job of an owner with few rows, (tenant, caller, rows of its interactive jobs)*.
 -- Replies {jobs, us after which jobs that were left to other workers are free}. A job is {id, request, attempt, deaths
--- of workers without progress, deadline or false, rank in its class, journal entries, us
+-- of workers without progress, us until its deadline or false, rank in its class, journal entries, us
 -- from its arrival to its first claim, owner}.
 -- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class tenants and their
 -- callers take turns (`turns.lua`), and the jobs of one caller go by arrival and priority. Jobs that lost their workers
@@ -379,7 +379,7 @@ for _, id in ipairs(taken) do
       'started', 'tenant', 'caller'))
   local rank = digits(order + (priority_offset or 0))
   reply[#reply + 1] = {
-    id, request, tonumber(attempts), tonumber(deaths_without_progress or 0), deadline, rank,
+    id, request, tonumber(attempts), tonumber(deaths_without_progress or 0), deadline and math.max(0, deadline - now), rank,
     journal_of(id, '-'), math.max(0, (tonumber(started) or now) - order),
     owner_of(tenant, caller or ''),
   }
