@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from ktqueue.answers.families import has_special_markers
-from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText
+from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall
 from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import FinishReason, TokenLogprob, Usage
@@ -134,9 +134,13 @@ class ChatReply:
         return {"token_ids": delta.token_ids} if self.head.wants("token_ids") else {}
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
-        """The role first, then the parts of the answer, then the finish reason with logprobs that no chunk had."""
+        """The role first, then the parts of the answer, then the finish reason with logprobs that no chunk had.
+
+        The content of the first chunk is null where a call comes first, as with OpenAI and in a whole answer.
+        """
         if delta.first:
-            chunk = self._chunk(delta.index, {"role": "assistant", "content": ""})
+            begins_with_call = bool(delta.parts) and isinstance(delta.parts[0], AnswerToolCall)
+            chunk = self._chunk(delta.index, {"role": "assistant", "content": None if begins_with_call else ""})
             yield {**chunk, **prompt_ids(self.head, delta.prompt)}
         logprobs, ids = self._logprobs(delta.positions), self._ids(delta)
         for part in delta.parts:

@@ -1,10 +1,14 @@
 """Reasoning and tool calls in chats, whole and streamed: OpenAI's schema, and the same parts in both."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-from scripted_worker import ScriptedWorker
+from scripted_worker import ScriptedWorker, Step, ended, token
 from served_gateway import Conforms, PostStream
+
+from ktqueue.broker.lease import Claim
+from ktqueue.core.events import FinishReason
 
 PATH = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -37,6 +41,23 @@ async def test_a_stream_with_a_call(
                 arguments += call["function"].get("arguments") or ""
     assert (text, reasoning, arguments) == ("I ask.", "Hm.", '{"city": "Paris"}')
     assert begun == [(0, "function", "weather")]
+
+
+async def only_calls(claim: Claim) -> AsyncIterator[Step]:
+    yield token('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
+    yield {"index": 0, "finish_reason": FinishReason.STOP}
+    yield ended(claim)
+
+
+async def test_a_stream_of_a_call_alone_has_no_content(
+    http: httpx.AsyncClient, caller: ScriptedWorker, stream: PostStream, conforms: Conforms
+) -> None:
+    caller.script = only_calls
+    message = (await http.post(PATH, json=BODY)).json()["choices"][0]["message"]
+    chunks = (await stream(PATH, BODY)).data[:-1]
+    contents = [chunk["choices"][0]["delta"].get("content", "none") for chunk in chunks]
+    assert message["content"] is None and contents == [None, *["none"] * (len(chunks) - 1)]
+    conforms(chunks[0], "CreateChatCompletionStreamResponse")
 
 
 async def test_a_message_with_a_call_may_come_back(
