@@ -17,7 +17,7 @@ from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
 from ktqueue.loading.gguf.gemma4 import adapt_gemma4_tensors
-from ktqueue.loading.gguf.header import DEFAULT_ALIGNMENT, GgufHeader, read_header
+from ktqueue.loading.gguf.header import DEFAULT_ALIGNMENT, GgufHeader, ModelMetadata, read_header
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
 from ktqueue.loading.gguf.library import ROW_VECTORS, gguf_names, split_expert_name, type_name
@@ -104,13 +104,14 @@ def build_checkpoint(
     """
     family = family_of_metadata(metadata, path)
     layout, config = family.layout, config_from_metadata(family, metadata, path)
-    own, further = config["num_hidden_layers"], multi_token_layers(layout, metadata, path)
+    stated = ModelMetadata(layout.architecture, metadata, path)
+    own, further = config["num_hidden_layers"], multi_token_layers(stated)
     wanted = range(own, own + further) if next_tokens else range(own)
     _keep_layers(tensors, wanted, all_layers=own + further)
     if layout.rope_factors and (factors := tensors.pop(FACTORS_TENSOR, None)):
         config["rope_parameters"] = _rope_with_factors(path, config, factors)
     if layout.rope_lists:
-        _read_rope_lists(path, layout, config, metadata, tensors)
+        _read_rope_lists(layout, config, stated, tensors)
     if family.latent:
         join_latent_tensors(path, tensors)
     if family.linear:  # whose attn_qkv is another matrix
@@ -193,23 +194,19 @@ def _factors(path: str, tensor: CheckpointTensor, columns: int) -> Floats:
 
 
 def _read_rope_lists(
-    path: str,
-    layout: GgufLayout,
-    config: dict[str, Any],
-    metadata: dict[str, Any],
-    tensors: dict[str, CheckpointTensor],
+    layout: GgufLayout, config: dict[str, Any], metadata: ModelMetadata, tensors: dict[str, CheckpointTensor]
 ) -> None:
     """Take the two lists of longrope from `tensors` into the config. Raises CheckpointError."""
     found = {parameter: tensors.pop(name) for parameter, name in LIST_TENSORS.items() if name in tensors}
-    scale = scale_of_lists(layout.architecture, metadata, path)
+    scale = scale_of_lists(metadata)
     if not found and scale == 1:
         return
     if missing := [name for parameter, name in LIST_TENSORS.items() if parameter not in found]:
-        raise CheckpointError(f"{path}: tensor {missing[0]!r} is missing")
+        raise CheckpointError(f"{metadata.source}: tensor {missing[0]!r} is missing")
     rope = config["rope_parameters"]
     width = rope.get("partial_rotary_factor", 1) * config["hidden_size"] // config["num_attention_heads"]
-    lists = {parameter: _factors(path, tensor, int(width)) for parameter, tensor in found.items()}
-    rope = parameters_of_lists(layout.architecture, rope, lists, metadata, path)
+    lists = {parameter: _factors(metadata.source, tensor, int(width)) for parameter, tensor in found.items()}
+    rope = parameters_of_lists(metadata, rope, lists)
     config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     config["rope_parameters"] = {**rope, **dict.fromkeys(layout.rope_lists, scale)}
 

@@ -7,7 +7,7 @@ from typing import Any
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import EXPERT_KEY, Family
 from ktqueue.families.table import FAMILIES, family_of_type
-from ktqueue.loading.gguf.header import metadata_count
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.latent import SIGMOID
 from ktqueue.loading.installed import FAMILIES as ENTRIES
 from ktqueue.loading.installed import describe
@@ -33,12 +33,12 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
         known = ", ".join(sorted({family.layout.architecture for family in _IN_FILES}))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
     layouts = [family.layout for family in candidates]
-    routed = bool(metadata.get(f"{architecture}.{EXPERT_KEY}"))
-    gating = metadata_count(metadata, key := f"{architecture}.expert_gating_func", source)
+    stated = ModelMetadata(architecture, metadata, source)
+    routed, gating = bool(stated.get(EXPERT_KEY)), stated.count("expert_gating_func")
     sigmoid = gating == SIGMOID
     over_chosen = gating == _SOFTMAX_OF_CHOSEN and any(layout.softmax_of_chosen for layout in layouts)
     if (gating > SIGMOID and not over_chosen) or (sigmoid and not any(layout.sigmoid for layout in layouts)):
-        raise CheckpointError(f"{source}: {key} {gating} is not supported")
+        raise stated.error("expert_gating_func", f"{gating} is not supported")
     fit = ((layout.has_experts, layout.sigmoid) == (routed, sigmoid) for layout in layouts)
     found = next((family for family, fits in zip(candidates, fit, strict=True) if fits), candidates[0])
     if not found.layout.loaded_as:

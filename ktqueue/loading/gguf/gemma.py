@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.families.family import GemmaLayout, GgufLayout
+from ktqueue.families.family import GemmaLayout
 from ktqueue.loading.checkpoint import CheckpointTensor
-from ktqueue.loading.gguf.header import metadata_count, metadata_flags, metadata_number
+from ktqueue.loading.gguf.header import ModelMetadata
 
 _NORM = re.compile(r"(output_norm|blk\.\d+\.(attn|post_attention|ffn|post_ffw|attn_q|attn_k)_norm)\.weight")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -22,24 +22,21 @@ _PATTERN, _LOCAL_THETA = "attention.sliding_window_pattern", "rope.freq_base_swa
 _DEFAULT_LOCAL_THETA, _DEFAULT_THETA = 10_000.0, 1_000_000.0
 
 
-def gemma_config(
-    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
-) -> dict[str, Any]:
+def gemma_config(version: GemmaLayout, metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config keys that only Gemma has. `config` holds the keys that were read before, with flat
     rope_parameters. Raises CheckpointError."""
-    prefix, version, layers = layout.architecture, _version(layout), int(config["num_hidden_layers"])
+    layers = int(config["num_hidden_layers"])
     head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     kinds = _kinds(version, layers)
-    if isinstance(metadata.get(key := f"{prefix}.{_PATTERN}"), list):
-        kinds = [_SLIDING if value else _FULL for value in metadata_flags(metadata, key, layers, source)]
-    elif period := metadata_count(metadata, key, source):
+    if isinstance(metadata.get(_PATTERN), list):
+        kinds = [_SLIDING if value else _FULL for value in metadata.flags(_PATTERN, layers)]
+    elif period := metadata.count(_PATTERN):
         kinds = _kinds(replace(version, period=period), layers)
     if not config.get("sliding_window"):
         kinds = [_FULL] * layers
     rope = config["rope_parameters"]
     if version.local_rope:
-        local = metadata.get(key := f"{prefix}.{_LOCAL_THETA}", _DEFAULT_LOCAL_THETA)
-        theta = metadata_number(local, float, key, source)
+        theta = metadata.number(_LOCAL_THETA, _DEFAULT_LOCAL_THETA)
         rope = {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": theta}}
     return {
         "head_dim": head_dim,
@@ -49,15 +46,14 @@ def gemma_config(
     }
 
 
-def gemma_metadata(layout: GgufLayout, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def gemma_metadata(version: GemmaLayout, prefix: str, config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return GGUF metadata for a config of transformers: see `gemma_config`.
 
     Raises CheckpointError for what GGUF cannot express.
     """
-    prefix, version, layers = layout.architecture, _version(layout), int(config["num_hidden_layers"])
     implied: dict[str, Any] = {
         "query_pre_attn_scalar": _query_scale(version, config),
-        "layer_types": _kinds(version, layers),
+        "layer_types": _kinds(version, int(config["num_hidden_layers"])),
         "sliding_window_pattern": version.period,
         "use_bidirectional_attention": False,
     }
@@ -70,9 +66,9 @@ def gemma_metadata(layout: GgufLayout, config: Mapping[str, Any], source: str) -
     return {f"{prefix}.{_LOCAL_THETA}": float(_ropes(config)[_SLIDING]["rope_theta"])} if version.local_rope else {}
 
 
-def plain_rope(layout: GgufLayout, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def plain_rope(version: GemmaLayout, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config of transformers whose rotary parameters are those of the layers without a window."""
-    return {**config, "rope_parameters": _ropes(config)[_FULL]} if _version(layout).local_rope else config
+    return {**config, "rope_parameters": _ropes(config)[_FULL]} if version.local_rope else config
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -89,11 +85,6 @@ def adapt_gemma_tensors(tensors: dict[str, CheckpointTensor]) -> None:
     for name, tensor in [*tensors.items()]:
         if _NORM.fullmatch(name):
             tensors[name] = tensor.computed(lambda values: values - np.float32(1))
-
-
-def _version(layout: GgufLayout) -> GemmaLayout:
-    assert layout.gemma is not None
-    return layout.gemma
 
 
 def _kinds(version: GemmaLayout, layers: int) -> list[str]:

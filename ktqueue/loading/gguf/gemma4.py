@@ -12,7 +12,7 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import CheckpointTensor
-from ktqueue.loading.gguf.header import metadata_count, metadata_flags, metadata_number
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.rope import FACTORS_TENSOR
 from ktqueue.loading.weight_formats import Floats
 
@@ -25,25 +25,27 @@ _PARTS = {  # of the smaller models, by the GGUF key and the key of the config
 }
 
 
-def gemma4_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def gemma4_config(metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config keys that only Gemma 4 has, except those that follow from tensors. `config` holds the keys that
     were read before. Raises CheckpointError."""
     layers = int(config["num_hidden_layers"])
     for key, (name, what) in _PARTS.items():
-        if count := metadata_count(metadata, f"{prefix}.{key}", source):
-            raise CheckpointError(f"{source}: a Gemma 4 with {what} is served from its folder only ({name} {count})")
-    slides = metadata_flags(metadata, key := f"{prefix}.{_PATTERN}", layers, source)
+        if count := metadata.count(key):
+            raise CheckpointError(
+                f"{metadata.source}: a Gemma 4 with {what} is served from its folder only ({name} {count})"
+            )
+    slides = metadata.flags(_PATTERN, layers)
     if slides[-1]:  # transformers does not build such a model
-        raise CheckpointError(f"{source}: metadata key {key} must be false for the last layer")
-    widths = {kind: _head_dim(prefix, metadata, kind, source) for kind in (_FULL, _SLIDING)}
-    stated = metadata.get(key := f"{prefix}.{_KV_HEADS}")
+        raise metadata.error(_PATTERN, "must be false for the last layer")
+    widths = {kind: _head_dim(metadata, kind) for kind in (_FULL, _SLIDING)}
+    stated = metadata.get(_KV_HEADS)
     counts = stated if isinstance(stated, list) else [stated] * layers
     if len(counts) < layers:
-        raise CheckpointError(f"{source}: metadata key {key} has numbers for {len(counts)} of {layers} layers")
-    kv_heads = [int(metadata_number(count, int, key, source)) for count in counts[:layers]]
+        raise metadata.error(_KV_HEADS, f"has numbers for {len(counts)} of {layers} layers")
+    kv_heads = [int(metadata.checked(_KV_HEADS, count, int)) for count in counts[:layers]]
     kinds = [_SLIDING if value else _FULL for value in slides]
-    theta = metadata_number(metadata.get(key := f"{prefix}.rope.freq_base", 10_000.0), float, key, source)
-    local = metadata_number(metadata.get(key := f"{prefix}.rope.freq_base_swa", theta), float, key, source)
+    theta = metadata.number("rope.freq_base", 10_000.0)
+    local = metadata.number("rope.freq_base_swa", theta)
     return {
         "head_dim": widths[_SLIDING],
         "num_key_value_heads": kv_heads[0],
@@ -60,14 +62,14 @@ def gemma4_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     }
 
 
-def _head_dim(prefix: str, metadata: Mapping[str, Any], kind: str, source: str) -> int:
+def _head_dim(metadata: ModelMetadata, kind: str) -> int:
     """Return the width of a head of layers of a kind. Raises CheckpointError if keys, values or rotation differ."""
     ending = "_swa" if kind == _SLIDING else ""
     names = (f"attention.key_length{ending}", f"attention.value_length{ending}", f"rope.dimension_count{ending}")
-    width = int(metadata_number(metadata.get(key := f"{prefix}.{names[0]}"), int, key, source))
+    width = metadata.integer(names[0])
     for name in names[1:]:
-        if (other := metadata_count(metadata, f"{prefix}.{name}", source)) not in (0, width):
-            raise CheckpointError(f"{source}: metadata key {prefix}.{name} must be {width}, got {other}")
+        if (other := metadata.count(name)) not in (0, width):
+            raise metadata.error(name, f"must be {width}, got {other}")
     return width
 
 

@@ -182,30 +182,60 @@ class _Cursor:
         return values
 
 
-def metadata_number(value: Any, kind: type, key: str, source: str) -> int | float:
-    """Return `value` of the metadata key `key` as a positive number.
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """What a file says of its model: the values whose keys begin with `{architecture}.`, by the rest of the key.
 
-    `kind` is int (the value must be below 2^31) or float. Raises CheckpointError.
+    `source`: the beginning of messages. All methods raise CheckpointError that names the key of a wrong value.
     """
-    is_valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if kind is int:
-        is_valid = is_valid and isinstance(value, int) and 0 < value < 1 << 31
-    elif is_valid:
-        is_valid = 0 < value < 1e30
-    if not is_valid:
-        raise CheckpointError(f"{source}: metadata key {key} must be a positive number, got {value!r}")
-    return int(value) if kind is int else float(value)
 
+    architecture: str
+    values: Mapping[str, Any]
+    source: str
 
-def metadata_flags(metadata: Mapping[str, Any], key: str, layers: int, source: str) -> list[bool]:
-    """Return the list under `key`, which says something of each of so many layers. Raises CheckpointError."""
-    listed = metadata.get(key)
-    if not isinstance(listed, list) or len(listed) < layers or not {*map(type, listed)} <= {bool}:
-        raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
-    return listed[:layers]
+    def __contains__(self, name: str) -> bool:
+        return self.key(name) in self.values
 
+    def key(self, name: str) -> str:
+        """Return the whole key."""
+        return f"{self.architecture}.{name}"
 
-def metadata_count(metadata: Mapping[str, Any], key: str, source: str) -> int:
-    """Return the count under `key`, or 0 if the key is missing. Raises CheckpointError."""
-    value = metadata.get(key, 0)
-    return 0 if value == 0 and not isinstance(value, bool) else int(metadata_number(value, int, key, source))
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value as it is stored, or `default` if the key is missing."""
+        return self.values.get(self.key(name), default)
+
+    def integer(self, name: str, default: Any = None) -> int:
+        """Return a number from 1 to 2^31 - 1."""
+        return int(self.checked(name, self.get(name, default), int))
+
+    def number(self, name: str, default: Any = None) -> float:
+        """Return a positive number."""
+        return float(self.checked(name, self.get(name, default), float))
+
+    def count(self, name: str) -> int:
+        """Return a number from 0 to 2^31 - 1, or 0 if the key is missing."""
+        value = self.get(name, 0)
+        return 0 if value == 0 and not isinstance(value, bool) else int(self.checked(name, value, int))
+
+    def flags(self, name: str, layers: int) -> list[bool]:
+        """Return a list that says something of each of so many layers."""
+        listed = self.get(name)
+        if not isinstance(listed, list) or len(listed) < layers or not {*map(type, listed)} <= {bool}:
+            raise self.error(name, f"must be true or false for each of {layers} layers")
+        return listed[:layers]
+
+    def checked(self, name: str, value: Any, kind: type) -> int | float:
+        """Return `value`, which is stored under the key, if it is a positive number of `kind`, int or float."""
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if kind is int:
+            is_valid = is_valid and isinstance(value, int) and 0 < value < 1 << 31
+        elif is_valid:
+            is_valid = 0 < value < 1e30
+        if not is_valid:
+            raise self.error(name, f"must be a positive number, got {value!r}")
+        return int(value) if kind is int else float(value)
+
+    def error(self, name: str, problem: str, **facts: int) -> CheckpointError:
+        """Return the error for a key. `facts`: `limit` and `value`, where there are such numbers."""
+        key = self.key(name)
+        return CheckpointError(f"{self.source}: metadata key {key} {problem}", param=key, **facts)

@@ -22,7 +22,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family, GgufLayout
 from ktqueue.loading.checkpoint import CheckpointTensor, requantise_matrix
-from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.linear import Change
 from ktqueue.loading.weight_formats import Floats
 from ktqueue.operators.packed import JoinedMatrix, PackedMatrix
@@ -35,6 +35,7 @@ _SHARING_CONTEXT = 1 << 20  # a GLM-5.2, whose layers share choices, by its cont
 _TYPES = "attention.indexer.types"
 _SHARES = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset")
 _BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+_SCALE, _LENGTH = "attention.temperature_scale", "attention.temperature_length"
 _ANY_BETA = 0.1  # Mistral 4's; the first `_ORIGINAL` tokens do not depend on it
 
 # A config must have these keys: transformers' defaults are those of DeepSeek-V3, which GGUF readers do not know.
@@ -43,74 +44,66 @@ _REQUIRED_WITH_SIGMOID = ("n_group", "topk_group", "routed_scaling_factor")
 _KEYS_TENSOR = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")
 
 
-def latent_config(
-    family: Family, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
-) -> dict[str, Any]:
+def latent_config(family: Family, metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config keys that only these families have.
 
     `config` holds the keys that were read before. Raises CheckpointError.
     """
-    prefix = family.layout.architecture
 
     def width(name: str) -> int:
-        key = f"{prefix}.attention.{name}_mla"
-        key = key if key in metadata else f"{prefix}.attention.{name}"
-        return int(metadata_number(metadata.get(key), int, key, source))
+        newer = f"attention.{name}_mla"
+        return metadata.integer(newer if newer in metadata else f"attention.{name}")
 
-    if metadata.get(key := f"{prefix}.attention.temperature_scale") and not family.growing:  # Mistral Large 3
-        raise CheckpointError(f"{source}: {key} is not supported")
-    key = f"{prefix}.rope.dimension_count"
-    rotary_width, key_length = int(metadata_number(metadata.get(key), int, key, source)), width("key_length")
+    if metadata.get(_SCALE) and not family.growing:  # Mistral Large 3
+        raise metadata.error(_SCALE, "is not supported")
+    rotary_width, key_length = metadata.integer("rope.dimension_count"), width("key_length")
     if rotary_width >= key_length or rotary_width % 2:
-        raise CheckpointError(
-            f"{source}: {key} {rotary_width} must be even and less than the length of a key, {key_length}"
+        raise metadata.error(
+            "rope.dimension_count", f"{rotary_width} must be even and less than the length of a key, {key_length}"
         )
     experts = int(config["n_routed_experts"])
-    groups = metadata_count(metadata, f"{prefix}.expert_group_count", source)
-    used_groups = metadata_count(metadata, f"{prefix}.expert_group_used_count", source)
+    groups, used_groups = metadata.count("expert_group_count"), metadata.count("expert_group_used_count")
     if not groups:
         groups, used_groups = (1, 1) if family.layout.two_parts else _DEFAULT_GROUPS.get(experts, (1, 1))
     elif not used_groups:
-        raise CheckpointError(f"{source}: metadata key {prefix}.expert_group_used_count is missing")
-    normalised = bool(metadata.get(f"{prefix}.expert_weights_norm", False))
+        raise metadata.error("expert_group_used_count", "is missing")
+    normalised = bool(metadata.get("expert_weights_norm", False))
     latent_keys = {
         "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),
         "num_key_value_heads": config["num_attention_heads"],
-        "q_lora_rank": metadata_count(metadata, f"{prefix}.attention.q_lora_rank", source) or None,
+        "q_lora_rank": metadata.count("attention.q_lora_rank") or None,
         "qk_rope_head_dim": rotary_width,
         "qk_nope_head_dim": key_length - rotary_width,
         "v_head_dim": width("value_length"),
-        "first_k_dense_replace": metadata_count(metadata, f"{prefix}.leading_dense_block_count", source),
+        "first_k_dense_replace": metadata.count("leading_dense_block_count"),
         "n_group": groups,
         "topk_group": used_groups,
         "norm_topk_prob": normalised,
     }
     if family.indexed:
-        if metadata_count(metadata, key := f"{prefix}.expert_gating_func", source) not in (0, SIGMOID):
-            raise CheckpointError(f"{source}: {key} {metadata[key]} is not supported")
-        latent_keys |= _indexer_types(family.layout, metadata, config, source)
+        if (gating := metadata.count("expert_gating_func")) not in (0, SIGMOID):
+            raise metadata.error("expert_gating_func", f"{gating} is not supported")
+        latent_keys |= _indexer_types(family.layout, metadata, config)
     if family.layout.sigmoid or family.growing:
         return latent_keys
     if normalised:  # transformers' router of DeepSeek-V2 never normalises
-        raise CheckpointError(f"{source}: {prefix}.expert_weights_norm with softmax scores is not supported")
+        raise metadata.error("expert_weights_norm", "with softmax scores is not supported")
     return latent_keys | {"topk_method": "greedy" if groups == 1 else "group_limited_greedy"}
 
 
-def _indexer_types(
-    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
-) -> dict[str, list[str]]:
+def _indexer_types(layout: GgufLayout, metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return which layers have an indexer, and which share the choice of the layer before; empty: all have one."""
     layers = int(config["num_hidden_layers"])
-    if (listed := metadata.get(key := f"{layout.architecture}.{_TYPES}")) is None:
+    if (listed := metadata.get(_TYPES)) is None:
         if not layout.shared_choices or config["max_position_embeddings"] < _SHARING_CONTEXT:
             return {}
         listed = [layer < 2 or layer % 4 == 2 for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers or not {*listed} <= {0, 1}:  # False is 0, True is 1
-        raise CheckpointError(f"{source}: metadata key {key} must be true or false for each of {layers} layers")
+        raise metadata.error(_TYPES, f"must be true or false for each of {layers} layers")
     return {"indexer_types": ["full" if value else "shared" for value in listed[:layers]]}
 
 
-def growth_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> dict[str, Any]:
+def growth_config(metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the context length and the rotary parameters of a model whose queries grow with their position (Mistral
     4). `config` has its other rotary parameters.
 
@@ -118,15 +111,13 @@ def growth_config(prefix: str, metadata: Mapping[str, Any], config: Mapping[str,
     this context. Raises CheckpointError.
     """
     rope, context = dict(config["rope_parameters"]), int(config["max_position_embeddings"])
-    key = f"{prefix}.attention.temperature_length"
-    period = int(metadata_number(metadata.get(key, rope.get(_ORIGINAL)), int, key, source))
+    period = metadata.integer(_LENGTH, rope.get(_ORIGINAL))
     if rope.setdefault(_ORIGINAL, period) != period:
-        raise CheckpointError(f"{source}: {key} must be {rope[_ORIGINAL]}, the original context, got {period}")
-    scale = metadata.get(key := f"{prefix}.attention.temperature_scale")
-    if scale is None:
-        context = min(context, period)
-    # The file has a float32; configs have at most six digits.
-    beta = _ANY_BETA if scale is None else round(float(metadata_number(scale, float, key, source)), 6)
+        raise metadata.error(_LENGTH, f"must be {rope[_ORIGINAL]}, the original context, got {period}")
+    if _SCALE in metadata:
+        beta = round(metadata.number(_SCALE), 6)  # the file has a float32; configs have at most six digits
+    else:
+        beta, context = _ANY_BETA, min(context, period)
     return {"max_position_embeddings": context, "rope_parameters": {**rope, _BETA: beta}}
 
 
@@ -166,10 +157,10 @@ def latent_metadata(family: Family, config: Mapping[str, Any], source: str) -> d
         metadata |= _types_metadata(family.layout, config, source)
     if family.growing:
         rope = config.get("rope_parameters") or {}
-        for name, key in ((_BETA, "temperature_scale"), (_ORIGINAL, "temperature_length")):
+        for name, key in ((_BETA, _SCALE), (_ORIGINAL, _LENGTH)):
             if (value := rope.get(name)) is None:
                 raise CheckpointError(f"{source}: rope {name} is missing")
-            metadata[f"{prefix}.attention.{key}"] = int(value) if name == _ORIGINAL else float(value)
+            metadata[f"{prefix}.{key}"] = int(value) if name == _ORIGINAL else float(value)
     return metadata
 
 

@@ -18,7 +18,7 @@ import torch
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import GgufLayout
 from ktqueue.loading.checkpoint import CheckpointTensor
-from ktqueue.loading.gguf.header import metadata_count, metadata_number
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.huggingface.config_check import LINEAR_ATTENTION
 from ktqueue.loading.weight_formats import Floats
 from ktqueue.operators.linear_attention import TILED, rows_of_parts
@@ -35,22 +35,18 @@ _CONVOLUTION = re.compile(r"blk\.\d+\.ssm_conv1d\.weight")
 _BOTH_SCALARS = re.compile(r"(blk\.\d+)\.ssm_ba\.weight")
 
 
-def linear_config(
-    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
-) -> dict[str, Any]:
+def linear_config(layout: GgufLayout, metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config keys that only these families have. `config` holds the keys that were read before.
 
     Raises CheckpointError.
     """
-    prefix = layout.architecture
-    key, heads = f"{prefix}.ssm.inner_size", int(config["linear_num_value_heads"])
-    inner = int(metadata_number(metadata.get(key), int, key, source))
+    inner, heads = metadata.integer("ssm.inner_size"), int(config["linear_num_value_heads"])
     if inner % heads:
-        raise CheckpointError(f"{source}: metadata key {key} {inner} must be a multiple of the {heads} value heads")
-    interval = metadata_count(metadata, f"{prefix}.full_attention_interval", source) or _INTERVAL
+        raise metadata.error("ssm.inner_size", f"{inner} must be a multiple of the {heads} value heads")
+    interval = metadata.count("full_attention_interval") or _INTERVAL
     layers = int(config["num_hidden_layers"])
     if interval > layers:
-        raise CheckpointError(f"{source}: {prefix}.full_attention_interval {interval} is above the {layers} layers")
+        raise metadata.error("full_attention_interval", f"{interval} is above the {layers} layers")
     kinds = ["full_attention" if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(layers)]
     return {"linear_value_head_dim": inner // heads, "layer_types": kinds, TILED: layout.tiled}
 

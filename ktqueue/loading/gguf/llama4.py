@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.families.family import GgufLayout
-from ktqueue.loading.gguf.header import metadata_count
+from ktqueue.loading.gguf.header import ModelMetadata
 
 _INTERVAL = 4
 _EXPERTS_WITHOUT_NORMS = 128
@@ -17,19 +16,15 @@ _WINDOW = "attention.sliding_window"
 _CHUNK_KEYS = (_WINDOW, "attention.chunk_size")  # llama.cpp ignores their values, except a window of 0
 
 
-def llama4_config(
-    layout: GgufLayout, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str
-) -> dict[str, Any]:
-    """Return the config keys that only this family has. `config` holds the keys that were read before.
+def llama4_config(metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config keys that only this family has. `config` holds the keys that were read or implied before.
 
     Raises CheckpointError for files that say that chunks have another size, or that there are none (MobileLLM).
     """
-    chunk = int(layout.implied["attention_chunk_size"])
-    for key in (f"{layout.architecture}.{name}" for name in _CHUNK_KEYS):
-        if key in metadata and (stated := metadata_count(metadata, key, source)) != chunk:
-            raise CheckpointError(
-                f"{source}: metadata key {key} must be {chunk}, got {stated}", param=key, limit=chunk, value=stated
-            )
+    chunk = int(config["attention_chunk_size"])
+    for name in _CHUNK_KEYS:
+        if name in metadata and (stated := metadata.count(name)) != chunk:
+            raise metadata.error(name, f"must be {chunk}, got {stated}", limit=chunk, value=stated)
     return {"use_qk_norm": config["num_local_experts"] != _EXPERTS_WITHOUT_NORMS}
 
 

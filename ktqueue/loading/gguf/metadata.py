@@ -7,7 +7,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.gemma4 import gemma4_config, gemma4_metadata
-from ktqueue.loading.gguf.header import metadata_count, metadata_flags, metadata_number
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.latent import SIGMOID, growth_config, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
@@ -19,94 +19,83 @@ _WINDOW_PATTERN = "attention.sliding_window_pattern"
 _SLIDING = "sliding_attention"
 
 
-def config_from_metadata(family: Family, metadata: Mapping[str, Any], source: str) -> dict[str, Any]:
+def config_from_metadata(family: Family, values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Build a transformers config from GGUF metadata, without vocabulary size, token ids and tied embeddings.
 
     Raises CheckpointError that names the missing or invalid key.
     """
     layout = family.layout
+    metadata = ModelMetadata(layout.architecture, values, source)
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": family.model_type, **layout.implied}
-    is_period = layout.window_period and isinstance(metadata.get(f"{layout.architecture}.{_WINDOW_PATTERN}"), int)
+    is_period = layout.window_period and isinstance(metadata.get(_WINDOW_PATTERN), int)
     never_differ = {**layout.stated, **({_WINDOW_PATTERN: layout.window_period} if is_period else {})}
     for name, value in never_differ.items():
-        if metadata.get(key := f"{layout.architecture}.{name}", value) != value:
-            raise CheckpointError(f"{source}: metadata key {key} must be {value!r}, got {metadata[key]!r}")
+        if (stated := metadata.get(name, value)) != value:
+            raise metadata.error(name, f"must be {value!r}, got {stated!r}")
     for entry in layout.fields:
-        key = f"{layout.architecture}.{entry.key}"
-        if key not in metadata:
+        if entry.key not in metadata:
             if entry.required:
-                raise CheckpointError(f"{source}: metadata key {key} is missing")
+                raise metadata.error(entry.key, "is missing")
             if entry.absent is not None:
                 config[entry.config] = entry.absent
             continue
-        value = _field_value(entry, metadata, key, source)
+        value = _field_value(entry, metadata)
         config[entry.config] = None if value == entry.none else value
     if (layers := config["num_hidden_layers"]) > MAX_LAYERS:
-        key = f"{layout.architecture}.block_count"
-        raise CheckpointError(f"{source}: metadata key {key} must be at most {MAX_LAYERS}, got {layers}")
+        raise metadata.error("block_count", f"must be at most {MAX_LAYERS}, got {layers}")
     if family.heads_differ:
-        return config | gemma4_config(layout.architecture, metadata, config, source)
-    config["num_hidden_layers"] -= multi_token_layers(layout, metadata, source)
+        return config | gemma4_config(metadata, config)
+    config["num_hidden_layers"] -= multi_token_layers(metadata)
     if layout.windows_listed:
-        key = f"{layout.architecture}.{_WINDOW_PATTERN}"
-        slides = metadata_flags(metadata, key, config["num_hidden_layers"], source)
+        slides = metadata.flags(_WINDOW_PATTERN, config["num_hidden_layers"])
         config["layer_types"] = [_SLIDING if value else "full_attention" for value in slides]
     if family.latent:
-        config |= latent_config(family, metadata, config, source)
+        config |= latent_config(family, metadata, config)
     if family.linear:
-        config |= linear_config(layout, metadata, config, source)
+        config |= linear_config(layout, metadata, config)
     if family.chunked:
-        config |= llama4_config(layout, metadata, config, source)
-    lists = bool(layout.rope_lists)
-    rope = rope_from_metadata(layout.architecture, metadata, source, latent=family.latent, lists=lists)
+        config |= llama4_config(metadata, config)
+    rope = rope_from_metadata(metadata, latent=family.latent, lists=bool(layout.rope_lists))
     if not family.latent:
-        part = _rotary_part(family, metadata, config, source)
+        part = _rotary_part(family, metadata, config)
         if part < 1 or family.partly_rotated:  # whose configs may have another default
             rope["partial_rotary_factor"] = part
     config["rope_parameters"] = {**rope, **layout.rope}
     if family.growing:
-        config |= growth_config(layout.architecture, metadata, config, source)
+        config |= growth_config(metadata, config)
     if layout.gemma:
-        config |= gemma_config(layout, metadata, config, source)
+        config |= gemma_config(layout.gemma, metadata, config)
     return config
 
 
-def multi_token_layers(layout: GgufLayout, metadata: Mapping[str, Any], source: str) -> int:
+def multi_token_layers(metadata: ModelMetadata) -> int:
     """Return how many of a file's last layers predict further tokens. They are not part of the model that we serve.
 
     Raises CheckpointError.
     """
-    prefix = layout.architecture
-    layers = metadata_count(metadata, key := f"{prefix}.{_MULTI_TOKEN_LAYERS}", source)
-    if layers and layers >= metadata_count(metadata, f"{prefix}.block_count", source):
-        raise CheckpointError(f"{source}: metadata key {key} is {layers}, which is not below {prefix}.block_count")
+    layers = metadata.count(_MULTI_TOKEN_LAYERS)
+    if layers and layers >= metadata.count("block_count"):
+        raise metadata.error(_MULTI_TOKEN_LAYERS, f"is {layers}, which is not below {metadata.key('block_count')}")
     return layers
 
 
-def _field_value(entry: MetadataField, metadata: Mapping[str, Any], key: str, source: str) -> int | float | bool:
-    value = metadata[key]
+def _field_value(entry: MetadataField, metadata: ModelMetadata) -> int | float | bool:
+    value = metadata.get(entry.key)
     if entry.kind is bool:
         if not isinstance(value, bool):
-            raise CheckpointError(f"{source}: metadata key {key} must be true or false, got {value!r}")
+            raise metadata.error(entry.key, f"must be true or false, got {value!r}")
         return value
-    return (
-        metadata_count(metadata, key, source) if entry.least == 0 else metadata_number(value, entry.kind, key, source)
-    )
+    return metadata.count(entry.key) if entry.least == 0 else metadata.checked(entry.key, value, entry.kind)
 
 
-def _rotary_part(family: Family, metadata: Mapping[str, Any], config: Mapping[str, Any], source: str) -> float:
+def _rotary_part(family: Family, metadata: ModelMetadata, config: Mapping[str, Any]) -> float:
     """Return the part of a head that rotary embeddings turn: 1, or less in the families that have such a config."""
-    key = f"{family.layout.architecture}.rope.dimension_count"
     head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rotary_width = metadata_count(metadata, key, source) or head_width
+    rotary_width = metadata.count("rope.dimension_count") or head_width
     partial = family.partly_rotated and rotary_width < head_width and rotary_width % 2 == 0
     if rotary_width != head_width and not partial:
-        raise CheckpointError(
-            f"{source}: metadata key {key} must be the width of a head, {head_width}, got {rotary_width}",
-            param=key,
-            limit=head_width,
-            value=rotary_width,
-        )
+        problem = f"must be the width of a head, {head_width}, got {rotary_width}"
+        raise metadata.error("rope.dimension_count", problem, limit=head_width, value=rotary_width)
     return float(rotary_width / head_width)
 
 
@@ -124,8 +113,8 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
             raise CheckpointError(f"{source}: {key} is {config[key]!r}; GGUF's {layout.architecture} implies {value!r}")
     metadata: dict[str, Any] = {}
     if layout.gemma:
-        metadata = gemma_metadata(layout, config, source)
-        config = plain_rope(layout, config)
+        metadata = gemma_metadata(layout.gemma, layout.architecture, config, source)
+        config = plain_rope(layout.gemma, config)
     elif not family.heads_differ:
         _check_windows(layout, config, source)
     if config.get("use_sliding_window"):

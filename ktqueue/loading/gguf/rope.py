@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.header import metadata_number
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.weight_formats import Floats
 
 FACTORS_TENSOR = "rope_freqs.weight"  # [head_dim / 2]
 LIST_TENSORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # [rotary / 2]
 _ROPE_THETA = 10_000.0  # if the file has none (llama.cpp's default)
-_BETAS = {"beta_fast": ("scaling.yarn_beta_fast", 32.0), "beta_slow": ("scaling.yarn_beta_slow", 1.0)}
-_ATTENTION_FACTOR, _ORIGINAL = "scaling.attn_factor", "scaling.original_context_length"
-_FACTORS = (_ATTENTION_FACTOR, "scaling.yarn_attn_factor")  # 1 has no effect
-_EXTRAPOLATION = "scaling.yarn_ext_factor"
+_BETAS = {"beta_fast": ("rope.scaling.yarn_beta_fast", 32.0), "beta_slow": ("rope.scaling.yarn_beta_slow", 1.0)}
+_ATTENTION_FACTOR, _ORIGINAL = "rope.scaling.attn_factor", "rope.scaling.original_context_length"
+_FACTORS = (_ATTENTION_FACTOR, "rope.scaling.yarn_attn_factor")  # 1 has no effect
+_EXTRAPOLATION = "rope.scaling.yarn_ext_factor"
 # Values of that key that have no effect, by scaling type. -1 lets the reader choose one of the others (llama.cpp).
 _HARMLESS = {"none": (-1.0, 0.0, 1.0), "linear": (-1.0, 0.0), "yarn": (-1.0, 1.0)}
-_LOG_MULTIPLIER = "scaling.yarn_log_multiplier"  # for latent attention: 0.1 * mscale_all_dim, and mscale is equal to it
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"  # of latent attention: 0.1 * mscale_all_dim; mscale is equal to it
 
 
 def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,41 +44,29 @@ def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": rope_type, "rope_theta": theta}
 
 
-def rope_from_metadata(
-    architecture: str, metadata: Mapping[str, Any], source: str, *, latent: bool, lists: bool = False
-) -> dict[str, Any]:
+def rope_from_metadata(metadata: ModelMetadata, *, latent: bool, lists: bool = False) -> dict[str, Any]:
     """Return `rope_parameters` from GGUF metadata. Raises CheckpointError.
 
     `latent`: the model has multi-head latent attention, whose yarn has more parameters. `lists`: see
     parameters_of_lists, which gives the metadata of lists a meaning.
     """
-    prefix = f"{architecture}.rope."
-    theta = metadata_number(metadata.get(prefix + "freq_base", _ROPE_THETA), float, prefix + "freq_base", source)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    scaling_type = metadata.get(prefix + "scaling.type", "none")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", _ROPE_THETA)}
+    scaling_type = metadata.get("rope.scaling.type", "none")
     if scaling_type not in (*_HARMLESS,):  # a tuple: the value may be of an unhashable type
-        raise CheckpointError(
-            f"{source}: {prefix}scaling.type {scaling_type!r} is not supported; known: {', '.join(_HARMLESS)}"
-        )
+        raise metadata.error("rope.scaling.type", f"{scaling_type!r} is not supported; known: {', '.join(_HARMLESS)}")
     factors = _FACTORS[1:] if lists else _FACTORS
     for name, no_effect in (*((name, (1.0,)) for name in factors), (_EXTRAPOLATION, _HARMLESS[scaling_type])):
-        if prefix + name in metadata and metadata[prefix + name] not in no_effect:
-            raise CheckpointError(f"{source}: {prefix}{name} {metadata[prefix + name]!r} is not supported")
+        if name in metadata and (stated := metadata.get(name)) not in no_effect:
+            raise metadata.error(name, f"{stated!r} is not supported")
     if scaling_type != "none":
         rope["rope_type"] = scaling_type
-        rope["factor"] = metadata_number(
-            metadata.get(prefix + "scaling.factor"), float, prefix + "scaling.factor", source
-        )
+        rope["factor"] = metadata.number("rope.scaling.factor")
         if scaling_type == "yarn":
-            key = prefix + "scaling.original_context_length"
-            rope["original_max_position_embeddings"] = metadata_number(metadata.get(key), int, key, source)
-            rope |= {
-                name: metadata_number(metadata.get(prefix + beta, default), float, prefix + beta, source)
-                for name, (beta, default) in _BETAS.items()
-            }
-            if latent and metadata.get(key := prefix + _LOG_MULTIPLIER):
+            rope["original_max_position_embeddings"] = metadata.integer(_ORIGINAL)
+            rope |= {name: metadata.number(beta, default) for name, (beta, default) in _BETAS.items()}
+            if latent and metadata.get(_LOG_MULTIPLIER):
                 # The file has a float32; configs have at most six digits.
-                scale = round(float(metadata_number(metadata[key], float, key, source)) / 0.1, 6)
+                scale = round(metadata.number(_LOG_MULTIPLIER) / 0.1, 6)
                 rope |= {"mscale": scale, "mscale_all_dim": scale}
     return rope
 
@@ -98,20 +86,20 @@ def rope_to_metadata(
     `factors`: the factors of `rope_type` llama3 are written as a tensor, so that type is accepted. `lists`: so are the
     two lists of longrope. `implied`: parameters that the architecture fixes.
     """
-    prefix = f"{architecture}.rope."
+    prefix = f"{architecture}."
     rope = rope_of_config(config)
     rope_type = rope["rope_type"]
     for name, value in implied.items():
         if rope.get(name, value) != value:
             raise CheckpointError(f"{source}: rope {name} is {rope[name]!r}; GGUF's {architecture} implies {value!r}")
     rope = {name: value for name, value in rope.items() if name not in implied}
-    metadata: dict[str, Any] = {prefix + "freq_base": rope["rope_theta"]}
+    metadata: dict[str, Any] = {prefix + "rope.freq_base": rope["rope_theta"]}
     if rope_type in ("linear", "yarn"):
-        metadata[prefix + "scaling.type"] = rope_type
-        metadata[prefix + "scaling.factor"] = float(rope["factor"])
+        metadata[prefix + "rope.scaling.type"] = rope_type
+        metadata[prefix + "rope.scaling.factor"] = float(rope["factor"])
         if rope_type == "yarn":
             original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
-            metadata[prefix + "scaling.original_context_length"] = int(original)
+            metadata[prefix + _ORIGINAL] = int(original)
             metadata |= _yarn_keys(prefix, rope, source, latent=latent)
     elif rope_type == "longrope" and lists:
         metadata[prefix + _ORIGINAL] = _original_length(rope, config, source)
@@ -148,25 +136,23 @@ def _attention_factor(rope: Mapping[str, Any], config: Mapping[str, Any], source
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
-def scale_of_lists(architecture: str, metadata: Mapping[str, Any], source: str) -> float:
+def scale_of_lists(metadata: ModelMetadata) -> float:
     """Return the factor of cosines and sines of a file with two lists. Raises CheckpointError."""
-    key = f"{architecture}.rope.{_ATTENTION_FACTOR}"
-    return float(metadata_number(metadata.get(key, 1.0), float, key, source))
+    return metadata.number(_ATTENTION_FACTOR, 1.0)
 
 
 def parameters_of_lists(
-    architecture: str, rope: Mapping[str, Any], lists: Mapping[str, Floats], metadata: Mapping[str, Any], source: str
+    metadata: ModelMetadata, rope: Mapping[str, Any], lists: Mapping[str, Floats]
 ) -> dict[str, Any]:
     """Return `rope_parameters` of longrope, without a scale, from plain `rope` and the two tensors of LIST_TENSORS, by
     parameter. Raises CheckpointError.
     """
     if rope["rope_type"] != "default":
         raise CheckpointError(
-            f"{source}: tensor {LIST_TENSORS['long_factor']!r} and rope.scaling.type {rope['rope_type']!r} cannot be "
-            "combined"
+            f"{metadata.source}: tensor {LIST_TENSORS['long_factor']!r} and rope.scaling.type {rope['rope_type']!r} "
+            "cannot be combined"
         )
-    original = metadata_number(metadata.get(key := f"{architecture}.rope.{_ORIGINAL}"), int, key, source)
-    context = metadata_number(metadata.get(key := f"{architecture}.context_length"), int, key, source)
+    original, context = metadata.integer(_ORIGINAL), metadata.integer("context_length")
     return {
         **rope,
         "rope_type": "longrope",

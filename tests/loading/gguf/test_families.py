@@ -15,6 +15,7 @@ from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.gemma import gemma_config
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.metadata import config_from_metadata
 from ktqueue.loading.load import load_model
 
@@ -173,8 +174,10 @@ def test_gemma_files_imply_windows_and_the_scale_of_queries(parts_of: Callable[[
     with pytest.raises(CheckpointError, match="sliding_window_pattern must be true or false for each of 6 layers"):
         built(parts, **{key: [True]})
     sizes = {"hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "rope_parameters": {}}
+    version, metadata = family_of_type("gemma3_text").layout.gemma, ModelMetadata("gemma3", {}, "file")
+    assert version is not None
     for layers, scale in ((62, 168), (48, 128)):
-        config = gemma_config(family_of_type("gemma3_text").layout, {}, {**sizes, "num_hidden_layers": layers}, "file")
+        config = gemma_config(version, metadata, {**sizes, "num_hidden_layers": layers})
         assert config["query_pre_attn_scalar"] == scale and {*config["layer_types"]} == {"full_attention"}
         assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 10_000.0
 

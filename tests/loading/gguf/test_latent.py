@@ -230,7 +230,7 @@ def test_old_files_have_default_groups(experts: int, groups: tuple[int, int]) ->
         ({"deepseek2.rope.dimension_count": 24}, "must be even and less than the length of a key, 24"),
         ({"deepseek2.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
         ({"deepseek2.rope.dimension_count": 7}, "must be even"),
-        ({"deepseek2.expert_gating_func": 3}, "file: deepseek2.expert_gating_func 3 is not supported"),
+        ({"deepseek2.expert_gating_func": 3}, "file: metadata key deepseek2.expert_gating_func 3 is not supported"),
         ({"deepseek2.rope.scaling.attn_factor": 0.5}, "deepseek2.rope.scaling.attn_factor 0.5 is not supported"),
         ({"deepseek2.expert_weights_norm": True}, "expert_weights_norm with softmax scores is not supported"),
         ({"deepseek2.leading_dense_block_count": -1}, "leading_dense_block_count must be a positive number"),

@@ -15,6 +15,7 @@ from tiny_tokenizer import write_tokenizer
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.linear import column_order, linear_config, linear_metadata
 from ktqueue.loading.load import load_model
 
@@ -199,8 +200,8 @@ def test_wrong_metadata_is_refused(changes: dict[str, int], message: str, write:
 
 def test_every_fourth_layer_has_keys_if_a_file_does_not_say() -> None:
     config = {"linear_num_value_heads": 4, "num_hidden_layers": 8}
-    layout = family_of_type("qwen3_next").layout
-    kinds = linear_config(layout, {"qwen3next.ssm.inner_size": 128}, config, "file")["layer_types"]
+    metadata = ModelMetadata("qwen3next", {"qwen3next.ssm.inner_size": 128}, "file")
+    kinds = linear_config(family_of_type("qwen3_next").layout, metadata, config)["layer_types"]
     assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == [3, 7]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_to_metadata
 from ktqueue.loading.load import load_model
 
@@ -35,7 +36,7 @@ def test_betas_survive_a_round_trip(
 def test_missing_betas_have_the_defaults_of_transformers(latent: bool) -> None:
     metadata = written(YARN, latent=latent)
     for stated in (metadata, {key: value for key, value in metadata.items() if "beta" not in key}):
-        found = rope_from_metadata("x", stated, "file", latent=latent)
+        found = rope_from_metadata(ModelMetadata("x", stated, "file"), latent=latent)
         assert found == {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -77,8 +78,8 @@ def test_attention_factors_of_a_file_are_refused_or_have_no_effect(
     plain = written({**YARN, "rope_type": kind.replace("none", "default")}, latent=latent)
     metadata = {**plain, f"x.rope.scaling.{key}": value}
     if refused:
-        with pytest.raises(CheckpointError, match=f"file: x.rope.scaling.{key} {value} is not supported"):
-            rope_from_metadata("x", metadata, "file", latent=latent)
+        with pytest.raises(CheckpointError, match=f"file: metadata key x.rope.scaling.{key} {value} is not supported"):
+            rope_from_metadata(ModelMetadata("x", metadata, "file"), latent=latent)
     else:
-        found = rope_from_metadata("x", metadata, "file", latent=latent)
-        assert found == rope_from_metadata("x", plain, "file", latent=latent)
+        found = rope_from_metadata(ModelMetadata("x", metadata, "file"), latent=latent)
+        assert found == rope_from_metadata(ModelMetadata("x", plain, "file"), latent=latent)
