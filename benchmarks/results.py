@@ -28,6 +28,20 @@ def write(path: Path, result: dict[str, Any], digits: int = 4) -> None:
         pages.write()
 
 
+class GrowingResult:
+    """A result whose file is written after each figure, so that an interrupted run leaves what it has."""
+
+    def __init__(self, path: Path, **facts: Any) -> None:
+        self.values: dict[str, Any] = {"format": 1, **facts}
+        self._path = path
+
+    def add(self, figure: dict[str, Any], part: str = "figures") -> None:
+        """Add a figure to a part of the result, and show it on standard error."""
+        sys.stderr.write(f"{part}: {figure}\n")
+        self.values.setdefault(part, []).append(figure)
+        write(self._path, self.values)
+
+
 def _priority() -> list[str]:
     """The command that gave this process its scheduling priority, if it has another than the default."""
     if os.sched_getscheduler(0) == os.SCHED_RR:

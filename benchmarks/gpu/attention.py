@@ -5,7 +5,6 @@ stay in the GPU's cache; a prompt runs eagerly. Then the host's time for a plan 
 keys and values. The torch twin cannot be captured and always runs eagerly.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import command_line
-from benchmarks.results import write
+from benchmarks.results import GrowingResult
 from ktqueue.bench.environment import environment
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
@@ -135,7 +134,7 @@ def main() -> None:
     parser.add_argument("--backend", action="append", choices=BACKENDS)
     parser.add_argument("--cache", action="append", choices=tuple(TYPES))
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"format": 1, "environment": environment(), "figures": []}
+    result = GrowingResult(arguments.results / "attention.json", environment=environment())
     pages = max(rows * -(-context // PAGE_SIZE) for rows, context in DECODE)
     for name in arguments.cache or TYPES:
         layout = KVLayout(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=PAGE_SIZE, dtype=TYPES[name])
@@ -143,10 +142,7 @@ def main() -> None:
         for backend in arguments.backend or BACKENDS:
             if backend == "torch" and name != "bfloat16":
                 continue
-            figure = {"cache": name, **measure(backend, kv)}
-            sys.stderr.write(f"{figure}\n")
-            result["figures"].append(figure)
-            write(arguments.results / "attention.json", result)
+            result.add({"cache": name, **measure(backend, kv)})
         del kv
 
 

@@ -5,13 +5,12 @@ experts read a second, and what a probe of the memory reads in the same minute. 
 prefetch, in turns, and with some or all experts in GPU memory. The model is loaded once.
 """
 
-import sys
 from typing import Any
 
 from benchmarks import machine
 from benchmarks.command import integers
 from benchmarks.gpu.loaded_gpu_model import GIB, PROMPT_TOKENS, LoadedGpuModel, gpu_command_line
-from benchmarks.results import write
+from benchmarks.results import GrowingResult
 from ktqueue.bench.engine import measure_decode, measure_prefill
 from ktqueue.bench.environment import environment
 
@@ -69,32 +68,23 @@ def main() -> None:
     parser.add_argument("--expert-streaming", default="auto", help="off: no experts come to the GPU for a step")
     parser.add_argument("--rounds", type=int, default=2, help="of each point")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {
-        "format": 1, "model": arguments.model, "decode": [], "prefill": [], "prefetch": [], "curve": [],
-    }  # fmt: skip
-
-    def add(part: str, figure: dict[str, Any]) -> None:
-        sys.stderr.write(f"{part}: {figure}\n")
-        result[part].append(figure)
-        write(arguments.results / "gpu.json", result)  # an interrupted run leaves what it has
-
     loaded = LoadedGpuModel(
         arguments.model, max(arguments.rows), 12 * GIB, expert_streaming=arguments.expert_streaming
     )  # fmt: skip
-    result["environment"] = environment()
+    result = GrowingResult(arguments.results / "gpu.json", model=arguments.model, environment=environment())
     for rows in arguments.rows:
-        add("decode", decode(loaded, rows, arguments.rounds))
+        result.add(decode(loaded, rows, arguments.rounds), "decode")
     for tokens in arguments.prefill:
-        add("prefill", prefill(loaded, tokens, 3 * arguments.rounds))
+        result.add(prefill(loaded, tokens, 3 * arguments.rounds), "prefill")
     all_experts = loaded.expert_bytes
     for prefetch in arguments.prefetch_turns * (False, True):
         loaded.rebuild(expert_prefetch=prefetch)
         for rows in arguments.curve_rows:
-            add("prefetch", {"expert_prefetch": prefetch, **decode(loaded, rows, arguments.rounds)})
+            result.add({"expert_prefetch": prefetch, **decode(loaded, rows, arguments.rounds)}, "prefetch")
     for memory in [*(gigabytes * GIB for gigabytes in arguments.memory), all_experts] if arguments.memory else []:
         loaded.rebuild(gpu_expert_memory_bytes=memory)
         for rows in arguments.rows if memory == all_experts else arguments.curve_rows:
-            add("curve", {"expert_memory_gib": memory / GIB, **decode(loaded, rows, arguments.rounds)})
+            result.add({"expert_memory_gib": memory / GIB, **decode(loaded, rows, arguments.rounds)}, "curve")
     loaded.engine.close()
 
 

@@ -11,19 +11,19 @@ import ctypes
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.command import command_line, integers
-from benchmarks.results import write
+from benchmarks.gpu.attention import seconds
+from benchmarks.results import GrowingResult
 from ktqueue.bench.environment import environment
 from ktqueue.loading.synthetic.random_blocks import random_blocks
 from ktqueue.operators import native
@@ -67,7 +67,6 @@ DISTINCT = 8
 DEVIATION = 0.02
 BOUND = 0.03
 """Largest relative error of a pair: its weights or its activations are rounded."""
-REPLAYS = 5
 DECODED_ROWS = (16, 32, 64)
 """Rows that a program decodes at once, where experts are decoded first."""
 PROBE_BYTES = 4 << 30
@@ -267,20 +266,6 @@ def compile_all(shape: Shape, points: Iterable[tuple[str, int]], processes: int)
     return {name: error for name, error in found.items() if error}
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """The device's time for a call: the median of REPLAYS, after one that is not counted."""
-    run()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) / 1e3)
-    return median(times)
-
-
 def layer_seconds(layers: Layers, steps: list[Step], choice: Choice) -> float:
     """Mean time of a layer in a graph of all."""
     steps[0].run(choice, layers.memory)
@@ -289,10 +274,10 @@ def layer_seconds(layers: Layers, steps: list[Step], choice: Choice) -> float:
     with torch.cuda.graph(graph):
         for step in steps:
             step.run(choice, layers.memory)
-    return seconds(graph.replay) / len(steps)
+    return seconds(graph.replay, 1) / len(steps)
 
 
-def decode_figures(layers: Layers, slots: int) -> list[dict[str, float]]:
+def decode_figures(layers: Layers, slots: int) -> list[dict[str, Any]]:
     """Decoding all experts of a layer, without their products, by the rows that a program decodes. Each layer is read
     from memory. GB/s count what is read and written."""
     record, pairs, experts = layers.record, Step.make(layers, 0, ROWS[-1], slots).pairs, layers.offsets.shape[1]
@@ -307,7 +292,7 @@ def decode_figures(layers: Layers, slots: int) -> list[dict[str, float]]:
                         pairs._replace(offsets=offsets), rows, layers.memory, quants, rows_at_once=rows_at_once
                     )
 
-        took = seconds(run) / len(layers.offsets)
+        took = seconds(run, 1) / len(layers.offsets)
         gigabytes = (experts * record.bytes + written) / 1e9
         found.append({"rows_at_once": rows_at_once, "layer_us": 1e6 * took, "gb_s": gigabytes / took})
     return found
@@ -317,8 +302,8 @@ def probe(pool: torch.Tensor) -> dict[str, float]:
     """GB/s of a sum over memory, and of a copy, which reads and writes."""
     source = pool[: min(PROBE_BYTES, len(pool) // 16 * 8)].view(torch.float64)
     target = torch.empty_like(source)
-    summed = seconds(partial(torch.sum, source.view(torch.int64)))
-    copied = seconds(partial(target.copy_, source))
+    summed = seconds(partial(torch.sum, source.view(torch.int64)), 1)
+    copied = seconds(partial(target.copy_, source), 1)
     return {"read_gb_s": source.nbytes / summed / 1e9, "copy_gb_s": 2 * source.nbytes / copied / 1e9}
 
 
@@ -334,23 +319,29 @@ def main() -> None:
     shape, begun = SHAPES[arguments.shape], time.perf_counter()
     points = [(name, rows) for name, rows in applicable(arguments.rows) if arguments.only in name]
     failed = compile_all(shape, points, arguments.processes)
-    result: dict[str, Any] = {"format": 1, "environment": environment(), "shape": arguments.shape}
-    result["early"] = arguments.early
-    result |= {"layers": shape.layers, "experts": shape.experts}
-    result |= {"compile_seconds": time.perf_counter() - begun, "failed": failed, "figures": []}
-    sys.stderr.write(f"compiled in {result['compile_seconds']:.0f} s; failed: {failed}\n")
+    compiled = time.perf_counter() - begun
+    sys.stderr.write(f"compiled in {compiled:.0f} s; failed: {failed}\n")
     layers = Layers.make(shape.record, shape.layers, shape.experts, "cuda")
-    result["probe"] = probe(layers.pool)
-    sys.stderr.write(f"memory: {result['probe']}\n")
-    result["decode"] = decode_figures(layers, shape.slots)
-    sys.stderr.write(f"decoding: {result['decode']}\n")
+    result = GrowingResult(
+        arguments.results / f"expert-tiles-{arguments.shape}.json",
+        environment=environment(),
+        shape=arguments.shape,
+        early=arguments.early,
+        layers=shape.layers,
+        experts=shape.experts,
+        compile_seconds=compiled,
+        failed=failed,
+        probe=probe(layers.pool),
+    )
+    for figure in decode_figures(layers, shape.slots):
+        result.add(figure, "decode")
     for rows in arguments.rows:
         steps = [Step.make(layers, layer, rows, shape.slots) for layer in range(shape.layers)]
         expected = steps[0].expected()
         used = sum(len(torch.bincount(step.pairs.ids.flatten()).nonzero()) for step in steps) / shape.layers
         for name in (name for name, number in points if number == rows and name not in failed):
             choice = CHOICES[name]
-            figure: dict[str, Any] = {"rows": rows, "choice": name, "experts": used}
+            figure = {"rows": rows, "choice": name, "experts": used}
             try:
                 with dependent_launches(arguments.early):
                     figure["error"] = largest_error(steps[0].run(choice, layers.memory), expected)
@@ -361,13 +352,11 @@ def main() -> None:
                     figure["gb_s"] = used * shape.record.bytes / took / 1e9
             except RuntimeError as error:  # also of a capture, and of memory
                 figure["failed"] = str(error)[:200]
-            sys.stderr.write(f"{figure}\n")
-            result["figures"].append(figure)
-            result["seconds"] = time.perf_counter() - begun
-            write(
-                arguments.results / f"expert-tiles-{arguments.shape}.json", result
-            )  # an interrupted run leaves what it has
-    sys.stderr.write("".join(f"{rows} rows: {best(result['figures'], rows)}\n" for rows in arguments.rows))
+            result.values["seconds"] = time.perf_counter() - begun
+            result.add(figure)
+    sys.stderr.write(
+        "".join(f"{rows} rows: {best(result.values.get('figures', []), rows)}\n" for rows in arguments.rows)
+    )
 
 
 def best(figures: list[dict[str, Any]], rows: int) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.command import command_line
 from benchmarks.gpu.attention import make_step, seconds
-from benchmarks.results import write
+from benchmarks.results import GrowingResult
 from ktqueue.bench.environment import environment
 from ktqueue.operators.gpu.attention import latent
 from ktqueue.operators.gpu.attention.backends import make_planner
@@ -164,7 +164,7 @@ def random(*shape: int) -> torch.Tensor:
 def main() -> None:
     """Measure every shape, and keep the figures."""
     arguments = command_line(__doc__).parse_args()
-    result: dict[str, Any] = {"format": 1, "environment": environment(), "layers": LAYERS, "figures": []}
+    result = GrowingResult(arguments.results / "latents.json", environment=environment(), layers=LAYERS)
     pages = max(ROWS) * max(KEYS) // PAGE_SIZE
     for name, dtype in TYPES.items():
         layout = KVLayout(
@@ -180,9 +180,7 @@ def main() -> None:
                 for keys in KEYS:
                     figures += values(heads, rows, keys, kv)
                 for figure in figures:
-                    result["figures"].append({"cache": name, **figure})
-                    sys.stderr.write(f"{result['figures'][-1]}\n")
-                write(arguments.results / "latents.json", result)
+                    result.add({"cache": name, **figure})
         del kv
 
 

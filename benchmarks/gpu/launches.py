@@ -4,12 +4,11 @@ All experts are on the GPU, where a step is short. The next step is launched bef
 (ahead), after that (early), or by the caller (late), in turns in one process. Each way must give the same tokens.
 """
 
-import sys
 from typing import Any
 
 from benchmarks.gpu.loaded_gpu_model import GIB, PROMPT_TOKENS, LoadedGpuModel, gpu_command_line
 from benchmarks.gpu.profile import measure as trace
-from benchmarks.results import write
+from benchmarks.results import GrowingResult
 from ktqueue.bench.engine import LAUNCHES, measure_decode, start, step
 from ktqueue.bench.environment import environment
 
@@ -36,14 +35,13 @@ def main() -> None:
     loaded = LoadedGpuModel(
         arguments.model, max(arguments.rows), 4 * GIB, gpu_expert_memory_bytes=arguments.expert_gib * GIB
     )
-    result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment()}
-    result |= {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "decode": [], "traced": []}
-
-    def add(part: str, figure: dict[str, Any]) -> None:
-        sys.stderr.write(f"{part}: {figure}\n")
-        result[part].append(figure)
-        write(arguments.results / "launches.json", result)  # an interrupted run leaves what it has
-
+    result = GrowingResult(
+        arguments.results / "launches.json",
+        model=arguments.model,
+        environment=environment(),
+        prompt_tokens=PROMPT_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
+    )
     for name, sampling in SAMPLINGS.items():
         for rows in arguments.rows:
             known = answers(loaded, rows, "late", sampling)
@@ -56,8 +54,7 @@ def main() -> None:
             for launch in LAUNCHES:
                 taken = [measured for way, measured in turns if way == launch]
                 best = max(taken, key=lambda measured: measured.tokens_per_second)
-                add(
-                    "decode",
+                result.add(
                     {
                         "rows": rows, "sampling": name, "launch": launch, "same_tokens": same[launch],
                         "tokens_per_second": best.tokens_per_second,
@@ -65,10 +62,11 @@ def main() -> None:
                         "step_ms": 1e3 * best.step, "fastest_step_ms": 1e3 * best.fastest_step,
                         "parts_ms": {part: 1e3 * seconds for part, seconds in best.parts.items()},
                     },
+                    "decode",
                 )  # fmt: skip
     for rows in arguments.rows:
         for launch in ("late", "ahead"):
-            add("traced", {"launch": launch, **trace(loaded, rows, launch)})
+            result.add({"launch": launch, **trace(loaded, rows, launch)}, "traced")
     loaded.engine.close()
 
 

@@ -5,7 +5,6 @@ alone first, and then beside a batch of many rows, with steps that overlap those
 share.
 """
 
-import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -14,7 +13,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.gpu.loaded_gpu_model import GIB, PROMPT_TOKENS, LoadedGpuModel, gpu_command_line
 from benchmarks.percentiles import percentiles
-from benchmarks.results import write
+from benchmarks.results import GrowingResult
 from ktqueue.bench.environment import environment
 from ktqueue.core.request import JobClass, SamplingParams
 from ktqueue.engine.engine import Engine
@@ -102,15 +101,18 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = arguments.batch + max(arguments.rows)
     loaded = LoadedGpuModel(arguments.model, rows, arguments.cache_gib * GIB)
-    result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment(), "figures": []}
-    result |= {"batch": arguments.batch, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
+    result = GrowingResult(
+        arguments.results / "overlap.json",
+        model=arguments.model,
+        environment=environment(),
+        batch=arguments.batch,
+        prompt_tokens=PROMPT_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
+    )
 
     def measure(load: Load, way: str, numbers: list[int]) -> None:
         for number in numbers:
-            figure = {"way": way, **load.run(number, arguments.seconds)}
-            sys.stderr.write(f"{figure}\n")
-            result["figures"].append(figure)
-            write(arguments.results / "overlap.json", result)  # an interrupted run leaves what it has
+            result.add({"way": way, **load.run(number, arguments.seconds)})
 
     def with_batch() -> Load:
         load = Load(loaded)

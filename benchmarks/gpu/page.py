@@ -175,7 +175,7 @@ def launches(result: dict[str, Any]) -> list[str]:
         [*by_rows.values()],
         words=1,
     )  # fmt: skip
-    if not result["traced"]:  # the run was interrupted
+    if not result.get("traced"):  # the run was interrupted
         return lines
     parts = list(result["traced"][0]["ms"])
     traced: Columns = {

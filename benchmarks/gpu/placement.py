@@ -6,7 +6,6 @@ uses a policy may know at the start. The other half are measured. Beside the wor
 in what they expect of an expert. One expert may move beside a step, as 16 MiB allow in a quarter of Qwen3-30B-A3B.
 """
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.command import command_line, integers
-from benchmarks.results import write
+from benchmarks.results import GrowingResult
 from ktqueue.loading.synthetic.routing import read_trace
 from ktqueue.operators.gpu.copy_stream import CopyStream
 from ktqueue.operators.gpu.experts.expected_uses import HALF_LIFE_STEPS, ExpectedUses
@@ -194,24 +193,20 @@ def main() -> None:
     parser.add_argument("--room", type=integers, default="16,32,64", help="experts of a layer that GPU memory has")
     arguments = parser.parse_args()
     trace = Trace.read(arguments.trace)
-    result: dict[str, Any] = {
-        "format": 1,
-        "experts": trace.experts,
-        "layers": trace.measured[0].shape[1],
-        "prompt_tokens": PROMPT_TOKENS,
-        "first_steps": FIRST_STEPS,
-        "figures": [],
-    }
+    result = GrowingResult(
+        arguments.results / "placement.json",
+        experts=trace.experts,
+        layers=trace.measured[0].shape[1],
+        prompt_tokens=PROMPT_TOKENS,
+        first_steps=FIRST_STEPS,
+    )
     begun = time.monotonic()
     for rows in arguments.rows:
         for room in arguments.room:
             for policy in POLICIES:
                 share, steps = room / trace.experts, STEPS.get(rows, 1_000)
-                figure = simulate(trace, policy, rows=rows, room=share, steps=steps)
-                sys.stderr.write(f"{figure}\n")
-                result["figures"].append(figure)
-    result["seconds"] = time.monotonic() - begun
-    write(arguments.results / "placement.json", result)
+                result.values["seconds"] = time.monotonic() - begun
+                result.add(simulate(trace, policy, rows=rows, room=share, steps=steps))
 
 
 if __name__ == "__main__":

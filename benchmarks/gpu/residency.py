@@ -7,14 +7,13 @@ with those that were used most before, as after a restart (known). Each model is
 
 import argparse
 import gc
-import sys
 from typing import Any
 
 import torch
 
 from benchmarks import machine
 from benchmarks.gpu.loaded_gpu_model import GIB, PROMPT_TOKENS, LoadedGpuModel, gpu_command_line
-from benchmarks.results import write
+from benchmarks.results import GrowingResult
 from ktqueue.bench.engine import measure_decode
 from ktqueue.bench.environment import environment
 from ktqueue.core.config import EngineConfig
@@ -65,18 +64,21 @@ def main() -> None:
     parser.add_argument("trace", help="a .npz file of routing")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts that are in GPU memory")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"format": 1, "model": arguments.model, "share": arguments.share, "figures": []}
-    result |= {"environment": environment(), "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
+    result = GrowingResult(
+        arguments.results / "residency.json",
+        model=arguments.model,
+        share=arguments.share,
+        environment=environment(),
+        prompt_tokens=PROMPT_TOKENS,
+        output_tokens=OUTPUT_TOKENS,
+    )
     for routing in ("trace", "uniform"):
         loaded = load(
             arguments, f"{arguments.model}{ROUTING}{arguments.trace}" if routing == "trace" else arguments.model
         )
         for rows in arguments.rows:
             for start, figure in measure(loaded, rows).items():
-                row = {"routing": routing, "start": start, **figure, "dram_gb_s": machine.bandwidth()}
-                sys.stderr.write(f"{row}\n")
-                result["figures"].append(row)
-                write(arguments.results / "residency.json", result)  # an interrupted run leaves what it has
+                result.add({"routing": routing, "start": start, **figure, "dram_gb_s": machine.bandwidth()})
         loaded.engine.close()
         del loaded
         gc.collect()
