@@ -7,8 +7,6 @@ torch computes attention over the cache. TEXT may be an .xz file. A model with r
 perplexity that says something.
 """
 
-import hashlib
-import math
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.command import command_line
-from benchmarks.quality.perplexity import read_text
+from benchmarks.quality.scored_texts import Sums, Text
 from benchmarks.results import write
 from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -122,32 +120,16 @@ class Measured:
 
 def compare(measured: Measured, windows: list[list[int]]) -> list[dict[str, Any]]:
     """Figures of each way, beside the cache as it is computed."""
-    ways = ["as computed", *SHIFTS, ROUNDED]
-    sums = {way: {"loss": 0.0, "more": 0.0, "squares": 0.0, "kl": 0.0, "same": 0} for way in ways}
+    sums = {way: Sums() for way in ("as computed", *SHIFTS, ROUNDED)}
     for number, ids in enumerate(windows):
         expected = torch.empty(0)
-        for way in ways:
+        for way, total in sums.items():
             found = measured.logits(ids, way)[:-1]
             expected = found if way == "as computed" else expected
-            targets = torch.tensor(ids[1:], device=found.device)[:, None]
-            more = (expected - found).gather(1, targets).double()
-            sums[way]["more"] += float(more.sum())
-            sums[way]["squares"] += float(more.square().sum())
-            sums[way]["loss"] -= float(found.gather(1, targets).double().sum())
-            sums[way]["kl"] += float((expected.exp() * (expected - found)).double().sum())
-            sums[way]["same"] += int((expected.argmax(-1) == found.argmax(-1)).sum())
+            total.add(found, expected, torch.tensor(ids[1:], device=found.device))
         sys.stderr.write(f"{number + 1} of {len(windows)} windows\n")
-    tokens = sum(len(ids) - 1 for ids in windows)
-    usual = math.exp(sums["as computed"]["loss"] / tokens)
-    figures = []
-    for way, total in sums.items():
-        perplexity = math.exp(total["loss"] / tokens)
-        change = 100 * (perplexity / usual - 1)
-        variance = total["squares"] / tokens - (total["more"] / tokens) ** 2
-        error = 100 * math.sqrt(variance / tokens)
-        figure = {"keys_and_values": way, "perplexity": perplexity, "change": change, "error": error}
-        figures.append({**figure, "kl": total["kl"] / tokens, "same": 100 * total["same"] / tokens})
-    return figures
+    usual = sums["as computed"].perplexity
+    return [{"keys_and_values": way, **total.figure(usual)} for way, total in sums.items()]
 
 
 def main() -> None:
@@ -160,22 +142,18 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens")
     arguments = parser.parse_args()
     native.set_threads()
-    raw = read_text(arguments.text)
+    scored = Text.read(arguments.text)
     count, window = arguments.windows, arguments.window
     measured = Measured(arguments.model, arguments.device, window)
     if arguments.model.startswith("synthetic:"):
         random, vocabulary = Random(1), measured.decoder.facts.vocabulary
-        ids = [random.randrange(vocabulary) for _ in range(count * window)]
-    else:
-        ids = load_tokenizer(arguments.model).encode(raw.decode()[: 16 * count * window])
-    if len(ids) < count * window:
-        raise SystemExit(f"{arguments.text} is too short for {count} windows")
-    figures = compare(measured, [ids[i * window : (i + 1) * window] for i in range(count)])
-    name, facts = arguments.model.replace(":", "-"), machine.facts()
-    source = f"`{arguments.text.name.removesuffix('.xz')}` ({len(raw)} bytes, sha256 {hashlib.sha256(raw).hexdigest()})"
-    source = f"Text: {source} from its beginning."
-    if arguments.model.startswith("synthetic:"):
+        windows = [[random.randrange(vocabulary) for _ in range(window)] for _ in range(count)]
         source = "Weights and tokens are random."
+    else:
+        windows = scored.windows(load_tokenizer(arguments.model).encode, count, window)
+        source = f"Text: {scored} from its beginning."
+    figures = compare(measured, windows)
+    name, facts = arguments.model.replace(":", "-"), machine.facts()
     float8 = measured.model.kv_layout(16, FLOAT8)
     unscaled = sum(number == 1 for layer in range(float8.layers) for number in float8.scale(layer))
     text = (

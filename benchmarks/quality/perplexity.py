@@ -7,7 +7,6 @@ attention take the format; embeddings, which also give the logits, take it from 
 and TEXT may hold .xz files.
 """
 
-import hashlib
 import lzma
 import shutil
 import sys
@@ -20,6 +19,7 @@ import numpy as np
 from benchmarks.command import add_cpu_arguments, command_line
 from benchmarks.quality import accuracy
 from benchmarks.quality.quantisers import packed_by_llama
+from benchmarks.quality.scored_texts import Text
 from benchmarks.results import write
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import GgufHeader, TensorInfo, read_header
@@ -75,11 +75,6 @@ def _unpacked(folder: Path, target: Path) -> Path:
     return target
 
 
-def read_text(path: Path) -> bytes:
-    """A file's bytes, unpacked if it is an .xz file."""
-    return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-
-
 def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
@@ -90,15 +85,12 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens; all but the first are scored")
     add_cpu_arguments(parser)
     arguments = parser.parse_args()
-    raw = read_text(arguments.text)
+    text = Text.read(arguments.text)
     formats = [name.upper() for name in arguments.formats.split(",")]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = _unpacked(arguments.weights, Path(name) / "weights")
-        ids = load_tokenizer(str(folder)).encode(raw.decode()[: 16 * arguments.windows * arguments.window])
-        windows = [ids[i * arguments.window : (i + 1) * arguments.window] for i in range(arguments.windows)]
-        if len(windows[-1]) < arguments.window:
-            raise SystemExit(f"{arguments.text} is too short for {arguments.windows} windows")
+        windows = text.windows(load_tokenizer(str(folder)).encode, arguments.windows, arguments.window)
         convert(folder, Path(name) / "f32.gguf", experts="f32", dense="f32")
         source = read_header(Path(name) / "f32.gguf")
         for quant in dict.fromkeys([REFERENCE, *formats]):
@@ -111,11 +103,7 @@ def main() -> None:
         arguments.results / "perplexity.json",
         {
             "model": arguments.weights.name,
-            "text": {
-                "name": arguments.text.name.removesuffix(".xz"),
-                "bytes": len(raw),
-                "sha256": hashlib.sha256(raw).hexdigest(),
-            },
+            "text": {"name": text.name, "bytes": text.bytes, "sha256": text.sha256},
             "window": arguments.window,
             "windows": arguments.windows,
             "reference": REFERENCE,

@@ -7,8 +7,6 @@ by weights in bfloat16. 1x128: steps of one row with 128 tokens, 16x1: decode st
 memory. Each shape runs with keys and values as computed, and in float8. TEXT may be an .xz file.
 """
 
-import hashlib
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ import torch
 from benchmarks import machine
 from benchmarks.command import command_line
 from benchmarks.quality import logits
-from benchmarks.quality.perplexity import read_text
+from benchmarks.quality.scored_texts import Sums, Text
 from benchmarks.results import write
 from ktqueue.core.config import EngineConfig
 from ktqueue.loading.load import load_model
@@ -48,40 +46,6 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.tokens}"
-
-
-@dataclass(slots=True)
-class Sums:
-    """What is summed over all scored tokens of one way."""
-
-    tokens: int = 0
-    loss: float = 0.0
-    more: float = 0.0  # loss than on the CPU in float32
-    squares: float = 0.0
-    divergence: float = 0.0
-    same: int = 0
-
-    def add(self, found: torch.Tensor, expected: torch.Tensor, targets: torch.Tensor) -> None:
-        """Add tokens. found, expected: log probabilities [tokens, vocabulary]; targets: [tokens] int64."""
-        more = (expected - found).gather(1, targets[:, None]).double()
-        self.tokens += len(targets)
-        self.loss -= float(found.gather(1, targets[:, None]).double().sum())
-        self.more += float(more.sum())
-        self.squares += float(more.square().sum())
-        self.divergence += float((expected.exp() * (expected - found)).double().sum())
-        self.same += int((expected.argmax(-1) == found.argmax(-1)).sum())
-
-    def figure(self, usual: float) -> dict[str, float]:
-        """`change` and its standard error in percent of `usual`, the perplexity on the CPU in float32."""
-        perplexity = math.exp(self.loss / self.tokens)
-        variance = self.squares / self.tokens - (self.more / self.tokens) ** 2
-        return {
-            "perplexity": perplexity,
-            "change": 100 * (perplexity / usual - 1),
-            "error": 100 * math.sqrt(max(0.0, variance) / self.tokens),
-            "kl": self.divergence / self.tokens,
-            "same": 100 * self.same / self.tokens,
-        }
 
 
 @dataclass(slots=True)
@@ -166,10 +130,9 @@ def compare(
                         total.add(
                             found[:, : ids.shape[1]].flatten(0, 1), expected[rows, kept].flatten(0, 1), ids.flatten()
                         )
-        usual = sums[ON_CPU, COMPUTED, None]
-        perplexity = math.exp(usual.loss / usual.tokens)
+        usual = sums[ON_CPU, COMPUTED, None].perplexity
         yield [
-            {"steps": steps, "cache": cache, **({"pairs": pairs} if pairs else {}), **total.figure(perplexity)}
+            {"steps": steps, "cache": cache, **({"pairs": pairs} if pairs else {}), **total.figure(usual)}
             for (steps, cache, pairs), total in sums.items()
         ]
 
@@ -194,12 +157,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens; all but the first are scored")
     arguments = parser.parse_args()
     threads = native.set_threads()
-    raw = read_text(arguments.text)
     count, window = arguments.windows, arguments.window
-    ids = load_tokenizer(arguments.model).encode(raw.decode()[: 16 * count * window])[: count * window]
-    if len(ids) < count * window:
-        raise SystemExit(f"{arguments.text} is too short for {count} windows")
-    windows = torch.tensor(ids).view(count, window)
+    scored = Text.read(arguments.text)
+    windows = torch.tensor(scored.windows(load_tokenizer(arguments.model).encode, count, window))
     columns = {
         "steps": "{steps}",
         "keys and values": "{cache}",
@@ -214,14 +174,12 @@ def main() -> None:
     for figures in compare(arguments.model, arguments.device, windows, arguments.shapes, threads):
         done = min(count, done + max(shape.rows for shape in arguments.shapes))
         facts = machine.facts()
-        name = arguments.text.name.removesuffix(".xz")
         text = (
-            f"{done} windows of {window} tokens of `{name}` ({len(raw)} bytes, sha256 "
-            f"{hashlib.sha256(raw).hexdigest()}) from its beginning; all but a window's first token scored. 1x128: "
-            "steps of one row with 128 tokens; 16x1: decode steps of 16 rows. Pairs: of a token and an expert. +-: the "
-            "standard error. Dense weights and activations are bfloat16, all experts in GPU memory. KL divergence and "
-            f"likeliest token: against the CPU in float32. {arguments.device}; commit {facts['commit']}, "
-            f"{facts['taken']}."
+            f"{done} windows of {window} tokens of {scored} from its beginning; all but a window's first token "
+            "scored. 1x128: steps of one row with 128 tokens; 16x1: decode steps of 16 rows. Pairs: of a token and an "
+            "expert. +-: the standard error. Dense weights and activations are bfloat16, all experts in GPU memory. KL "
+            "divergence and likeliest token: against the CPU in float32. "
+            f"{arguments.device}; commit {facts['commit']}, {facts['taken']}."
         )
         title = f"Perplexity by the shape of steps: {arguments.model}"
         section = {"title": title, "text": text, "words": 2, "columns": columns}

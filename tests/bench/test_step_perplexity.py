@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.quality import step_perplexity
-from benchmarks.quality.step_perplexity import ON_CPU, ROUNDED, Shape, Sums, compare, shapes_of
+from benchmarks.quality.scored_texts import Sums
+from benchmarks.quality.step_perplexity import ON_CPU, ROUNDED, Shape, compare, shapes_of
 from ktqueue.loading.load import load_model
 
 RULES = "- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder, activations: float32}\n"
