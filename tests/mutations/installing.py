@@ -7,7 +7,6 @@ DISTRIBUTIONS = "tests/install/test_distributions.py"
 
 INSTALLING: dict[str, Mutation] = {
     "workers import from the current folder": Mutation(
-        "no module of the current folder replaces ours or the standard library's",
         "workers/supervision/fork_client.py",
         'COMMAND = [sys.executable, "-P", ',
         "COMMAND = [sys.executable, ",
@@ -17,35 +16,30 @@ INSTALLING: dict[str, Mutation] = {
         ),
     ),
     "the bridge imports from the current folder": Mutation(
-        "no module of the current folder replaces ours or the standard library's",
         "workers/supervision/supervisor.py",
         'BRIDGE_COMMAND = [sys.executable, "-P", ',
         "BRIDGE_COMMAND = [sys.executable, ",
         (f"{FOLDER}::test_up_and_a_batch_ignore_modules_of_the_folder",),
     ),
     "a client installation contains the model": Mutation(
-        "an installation that only sends jobs has no model in it",
         "pyproject.toml",
         ', "*.gguf"]',
         "]",
         (f"{DISTRIBUTIONS}::test_ktqueue_is_one_pure_package",),
     ),
     "kernels of any version are called": Mutation(
-        "kernels of another version are never called",
         "ktqueue/operators/native.py",
         "if ktqueue_kernels.__version__ != __version__:",
         "if False:",
         (f"{DISTRIBUTIONS}::test_kernels_of_another_version_are_refused",),
     ),
     "`up` starts without a worker's packages": Mutation(
-        "missing packages are named before anything is started",
         "ktqueue/cli/up.py",
         '    require("gateway", "worker", *(["arq"]',
         '    print("gateway", "worker", *(["arq"]',
         (f"{CLIENT}::test_commands_that_need_an_extra_name_it_and_start_nothing[up-gateway,worker]",),
     ),
     "a code block of the guides does not run": Mutation(
-        "every code block of README and docs runs as printed",
         "docs/guides/watching.md",
         "-H 'Content-Type: application/json' -H 'X-Conversation-Id",
         "-H 'X-Conversation-Id",

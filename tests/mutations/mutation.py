@@ -1,4 +1,4 @@
-"""A promise, an edit that breaks it, and the tests that must then fail."""
+"""An edit that breaks a promise, and the tests that must then fail."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +11,9 @@ SCRIPTS = "ktqueue/broker/lua"
 class Mutation:
     """An edit of the file at `path`: `old`, which is there exactly once, becomes `new`. Then each of `tests` fails.
 
-    `promise` is what the edit breaks. `tests` are pytest ids.
+    `tests` are pytest ids. The name of a mutation says what is wrong after the edit.
     """
 
-    promise: str
     path: str
     old: str
     new: str

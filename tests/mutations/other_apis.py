@@ -6,42 +6,36 @@ ANTHROPIC, OLLAMA = "tests/gateway/test_anthropic.py", "tests/gateway/test_ollam
 
 OTHER_APIS: dict[str, Mutation] = {
     "a stop sequence stays in the text": Mutation(
-        "the stop sequence is named and not part of the message",
         "ktqueue/anthropic/reply.py",
         "            for stop in self._stops:\n",
         "            for stop in ():\n",
         (f"{ANTHROPIC}::test_the_stop_sequence_is_named_and_left_out",),
     ),
     "blocks overlap": Mutation(
-        "a stream of messages has one block open at a time",
         "ktqueue/anthropic/reply.py",
         "            yield from self._close()\n            self._open = opened\n",
         "            self._open = opened\n",
         (f"{ANTHROPIC}::test_thinking_text_and_tool_calls_are_blocks",),
     ),
     "one form of errors": Mutation(
-        "errors are in the form of the API that was called",
         "ktqueue/gateway/endpoints.py",
         '    if path.startswith(("/v1/messages", "/messages")):\n',
         "    if False:\n",
         (f"{ANTHROPIC}::test_every_error_has_anthropics_form",),
     ),
     "heartbeats are lines": Mutation(
-        "every line of Ollama's streams is JSON",
         "ktqueue/ollama/endpoints.py",
         'json_line, b" ", b"", error_body',
         'json_line, b"\\n", b"", error_body',
         (f"{OLLAMA}::test_a_failure_in_a_stream_is_the_last_line",),
     ),
     "pieces of tool calls for Ollama": Mutation(
-        "a tool call is one line of Ollama's streams",
         "ktqueue/ollama/reply.py",
         "                self._call.append(part)\n",
         "                yield self._line([part])\n",
         (f"{OLLAMA}::test_thinking_and_tool_calls",),
     ),
     "a context that is not there": Mutation(
-        "num_ctx is refused if the model's context is smaller",
         "ktqueue/ollama/bodies.py",
         "        self._check_context(card)\n",
         "        pass\n",

@@ -7,35 +7,30 @@ LENGTH = "tests/engine/test_original_length.py::test_a_sequence_has_the_angles_o
 
 ROTARY: dict[str, Mutation] = {
     "the value of Phi-3 has the rows of the key": Mutation(
-        "a model with one matrix for query, key and value computes what transformers does",
         "ktqueue/operators/fused_rows.py",
         "_VALUE: (query + key, key)",
         "_VALUE: (query, key)",
         (f"{DECODER}[phi3]",),
     ),
     "a file's factor of cosines is ignored": Mutation(
-        "a file of a model with longrope has the angles of its folder",
         "ktqueue/loading/gguf/checkpoint.py",
         "dict.fromkeys(layout.rope_lists, scale)",
         "dict.fromkeys(layout.rope_lists, 1.0)",
         ("tests/loading/gguf/test_rope_factors.py::test_longrope_has_the_same_angles_in_a_file[phi3-changes0]",),
     ),
     "pages are shared between short and long sequences": Mutation(
-        "a sequence of longrope has the angles of its own length",
         "ktqueue/engine/sequence.py",
         "_ROOTS[self.rotary_offset > 0]",
         "_ROOTS[False]",
         (f"{LENGTH}[exact on cpu]",),
     ),
     "a sequence keeps its angles when it grows": Mutation(
-        "a sequence of longrope has the angles of its own length",
         "ktqueue/engine/scheduler.py",
         "if running.rotary_offset != running.needed_offset\n",
         "if False\n",
         (f"{LENGTH}[exact on cpu]",),
     ),
     "adjacent rotary columns are not moved": Mutation(
-        "a model that rotates adjacent columns computes what transformers does",
         "ktqueue/operators/rotary_rows.py",
         "    return HalvedRotaryRows(weights, head_dim, interleaved) if interleaved else weights",
         "    return weights",

@@ -28,7 +28,7 @@ def test_a_mutation_without_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "code").write_text("twice twice")
     for old in ("twice", "never"):
         with pytest.raises(ValueError, match=f"code has . times, not once: '{old}'"):
-            Mutation("", "code", old, "", ()).apply(tmp_path)
+            Mutation("code", old, "", ()).apply(tmp_path)
 
 
 @pytest.mark.parametrize("test", sorted({test for mutation in MUTATIONS.values() for test in mutation.tests}))

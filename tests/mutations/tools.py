@@ -6,35 +6,30 @@ GRAMMARS, TEMPLATES = "tests/answers/test_tool_grammar.py", "tests/loading/token
 
 TOOLS: dict[str, Mutation] = {
     "several calls where one was asked for": Mutation(
-        "parallel_tool_calls: false allows one call",
         "ktqueue/answers/tool_grammar.py",
         "if several and style.many else",
         "if style.many else",
         (f"{GRAMMARS}::test_a_forced_call_is_read_as_it_was_written[tool_call]",),
     ),
     "a grammar ignores reasoning": Mutation(
-        "a grammar begins after the reasoning",
         "ktqueue/answers/tool_grammar.py",
         "    if opening and not is_open:\n",
         "    if True:\n",
         (f"{GRAMMARS}::test_reasoning_comes_first",),
     ),
     "markers stay text": Mutation(
-        "markers are special tokens where the vocabulary has them",
         "ktqueue/answers/tool_grammar.py",
         "        if marker not in special_tokens:\n",
         "        if True:\n",
         (f"{GRAMMARS}::test_markers_become_special_tokens_where_the_vocabulary_has_them",),
     ),
     "one spelling of tool calls": Mutation(
-        "tool calls reach the prompt in the spelling that a template expects",
         "ktqueue/loading/tokenizer/chat_template.py",
         '    if any(message.get("tool_calls") for message in conversation.messages):\n',
         "    if False:\n",
         (f"{TEMPLATES}::test_tool_calls_are_spelled_as_the_template_expects[m.content is none-'' + f.arguments]",),
     ),
     "texts between tags have no limits": Mutation(
-        "a text between tags has the length and the pattern of its schema",
         "ktqueue/answers/tool_grammar.py",
         "elif inner.keys() & _LIMITS:",
         "elif False:",
