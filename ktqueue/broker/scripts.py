@@ -65,7 +65,7 @@ NEVER_REFUSED = (
     "release_batch",
     "forget_jobs",
 )
-PRELUDES = ("turns", "journals", "prelude", "batch_inputs")  # prepended to every script
+PRELUDES = ("turns", "damage", "journals", "prelude", "batch_inputs")  # prepended to every script
 # What they promise to a client is on disk afterwards, if `broker.durability` requires it.
 DURABLE = ("submit_job", "cancel_job", "add_file", "delete_file", "create_batch", "cancel_batch", "update_batch")
 FIRST_WRITE = "redis.call('DEL', TAG .. 'nothing')\n"

@@ -169,7 +169,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "leases get no more time after an outage": Mutation(
         f"{SCRIPTS}/prelude.lua",
-        "  if not tick or now - tick <= lease / 2 then return end\n",
+        "  if not tonumber(tick or '') or now - tick <= lease / 2 then return end\n",
         "  if true then return end\n",
         (f"{REAPER}::test_after_an_outage_every_valid_lease_gets_one_more_lease_time",),
     ),

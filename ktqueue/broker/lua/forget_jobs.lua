@@ -9,7 +9,7 @@ for _, id in ipairs(ARGV) do
       if redis.call('ZREM', TAG .. 'held', entry) == 1 then add_stored(tenant, -string.match(entry, '^%d+')) end
     end
     if redis.call('ZREM', TAG .. 'failed', redis.call('HSTRLEN', job, 'request') .. ' ' .. id) == 1 then
-      redis.call('INCRBY', TAG .. 'failed:bytes', -redis.call('HSTRLEN', job, 'request'))
+      add_to(TAG .. 'failed:bytes', nil, -redis.call('HSTRLEN', job, 'request'))
     end
     redis.call('ZREM', TAG .. 'ended', id)
     redis.call('DEL', job, TAG .. 'journal:' .. id)

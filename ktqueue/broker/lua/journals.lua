@@ -5,13 +5,6 @@ local function digits(number)
   return string.format('%.0f', number)
 end
 
--- The reply of `redis.pcall`, or `default` if the key has a type that none of ours has.
-local function ignore_wrong_type(reply, default)
-  if type(reply) ~= 'table' or not reply.err then return reply end
-  if string.find(reply.err, 'WRONGTYPE', 1, true) then return default end
-  error(reply.err)
-end
-
 -- Entries of a journal from `first` on. `...`: further words of the command.
 local function journal_of(id, first, ...)
   return ignore_wrong_type(redis.pcall('XRANGE', TAG .. 'journal:' .. id, first, '+', ...), {})

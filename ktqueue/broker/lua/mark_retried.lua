@@ -5,7 +5,7 @@ local job = TAG .. 'job:' .. ARGV[1]
 if redis.call('EXISTS', job) == 0 then return 0 end
 local entry = redis.call('HSTRLEN', job, 'request') .. ' ' .. ARGV[1]
 if redis.call('ZREM', TAG .. 'failed', entry) == 1 then
-  redis.call('INCRBY', TAG .. 'failed:bytes', -redis.call('HSTRLEN', job, 'request'))
+  add_to(TAG .. 'failed:bytes', nil, -redis.call('HSTRLEN', job, 'request'))
 end
 drop_request(job)
 redis.call('HSET', job, 'retried', ARGV[2])

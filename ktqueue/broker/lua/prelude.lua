@@ -16,18 +16,6 @@ local function now_us()
   return time[1] * 1000000 + time[2]
 end
 
--- A count or sum, and 0 for one that is missing or damaged.
-local function count_of(text)
-  local count = tonumber(text or '')
-  return count and count >= 0 and count < 2 ^ 53 and count or 0
-end
-
--- The text under a key. Nil if there is none, or if the key has another type.
-local function text_of(key)
-  local text = redis.pcall('GET', key)
-  return type(text) == 'string' and text or nil
-end
-
 -- The hash of the request under an idempotency key, and the id that it made. Nil if the key is new, or damaged.
 local function made_under(key)
   local hash, id = string.match(text_of(TAG .. 'idempotency:' .. key) or '', '^(%x+) (%S+)$')
@@ -38,11 +26,10 @@ end
 -- its queue, -1 if it leaves it.
 local function count_waiting(id, sign, tenant, account)
   local size = redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request') * sign
-  local sum = redis.pcall('INCRBY', TAG .. 'waiting', size)
-  if type(sum) ~= 'number' or sum <= 0 then redis.call('DEL', TAG .. 'waiting') end -- the scrub restores a damaged sum
+  if add_to(TAG .. 'waiting', nil, size) <= 0 then redis.call('DEL', TAG .. 'waiting') end
   if account then
-    redis.call('HINCRBY', TAG .. 'tenant:' .. tenant, 'queued', sign)
-    redis.call('HINCRBY', TAG .. 'tenant:' .. tenant, 'bytes', size)
+    add_to(TAG .. 'tenant:' .. tenant, 'queued', sign)
+    add_to(TAG .. 'tenant:' .. tenant, 'bytes', size)
   end
 end
 
@@ -61,7 +48,7 @@ end
 
 -- A job of a tenant has ended: it is no longer live, and the tokens that it reserved but did not use are returned.
 local function end_account(tenant, account, used, now)
-  local key = TAG .. 'tenant:' .. tenant
+  local key = of_type('hash', TAG .. 'tenant:' .. tenant)
   local reserved, per_minute = string.match(account, '(%d+) (%d+)$')
   local requests, tokens = rates_of(key, now)
   if per_minute ~= '0' then
@@ -69,7 +56,7 @@ local function end_account(tenant, account, used, now)
     tokens = math.max(now, math.max(now, tokens) - time_for(reserved, per_minute) + time_for(used, per_minute))
   end
   redis.call('HSET', key, 'requests', digits(requests), 'tokens', digits(tokens), 'updated', digits(now))
-  if redis.call('HINCRBY', key, 'live', -1) <= 0 then
+  if add_to(key, 'live', -1) <= 0 then
     redis.call('PEXPIRE', key, math.max(0, math.ceil((math.max(tokens, requests) - now) / 1000)))
   end
 end
@@ -82,7 +69,7 @@ end
 
 -- Add to the stored bytes of a tenant's jobs, which include ended jobs until their records and journals expire.
 local function add_stored(tenant, bytes)
-  if redis.call('HINCRBY', TAG .. 'stored', tenant, bytes) <= 0 then redis.call('HDEL', TAG .. 'stored', tenant) end
+  if add_to(TAG .. 'stored', tenant, bytes) <= 0 then redis.call('HDEL', TAG .. 'stored', tenant) end
 end
 
 -- Count bytes that expire in `ttl` ms. The reaper subtracts them then. Returns their entry in `held`.
@@ -111,13 +98,13 @@ local function keep_failed(id, now, usual_ttl, ttl, most_bytes)
   local list, bytes = TAG .. 'failed', TAG .. 'failed:bytes'
   local size = redis.call('HSTRLEN', TAG .. 'job:' .. id, 'request')
   redis.call('ZADD', list, now, size .. ' ' .. id)
-  local total = redis.call('INCRBY', bytes, size)
+  local total = add_to(bytes, nil, size)
   while total > tonumber(most_bytes) or redis.call('ZCARD', list) > MAX_FAILED do
     local oldest = redis.call('ZRANGE', list, 0, 0)[1]
     if not oldest then break end
     local oldest_size, oldest_id = string.match(oldest, '^(%d+) (.*)$')
     redis.call('ZREM', list, oldest)
-    total = redis.call('INCRBY', bytes, -oldest_size)
+    total = add_to(bytes, nil, -oldest_size)
     drop_request(TAG .. 'job:' .. oldest_id)
     redis.call('PEXPIRE', TAG .. 'job:' .. oldest_id, usual_ttl)
   end
@@ -180,9 +167,7 @@ local function finish(id, state, event, seq, now, job_ttl, journal_ttl, used, fi
   redis.call('ZREMRANGEBYRANK', TAG .. 'ended', 0, -MAX_ENDED - 1)
   redis.call('PEXPIRE', TAG .. 'ended', usual_ttl)
   local queue = class .. ':' .. model
-  if redis.call('HINCRBY', TAG .. 'backlog', queue, -1) <= 0 then
-    redis.call('HDEL', TAG .. 'backlog', queue)
-  end
+  if add_to(TAG .. 'backlog', queue, -1) <= 0 then redis.call('HDEL', TAG .. 'backlog', queue) end
 end
 
 -- The queue of jobs that only some workers of the model can take. `takers` is 'FORMAT:DIGEST': the format that a worker
@@ -341,8 +326,8 @@ end
 -- away, or that the clock stepped forward, so that no lease could be renewed. Every lease that was valid when the gap
 -- began gets one more lease time, and no model expires because of the gap.
 local function bridge_outage(now, lease)
-  local tick = redis.call('GET', TAG .. 'tick')
-  if not tick or now - tick <= lease / 2 then return end
+  local tick = text_of(TAG .. 'tick')
+  if not tonumber(tick or '') or now - tick <= lease / 2 then return end
   for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. tick, '+inf')) do
     redis.call('ZADD', TAG .. 'leases', 'GT', now + lease, worker)
   end

@@ -8,13 +8,19 @@
 -- Of a dead worker's jobs, those whose journals have not grown count the death; if one of these is on trial, only that
 -- one. None counts it if the process that saw the worker's end says so.
 -- Promises: a live worker's jobs are changed only by their deadlines; after an outage, every lease that was valid when
--- it began gets one more lease time; if the clock went back, no lease ends later than a lease time from now; at most
+-- it began gets one more lease time; a key of another type than ours goes; if the clock went back, no lease ends later than a lease time from now; at most
 -- 256 deadlines per call.
 local SILENCE = 0.375 -- lease times without a renewal; a worker renews four times per lease time
+local SINGLE = { -- types of keys that every script may use
+  live = 'zset', ended = 'zset', deadlines = 'zset', held = 'zset', failed = 'zset', bound = 'zset', webhooks = 'zset',
+  leases = 'zset', ['models:seen'] = 'zset', models = 'hash', ['models:more'] = 'hash', backlog = 'hash',
+  stored = 'hash', weights = 'hash', scrub = 'hash',
+}
 local MAX_HELD = 2000 -- entries of each list that one call removes
 local lease, max_attempts = tonumber(ARGV[1]), tonumber(ARGV[2])
 local events = { cancelled = ARGV[3], expired = ARGV[4], poison = ARGV[5] }
 local now = now_us()
+for name, kind in pairs(SINGLE) do of_type(kind, TAG .. name) end
 tick(now, lease, ARGV[8])
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '(' .. digits(now + lease), '+inf')) do
   redis.call('ZADD', TAG .. 'leases', now + lease, worker)
@@ -27,7 +33,7 @@ for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', digits(now)
   end
 end
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'leases', '-inf', digits(now))) do
-  local running = redis.call('HGETALL', TAG .. 'running:' .. worker)
+  local running = redis.call('HGETALL', of_type('hash', TAG .. 'running:' .. worker))
   local field = redis.call('HMGET', TAG .. 'worker:' .. worker, 'trial', 'blameless')
   local trial, on_trial = field[1], false
   for i = 1, #running, 2 do
@@ -67,7 +73,7 @@ end
 local failed_ttl = string.match(ARGV[6], '^%d+ (%d+)')
 local forgotten = '(' .. digits(now - failed_ttl * 1000)
 for _, entry in ipairs(redis.call('ZRANGEBYSCORE', TAG .. 'failed', '-inf', forgotten, 'LIMIT', 0, MAX_HELD)) do
-  redis.call('INCRBY', TAG .. 'failed:bytes', -string.match(entry, '^%d+'))
+  add_to(TAG .. 'failed:bytes', nil, -string.match(entry, '^%d+'))
   redis.call('ZREM', TAG .. 'failed', entry)
 end
 if redis.call('EXISTS', TAG .. 'failed') == 0 then redis.call('DEL', TAG .. 'failed:bytes') end

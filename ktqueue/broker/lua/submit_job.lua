@@ -77,9 +77,9 @@ local requests_left, requests_reset, tokens_left, tokens_reset = 0, 0, 0, 0
 if ARGV[14] ~= '' then
   local limit = {}
   for word in string.gmatch(ARGV[14], '%d+') do limit[#limit + 1] = tonumber(word) end
-  local record = TAG .. 'tenant:' .. ARGV[4]
+  local record = of_type('hash', TAG .. 'tenant:' .. ARGV[4])
   local live, queued, queued_bytes = unpack(redis.call('HMGET', record, 'live', 'queued', 'bytes'))
-  live, queued, queued_bytes = tonumber(live or 0), tonumber(queued or 0), tonumber(queued_bytes or 0)
+  live, queued, queued_bytes = count_of(live), count_of(queued), count_of(queued_bytes)
   local requests, tokens = rates_of(record, now)
   local function refuse(code, value, most, wait)
     return redis.error_reply(string.format('TENANT_%s %.0f %.0f %.0f', code, value, most, wait))
@@ -87,7 +87,7 @@ if ARGV[14] ~= '' then
   if limit[1] > 0 and live >= limit[1] then return refuse('LIVE', live, limit[1], 0) end
   if limit[2] > 0 and queued >= limit[2] then return refuse('JOBS', queued, limit[2], 0) end
   if limit[3] > 0 and queued_bytes + size > limit[3] then return refuse('BYTES', queued_bytes, limit[3], 0) end
-  local stored, most_stored = tonumber(redis.call('HGET', TAG .. 'stored', ARGV[4]) or 0), limit[10]
+  local stored, most_stored = count_of(redis.call('HGET', of_type('hash', TAG .. 'stored'), ARGV[4])), limit[10]
   if most_stored == 0 then most_stored = free_for_clients * tenant_share / 1000 end
   local cost = size + #ARGV[17] + RECORD
   if most_stored > 0 and stored + cost > most_stored then return refuse('STORED', stored, most_stored, 0) end
@@ -113,7 +113,7 @@ if ARGV[14] ~= '' then
     tokens_reset = tokens - now
   end
   redis.call('HSET', record, 'requests', digits(requests), 'tokens', digits(tokens), 'updated', digits(now))
-  redis.call('HINCRBY', record, 'live', 1)
+  add_to(record, 'live', 1)
   redis.call('PERSIST', record)
   redis.call('HSET', TAG .. 'job:' .. id, 'account', limit[8] .. ' ' .. limit[9] .. ' ' .. limit[6], 'stored', cost)
   add_stored(ARGV[4], cost)
@@ -122,7 +122,7 @@ if ARGV[14] ~= '' then
 end
 -- The arrival must be later than that of every live job, even if the clock went back.
 local arrival = now
-local newest = redis.call('ZREVRANGE', TAG .. 'live', 0, 0, 'WITHSCORES')
+local newest = redis.call('ZREVRANGE', of_type('zset', TAG .. 'live'), 0, 0, 'WITHSCORES')
 if #newest > 0 and tonumber(newest[2]) >= arrival then arrival = tonumber(newest[2]) + 1 end
 local job, hashes, rows = TAG .. 'job:' .. id, prefix_hashes_of(ARGV[16]), tonumber(ARGV[12])
 local deadline = ARGV[7] ~= '' and now + ARGV[7]
@@ -180,7 +180,7 @@ if ARGV[22] ~= '' then
   keep(TAG .. 'weights')
 end
 redis.call('ZADD', TAG .. 'live', arrival, id)
-redis.call('HINCRBY', TAG .. 'backlog', class .. ':' .. model, 1)
+add_to(TAG .. 'backlog', class .. ':' .. model, 1)
 
 -- Only now, because a server without memory refuses a script's first write only, so all later ones succeed.
 if taker then

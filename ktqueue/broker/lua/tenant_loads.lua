@@ -2,8 +2,8 @@
 -- bytes}, in their order. Writes nothing.
 local reply = {}
 for _, name in ipairs(ARGV) do
-  local live, queued, bytes = unpack(redis.call('HMGET', TAG .. 'tenant:' .. name, 'live', 'queued', 'bytes'))
-  local stored = redis.call('HGET', TAG .. 'stored', name)
-  reply[#reply + 1] = { tonumber(live or 0), tonumber(queued or 0), tonumber(bytes or 0), tonumber(stored or 0) }
+  local live, queued, bytes = unpack(redis.pcall('HMGET', TAG .. 'tenant:' .. name, 'live', 'queued', 'bytes'))
+  local stored = ignore_wrong_type(redis.pcall('HGET', TAG .. 'stored', name), false)
+  reply[#reply + 1] = { count_of(live), count_of(queued), count_of(bytes), count_of(stored) }
 end
 return reply
