@@ -100,7 +100,7 @@ class Lease:
         self._patience = OUTAGE_LEASES * broker.config.lease_seconds
         self._claim_number = 0  # number of the last claim
         self._answered = True  # the last claim returned jobs, so the next one gets a new number
-        self._steps = 0
+        self._steps = self._acknowledged_steps = 0
         self._look_again_at: float | None = None  # time of the next claim: until then a job is left to another worker
         self._pending_stops: set[str] = set()  # ids of jobs to stop that the next commit returns
         self.followed: frozenset[str] = frozenset()  # ids of jobs whose last event here had a live reader
@@ -147,7 +147,8 @@ class Lease:
 
     async def beat(self, stats: Mapping[str, float]) -> None:
         """Renew the lease and publish the worker's statistics. Call it every quarter of the lease time."""
-        await self._call("renew_lease", dumps(dict(stats)), milliseconds(self._broker.config.model_ttl))
+        ttl = milliseconds(self._broker.config.model_ttl)
+        await self._call("renew_lease", dumps(dict(stats)), ttl, self._acknowledged_steps)
 
     async def claim(
         self,
@@ -257,6 +258,7 @@ class Lease:
                 stopped, followed = await self._call(
                     "commit_events", self._steps, self._terminal.job_ttl, self._terminal.journal_ttl, *arguments
                 )
+                self._acknowledged_steps = self._steps
                 stop.update(job_id.decode() for job_id in stopped)
                 gone = stop.union(job_id for job_id, _ in part)
                 self.followed = self.followed - gone | {job_id.decode() for job_id in followed}

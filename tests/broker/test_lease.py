@@ -215,9 +215,12 @@ async def test_a_lost_step_loses_the_lease(
     job = await broker.jobs.submit(make_request())
     await lease.claim(1)
     await lease.commit([(job.id, TokenEvent(seq=1))])
+    await lease.beat({})
     raw.hincrby(f"{broker.keys.tag}:worker:{lease.id}", "step", -1)  # as if the server had lost its last second
     with pytest.raises(LeaseLost):
         await lease.commit([(job.id, TokenEvent(seq=2))])
+    with pytest.raises(LeaseLost):  # a worker without jobs commits nothing, but may have ended those that are back
+        await lease.beat({})
 
 
 async def test_one_commit_takes_many_events_of_many_choices(
