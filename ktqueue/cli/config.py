@@ -36,10 +36,8 @@ def config(
     if as_json:
         write_json({described.key: {"value": value, "source": source} for described, value, source in rows})
         return
-    listing = table(("setting", "value", "from"))
-    for described, value, source in rows:
-        listing.add_row(described.key, _words(described, value), "" if source == "default" else source)
-    results().print(listing, markup=False)
+    shown = [(d.key, _words(d, value), "" if source == "default" else source) for d, value, source in rows]
+    results().print(table(("setting", "value", "from"), shown), markup=False)
 
 
 def reference() -> str:

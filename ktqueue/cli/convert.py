@@ -11,40 +11,12 @@ from ktqueue.cli.terminal.failures import UsageFault, check_output
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.units import format_bytes
 
-
-class Quantization(StrEnum):
-    """Weight types that convert can write."""
-
-    F32 = "f32"
-    F16 = "f16"
-    BF16 = "bf16"
-    Q8_0 = "q8_0"
-    Q6_K = "q6_k"
-    Q5_K = "q5_k"
-    Q5_1 = "q5_1"
-    Q5_0 = "q5_0"
-    Q4_K = "q4_k"
-    Q4_1 = "q4_1"
-    Q4_0 = "q4_0"
-    IQ4_NL = "iq4_nl"
-    IQ4_XS = "iq4_xs"
-    MXFP4 = "mxfp4"
-    Q3_K = "q3_k"
-    Q2_K = "q2_k"
-
-
-class Mixture(StrEnum):
-    """Mixes of weight types, by llama.cpp's names."""
-
-    Q6_K = "q6_k"
-    Q5_K_M = "q5_k_m"
-    Q5_K_S = "q5_k_s"
-    Q4_K_M = "q4_k_m"
-    Q4_K_S = "q4_k_s"
-    IQ4_NL = "iq4_nl"
-    IQ4_XS = "iq4_xs"
-    Q3_K_M = "q3_k_m"
-    Q2_K = "q2_k"
+Quantization = StrEnum(
+    "Quantization", "F32 F16 BF16 Q8_0 Q6_K Q5_K Q5_1 Q5_0 Q4_K Q4_1 Q4_0 IQ4_NL IQ4_XS MXFP4 Q3_K Q2_K"
+)
+"""Weight types that convert can write, by their names in lower case."""
+Mixture = StrEnum("Mixture", "Q6_K Q5_K_M Q5_K_S Q4_K_M Q4_K_S IQ4_NL IQ4_XS Q3_K_M Q2_K")
+"""Mixes of weight types, by llama.cpp's names in lower case."""
 
 
 def convert(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, expand, settings
-from ktqueue.cli.terminal.console import results, table, write_json
+from ktqueue.cli.terminal.console import escaped, results, table, write_json
 from ktqueue.cli.terminal.failures import ExitCode
 from ktqueue.core.config import Config, EngineConfig
 from ktqueue.core.errors import KtqueueError, Unavailable
@@ -78,22 +78,17 @@ def doctor(common: CommonFlags, engine: EngineFlags, gateway: GatewayFlags, as_j
         )
     else:
         colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
-        listing = table(("", "what", "found"))
-        for finding in findings:
-            listing.add_row(
+        rows = [
+            (
                 f"[{colours[finding.level]}]{finding.level.value}[/]",
                 finding.name,
-                _escape(finding.fact) + (f"\n[dim]{_escape(finding.hint)}[/]" if finding.hint else ""),
+                escaped(finding.fact) + (f"\n[dim]{escaped(finding.hint)}[/]" if finding.hint else ""),
             )
-        results().print(listing)
+            for finding in findings
+        ]
+        results().print(table(("", "what", "found"), rows))
     if failed:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def examine(config: Config, available: int | None = None) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import typer
 
 from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, ModelName, expand, settings
 from ktqueue.cli.model import with_model
-from ktqueue.cli.terminal.console import results, table, write_json
+from ktqueue.cli.terminal.console import escaped, results, table, write_json
 from ktqueue.cli.terminal.failures import ExitCode
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import ConfigError, Unavailable
@@ -156,23 +156,17 @@ def _show(found: "Fit", machine: "MachineResources", command: str, model: str) -
     for note in found.notes:
         console.print(note, markup=False, soft_wrap=True)
     if found.fits:
-        console.print(f"\n[bold green]yes[/], {_plain(model)} runs here:\n", soft_wrap=True)
+        console.print(f"\n[bold green]yes[/], {escaped(model)} runs here:\n", soft_wrap=True)
         console.print(f"  {command}", markup=False, soft_wrap=True)
     else:
-        console.print(f"\n[bold red]no[/], {_plain(model)} does not run here: {_plain(found.why_not)}", soft_wrap=True)
+        why_not = escaped(f"{model} does not run here: {found.why_not}")
+        console.print(f"\n[bold red]no[/], {why_not}", soft_wrap=True)
 
 
 def _sum(place: str, parts: dict[str, int], limit: int) -> Any:
-    listing = table([f"memory of the {place}", "bytes"], right=("bytes",))
-    for what, count in parts.items():
-        listing.add_row(what, format_bytes(count))
+    rows = [(what, format_bytes(count)) for what, count in parts.items()]
+    listing = table((f"memory of the {place}", "bytes"), rows, right=("bytes",))
     listing.add_section()
     listing.add_row("in all", format_bytes(sum(parts.values())))
     listing.add_row("free now", format_bytes(limit))
     return listing
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

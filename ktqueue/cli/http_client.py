@@ -1,5 +1,8 @@
 """A connection to a gateway, or to any other server with OpenAI's API, and what its refusals mean."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import httpx
 
 from ktqueue.core.errors import InvalidRequest, KtqueueError, Unavailable
@@ -53,6 +56,11 @@ def _retry_after(response: httpx.Response) -> float:
     return float(stated) if stated.isdecimal() and len(stated) < 6 else 1.0
 
 
-def unreachable(client: httpx.Client, error: Exception) -> Unavailable:
-    """Return the error for a request without an answer."""
-    return Unavailable(f"{client.base_url} cannot be reached: {error or type(error).__name__}")
+@contextmanager
+def answered(client: httpx.Client, *further: type[Exception]) -> Iterator[None]:
+    """Raise Unavailable for a request that gets no answer, and for `further` errors of reading it."""
+    errors: tuple[type[Exception], ...] = (httpx.TransportError, *further)
+    try:
+        yield
+    except errors as error:
+        raise Unavailable(f"{client.base_url} cannot be reached: {error or type(error).__name__}") from error

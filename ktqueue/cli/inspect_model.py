@@ -90,11 +90,9 @@ def _plain(report: "ModelReport", plan: "MemoryPlan | None", host: dict[str, int
 def _show_memory(plan: "MemoryPlan", host: dict[str, int], page_size: int) -> None:
     console = results()
     for place, parts in (("host", host), ("GPU", plan.parts())):
-        listing = table([f"memory of the {place}", "bytes"], right=("bytes",))
-        for what, count in parts.items():
-            listing.add_row(what, format_bytes(count))
+        rows = [(what, format_bytes(count)) for what, count in parts.items()]
         console.print()
-        console.print(listing, markup=False)
+        console.print(table((f"memory of the {place}", "bytes"), rows, right=("bytes",)), markup=False)
     console.print(
         f"{plan.pages:,} pages hold {plan.pages * page_size:,} tokens; workspaces and graphs are estimates",
         markup=False,
@@ -110,12 +108,10 @@ def _show_meanings(rules: str | None) -> None:
         return
     console = results()
     console.print(f"{file} has the form of KTransformers\n", soft_wrap=True, markup=False)
-    listing = table(["line", "operator", "here"], right=("line",))
     lines = [(meaning.line, meaning.operator, meaning.text) for meaning in placement.meanings]
     lines += [(line, "refused", why) for line, why in placement.refusals]
-    for line, operator, text in sorted(lines):
-        listing.add_row(str(line), operator, text)
-    console.print(listing, markup=False)
+    rows = [(str(line), operator, text) for line, operator, text in sorted(lines)]
+    console.print(table(("line", "operator", "here"), rows, right=("line",)), markup=False)
     console.print()
 
 

@@ -85,19 +85,20 @@ def _page(show: "Callable[[Sequence[JobRecord]], None]") -> "Callable[[Sequence[
 
 def _table(records: "Sequence[JobRecord]") -> "Table":
     now = time.time()
-    listing = table(("id", "state", "class", "model", "age", "tokens", "tries"), right=("age", "tokens", "tries"))
-    for record in records:
-        tokens = str(record.usage.completion_tokens) if record.usage else ""
-        listing.add_row(
+    rows = [
+        (
             record.id,
             _state(record),
             record.job_class.value,
             record.model,
             span(now - record.created_at),
-            tokens,
+            str(record.usage.completion_tokens) if record.usage else "",
             str(record.attempts),
         )
-    return listing
+        for record in records
+    ]
+    heads = ("id", "state", "class", "model", "age", "tokens", "tries")
+    return table(heads, rows, right=("age", "tokens", "tries"))
 
 
 @expand
@@ -111,10 +112,7 @@ def show(common: CommonFlags, job_id: JobId, as_json: AsJson = False) -> None:
     if as_json:
         write_json(document)
         return
-    listing = table(("field", "value"))
-    for name, value in _lines(document):
-        listing.add_row(name, value)
-    results().print(listing, markup=False)
+    results().print(table(("field", "value"), _lines(document)), markup=False)
 
 
 @expand

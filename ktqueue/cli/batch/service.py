@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-import httpx
-
-from ktqueue.cli.http_client import check, connect, unreachable
+from ktqueue.cli.http_client import answered, check, connect
 from ktqueue.core.codec import Json
 from ktqueue.core.errors import InvalidRequest, KtqueueError
 
@@ -79,25 +77,22 @@ class BatchService:
     @contextmanager
     def content(self, file_id: str) -> Iterator[tuple[Iterator[bytes], int | None]]:
         """Open a stored file: its bytes in parts, and their number if the server says it."""
-        try:
-            with self._client.stream("GET", f"{_path('files', file_id)}/content") as response:
-                if response.is_error:
-                    response.read()
-                check(response)
-                stated = response.headers.get("content-length", "")
-                encoded = "content-encoding" in response.headers
-                yield response.iter_bytes(), int(stated) if stated.isdecimal() and not encoded else None
-        except httpx.TransportError as error:
-            raise unreachable(self._client, error) from error
+        stream = self._client.stream("GET", f"{_path('files', file_id)}/content")
+        with answered(self._client), stream as response:
+            if response.is_error:
+                response.read()
+            check(response)
+            stated = response.headers.get("content-length", "")
+            encoded = "content-encoding" in response.headers
+            yield response.iter_bytes(), int(stated) if stated.isdecimal() and not encoded else None
 
     def _ask(self, method: str, path: str, *, needs: str = "id", **options: Any) -> Json:
         """Send a request and return the object in its answer, which has the key `needs`."""
-        try:
+        with answered(self._client):
             response = self._client.request(method, path, **options)
-            check(response)
+        check(response)
+        try:
             document = response.json()
-        except httpx.TransportError as error:
-            raise unreachable(self._client, error) from error
         except ValueError as error:
             raise KtqueueError(f"{self._client.base_url}: the answer to {method} {path} is not JSON") from error
         if not isinstance(document, dict) or needs not in document:

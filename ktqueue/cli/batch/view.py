@@ -20,10 +20,8 @@ _ENDED_AT = ("completed_at", "failed_at", "expired_at", "cancelled_at")
 def show(batch: Json) -> None:
     """Write the fields of a batch and its errors."""
     console = results()
-    listing = table(("field", "value"))
-    for name, value in _fields(batch):
-        listing.add_row(plain_text(name), plain_text(value))
-    console.print(listing, markup=False)
+    rows = [(plain_text(name), plain_text(value)) for name, value in _fields(batch)]
+    console.print(table(("field", "value"), rows), markup=False)
     for fault in faults(batch):
         console.print(fault, markup=False, soft_wrap=True)
 

@@ -154,15 +154,11 @@ def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
     if filled:
         console.print()
         columns = ("prefill", "tok/s", "ms", "fastest")
-        listing = table(columns, right=columns)
-        for read in filled:
-            listing.add_row(
-                str(read.tokens),
-                f"{read.tokens_per_second:,.0f}",
-                f"{read.seconds * 1e3:,.0f}",
-                f"{read.fastest * 1e3:,.0f}",
-            )
-        console.print(listing)
+        rows = [
+            (str(f.tokens), f"{f.tokens_per_second:,.0f}", f"{f.seconds * 1e3:,.0f}", f"{f.fastest * 1e3:,.0f}")
+            for f in filled
+        ]
+        console.print(table(columns, rows, right=columns))
 
 
 def _experts(counts: "Mapping[str, float]") -> tuple[str, str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktqueue.cli.terminal.console import plain_text, results, table
+from ktqueue.cli.terminal.console import escaped, plain_text, results, table
 from ktqueue.cli.terminal.failures import UsageFault
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ def show_figures(result: Result, metrics: Sequence[str], percentiles: Sequence[f
     console = results()
     console.print(f"[bold]{_safe(result['model_id'])}[/] at {_safe(result['url'])}\n", soft_wrap=True)
     heads = ("ms", "mean", "median", *(f"p{percent:g}" for percent in percentiles))
-    listing = table(heads, right=heads[1:])
-    for metric in metrics:
-        keys = [f"{head}_{metric}_ms" for head in heads[1:]]
-        listing.add_row(NAMES[metric], *(_number(result[key]) for key in keys))
-    console.print(listing)
+    rows = [(NAMES[metric], *(_number(result[f"{head}_{metric}_ms"]) for head in heads[1:])) for metric in metrics]
+    console.print(table(heads, rows, right=heads[1:]))
     console.print()
     listing = table(("throughput", "mean", "peak"), right=("mean", "peak"))
     for key, name in RATES.items():
@@ -115,6 +112,4 @@ def _number(value: float | None) -> str:
 
 def _safe(text: str) -> str:
     """Text of a server without control characters and markup."""
-    from rich.markup import escape
-
-    return escape(" ".join(plain_text(text).split()))
+    return escaped(" ".join(plain_text(text).split()))

@@ -20,16 +20,13 @@ def show_machine(machine: MachineLimits) -> None:
     console = results()
     console.print(f"[bold]{machine.cpu}[/], {machine.threads} of {machine.cpus} CPUs\n")
     single, together = "1 thread", f"{machine.threads} threads"
-    listing = table(("GB/s from", "range", single, together), right=("range", single, together))
-    for level in machine.bandwidths:
-        listing.add_row(level.level, format_bytes(level.size), _giga(level.one_thread), _giga(level.all_threads))
-    console.print(listing)
+    heads: tuple[str, ...] = ("GB/s from", "range", single, together)
+    rows = [(b.level, format_bytes(b.size), _giga(b.one_thread), _giga(b.all_threads)) for b in machine.bandwidths]
+    console.print(table(heads, rows, right=heads[1:]))
     console.print()
     heads = ("GFLOP/s in", "isa", "with", single, together)
-    listing = table(heads, right=heads[3:])
-    for peak in machine.peaks:
-        listing.add_row(peak.arithmetic, peak.isa, peak.instruction, _giga(peak.one_thread), _giga(peak.all_threads))
-    console.print(listing)
+    peaks = [(p.arithmetic, p.isa, p.instruction, _giga(p.one_thread), _giga(p.all_threads)) for p in machine.peaks]
+    console.print(table(heads, peaks, right=heads[3:]))
     console.print()
 
 

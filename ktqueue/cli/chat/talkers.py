@@ -60,42 +60,34 @@ class HttpTalker:
         self.model = model or self._only_model()
 
     def _only_model(self) -> str:
-        import httpx
+        from ktqueue.cli.http_client import answered, check
 
-        from ktqueue.cli.http_client import check, unreachable
-
-        try:
+        with answered(self._client, ValueError, KeyError, TypeError):
             response = self._client.get("/v1/models")
             check(response)
             served = listed_models(response.json()["data"])
-        except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
-            raise unreachable(self._client, error) from error
         return one_model(served)
 
     def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
         """See Talker."""
-        import httpx
-
-        from ktqueue.cli.http_client import check, unreachable
+        from ktqueue.cli.http_client import answered, check
 
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": True}
         body["stream_options"] = {"include_usage": True}
         defaults = asdict(SamplingParams())
         body |= {name: value for name, value in asdict(sampling).items() if value != defaults[name]}
-        try:
-            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.is_error:
-                    response.read()
-                check(response)
-                for line in response.iter_lines():
-                    document = stream_document(line)
-                    for choice in document.get("choices", ()):
-                        if text := choice["delta"].get("content"):
-                            yield Piece(text, 0)
-                    if usage := document.get("usage"):
-                        yield Piece("", usage["completion_tokens"])
-        except httpx.TransportError as error:
-            raise unreachable(self._client, error) from error
+        stream = self._client.stream("POST", "/v1/chat/completions", json=body)
+        with answered(self._client), stream as response:
+            if response.is_error:
+                response.read()
+            check(response)
+            for line in response.iter_lines():
+                document = stream_document(line)
+                for choice in document.get("choices", ()):
+                    if text := choice["delta"].get("content"):
+                        yield Piece(text, 0)
+                if usage := document.get("usage"):
+                    yield Piece("", usage["completion_tokens"])
 
     def close(self) -> None:
         """See Talker."""

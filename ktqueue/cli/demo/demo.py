@@ -13,14 +13,14 @@ import typer
 
 from ktqueue.cli.flags import CommonFlags, EngineFlags, GatewayFlags, expand, settings
 from ktqueue.cli.model import with_model
-from ktqueue.cli.terminal.console import Wrapped, results, write
+from ktqueue.cli.terminal.console import results, write
 from ktqueue.cli.terminal.failures import ExitCode, require
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 
 if TYPE_CHECKING:
     from ktqueue.cli.batch.session import Summary
-    from ktqueue.cli.demo.story import Story, Takeover
+    from ktqueue.cli.demo.story import Story
     from ktqueue.workers.supervision.supervisor import Supervisor
 
 STATE_DIR = ".state/demo"
@@ -35,36 +35,6 @@ Everything is stopped. What you can do next:
 LEAST_TOKENS, MORE_TOKENS = 48, 4  # of the batch's answers: the limit grows from line to line
 ANIMALS = ("fox", "crow", "bear", "mouse", "wolf", "hare", "goose", "cat")
 PLACES = ("in the forest", "by the sea", "in a castle", "on a mountain")
-
-
-class _StoryPage:
-    """The story on the terminal, with a line where its worker was killed."""
-
-    def __init__(self) -> None:
-        self._text = Wrapped(results().width)
-
-    def add(self, text: str) -> None:
-        """See Page."""
-        self._text.add(text)
-
-    def killed(self, pid: int) -> None:
-        """See Page."""
-        self._text.pause()
-        results().print(f"  [bold red]kill -9 {pid}[/], the only worker ... ", end="", soft_wrap=True)
-
-    def taken_over(self, takeover: "Takeover") -> None:
-        """See Page."""
-        milliseconds = 1000 * takeover.seconds
-        results().print(
-            f"[bold green]{takeover.successor}[/] continues at token {takeover.token}, {milliseconds:.0f} ms later\n",
-            soft_wrap=True,
-        )
-
-    def end(self, *, complete: bool) -> None:
-        """Write the rest of the story."""
-        self._text.add("" if complete else " ...")
-        self._text.end()
-        write("\n")
 
 
 @expand
@@ -134,7 +104,7 @@ async def _tell_stories(supervisor: "Supervisor", model: str) -> tuple["Story", 
     tokens differ although the model's arithmetic is exact.
     """
     from ktqueue.broker.broker import Broker
-    from ktqueue.cli.demo.story import TooLate, stream_story
+    from ktqueue.cli.demo.story import StoryPage, TooLate, stream_story
 
     write(f"> {QUESTION}\n\n")
     body = {
@@ -145,7 +115,7 @@ async def _tell_stories(supervisor: "Supervisor", model: str) -> tuple["Story", 
         "seed": 4,
         "messages": [{"role": "user", "content": QUESTION}],
     }
-    page = _StoryPage()
+    page = StoryPage()
     broker = await Broker.open(supervisor.config.broker)
     try:
         kill_at, story = STORY_TOKENS // 3, None

@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ktqueue.cli.chat.talkers import stream_document
+from ktqueue.cli.terminal.console import Wrapped, results, write
 from ktqueue.core.errors import KtqueueError, Unavailable
 
 if TYPE_CHECKING:
@@ -42,17 +43,34 @@ class Story:
     takeover: Takeover | None
 
 
-class Page(Protocol):
-    """Shows a story while it is streamed."""
+class StoryPage:
+    """Shows a story on the terminal while it is streamed, with a line where its worker was killed."""
+
+    def __init__(self) -> None:
+        self._text = Wrapped(results().width)
 
     def add(self, text: str) -> None:
         """Show more text."""
+        self._text.add(text)
 
     def killed(self, pid: int) -> None:
         """A worker was killed, and all of its text is shown. For a moment there is no new text."""
+        self._text.pause()
+        results().print(f"  [bold red]kill -9 {pid}[/], the only worker ... ", end="", soft_wrap=True)
 
     def taken_over(self, takeover: Takeover) -> None:
         """Another worker continues the text."""
+        milliseconds = 1000 * takeover.seconds
+        results().print(
+            f"[bold green]{takeover.successor}[/] continues at token {takeover.token}, {milliseconds:.0f} ms later\n",
+            soft_wrap=True,
+        )
+
+    def end(self, *, complete: bool) -> None:
+        """Write the rest of the story."""
+        self._text.add("" if complete else " ...")
+        self._text.end()
+        write("\n")
 
 
 async def stream_story(
@@ -60,7 +78,7 @@ async def stream_story(
     body: Mapping[str, Any],
     broker: "Broker",
     *,
-    page: Page | None = None,
+    page: StoryPage | None = None,
     victim: "Child | None" = None,
     kill_at: int = 0,
 ) -> Story:

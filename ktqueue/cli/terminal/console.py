@@ -7,7 +7,7 @@ wide as necessary.
 import json
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,15 +48,24 @@ def write_json(value: Any, *, indent: int | None = 2) -> None:
     write(json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
-def table(columns: Sequence[str], *, right: Sequence[str] = ()) -> "Table":
-    """Make an empty table with these column heads. Columns in `right` are aligned to the right."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]] = (), *, right: Sequence[str] = ()) -> "Table":
+    """Make a table with these column heads. Columns in `right` are aligned to the right."""
     from rich import box
     from rich.table import Table
 
     listing = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for column in columns:
         listing.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        listing.add_row(*row)
     return listing
+
+
+def escaped(text: str) -> str:
+    """Return text that looks the same where markup is read."""
+    from rich.markup import escape
+
+    return escape(text)
 
 
 def plain_text(text: str) -> str:
