@@ -8,6 +8,7 @@ import contextlib
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -147,6 +148,7 @@ class LineProcesses:
 
 
 def limit_process() -> None:
-    """Limit the memory of this process, and write no core file."""
+    """Limit the memory of this process, write no core file, and end without a word if nobody reads its answers."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
