@@ -8,10 +8,11 @@ Keys of journal events are short because there is an event for each token. Field
 Decoding checks the record and raises CodecError.
 """
 
+import hashlib
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import orjson
@@ -155,6 +156,14 @@ def encode_request(request: GenerationRequest) -> bytes:
         return dumps({"v": 1 if is_first_format else 2, **value, **later, **_changed(request, _READERS_FIELDS)})
     except TypeError as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
+
+
+def request_hash(request: GenerationRequest) -> str:
+    """A hash of what must be equal in requests under one idempotency key, in hex.
+
+    That is not the form of the answer: each version may note more of it, and clients come back after an upgrade.
+    """
+    return hashlib.sha256(encode_request(replace(request, reply_options={}))).hexdigest()
 
 
 def _changed(source: GenerationRequest | SamplingParams, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,14 @@ async def test_an_idempotency_key_belongs_to_its_tenant_and_request(
     assert caught.value.status == 422
 
 
+async def test_a_key_is_that_of_its_job_when_another_version_notes_more_of_the_answers_form(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest]
+) -> None:
+    first = await broker.jobs.submit(make_request(), idempotency_key="k")
+    newer = make_request(reply_options={"null_usage": True})
+    assert (await broker.jobs.submit(newer, idempotency_key="k")).id == first.id
+
+
 async def test_an_idempotency_key_whose_job_has_expired_is_refused(
     config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
