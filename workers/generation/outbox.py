@@ -57,8 +57,8 @@ class Outbox:
             await self._change()
 
     async def committed(self) -> None:
-        """Wait until the next commit has ended. Then all events that were sealed up to now are in their journals."""
-        commit = self._commits_begun + 1
+        """Wait until the events that were queued up to now are in their journals."""
+        commit = self._commits_begun + bool(self._events)
         while self._commits_done < commit:
             await self._change()
 
