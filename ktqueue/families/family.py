@@ -66,7 +66,7 @@ class GgufLayout:
     and values from latents is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have
     an indexer; the others share the choice of the layer before. `tiled`: linear attention has its value heads in turns,
     see loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict further tokens.
-    `gemma`: the family is a Gemma.
+    `yarn_scale`: files have mscale_all_dim of yarn, beside an mscale of 1. `gemma`: the family is a Gemma.
     """
 
     architecture: str
@@ -93,6 +93,7 @@ class GgufLayout:
     shared_choices: bool = False
     tiled: bool = False
     next_tokens: bool = False
+    yarn_scale: bool = False
     gemma: GemmaLayout | None = None
 
     @property

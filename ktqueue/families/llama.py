@@ -50,6 +50,14 @@ LLAMA = (
     ),
     Family("Mistral", "mistral", "MistralForCausalLM", text=True),
     Family(
+        "Ministral 3, Devstral 2", "ministral3", "Ministral3ForCausalLM",
+        GgufLayout(
+            "mistral3", DENSE, (*LAYER, *MLP), implied={**SILU, "sliding_window": None},
+            permuted=True, yarn_scale=True,
+        ),
+        growing=True, text=True,
+    ),
+    Family(
         "Mixtral", "mixtral", "MixtralForCausalLM",
         GgufLayout(
             "llama", (*ROUTED, expert_count("num_local_experts"), WIDTH, HEAD_DIM), (*LAYER, *EXPERTS),

@@ -22,19 +22,9 @@ SUPPORTED = {
 """The classes that an operator replaces, by the operator's name: `class: supported` in rules."""
 
 
-TEXT_BY_MODULES = ("ministral3",)
-"""Text models of folders with encoders, as `Family.text` says of families, that run by their own modules: Ministral 3
-and Devstral 2."""
-
-
 def family_of_type(model_type: object) -> Family:
     """Return our family of that model type or alias. For any other type, it is one without names and particulars."""
     return _BY_TYPE.get(model_type, _UNKNOWN) if isinstance(model_type, str) else _UNKNOWN
-
-
-def is_text_model(model_type: object) -> bool:
-    """Whether it may be the text model of a folder that also holds encoders."""
-    return family_of_type(model_type).text or model_type in TEXT_BY_MODULES
 
 
 def register(family: Family) -> None:

@@ -166,7 +166,8 @@ def _position_bytes(prepared: PreparedModel) -> int:
         return 0
     rotary = prepared.skeleton.get_submodule("model.rotary_emb")
     kinds = rotary_kinds(rotary)
-    growth = 4 if family_of_type(prepared.config.model_type).chunked else 0
+    family = family_of_type(prepared.config.model_type)
+    growth = 4 if family.chunked or (family.growing and not family.latent) else 0
     return 2 * 4 * max(1, len(kinds)) * max(rotary_pairs(rotary, kinds)) + growth
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ktqueue.families.family import Family
 from ktqueue.operators.attention import chunk_of, window_of
 from ktqueue.operators.experts import gate_facts, known_activations
-from ktqueue.operators.latent_shape import LatentShape, has_indexer
+from ktqueue.operators.latent_shape import GROWTH, LatentShape, has_indexer
 from ktqueue.operators.linear_attention import LinearAttentionShape, linear_attention_shape
 from ktqueue.operators.native import GateFacts
 
@@ -142,6 +142,10 @@ def _mixer(layer: Any, config: Any, family: Family, rotary: RotaryKinds, latent:
         rotated = bool(attention.use_rope)
         if attention.attn_temperature_tuning and not rotated:
             growth = {"growth": float(attention.attn_scale), "period": float(attention.floor_scale)}
+    elif family.growing and not latent:
+        rope = config.rope_parameters
+        period = _counted_from_1(float(rope["original_max_position_embeddings"]), config.max_position_embeddings)
+        growth = {"growth": float(rope[GROWTH]), "period": period}
     table = rotary.kinds.index(attention.layer_type) if rotary.kinds else 0
     width = latent.key if latent else attention.head_dim
     kv_heads = 1
@@ -162,6 +166,12 @@ def _mixer(layer: Any, config: Any, family: Family, rotary: RotaryKinds, latent:
         "unit_norms": hasattr(attention, "qk_norm"),
         **growth,
     }
+
+
+def _counted_from_1(period: float, positions: int) -> float:
+    """Return the number by which p + 1 has as many whole parts as p by `period`, for each p below `positions`: it is
+    larger, by less than the least gap between p + 1 and a multiple."""
+    return period * (1 + 1 / (2 * max(positions, period)))
 
 
 def _feed_forward(name: str, layer: Any) -> dict[str, Any]:

@@ -62,6 +62,7 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+GROWING = {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 LONGROPE = {**YARN, **FACTORS, "rope_type": "longrope"}
@@ -85,6 +86,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mistral": ("mistral", {"sliding_window": 10, "head_dim": 24}),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 16, "rope_parameters": {**GROWING, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "glm4_moe": (
@@ -175,7 +180,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 LATENT = {**LATENT_SIZES, "routed_scaling_factor": 1.5}
 INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}  # of few heads, scores would tie at 0
 SHARED_CHOICE = {"indexer_types": ["full", "full", "shared"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
-GROWING = {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
 SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),

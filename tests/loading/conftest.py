@@ -47,6 +47,7 @@ GROWING = {
     "original_max_position_embeddings": 8.0,  # as some tools write it
     "llama_4_scaling_beta": 0.5,
 }
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.7}
 INDEXER = {"n_shared_experts": 1, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}
 MIXED = ["full_attention", "sliding_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -68,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "axk1": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
     "mistral4": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "rope_parameters": GROWING},
+    "ministral3": {"intermediate_size": 96, "head_dim": 16, "rope_parameters": {**GROWING, **MSCALES}},
     "afmoe": {
         **ROUTED,
         "num_hidden_layers": 4,

@@ -22,7 +22,7 @@ from own_weights import OwnWeights
 from transformers import AttentionInterface
 
 from ktqueue.operators import attention, native
-from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.decoder import CpuDecoder, query_growth
 from ktqueue.operators.decoder_facts import facts_of
 from ktqueue.operators.step import StepContext
 
@@ -70,6 +70,16 @@ def test_a_model_may_have_its_routers_in_float32(family: str) -> None:
         if ".mlp.gate." in name:
             parameter.data = parameter.data.float()
     assert facts_of(model, [torch.bfloat16]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("period", "positions"), [(16384, 262144), (8192, 1 << 20), (4096, 4096), (16384, 100)])
+def test_queries_grow_at_the_multiples_of_the_original_context(period: int, positions: int) -> None:
+    """Ministral 3 counts positions from 0, and the decoders from 1."""
+    model = make_model("ministral3", max_position_embeddings=positions)
+    model.config.rope_parameters["original_max_position_embeddings"] = period
+    grown = query_growth(facts_of(model), positions)
+    whole = torch.arange(positions) // period
+    assert torch.equal(grown, 1 + 0.5 * torch.log1p(whole.float()))
 
 
 @pytest.mark.parametrize("quant", ["F16", "Q8_0"])

@@ -25,7 +25,6 @@ BY_MODULES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96},
     "ministral": {"head_dim": 16, **WINDOWS},
-    "ministral3": {"head_dim": 16, "rope_parameters": decoder_families.GROWING},
     "smollm3": {**WINDOWS, "pad_token_id": 0},
 }
 """Sizes by model type. No decoder computes these families: their modules are those of transformers."""
@@ -49,6 +48,7 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama": {"attention_bias": False, "mlp_bias": False},
     "llama4_text": LLAMA4,
+    "ministral3": {"rope_parameters": {**decoder_families.GROWING, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "mistral4": {  # llama.cpp takes the factors of yarn for 1
         "rope_parameters": {
             **decoder_families.YARN,

@@ -103,21 +103,24 @@ def _indexer_types(layout: GgufLayout, metadata: ModelMetadata, config: Mapping[
     return {"indexer_types": ["full" if value else "shared" for value in listed[:layers]]}
 
 
-def growth_config(metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def growth_config(family: Family, metadata: ModelMetadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the context length and the rotary parameters of a model whose queries grow with their position (Mistral
-    4). `config` has its other rotary parameters.
+    4, Ministral 3). `config` has its other rotary parameters.
 
-    llama.cpp's converter does not write how much they grow. In the original context they do not, so such a file has
-    this context. Raises CheckpointError.
+    For Mistral 4 llama.cpp's converter does not write how much they grow. In the original context they do not, so such
+    a file has this context. A file of Ministral 3's architecture without it is a Mistral, whose queries do not grow.
+    Raises CheckpointError.
     """
     rope, context = dict(config["rope_parameters"]), int(config["max_position_embeddings"])
-    period = metadata.integer(_LENGTH, rope.get(_ORIGINAL))
+    period = metadata.integer(_LENGTH, rope.get(_ORIGINAL, None if family.latent else context))
     if rope.setdefault(_ORIGINAL, period) != period:
         raise metadata.error(_LENGTH, f"must be {rope[_ORIGINAL]}, the original context, got {period}")
     if _SCALE in metadata:
         beta = round(metadata.number(_SCALE), 6)  # the file has a float32; configs have at most six digits
-    else:
+    elif family.latent:
         beta, context = _ANY_BETA, min(context, period)
+    else:
+        beta = 0.0
     return {"max_position_embeddings": context, "rope_parameters": {**rope, _BETA: beta}}
 
 
@@ -155,13 +158,16 @@ def latent_metadata(family: Family, config: Mapping[str, Any], source: str) -> d
     metadata[f"{prefix}.expert_group_used_count"] = int(config.get("topk_group") or 1) if grouped else 1
     if family.indexed:
         metadata |= _types_metadata(family.layout, config, source)
-    if family.growing:
-        rope = config.get("rope_parameters") or {}
-        for name, key in ((_BETA, _SCALE), (_ORIGINAL, _LENGTH)):
-            if (value := rope.get(name)) is None:
-                raise CheckpointError(f"{source}: rope {name} is missing")
-            metadata[f"{prefix}.{key}"] = int(value) if name == _ORIGINAL else float(value)
     return metadata
+
+
+def growth_metadata(prefix: str, config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return GGUF metadata of the growth of queries. Raises CheckpointError if a number is missing."""
+    rope = config.get("rope_parameters") or {}
+    for name in (_BETA, _ORIGINAL):
+        if rope.get(name) is None:
+            raise CheckpointError(f"{source}: rope {name} is missing")
+    return {f"{prefix}.{_SCALE}": float(rope[_BETA]), f"{prefix}.{_LENGTH}": int(rope[_ORIGINAL])}
 
 
 def _types_metadata(layout: GgufLayout, config: Mapping[str, Any], source: str) -> dict[str, list[bool]]:

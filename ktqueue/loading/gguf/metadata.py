@@ -8,7 +8,7 @@ from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.gemma4 import gemma4_config, gemma4_metadata
 from ktqueue.loading.gguf.header import ModelMetadata
-from ktqueue.loading.gguf.latent import SIGMOID, growth_config, latent_config, latent_metadata
+from ktqueue.loading.gguf.latent import SIGMOID, growth_config, growth_metadata, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
@@ -55,14 +55,16 @@ def config_from_metadata(family: Family, values: Mapping[str, Any], source: str)
         config |= linear_config(layout, metadata, config)
     if family.chunked:
         config |= llama4_config(metadata, config)
-    rope = rope_from_metadata(metadata, latent=family.latent, lists=bool(layout.rope_lists))
+    rope = rope_from_metadata(
+        metadata, latent=family.latent, lists=bool(layout.rope_lists), yarn_scale=layout.yarn_scale
+    )
     if not family.latent:
         part = _rotary_part(family, metadata, config)
         if part < 1 or family.partly_rotated:  # whose configs may have another default
             rope["partial_rotary_factor"] = part
     config["rope_parameters"] = {**rope, **layout.rope}
     if family.growing:
-        config |= growth_config(metadata, config)
+        config |= growth_config(family, metadata, config)
     if layout.gemma:
         config |= gemma_config(layout.gemma, metadata, config)
     return config
@@ -140,8 +142,11 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
         latent=family.latent,
         factors=layout.rope_factors,
         lists=bool(layout.rope_lists),
+        yarn_scale=layout.yarn_scale,
         implied=layout.rope,
     )
+    if family.growing:
+        rope |= growth_metadata(layout.architecture, config, source)
     if family.latent:
         return {**metadata, **latent_metadata(family, config, source), **rope}
     if (head_dim := config.get("head_dim")) is not None:

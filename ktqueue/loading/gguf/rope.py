@@ -25,7 +25,8 @@ _FACTORS = (_ATTENTION_FACTOR, "rope.scaling.yarn_attn_factor")  # 1 has no effe
 _EXTRAPOLATION = "rope.scaling.yarn_ext_factor"
 # Values of that key that have no effect, by scaling type. -1 lets the reader choose one of the others (llama.cpp).
 _HARMLESS = {"none": (-1.0, 0.0, 1.0), "linear": (-1.0, 0.0), "yarn": (-1.0, 1.0)}
-_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"  # of latent attention: 0.1 * mscale_all_dim; mscale is equal to it
+# Of latent attention: 0.1 * mscale_all_dim, and mscale is equal to it. Of Ministral 3: mscale_all_dim, and mscale is 1.
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 
 def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,11 +45,13 @@ def rope_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": rope_type, "rope_theta": theta}
 
 
-def rope_from_metadata(metadata: ModelMetadata, *, latent: bool, lists: bool = False) -> dict[str, Any]:
+def rope_from_metadata(
+    metadata: ModelMetadata, *, latent: bool, lists: bool = False, yarn_scale: bool = False
+) -> dict[str, Any]:
     """Return `rope_parameters` from GGUF metadata. Raises CheckpointError.
 
     `latent`: the model has multi-head latent attention, whose yarn has more parameters. `lists`: see
-    parameters_of_lists, which gives the metadata of lists a meaning.
+    parameters_of_lists, which gives the metadata of lists a meaning. `yarn_scale`: see GgufLayout.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", _ROPE_THETA)}
     scaling_type = metadata.get("rope.scaling.type", "none")
@@ -64,10 +67,10 @@ def rope_from_metadata(metadata: ModelMetadata, *, latent: bool, lists: bool = F
         if scaling_type == "yarn":
             rope["original_max_position_embeddings"] = metadata.integer(_ORIGINAL)
             rope |= {name: metadata.number(beta, default) for name, (beta, default) in _BETAS.items()}
-            if latent and metadata.get(_LOG_MULTIPLIER):
+            if (latent or yarn_scale) and metadata.get(_LOG_MULTIPLIER):
                 # The file has a float32; configs have at most six digits.
-                scale = round(metadata.number(_LOG_MULTIPLIER) / 0.1, 6)
-                rope |= {"mscale": scale, "mscale_all_dim": scale}
+                scale = round(metadata.number(_LOG_MULTIPLIER) / (0.1 if latent else 1), 6)
+                rope |= {"mscale": scale if latent else 1.0, "mscale_all_dim": scale}
     return rope
 
 
@@ -79,12 +82,13 @@ def rope_to_metadata(
     latent: bool,
     factors: bool,
     lists: bool = False,
+    yarn_scale: bool = False,
     implied: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return rotary parameters as GGUF metadata. Raises CheckpointError for parameters that GGUF cannot express.
 
     `factors`: the factors of `rope_type` llama3 are written as a tensor, so that type is accepted. `lists`: so are the
-    two lists of longrope. `implied`: parameters that the architecture fixes.
+    two lists of longrope. `yarn_scale`: see GgufLayout. `implied`: parameters that the architecture fixes.
     """
     prefix = f"{architecture}."
     rope = rope_of_config(config)
@@ -100,7 +104,7 @@ def rope_to_metadata(
         if rope_type == "yarn":
             original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
             metadata[prefix + _ORIGINAL] = int(original)
-            metadata |= _yarn_keys(prefix, rope, source, latent=latent)
+            metadata |= _yarn_keys(prefix, rope, source, latent=latent, yarn_scale=yarn_scale)
     elif rope_type == "longrope" and lists:
         metadata[prefix + _ORIGINAL] = _original_length(rope, config, source)
         metadata[prefix + _ATTENTION_FACTOR] = _attention_factor(rope, config, source)
@@ -162,7 +166,9 @@ def parameters_of_lists(
     }
 
 
-def _yarn_keys(prefix: str, rope: Mapping[str, Any], source: str, *, latent: bool) -> dict[str, Any]:
+def _yarn_keys(
+    prefix: str, rope: Mapping[str, Any], source: str, *, latent: bool, yarn_scale: bool
+) -> dict[str, Any]:
     metadata = {prefix + key: float(rope.get(name) or default) for name, (key, default) in _BETAS.items()}
     if rope.get("attention_factor") is not None:
         raise CheckpointError(f"{source}: rope attention_factor cannot be written to GGUF")
@@ -174,6 +180,8 @@ def _yarn_keys(prefix: str, rope: Mapping[str, Any], source: str, *, latent: boo
             f"{source}: rope mscale {rope.get('mscale')!r} and mscale_all_dim {mscale_all_dim!r} differ, but GGUF has "
             "one number for both"
         )
+    if yarn_scale and mscale == 1 and mscale_all_dim:
+        return metadata | {prefix + _LOG_MULTIPLIER: float(mscale_all_dim)}
     if not latent and mscale and mscale_all_dim:
         raise CheckpointError(
             f"{source}: rope mscale {mscale!r}, mscale_all_dim {mscale_all_dim!r} cannot be written to GGUF"

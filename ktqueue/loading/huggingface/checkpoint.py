@@ -20,7 +20,7 @@ from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import CheckpointError
 from ktqueue.core.short_repr import short_repr
 from ktqueue.families.family import Family
-from ktqueue.families.table import family_of_type, is_text_model
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
@@ -117,7 +117,7 @@ def text_part(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], s
     model that is not known to compute the same alone, is returned as it is.
     """
     text = config.get("text_config")
-    if not isinstance(text, dict) or not is_text_model(text.get("model_type")) or "num_hidden_layers" in config:
+    if not isinstance(text, dict) or not family_of_type(text.get("model_type")).text or "num_hidden_layers" in config:
         return config, lambda name: name
     outside = {name: config[name] for name in _STATED_OUTSIDE if name in config}
     return {**text, **outside}, _name_in_text_model  # what the whole states counts, as in transformers

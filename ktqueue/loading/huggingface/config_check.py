@@ -224,11 +224,11 @@ def _check_experts_beside(config: Any, source: str) -> None:
 
 
 def _check_growth(config: Any, source: str) -> None:
-    """Check what Mistral 4's queries and routers need."""
-    for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
-        if not isinstance(stated := config.rope_parameters.get(name), int | float) or stated <= 0:
-            raise _refusal(source, name, "a number above 0", stated)
-    if config.n_group != 1:  # its scores are those of a softmax, but its groups are not DeepSeek-V2's
+    """Check what queries need that grow, and the routers of Mistral 4."""
+    for name, least in (("llama_4_scaling_beta", 0), ("original_max_position_embeddings", 1)):
+        if not isinstance(stated := config.rope_parameters.get(name), int | float) or stated < least:
+            raise _refusal(source, name, f"a number from {least}", stated)
+    if getattr(config, "n_group", 1) != 1:  # its scores are those of a softmax, but its groups are not DeepSeek-V2's
         raise _refusal(source, "n_group", "1", config.n_group)
 
 

@@ -149,7 +149,17 @@ def test_windows_that_gguf_does_not_imply_are_not_written(make_model: Callable[.
 
 @pytest.mark.parametrize(
     "model_type",
-    ["granite", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mistral4"],
+    [
+        "granite",
+        "ernie4_5",
+        "seed_oss",
+        "hunyuan_v1_dense",
+        "glm4_moe_lite",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "mistral4",
+        "ministral3",
+    ],
 )
 def test_logits_of_files_equal_transformers(
     model_type: str,
@@ -160,6 +170,14 @@ def test_logits_of_files_equal_transformers(
     """GLM-4.7-Flash has the architecture of DeepSeek-V3 in files."""
     model = load_model(str(make_gguf(model_type=model_type)))
     assert_equals_transformers(model, make_model(model_type))
+
+
+def test_mistral_in_files_of_ministral3_has_queries_that_do_not_grow(parts_of: Callable[[str], Parts]) -> None:
+    """llama.cpp's converter writes Mistral Small 3 so: without growth, and without yarn."""
+    metadata, tensors = parts_of("ministral3")
+    bare = {key: value for key, value in metadata.items() if "temperature" not in key and ".rope.scaling" not in key}
+    rope = built((bare, tensors)).config()["rope_parameters"]
+    assert (rope["rope_type"], rope["llama_4_scaling_beta"], "mscale" in rope) == ("default", 0, False)
 
 
 def test_gemma_files_imply_windows_and_the_scale_of_queries(parts_of: Callable[[str], Parts]) -> None:

@@ -300,7 +300,7 @@ def test_an_indexer_chooses_the_keys_of_long_sequences(
             "indexer_types must be full in the first layer, got 'shared'",
         ),
         ("mistral4", {"n_group": 2}, "n_group must be 1, got 2"),
-        ("mistral4", {"rope_parameters": PLAIN}, "llama_4_scaling_beta must be a number above 0, got None"),
+        ("mistral4", {"rope_parameters": PLAIN}, "llama_4_scaling_beta must be a number from 0, got None"),
     ],
 )
 def test_latent_attention_that_does_not_fit_is_refused(model_type: str, values: dict[str, Any], message: str) -> None:
