@@ -86,10 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mistral": ("mistral", {"sliding_window": 10, "head_dim": 24}),
-    "ministral3": (
-        "ministral3",
-        {"head_dim": 16, "rope_parameters": {**GROWING, "mscale": 1.0, "mscale_all_dim": 0.7}},
-    ),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": {**GROWING}}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "glm4_moe": (

@@ -166,9 +166,7 @@ def parameters_of_lists(
     }
 
 
-def _yarn_keys(
-    prefix: str, rope: Mapping[str, Any], source: str, *, latent: bool, yarn_scale: bool
-) -> dict[str, Any]:
+def _yarn_keys(prefix: str, rope: Mapping[str, Any], source: str, *, latent: bool, yarn_scale: bool) -> dict[str, Any]:
     metadata = {prefix + key: float(rope.get(name) or default) for name, (key, default) in _BETAS.items()}
     if rope.get("attention_factor") is not None:
         raise CheckpointError(f"{source}: rope attention_factor cannot be written to GGUF")
