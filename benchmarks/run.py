@@ -11,7 +11,6 @@ BENCHMARKS = {"cpu": compare.measure, "system": system.measure}
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("what", nargs="*", default=list(BENCHMARKS), help="cpu, system")
     parser.add_argument("--model", default="demo", help="demo or a .gguf file")

@@ -60,7 +60,6 @@ class ReplacedText:
     def forward(
         self, *, input_ids: torch.Tensor, logits_to_keep: torch.Tensor, position_ids: torch.Tensor, **more: Any
     ) -> DecoderOutput:
-        """See GpuDecoder.forward."""
         logits: torch.Tensor = self._forward(
             input_ids=input_ids, logits_to_keep=logits_to_keep, position_ids=position_ids, **more
         ).logits

@@ -181,7 +181,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokenizer", help="a file or folder with the tokenizer, if it is not the model's")

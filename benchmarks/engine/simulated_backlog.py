@@ -72,7 +72,6 @@ class FixedLoss(BatchLoss):
 
     @property
     def borne(self) -> Beside:
-        """See BatchLoss."""
         return self._always
 
 
@@ -171,7 +170,6 @@ def _run(engine: Engine, clock: VirtualClock, chats: Chats, end: float) -> int:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=240.0, help="virtual ones, of each figure")
     parser.add_argument("--rows", type=int, default=ROWS, help="most sequences that run at once")

@@ -28,7 +28,6 @@ class Vocabulary:
     eos_token_ids = frozenset({15})
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See core.vocabulary.Vocabulary."""
         return b"" if token_id in self.eos_token_ids else b"a"
 
     special_token_bytes = token_bytes
@@ -45,14 +44,12 @@ class OverlappedStep:
 
     @property
     def is_done(self) -> bool:
-        """See LaunchedStep."""
         return self._clock.left <= 0.0
 
     def keep_ahead(self, *, until_idle: bool = False) -> None:
         """See LaunchedStep. All is launched."""
 
     def finish(self) -> Logits:
-        """See LaunchedStep."""
         self._clock.sleep(self._clock.left)
         return self._logits
 
@@ -72,20 +69,16 @@ class SimulatedRunner:
         self._draw = random.Random(1)
 
     def execute(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
-        """See Runner."""
         self._clock.compute(self._seconds(batch), *self._rates)
         return _logits(batch)
 
     def begin(self, batch: Batch) -> LaunchedStep:
-        """See OverlappingRunner."""
         return OverlappedStep(self._clock, _logits(batch), self._longer * self._seconds(batch))
 
     def execute_beside(self, batch: Batch, overlapped: LaunchedStep) -> torch.Tensor:
-        """See OverlappingRunner."""
         return self.execute(batch)
 
     def beside(self) -> AbstractContextManager[object]:
-        """See OverlappingRunner."""
         return nullcontext()
 
     def prepare(self, batch: Batch) -> bool:

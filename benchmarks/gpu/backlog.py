@@ -177,7 +177,6 @@ def alone(engine: EngineConfig, arguments: argparse.Namespace) -> Iterator[dict[
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default=MODEL, help="a model that a worker accepts")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")

@@ -106,7 +106,6 @@ def compared(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = gpu_command_line(__doc__, rows="1,4,16")
     parser.add_argument("--repeated", type=numbers, default="1,0.9,0.5,0", help="parts that repeat earlier tokens")
     parser.add_argument("--repeated-rows", type=int, default=4, help="more rows than these have texts of part 0 only")

@@ -59,7 +59,6 @@ def prefill(loaded: LoadedGpuModel, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = gpu_command_line(__doc__, rows="1,4,16,32,64")
     parser.add_argument("--prefill", type=integers, default="512,2048,8192", help="tokens of prompts that run alone")
     parser.add_argument("--memory", type=integers, default="4,8", help="GiB of GPU memory for experts, for the curve")

@@ -308,7 +308,6 @@ def probe(pool: torch.Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--rows", type=integers, default=",".join(map(str, ROWS)))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-30b-a3b")

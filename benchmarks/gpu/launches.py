@@ -27,7 +27,6 @@ def answers(loaded: LoadedGpuModel, rows: int, launch: str, sampling: dict[str, 
 
 
 def main() -> None:
-    """Run the command line."""
     parser = gpu_command_line(__doc__, rows="1,4,16,64")
     parser.add_argument("--turns", type=int, default=3, help="of all ways; the best turn counts")
     parser.add_argument("--expert-gib", type=int, default=20, help="GPU memory for experts")

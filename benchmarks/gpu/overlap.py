@@ -93,7 +93,6 @@ def _milliseconds(seconds: list[float], prefix: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = gpu_command_line(__doc__, rows="1,2,4,8")
     parser.add_argument("--batch", type=int, default=1024, help="rows of the batch")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each figure")

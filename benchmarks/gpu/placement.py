@@ -186,7 +186,6 @@ def simulate(trace: Trace, policy: str, *, rows: int, room: float, steps: int) -
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("trace", type=Path, help="a .npz file of routing")
     parser.add_argument("--rows", type=integers, default="1,4,16,64", help="sequences that decode at once")

@@ -53,7 +53,6 @@ def in_the_median(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = gpu_command_line(__doc__, rows="4")
     parser.add_argument("--on-cpu", type=integers, default="2048,8192,32704", help="tokens, with experts on the CPU")
     parser.add_argument("--on-gpu", type=integers, default="512,2048,8192,16384", help="tokens, with all on the GPU")

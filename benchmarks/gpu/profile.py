@@ -106,7 +106,6 @@ def measure(loaded: LoadedGpuModel, rows: int, launch: str = "ahead") -> dict[st
 
 
 def main() -> None:
-    """Run the command line."""
     arguments = gpu_command_line(__doc__, rows="1,4,16,64").parse_args()
     loaded = LoadedGpuModel(arguments.model, max(arguments.rows), 2 * GIB)
     result: dict[str, Any] = {"format": 1, "model": arguments.model, "environment": environment()}

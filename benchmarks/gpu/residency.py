@@ -59,7 +59,6 @@ def measure(loaded: LoadedGpuModel, rows: int, tokens: int = OUTPUT_TOKENS) -> d
 
 
 def main() -> None:
-    """Run the command line."""
     parser = gpu_command_line(__doc__, rows="1,4,16")
     parser.add_argument("trace", help="a .npz file of routing")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts that are in GPU memory")

@@ -86,7 +86,6 @@ def experts_of_a_step(built: Built, asked: list[list[int]], tokens: int) -> floa
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default=MODEL, help="a model that a worker accepts")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")

@@ -45,7 +45,6 @@ def prefill(loaded: LoadedGpuModel, tokens: int, turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = gpu_command_line(__doc__, rows="1,4,16,64")
     parser.add_argument("--prefill", type=integers, default="512,2048,8192", help="tokens of prompts that run alone")
     parser.add_argument("--trials", default=",".join(NAMES), help="one after the other")

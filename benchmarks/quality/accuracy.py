@@ -73,7 +73,6 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("models", nargs="+", help="GGUF files, demo, or synthetic:SHAPE:QUANT")
     parser.add_argument("--windows", type=int, default=4)

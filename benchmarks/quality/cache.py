@@ -133,7 +133,6 @@ def compare(measured: Measured, windows: list[list[int]]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("text", type=Path, metavar="TEXT")
     parser.add_argument("--model", default="demo")

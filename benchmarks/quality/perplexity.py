@@ -76,7 +76,6 @@ def _unpacked(folder: Path, target: Path) -> Path:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("weights", type=Path, metavar="HF_FOLDER")
     parser.add_argument("text", type=Path, metavar="TEXT")

@@ -72,7 +72,6 @@ def weighted_error(quant: str, packed: Bytes, values: Floats, importance: Floats
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     add_cpu_arguments(parser)
     python = parser.parse_args().llama_python

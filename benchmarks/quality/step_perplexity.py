@@ -147,7 +147,6 @@ def shapes_of(text: str) -> list[Shape]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("text", type=Path, metavar="TEXT")
     parser.add_argument("--model", default="demo")

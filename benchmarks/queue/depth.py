@@ -111,7 +111,6 @@ async def measure(depths: list[int], rounds: int, turns: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--depths", type=integers, default="1000,100000", help="jobs that wait")
     parser.add_argument("--rounds", type=int, default=5, help="how often each point is taken")

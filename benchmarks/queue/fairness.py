@@ -206,7 +206,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--batch", type=int, default=10_000, help="batch jobs queued")
     parser.add_argument("--jobs", type=int, default=200, help="interactive jobs of a round")

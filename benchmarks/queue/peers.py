@@ -183,7 +183,6 @@ def _points(contest: Contest, kills: int, defaults: bool) -> Iterator[tuple[str,
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="how often each point is taken")
     parser.add_argument("--kills", type=int, default=3, help="kills of each queue's worker in a round")

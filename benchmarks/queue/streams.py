@@ -140,7 +140,6 @@ def measure(*, rounds: int, seconds: float, stall_seconds: float) -> dict[str, A
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="how often each point is taken")
     parser.add_argument("--seconds", type=float, default=20.0, help="of streaming in a point")

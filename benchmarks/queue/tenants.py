@@ -94,7 +94,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--label", default="turns", help="name of this code in the table")
     parser.add_argument("--backlog", type=int, default=400, help="long requests of the first tenant")

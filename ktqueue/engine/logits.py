@@ -29,6 +29,5 @@ class LogitsInParts:
         self._head = head
 
     def __getitem__(self, rows: torch.Tensor | slice, /) -> torch.Tensor:
-        """See Logits."""
         with torch.inference_mode():
             return self._head(self._x[rows])

@@ -49,7 +49,6 @@ class NextTokenSource(DraftSource):
         self.model.keep_hidden(torch.zeros(shape, dtype=self.model.hidden_dtype, device=device))
 
     def make(self, runner: Runner, kv: KVCache, selector: Selector, most_tokens: int) -> "NextTokenDrafts":
-        """See DraftSource."""
         return NextTokenDrafts(self, runner, kv, selector, most_tokens)
 
     @property
@@ -73,7 +72,6 @@ class NextTokenDrafts(DraftModel):
         self._layer = source.model
 
     def copy_page(self, source: int, target: int) -> None:
-        """See DraftModel."""
         super().copy_page(source, target)
         self._layer.hidden[target] = self._layer.hidden[source]
 

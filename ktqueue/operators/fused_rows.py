@@ -24,7 +24,6 @@ class SplitRows:
     key_rows: int
 
     def has(self, name: str) -> bool:
-        """See ModuleWeights."""
         return self.weights.has(_fused_name(name))
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -37,11 +36,9 @@ class SplitRows:
         return replace(whole, rows=count, data=whole.data[first * row_bytes : (first + count) * row_bytes])
 
     def vector(self, name: str) -> Floats:
-        """See ModuleWeights."""
         return self.weights.vector(name)
 
     def experts(self, name: str) -> ExpertWeights:
-        """See ModuleWeights."""
         return self.weights.experts(name)
 
 

@@ -24,7 +24,6 @@ class HalvedRotaryRows:
         )
 
     def has(self, name: str) -> bool:
-        """See ModuleWeights."""
         return self._weights.has(name)
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -36,12 +35,10 @@ class HalvedRotaryRows:
         return replace(matrix, data=rows.reshape(-1))
 
     def vector(self, name: str) -> Floats:
-        """See ModuleWeights."""
         vector = self._weights.vector(name)
         return vector[self._order(len(vector))] if name.endswith(_REORDERED) else vector
 
     def experts(self, name: str) -> ExpertWeights:
-        """See ModuleWeights."""
         return self._weights.experts(name)
 
     def _order(self, rows: int) -> npt.NDArray[np.int64]:

@@ -186,7 +186,6 @@ def _by_tenth(samples: list[tuple[float, dict[str, int]]], kind: str) -> list[in
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=50_000)
     parser.add_argument("--tokens", type=int, default=2, help="of each answer")

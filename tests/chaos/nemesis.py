@@ -46,7 +46,6 @@ class PartlyBlindSupervisor(Supervisor):
     unseen: set[int]
 
     def release_leases_of(self, pid: int, code: int) -> None:
-        """See Supervisor."""
         if pid not in self.unseen:
             super().release_leases_of(pid, code)
 

@@ -35,7 +35,6 @@ class LogCollector(logging.Handler):
         self.lines: list[Line] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging.Handler."""
         self.lines.append(Line(time.monotonic() - (time.time() - record.created), "supervisor", record.getMessage()))
 
 

@@ -100,7 +100,6 @@ def fails(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("families", nargs="*", help="model types; all if none is named")
     parser.add_argument("--processes", type=int, default=4, help="families at a time; they share the GPU")

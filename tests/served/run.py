@@ -123,7 +123,6 @@ def failures(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("families", nargs="*", help="model types; all if none is named")
     parser.add_argument("--page", action="store_true", help="only write the page from the results")

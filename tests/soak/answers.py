@@ -176,7 +176,6 @@ def _longer(original: GenerationRequest, quote: int) -> GenerationRequest:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=1000)
     parser.add_argument("--model", default="demo")

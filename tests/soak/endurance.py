@@ -132,7 +132,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

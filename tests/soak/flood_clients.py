@@ -154,7 +154,6 @@ class Flood:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", required=True, help=f"with commas: {', '.join(KINDS)}")
     parser.add_argument("--port", type=int, required=True)

@@ -170,7 +170,6 @@ async def _run(kinds: list[str], sockets: int, count: int, rate: float) -> list[
 
 
 def main() -> None:
-    """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--sockets", type=int, default=5_000, help="of each kind")
     parser.add_argument("--chats", type=int, default=20, help="before and during each flood")

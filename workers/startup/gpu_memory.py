@@ -77,23 +77,19 @@ class CudaMemory:
 
     @property
     def total(self) -> int:
-        """See DeviceMemory."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def used(self) -> int:
-        """See DeviceMemory."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def reset_peak(self) -> None:
-        """See DeviceMemory."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """See DeviceMemory."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device) - self._before
 

@@ -28,13 +28,11 @@ class ForkedProcess:
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
-        """See Process."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """See Process."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)

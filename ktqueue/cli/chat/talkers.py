@@ -69,7 +69,6 @@ class HttpTalker:
         return one_model(served)
 
     def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
-        """See Talker."""
         from ktqueue.cli.http_client import answered, check
 
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": True}
@@ -90,7 +89,6 @@ class HttpTalker:
                     yield Piece("", usage["completion_tokens"])
 
     def close(self) -> None:
-        """See Talker."""
         self._client.close()
 
 
@@ -102,7 +100,6 @@ class RedisTalker:
         self.model = model
 
     def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
-        """See Talker."""
         request = GenerationRequest(model=self.model, messages=tuple(messages), sampling=sampling)
         job = self._client.submit(request)
         ended = False
@@ -117,7 +114,6 @@ class RedisTalker:
                 self._client.cancel(job.id)
 
     def close(self) -> None:
-        """See Talker."""
         self._client.close()
 
 
@@ -190,7 +186,6 @@ class LocalTalker:
         tokens.published()(time.monotonic())
 
     def close(self) -> None:
-        """See Talker."""
         for record in (self._profile, self._routing):
             if record is not None:
                 record.close()
