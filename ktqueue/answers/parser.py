@@ -29,20 +29,16 @@ class Parser(Protocol):
     @property
     def called(self) -> bool:
         """Whether the answer has a tool call."""
-        ...
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the text that comes next is reasoning."""
-        ...
 
     def push(self, text: str) -> tuple[AnswerPart, ...]:
         """The new parts of the answer."""
-        ...
 
     def finish(self) -> tuple[AnswerPart, ...]:
         """The parts that were held back until the end of the text. Call it once."""
-        ...
 
 
 def make_parser(tool_parser: str, reasoning_parser: str, types: Types, opening: str) -> Parser | None:

@@ -33,15 +33,12 @@ class EndpointBody(Protocol):
     @property
     def stream(self) -> bool | None:
         """Whether the answer is streamed."""
-        ...
 
     def requests(self, card: ModelCard | None) -> tuple[GenerationRequest, ...]:
         """One request for each job. `card`: of the model, if it is known. Raises InvalidRequest."""
-        ...
 
     def wants_usage(self) -> bool:
         """Whether the stream ends with a usage chunk. Raises InvalidRequest."""
-        ...
 
 
 class Reply(Protocol):
@@ -49,15 +46,12 @@ class Reply(Protocol):
 
     def chunks(self, delta: Delta) -> Iterator[Json]:
         """The stream chunks for new text of one choice."""
-        ...
 
     def last_chunks(self, usage: Usage) -> Iterator[Json]:
         """The stream's last chunks, sent if usage was asked for."""
-        ...
 
     def whole(self, choices: Sequence[Delta], usage: Usage) -> Json:
         """The body of an answer that is not streamed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

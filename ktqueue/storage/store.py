@@ -32,11 +32,9 @@ class Writing(Protocol):
     @property
     def size(self) -> int:
         """Bytes written so far."""
-        ...
 
     async def write(self, data: bytes) -> None:
         """Append bytes. Raises Unavailable."""
-        ...
 
 
 class Store(Protocol):
@@ -47,37 +45,30 @@ class Store(Protocol):
 
         It appears whole and durable when the block ends. If the block raises or the process dies, nothing appears.
         """
-        ...
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
         """Parts of at most PART_BYTES, from the byte `start`, `length` bytes or up to the end. Raises NotStored.
 
         An object that is deleted meanwhile is either read to its end, or reading it raises NotStored.
         """
-        ...
 
     async def size(self, name: str) -> int:
         """Bytes of the object. Raises NotStored."""
-        ...
 
     async def age(self, name: str) -> float:
         """Seconds since the object appeared, by the store's clock. Raises NotStored."""
-        ...
 
     async def delete(self, name: str) -> None:
         """Delete the object. An unknown name is no error."""
-        ...
 
     async def names(self, prefix: str) -> list[str]:
         """Names of all objects in a folder such as `files/`, sorted. Those being written are not among them.
 
         Files that others have put there are left out, if no object can have their name.
         """
-        ...
 
     async def sweep(self) -> None:
         """Delete what writers that died have left."""
-        ...
 
 
 def is_name(name: str) -> bool:

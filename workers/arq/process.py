@@ -27,11 +27,9 @@ class Service(Protocol):
 
     async def async_run(self) -> None:
         """Run until cancelled."""
-        ...
 
     async def leave(self) -> None:
         """Return what is not finished. Called after `async_run`."""
-        ...
 
 
 async def serve(config: Config, make: Callable[[Broker, str], Service]) -> None:

@@ -42,11 +42,9 @@ class Talker(Protocol):
 
     def answer(self, messages: Sequence[Message], sampling: SamplingParams) -> Iterator[Piece]:
         """Generate the next turn of the assistant in pieces. Raises KtqueueError, KeyboardInterrupt."""
-        ...
 
     def close(self) -> None:
         """Release its resources."""
-        ...
 
 
 class HttpTalker:
