@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import fields, replace
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from ktqueue.broker.broker import Broker
@@ -115,9 +114,7 @@ class Client:
         self._broker = await Broker.open(self._config)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -225,9 +222,7 @@ class SyncClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

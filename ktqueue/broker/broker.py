@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ktqueue.broker.batches import Batches
@@ -86,9 +85,7 @@ class Broker:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

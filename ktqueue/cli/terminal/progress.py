@@ -5,7 +5,6 @@ Without a terminal both are plain lines; the bar writes one every ten seconds.
 
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ktqueue.cli.terminal.console import notes
@@ -63,9 +62,7 @@ class Bar:
         elif self._moved:
             self._write_line()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.finish()
 
     def _write_line(self) -> None:
