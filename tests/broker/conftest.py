@@ -92,6 +92,14 @@ async def expire_leases(broker: Broker, card: ModelCard) -> AsyncIterator[Callab
     await bystander.close()
 
 
+@pytest.fixture
+async def lease(broker: Broker, card: ModelCard) -> AsyncIterator[Lease]:
+    """The lease of a worker."""
+    lease = await Lease.register(broker, card)
+    yield lease
+    await lease.close()
+
+
 class Proxy:
     """Passes bytes between a client and the server. It can lose the reply to the next command that contains a word."""
 

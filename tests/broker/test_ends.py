@@ -17,13 +17,6 @@ from ktqueue.core.request import GenerationRequest
 
 
 @pytest.fixture
-async def lease(broker: Broker, card: ModelCard) -> Any:
-    lease = await Lease.register(broker, card)
-    yield lease
-    await lease.close()
-
-
-@pytest.fixture
 async def ended(broker: Broker) -> Any:
     """Assert how a job ended: its record, its journal and a live reader agree."""
 

@@ -21,13 +21,6 @@ WARM = "Once upon a time there was a queue. " * 100
 
 
 @pytest.fixture
-async def lease(broker: Broker, card: ModelCard) -> Any:
-    lease = await Lease.register(broker, card)
-    yield lease
-    await lease.close()
-
-
-@pytest.fixture
 async def other(broker: Broker, card: ModelCard) -> Any:
     lease = await Lease.register(broker, card)
     yield lease

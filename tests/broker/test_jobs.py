@@ -31,13 +31,6 @@ from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest, JobClass, SamplingParams
 
 
-@pytest.fixture
-async def lease(broker: Broker, card: ModelCard) -> Any:
-    lease = await Lease.register(broker, card)
-    yield lease
-    await lease.close()
-
-
 async def test_a_model_must_be_known(
     broker: Broker, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:

@@ -28,13 +28,6 @@ SLOW = 1  # tokens or requests per minute, so few that the time of a test change
 
 
 @pytest.fixture
-async def lease(broker: Broker, card: ModelCard) -> Any:
-    lease = await Lease.register(broker, card)
-    yield lease
-    await lease.close()
-
-
-@pytest.fixture
 def submit(broker: Broker, make_request: Callable[..., GenerationRequest]) -> Any:
     """Submit a job for the tenant. `tokens`: how many it reserves, including one of the prompt."""
 

@@ -11,16 +11,8 @@ from ktqueue.broker.lease import Lease
 from ktqueue.client import Client
 from ktqueue.core.errors import InvalidRequest, JobConflict, JobNotFound, KtqueueError, PoisonJob, TenantLimitReached
 from ktqueue.core.events import JobState, TokenEvent
-from ktqueue.core.model_card import ModelCard
 from ktqueue.core.request import GenerationRequest
 from ktqueue.core.tenants import TenantLimits
-
-
-@pytest.fixture
-async def lease(broker: Broker, card: ModelCard) -> Any:
-    lease = await Lease.register(broker, card)
-    yield lease
-    await lease.close()
 
 
 @pytest.fixture

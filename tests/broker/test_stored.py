@@ -24,13 +24,6 @@ NO_LIMITS = TenantLimits()
 MIB = 1 << 20
 
 
-@pytest.fixture
-async def lease(broker: Broker, card: ModelCard) -> Any:
-    lease = await Lease.register(broker, card)
-    yield lease
-    await lease.close()
-
-
 def failed(seq: Any, error: Any) -> Any:
     return TokenEvent(seq=seq, state=JobState.FAILED, error=error.info())
 

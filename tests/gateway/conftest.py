@@ -1,6 +1,5 @@
 """Fixtures of the gateway's tests: a served gateway and a scripted worker."""
 
-import asyncio
 import json
 import os
 import re
@@ -62,12 +61,8 @@ def spoil_idempotency_keys(broker: Broker, redis_direct: str) -> Callable[[], No
 @pytest.fixture
 async def worker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     """A scripted worker that is running. Set `.script` before the request."""
-    scripted = ScriptedWorker(broker)
-    task = asyncio.create_task(scripted.run())
-    await scripted.ready.wait()
-    yield scripted
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with ScriptedWorker(broker) as scripted:
+        yield scripted
 
 
 async def calls_a_tool(claim: Claim) -> AsyncIterator[Step]:
@@ -83,12 +78,8 @@ async def calls_a_tool(claim: Claim) -> AsyncIterator[Step]:
 async def caller(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     """A worker whose model reasons and calls tools."""
     card = replace(CARD, name="caller", tool_parser="tool_call", reasoning_parser="think")
-    worker = ScriptedWorker(broker, calls_a_tool, card)
-    task = asyncio.create_task(worker.run())
-    await worker.ready.wait()
-    yield worker
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with ScriptedWorker(broker, calls_a_tool, card) as worker:
+        yield worker
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: bodies, answers, events and errors in Anthropic's form."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -28,12 +27,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 @pytest.fixture
 async def thinker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     """A scripted worker whose model thinks and calls tools."""
-    scripted = ScriptedWorker(broker, card=replace(CARD, tool_parser="tool_call", reasoning_parser="think"))
-    task = asyncio.create_task(scripted.run())
-    await scripted.ready.wait()
-    yield scripted
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    card = replace(CARD, tool_parser="tool_call", reasoning_parser="think")
+    async with ScriptedWorker(broker, card=card) as scripted:
+        yield scripted
 
 
 def writes(text: str, finish: FinishReason = FinishReason.STOP) -> Any:

@@ -92,12 +92,8 @@ async def test_the_gateway_is_ready_only_with_a_worker(http: httpx.AsyncClient, 
     response = await http.get("/readyz")
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    worker = ScriptedWorker(broker)
-    task = asyncio.create_task(worker.run())
-    await worker.ready.wait()
-    assert (await http.get("/readyz")).json() == {"status": "ok", "workers": 1, "models": ["tale"]}
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with ScriptedWorker(broker):
+        assert (await http.get("/readyz")).json() == {"status": "ok", "workers": 1, "models": ["tale"]}
     assert (await http.get("/readyz")).status_code == 503
 
 

@@ -1,6 +1,5 @@
 """Bad input gets a status and an error that names field, limit and value. The next request works."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -290,23 +289,16 @@ async def test_an_unknown_model_and_a_missing_worker_are_different_errors(
     assert response.status_code == 503
     conforms(response.json(), "ErrorResponse")
     assert int(response.headers["retry-after"]) >= 1
-    worker = ScriptedWorker(broker)
-    task = asyncio.create_task(worker.run())
-    await worker.ready.wait()
-    response = await http.post(CHAT, json={**BODY, "model": "other"})
+    async with ScriptedWorker(broker):
+        response = await http.post(CHAT, json={**BODY, "model": "other"})
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"
     assert response.json()["error"]["param"] == "model"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_full_queue_refuses_with_a_time_to_retry(config: Config, broker: Broker) -> None:
-    worker = ScriptedWorker(broker)
-    task = asyncio.create_task(worker.run())
-    await worker.ready.wait()
-    task.cancel()  # the model stays known, but no worker takes its jobs
-    await asyncio.gather(task, return_exceptions=True)
+    async with ScriptedWorker(broker):
+        pass  # the model stays known, but no worker takes its jobs
     full = replace(config, broker=replace(config.broker, max_queued_batch=1))
     async with serving(full) as (_, url), httpx.AsyncClient(base_url=url) as http:
         first = await http.post("/v1/jobs", json={**BODY, "job_class": "batch"})
@@ -385,11 +377,8 @@ async def test_a_deadline_that_passes_in_the_queue_is_a_504(http: httpx.AsyncCli
 
 
 async def test_a_deadline_that_passes_without_a_worker_is_a_504(http: httpx.AsyncClient, broker: Broker) -> None:
-    worker = ScriptedWorker(broker)
-    task = asyncio.create_task(worker.run())
-    await worker.ready.wait()
-    task.cancel()  # the model stays known
-    await asyncio.gather(task, return_exceptions=True)
+    async with ScriptedWorker(broker):
+        pass  # the model stays known
     for path, body in ((CHAT, BODY), (COMPLETE, {"model": "tale", "prompt": "Once"})):
         for stream in (False, True):
             response = await http.post(path, json={**body, "expires_in": 0.01, "stream": stream})

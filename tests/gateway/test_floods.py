@@ -63,15 +63,13 @@ def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture
 async def stranger(gateway: tuple[str, int], redis_server: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the gateway. A worker is running."""
-    async with await Broker.open(BrokerConfig(url=redis_server, prefix=PREFIX)) as broker:
-        worker = ScriptedWorker(broker)
-        task = asyncio.create_task(worker.run())
-        await worker.ready.wait()
-        transport = httpx.AsyncHTTPTransport(local_address="127.0.0.77")
-        async with httpx.AsyncClient(base_url=gateway[0], transport=transport, timeout=60) as http:
-            yield http
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    transport = httpx.AsyncHTTPTransport(local_address="127.0.0.77")
+    async with (
+        await Broker.open(BrokerConfig(url=redis_server, prefix=PREFIX)) as broker,
+        ScriptedWorker(broker),
+        httpx.AsyncClient(base_url=gateway[0], transport=transport, timeout=60) as http,
+    ):
+        yield http
 
 
 @asynccontextmanager

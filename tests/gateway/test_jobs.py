@@ -179,12 +179,14 @@ async def test_a_silent_stream_has_heartbeats(http: httpx.AsyncClient, worker: S
     assert frames.ids == [1]
 
 
-async def test_a_job_can_be_cancelled(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
-    async def never(claim: Claim) -> AsyncIterator[Step]:
-        yield token("half")
-        for _ in range(1000):
-            yield 0.01
+async def never(claim: Claim) -> AsyncIterator[Step]:
+    """Half of an answer, which does not end."""
+    yield token("half")
+    for _ in range(1000):
+        yield 0.01
 
+
+async def test_a_job_can_be_cancelled(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     worker.script = never
     job = (await http.post(JOBS, json={**BODY, "sampling": {"n": 2}})).json()
     async with http.stream("GET", job["events_url"]) as response:
@@ -210,12 +212,6 @@ async def test_a_job_can_be_cancelled(http: httpx.AsyncClient, worker: ScriptedW
 
 async def test_a_chat_cancelled_by_another_client_is_an_error(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     """If another client cancels the job, its chat ends with an error, streamed or not."""
-
-    async def never(claim: Claim) -> AsyncIterator[Step]:
-        yield token("half")
-        for _ in range(1000):
-            yield 0.01
-
     worker.script = never
     chat = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 

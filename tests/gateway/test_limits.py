@@ -237,13 +237,15 @@ async def test_all_bodies_share_a_limit_and_the_largest_is_dropped(
         large[1].leave()
 
 
+async def long(claim: Claim) -> AsyncIterator[Step]:
+    """A token, and a long silence."""
+    yield token("Once")
+    yield 30.0
+
+
 async def test_connections_of_an_address_are_limited(
     serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
 ) -> None:
-    async def long(claim: Claim) -> AsyncIterator[Step]:
-        yield token("Once")
-        yield 30.0
-
     worker.script = long
     async with serve_with(max_sockets_per_address=3) as (_, url), httpx.AsyncClient(base_url=url, timeout=10) as http:
         silent = [await connect(url, "127.0.0.2") for _ in range(4)]
@@ -272,10 +274,6 @@ async def test_connections_of_an_address_are_limited(
 async def test_probes_are_answered_when_all_connections_are_busy(
     serve_with: ServeWith, connect: Connect, worker: ScriptedWorker
 ) -> None:
-    async def long(claim: Claim) -> AsyncIterator[Step]:
-        yield token("Once")
-        yield 30.0
-
     worker.script = long
     async with serve_with(max_sockets=3, probe_port=0) as (server, url):
         body = json.dumps({**BODY, "stream": True}).encode()

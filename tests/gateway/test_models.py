@@ -1,7 +1,5 @@
 """GET /v1/models, other names of a model, its digest in answers, and its sampling defaults."""
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -28,13 +26,8 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me"}]}
 @pytest.fixture
 async def teller(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     """A worker whose model has aliases, a digest and sampling defaults."""
-    worker = ScriptedWorker(broker, card=NAMED)
-    task = asyncio.create_task(worker.run())
-    await worker.ready.wait()
-    yield worker
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    async with ScriptedWorker(broker, card=NAMED) as worker:
+        yield worker
 
 
 @pytest.mark.parametrize("name", ["tale", "gpt-4o", "teller"])

@@ -1,6 +1,5 @@
 """Ollama's API: chats, prompts, models, refusals and errors in its form."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -25,13 +24,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 @pytest.fixture
 async def thinker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     """A scripted worker whose model thinks and calls tools."""
-    scripted = ScriptedWorker(broker, card=replace(CARD, tool_parser="tool_call", reasoning_parser="think"))
-    scripted.script = thinks
-    task = asyncio.create_task(scripted.run())
-    await scripted.ready.wait()
-    yield scripted
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    card = replace(CARD, tool_parser="tool_call", reasoning_parser="think")
+    async with ScriptedWorker(broker, thinks, card) as scripted:
+        yield scripted
 
 
 async def thinks(claim: Claim) -> AsyncIterator[Step]:

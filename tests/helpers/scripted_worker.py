@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
@@ -51,6 +51,8 @@ async def tale(claim: Claim) -> AsyncIterator[Step]:
 class ScriptedWorker:
     """Claims jobs and commits what `script` yields for each, step by step. A cancelled job stops.
 
+    As a context manager it works until the end of the block.
+
     `claims`: every claim so far. `stopped`: ids of cancelled jobs. `ready`: set once the worker is registered.
     """
 
@@ -63,6 +65,15 @@ class ScriptedWorker:
     _plays: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _events: list[tuple[str, TokenEvent]] = field(default_factory=list)
     _seqs: dict[str, int] = field(default_factory=dict)
+
+    async def __aenter__(self) -> Self:
+        self._running = asyncio.create_task(self.run())
+        await self.ready.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
 
     async def run(self) -> None:
         """Work until cancelled."""
