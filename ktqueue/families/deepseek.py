@@ -54,7 +54,7 @@ DEEPSEEK = (
     Family("DeepSeek-V2, V2-Lite", "deepseek_v2", "DeepseekV2ForCausalLM", _V2_LAYOUT, latent=True, group_score=1),
     Family(
         "DeepSeek-V3, R1, Kimi-K2 and the text of K2.5", "deepseek_v3", "DeepseekV3ForCausalLM", V3_LAYOUT,
-        latent=True, group_score=2, text=True, aliases=("kimi_k2",),
+        latent=True, group_score=2, text=True, aliases={"kimi_k2": {}},
     ),
     Family(
         "DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", INDEXED_LAYOUT,

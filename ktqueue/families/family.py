@@ -54,7 +54,8 @@ class GgufLayout:
     end neither in weight nor in bias. `implied`: config values that the architecture fixes. `by_tensor`: config values
     that are true if a file has that tensor. `rope`: rotary parameters that the architecture fixes. `names`: an
     architecture whose names of tensors the files have, if it is another. `loaded_as`: model_type of the family that
-    reads such files, with its layout, because it computes the same; empty: this one.
+    reads such files, with its layout, because it computes the same; empty: this one. `also`: architectures whose files
+    hold the text model of one with encoders, which is the same.
 
     `permuted`: the rows of q and k are in GGUF's rotary order. `rope_factors`: files may hold factors of the rotary
     frequencies. `rope_lists`: they may hold two lists, for short and for long sequences; the names of the rotary
@@ -79,6 +80,7 @@ class GgufLayout:
     rope: Mapping[str, Any] = field(default_factory=dict)
     names: str = ""
     loaded_as: str = ""
+    also: tuple[str, ...] = ()
     permuted: bool = False
     rope_factors: bool = False
     rope_lists: tuple[str, ...] = ()
@@ -130,7 +132,8 @@ class Family:
     it may be the text model of a folder that also holds encoders, because a position for each token is all that it
     needs. `heads_differ`: layers may differ in the number and the size of their key/value heads. `normed_further`: a
     layer that predicts further tokens passes on the output of its last norm, not what goes into it. `aliases`: other
-    model types, which transformers does not know, of folders whose own code computes the same.
+    model types of folders whose code computes the same for text, each with the fields that differ. `fixed`: config
+    values that the code of such a type has, whatever config.json says.
     """
 
     name: str
@@ -160,7 +163,8 @@ class Family:
     text: bool = False
     heads_differ: bool = False
     normed_further: bool = False
-    aliases: tuple[str, ...] = ()
+    aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> GgufLayout:

@@ -15,7 +15,7 @@ GLM = (
             "attention_bias": "model.layers.0.self_attn.q_proj.bias",
             "use_qk_norm": "model.layers.0.self_attn.q_norm.weight",
         }),
-        partly_rotated=True,
+        partly_rotated=True, text=True, aliases={"glm4v_moe_text": {"fixed": {"use_qk_norm": False}}},
     ),
     Family(
         "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", replace(V3_LAYOUT, loaded_as="deepseek_v3"),

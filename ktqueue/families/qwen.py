@@ -46,14 +46,16 @@ QWEN3_MOE = Family(
     "Qwen3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM",
     GgufLayout(
         "qwen3moe", (*ROUTED, _NUM_EXPERTS, EXPERT_WIDTH, HEAD_DIM, ANY_WIDTH), (*LAYER, *QK_NORMS, *EXPERTS, *MLP),
-        implied={**UNBIASED, "norm_topk_prob": True},
+        implied={**UNBIASED, "norm_topk_prob": True}, also=("qwen3vlmoe",),
     ),
 )  # fmt: skip
+_VL_MOE = {"transposed_experts": True, "fixed": {"norm_topk_prob": True}}
 
 QWEN = (
     Family(
         "Qwen2, Qwen2.5", "qwen2", "Qwen2ForCausalLM",
-        GgufLayout("qwen2", (*SIZES, WIDTH), (*LAYER, *MLP), implied=SILU),
+        GgufLayout("qwen2", (*SIZES, WIDTH), (*LAYER, *MLP), implied=SILU, also=("qwen2vl",)),
+        text=True, aliases={name: {} for name in ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")},
     ),
     Family(
         "Qwen1.5-MoE, Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM",
@@ -65,9 +67,10 @@ QWEN = (
     ),
     Family(
         "Qwen3, dense", "qwen3", "Qwen3ForCausalLM",
-        GgufLayout("qwen3", DENSE, (*LAYER, *QK_NORMS, *MLP), implied=UNBIASED),
+        GgufLayout("qwen3", DENSE, (*LAYER, *QK_NORMS, *MLP), implied=UNBIASED, also=("qwen3vl",)),
+        text=True, aliases={"qwen3_vl_text": {}},
     ),
-    QWEN3_MOE,
+    replace(QWEN3_MOE, text=True, aliases={"qwen3_vl_moe_text": _VL_MOE}),
     Family(
         "Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM",
         replace(

@@ -1,5 +1,7 @@
 """All families, found by their names in transformers. Tests compare every one of them with transformers."""
 
+from dataclasses import replace
+
 from ktqueue.families.deepseek import DEEPSEEK
 from ktqueue.families.family import Family
 from ktqueue.families.gemma import GEMMA
@@ -9,7 +11,8 @@ from ktqueue.families.others import OTHERS
 from ktqueue.families.qwen import QWEN
 
 FAMILIES = tuple(sorted((*DEEPSEEK, *GEMMA, *GLM, *LLAMA, *OTHERS, *QWEN), key=lambda family: family.class_name))
-_BY_TYPE = {model_type: family for family in FAMILIES for model_type in (family.model_type, *family.aliases)}
+_BY_TYPE = {family.model_type: family for family in FAMILIES}
+_BY_TYPE |= {name: replace(family, **changes) for family in FAMILIES for name, changes in family.aliases.items()}
 _UNKNOWN = Family("", "", "")
 
 BY_CLASS = {family.class_name: family for family in FAMILIES if family.decoded is not False}

@@ -12,6 +12,7 @@ from ktqueue.loading.installed import describe, load_entry, usable_entries
 _STATED = ("name", "model_type", "class_name", "gguf", "config", "model", "decoded")
 _FACTS = ("partly_rotated", "interleaved", "norm_after_rotary", "windows_rotated")
 """What a package may say of a family. All other fields are for families of ktqueue."""
+_PLAIN = Family("", "", "")
 
 
 def packaged_family(model_type: str) -> Family | None:
@@ -43,7 +44,7 @@ def _problem(family: Family, model_type: str) -> str | None:
     if any(known.class_name == name for known in FAMILIES):
         return f"ktqueue has a model class {name} already"
     for entry in fields(Family):
-        if entry.name not in (*_STATED, *_FACTS) and getattr(family, entry.name) != entry.default:
+        if entry.name not in (*_STATED, *_FACTS) and getattr(family, entry.name) != getattr(_PLAIN, entry.name):
             return f"{entry.name} is only for families of ktqueue"
     if (layout := family.gguf) and layout.loaded_as and family_of_type(layout.loaded_as).gguf is None:
         return f"loaded_as is {layout.loaded_as!r}, which is no model_type of ktqueue that GGUF files hold"

@@ -26,11 +26,11 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise CheckpointError(f"{source}: metadata key general.architecture is missing")
-    candidates = [family for family in _IN_FILES if family.layout.architecture == architecture]
+    candidates = [family for family in _IN_FILES if architecture in _architectures(family)]
     candidates = candidates or _packaged(architecture)
     if not candidates:
         check_architecture(architecture, source)
-        known = ", ".join(sorted({family.layout.architecture for family in _IN_FILES}))
+        known = ", ".join(sorted({name for family in _IN_FILES for name in _architectures(family)}))
         raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
     layouts = [family.layout for family in candidates]
     stated = ModelMetadata(architecture, metadata, source)
@@ -41,12 +41,16 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
         raise stated.error("expert_gating_func", f"{gating} is not supported")
     fit = ((layout.has_experts, layout.sigmoid) == (routed, sigmoid) for layout in layouts)
     found = next((family for family, fits in zip(candidates, fit, strict=True) if fits), candidates[0])
-    if not found.layout.loaded_as:
+    if found.layout.architecture == architecture and not found.layout.loaded_as:
         return found
-    reader = family_of_type(found.layout.loaded_as)
+    reader = family_of_type(found.layout.loaded_as or found.model_type)
     names = reader.layout.names or reader.layout.architecture
     layout = replace(reader.layout, architecture=architecture, names=names, tiled=found.layout.tiled)
     return replace(reader, gguf=layout)
+
+
+def _architectures(family: Family) -> tuple[str, ...]:
+    return family.layout.architecture, *family.layout.also
 
 
 def family_of_model_type(model_type: str, source: str) -> Family:
@@ -66,7 +70,7 @@ def _packaged(architecture: str) -> list[Family]:
     """
     found: list[Family] = []
     taken: list[str] = []
-    ours = {family.layout.architecture for family in _IN_FILES}
+    ours = {name for family in _IN_FILES for name in _architectures(family)}
     try:
         for family in packaged_families():
             if family.gguf is None:

@@ -52,7 +52,8 @@ _UNUSED = re.compile(r"rotary_emb\.inv_freq$")
 """Frequencies in old files, which are always computed."""
 _BY_LAYER = ("num_experts", "moe_topk")
 _STATED_OUTSIDE = ("quantization_config", "tie_word_embeddings")
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head."), ("mtp.", "mtp."))
+_UNCHANGED = ("lm_head.", "mtp.", "model.layers.", "model.embed_tokens.", "model.norm.")  # the last ones: Qwen2.5-VL
+_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), *((name, name) for name in _UNCHANGED))
 """Beginnings of names in a folder that also has encoders of images or sounds, and in its text model."""
 _CACHE_SCALE = re.compile(r"(.+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?(kv|k|v)_scale|(k|v)_proj\.output_scale)")
 """Scales of a float8 cache. compressed-tensors: `self_attn.k_scale`; ModelOpt: `self_attn.k_proj.k_scale`; Quark:
@@ -66,8 +67,8 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     """
     config, text_name = text_part(read_json(folder / "config.json"))
     family = family_of_type(config.get("model_type"))
-    if family.model_type:  # it may be an alias
-        config["model_type"] = family.model_type
+    if family.model_type and family.model_type != config["model_type"]:
+        config = _without_alias(config, family)
     config |= _equal_in_all_layers(config)
     if type(tuned := config.get("attn_temperature_tuning")) is int:  # 4 in older folders of Llama 4, for true
         config["attn_temperature_tuning"] = bool(tuned)
@@ -98,6 +99,16 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     return Checkpoint(str(folder), config, dense, experts, maps, scales)
 
 
+def _without_alias(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the config with the model type of the family. A position of text is one number, not three for time, height
+    and width."""
+    plain = {**config, "model_type": family.model_type, **family.fixed}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := plain.get(name), dict):
+            plain[name] = {key: value for key, value in rope.items() if key[:5] != "mrope" != value}
+    return plain
+
+
 def _modelopt_config(folder: Path) -> dict[str, Any]:
     """Return what a file of ModelOpt's says of the weights. Its older folders say it there, and not in config.json."""
     stated = optional_json(folder / MODELOPT_FILE).get("quantization")
@@ -117,6 +128,8 @@ def text_part(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], s
     model that is not known to compute the same alone, is returned as it is.
     """
     text = config.get("text_config")
+    if text is None and "vision_config" in config and family_of_type(config.get("model_type")).text:  # Qwen2.5-VL
+        return {name: value for name, value in config.items() if name != "vision_config"}, _name_in_text_model
     if not isinstance(text, dict) or not family_of_type(text.get("model_type")).text or "num_hidden_layers" in config:
         return config, lambda name: name
     outside = {name: config[name] for name in _STATED_OUTSIDE if name in config}
@@ -221,11 +234,20 @@ def _group(
     if both := sorted(single.keys() & fused.keys()):
         raise CheckpointError(f"{folder}: {both[0]} has its weights twice, expert by expert and fused")
     experts = {module: stack_experts(str(folder), module, parts) for module, parts in single.items()}
-    from_parts = _from_fused
-    if family.transposed_experts:
-        from_parts = interleaved_experts if family.experts_in_turns else transposed_experts
-    experts.update({module: from_parts(folder, module, parts) for module, parts in fused.items()})
+    for module, matrices in fused.items():
+        from_parts = _from_fused
+        if family.experts_in_turns:
+            from_parts = interleaved_experts
+        elif family.transposed_experts and not _are_rows_first(matrices):
+            from_parts = transposed_experts
+        experts[module] = from_parts(folder, module, matrices)
     return dense, experts
+
+
+def _are_rows_first(parts: Mapping[str, CheckpointTensor]) -> bool:
+    """Whether fused experts are not transposed. transformers 5 saves Qwen3-VL-MoE so, which is published transposed."""
+    gate_up, down = (parts[name].shape if name in parts else () for name in (GATE_UP, DOWN))
+    return len(gate_up) == len(down) == 3 and gate_up[2] == down[1]
 
 
 def _from_fused(folder: Path, module: str, parts: dict[str, CheckpointTensor]) -> ExpertWeights:

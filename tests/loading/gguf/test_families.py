@@ -172,6 +172,21 @@ def test_logits_of_files_equal_transformers(
     assert_equals_transformers(model, make_model(model_type))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "text", "model_type"),
+    [("qwen2vl", "qwen2", "qwen2"), ("qwen3vl", "qwen3", "qwen3"), ("qwen3vlmoe", "qwen3moe", "qwen3_moe")],
+)
+def test_files_of_models_with_encoders_hold_the_text_model(
+    architecture: str, text: str, model_type: str, parts_of: Callable[[str], Parts]
+) -> None:
+    """The three positions of a token of text are equal, so sections of rotary columns do not matter."""
+    metadata, tensors = parts_of(model_type)
+    config = built((dict(metadata), dict(tensors))).config()
+    stored = {key.replace(f"{text}.", f"{architecture}.", 1): value for key, value in metadata.items()}
+    stored |= {"general.architecture": architecture, f"{architecture}.rope.dimension_sections": [2, 3, 3, 0]}
+    assert built((stored, tensors)).config() == config
+
+
 def test_mistral_in_files_of_ministral3_has_queries_that_do_not_grow(parts_of: Callable[[str], Parts]) -> None:
     """llama.cpp's converter writes Mistral Small 3 so: without growth, and without yarn."""
     metadata, tensors = parts_of("ministral3")

@@ -7,20 +7,40 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from decoder_families import COMMON, GROWING, LINEAR, answers, feed
+from decoder_families import COMMON, GROWING, LINEAR, MOE, SIGMOID, answers, feed
 from llama4_sizes import LLAMA4_SIZES
 from safetensors.torch import load_file, save_file
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.families.table import family_of_type
 from ktqueue.loading.huggingface.checkpoint import text_part
 from ktqueue.loading.load import load_model
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 LLAMA4_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+QWEN3_VISION = {**VISION, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
+TIME_AND_PLACE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 PARTS: dict[str, dict[str, Any]] = {
     "Qwen3_5Moe": {"text_config": {**COMMON, **LINEAR}, "vision_config": VISION},
     "Qwen3_5": {"text_config": {**COMMON, **LINEAR}, "vision_config": VISION},
     "Llama4": {"text_config": {**COMMON, **LLAMA4_SIZES}, "vision_config": {**LLAMA4_VISION, "vision_output_dim": 64}},
+    "Qwen3VL": {
+        "text_config": {**COMMON, "head_dim": 16, "rope_parameters": TIME_AND_PLACE},
+        "vision_config": QWEN3_VISION,
+    },
+    "Qwen3VLMoe": {
+        "text_config": {**COMMON, **MOE, "head_dim": 16, "rope_parameters": TIME_AND_PLACE},
+        "vision_config": QWEN3_VISION,
+    },
+    "Qwen2_5_VL": {"text_config": {**COMMON, "rope_parameters": TIME_AND_PLACE}, "vision_config": QWEN3_VISION},
+    "Glm4vMoe": {
+        "text_config": {**COMMON, **SIGMOID, "rope_parameters": {**TIME_AND_PLACE, "mrope_section": [1, 1, 2]}},
+        "vision_config": VISION,
+    },
+    "InternVL": {
+        "text_config": {**COMMON, **MOE, "model_type": "qwen3_moe", "head_dim": 16},
+        "vision_config": LLAMA4_VISION,
+    },
     "Mistral3": {  # published as Ministral 3 and Devstral 2
         "text_config": {**COMMON, "model_type": "ministral3", "head_dim": 16, "rope_parameters": {**GROWING}},
         "vision_config": {**LLAMA4_VISION, "model_type": "pixtral"},
@@ -45,7 +65,7 @@ def whole(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def assert_equal(folder: Path, model: Any) -> None:
     loaded = load_model(str(folder))
-    text_type = model.config.text_config.model_type
+    text_type = family_of_type(model.config.text_config.model_type).model_type
     assert (loaded.config.model_type, type(loaded.module).__name__) == (text_type, "CpuDecoder")
     found = feed(loaded.module)
     for name, logits in answers(model).items():
@@ -55,6 +75,24 @@ def assert_equal(folder: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("whole", [*PARTS], indirect=True)
 def test_the_text_model_of_a_folder_is_served(whole: Any, tmp_path: Path) -> None:
+    assert_equal(tmp_path, whole)
+
+
+@pytest.mark.parametrize("whole", ["Qwen3VLMoe"], indirect=True)
+def test_experts_are_read_as_they_are_published(whole: Any, tmp_path: Path) -> None:
+    """Transposed. transformers 5 saves them as its modules have them."""
+    file = tmp_path / "model.safetensors"
+    save_file({name: x.mT.contiguous() if "experts" in name else x for name, x in load_file(file).items()}, file)
+    assert_equal(tmp_path, whole)
+
+
+@pytest.mark.parametrize("whole", ["Qwen2_5_VL"], indirect=True)
+def test_a_config_may_have_its_text_model_beside_the_encoder(whole: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    text = {**config.pop("text_config"), "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+    del text["rope_parameters"], text["layer_types"]
+    path.write_text(json.dumps({**text, **config, "rope_theta": 10_000.0}))
     assert_equal(tmp_path, whole)
 
 
