@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import decoder_families
 import pytest
 import torch
 import transformers
-from latent_sizes import LATENT_SIZES
 from tiny_tokenizer import write_tokenizer
 
 from ktqueue.loading.convert import convert
@@ -17,234 +17,115 @@ from ktqueue.operators.step import StepContext
 
 VOCAB = 384
 COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 382,
+    **decoder_families.COMMON, "vocab_size": VOCAB, "num_hidden_layers": 2, "eos_token_id": 382,
     "initializer_range": 0.2,
-}
-ROUTED = {"num_experts": 8, "num_experts_per_tok": 2}
-SIGMOID = {
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-    "moe_intermediate_size": 32,
-    "intermediate_size": 96,
-}
-LATENT = {**LATENT_SIZES, "num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
-GROWING = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 8.0,  # as some tools write it
-    "llama_4_scaling_beta": 0.5,
-}
-MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.7}
-INDEXER = {"n_shared_experts": 1, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}
+}  # fmt: skip
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SIGMOID = {key: value for key, value in decoder_families.SIGMOID.items() if key != "num_experts"}
+LATENT = {**decoder_families.LATENT, "num_experts_per_tok": 2, "n_shared_experts": 2}
+LOW_RANK = {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48}
+GROUPED, ONE_GROUP = {"n_group": 4, "topk_group": 2}, {"n_group": 1, "topk_group": 1}
+GROWING = {**decoder_families.GROWING, "original_max_position_embeddings": 8.0}  # as some tools write it
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 9.0, "factor": 1.0}
+SCALES = {**decoder_families.SCALES, "logits_scaling": 0.5}
 MIXED = ["full_attention", "sliding_attention"]
+WINDOWS = {"sliding_window": 7, "layer_types": MIXED}
+DECODER = {"num_key_value_heads": 4, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**ROUTED, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
-    "qwen2_moe": {**ROUTED, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": None},
+    "qwen3_moe": {**ROUTED, "head_dim": 32, "norm_topk_prob": True},
+    "qwen2_moe": {**ROUTED, "shared_expert_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {**ROUTED, "intermediate_size": 32},
     "deepseek_v2": LATENT,
-    "deepseek_v3": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
-    "glm4_moe_lite": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 1, "topk_group": 1},
-    "deepseek_v32": {**LATENT, **INDEXER, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
-    "glm_moe_dsa": {
-        **LATENT,
-        **INDEXER,
-        "q_lora_rank": 48,
-        "n_group": 1,
-        "topk_group": 1,
-        "indexer_types": ["full", "shared"],
-    },
-    "axk1": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "n_group": 4, "topk_group": 2},
-    "mistral4": {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48, "rope_parameters": GROWING},
-    "ministral3": {"intermediate_size": 96, "head_dim": 16, "rope_parameters": {**GROWING, **MSCALES}},
+    "deepseek_v3": {**LOW_RANK, **GROUPED},
+    "glm4_moe_lite": {**LOW_RANK, **ONE_GROUP},
+    "deepseek_v32": {**LOW_RANK, **decoder_families.INDEXER, **GROUPED},
+    "glm_moe_dsa": {**LOW_RANK, **decoder_families.INDEXER, **ONE_GROUP, "indexer_types": ["full", "shared"]},
+    "axk1": {**LOW_RANK, **GROUPED},
+    "mistral4": {**LOW_RANK, "rope_parameters": GROWING},
+    "ministral3": {"head_dim": 16, "rope_parameters": {**GROWING, "mscale": 1.0, "mscale_all_dim": 0.7}},
     "afmoe": {
-        **ROUTED,
-        "num_hidden_layers": 4,
-        "moe_intermediate_size": 32,
-        "intermediate_size": 96,
-        "head_dim": 16,
-        "num_shared_experts": 1,
-        "route_scale": 1.5,
-        "mup_enabled": True,
-        "sliding_window": 7,
+        **ROUTED, "num_hidden_layers": 4, "head_dim": 16, "num_shared_experts": 1, "route_scale": 1.5,
+        "mup_enabled": True, "sliding_window": 7,
     },
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     "dots1": {**SIGMOID, "head_dim": 16, "sliding_window": None},
     "qwen3_next": {
-        **ROUTED,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        **decoder_families.LINEAR, **ROUTED, "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"],
     },
     "minimax_m2": {
-        **ROUTED,
-        "num_local_experts": 8,
-        "intermediate_size": 32,
-        "head_dim": 32,
-        "partial_rotary_factor": 0.5,
+        **ROUTED, "num_local_experts": 8, "intermediate_size": 32, "head_dim": 32, "partial_rotary_factor": 0.5,
         "bos_token_id": None,
     },
     "gpt_oss": {**ROUTED, "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "sliding_window": 7},
     "llama4_text": {  # as GGUF files imply
-        "num_local_experts": 8,
-        "num_experts_per_tok": 1,
-        "intermediate_size": 32,
-        "intermediate_size_mlp": 96,
-        "interleave_moe_layer_step": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 4,
+        "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 32, "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2, "head_dim": 16, "num_hidden_layers": 4,
         "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10_000.0,
-            "factor": 16.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 1.0,
-            "original_max_position_embeddings": 64,
+            "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": 64,
         },
     },
-    "qwen3": {"intermediate_size": 96, "head_dim": 32},
-    "qwen2": {"intermediate_size": 96},
-    "granite": {
-        "intermediate_size": 96,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 0.5,
-    },
-    "ernie4_5": {"intermediate_size": 96, "head_dim": 32},
-    "seed_oss": {"intermediate_size": 96, "head_dim": 32, "attention_bias": True},
-    "hunyuan_v1_dense": {
-        "intermediate_size": 96,
-        "head_dim": 16,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 9.0, "factor": 1.0},
-    },
-    "llama": {"intermediate_size": 96},
-    "gemma2": {"intermediate_size": 96, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7},
+    "qwen3": {"head_dim": 32},
+    "qwen2": {},
+    "granite": SCALES,
+    "ernie4_5": {"head_dim": 32},
+    "seed_oss": {"head_dim": 32, "attention_bias": True},
+    "hunyuan_v1_dense": {"head_dim": 16, "rope_parameters": DYNAMIC},
+    "llama": {},
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7},
     "gemma3_text": {
-        "intermediate_size": 96,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 7,
-        "num_hidden_layers": 6,
-        "initializer_range": 0.15,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 7, "num_hidden_layers": 6,
+        "initializer_range": 0.15, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "gemma4_text": {
-        "intermediate_size": 96,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "sliding_window": 7,
-        "layer_types": MIXED[::-1],
-        "hidden_size_per_layer_input": 0,
-        "use_bidirectional_attention": "vision",
-        "final_logit_softcapping": 30.0,
-        "enable_moe_block": True,
-        "num_experts": 8,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 32,
+        **decoder_families.GLOBAL, "head_dim": 16, "sliding_window": 7, "layer_types": MIXED[::-1],
+        "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision", "final_logit_softcapping": 30.0,
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32,
     },
-    "gemma": {"intermediate_size": 96, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
-    "biogpt": {"intermediate_size": 96},
+    "gemma": {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
+    "biogpt": {},
     "bloom": {"n_layer": 2, "n_head": 4},
     "doge": {},
-    "diffllama": {"intermediate_size": 96},
+    "diffllama": {},
     "xglm": {"ffn_dim": 96},
-    "bart": {"num_key_value_heads": 4, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
+    "bart": DECODER,
     "whisper": {
-        "num_key_value_heads": 4,
-        "decoder_layers": 2,
-        "decoder_attention_heads": 4,
-        "decoder_ffn_dim": 96,
-        "max_target_positions": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "decoder_start_token_id": 1,
+        **DECODER, "max_target_positions": 256, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1
     },
-    "mbart": {"num_key_value_heads": 4, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
-    "exaone4": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED},
-    "ministral": {"intermediate_size": 96, "head_dim": 16, "sliding_window": 7, "layer_types": MIXED},
-    "smollm3": {"intermediate_size": 96, "sliding_window": 7, "layer_types": MIXED, "pad_token_id": 0},
+    "mbart": DECODER,
+    "exaone4": WINDOWS,
+    "ministral": {**WINDOWS, "head_dim": 16},
+    "smollm3": {**WINDOWS, "pad_token_id": 0},
     "gemma3n_text": {
-        "intermediate_size": 96,
-        "head_dim": 16,
-        "sliding_window": 7,
-        "layer_types": [*MIXED, *MIXED],
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 384,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0] * 4,
+        "head_dim": 16, "sliding_window": 7, "layer_types": [*MIXED, *MIXED], "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 384, "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4,
     },
     "granitemoehybrid": {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 96},
     "hunyuan_v1_moe": {
-        "num_experts": 8,
-        "moe_topk": 2,
-        "intermediate_size": 32,
-        "head_dim": 16,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 9.0, "factor": 1.0},
+        "num_experts": 8, "moe_topk": 2, "intermediate_size": 32, "head_dim": 16, "rope_parameters": DYNAMIC
     },
-    "granitemoe": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 32,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 0.5,
-    },
+    "granitemoe": {**SCALES, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
     "exaone_moe": {
-        **ROUTED,
-        "moe_intermediate_size": 32,
-        "intermediate_size": 96,
-        "n_group": 1,
-        "topk_group": 1,
-        "layer_types": MIXED,
-        "sliding_window": 7,
-        "mlp_layer_types": ["dense", "sparse"],
-        "num_shared_experts": 1,
+        **ROUTED, **ONE_GROUP, **WINDOWS, "mlp_layer_types": ["dense", "sparse"], "num_shared_experts": 1
     },
     "hy_v3": {
-        **ROUTED,
-        "moe_intermediate_size": 32,
-        "intermediate_size": 96,
-        "num_shared_experts": 1,
-        "head_dim": 16,
-        "mlp_layer_types": ["sparse", "dense"],
-        "pad_token_id": 0,
+        **ROUTED, "num_shared_experts": 1, "head_dim": 16, "mlp_layer_types": ["sparse", "dense"], "pad_token_id": 0
     },
-    "gpt_neox": {"intermediate_size": 96, "num_key_value_heads": 4},
-    "apertus": {"intermediate_size": 96},
-    "phi3": {"intermediate_size": 96, "pad_token_id": 0, "original_max_position_embeddings": 16},
-    "stablelm": {"intermediate_size": 96},
-    "bert": {"is_decoder": True, "intermediate_size": 96},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "apertus": {},
+    "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 16},
+    "stablelm": {},
+    "bert": {"is_decoder": True},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt2": {},
     "openai-gpt": {},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -255,21 +136,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(model_type: str = "qwen3_moe", *, shard: str | None = None, **changes: Any) -> Path:
         key = f"{model_type} {shard} {sorted(changes.items())}"
         if key not in made:
-            torch.manual_seed(7)
             folder = tmp_path_factory.mktemp(model_type)
-            values = {**COMMON, **FAMILIES[model_type], **changes}
-            config = transformers.CONFIG_MAPPING[model_type](**values)
-            config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    if name.endswith(("norm.weight", "_1.weight", "_2.weight", ".bias", "_bias", "sinks", "scale")):
-                        weight.uniform_(0.5, 1.5)
-                for name, buffer in model.named_buffers():
-                    if name.endswith("correction_bias"):
-                        buffer.uniform_(-0.2, 0.2)
-                    elif name.endswith("layer_scalar"):
-                        buffer.uniform_(0.5, 1.5)
+            model = decoder_families.random_model(model_type, {**COMMON, **FAMILIES[model_type], **changes})
             model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
             write_tokenizer(folder, VOCAB)
             made[key] = folder
