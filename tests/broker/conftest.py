@@ -62,19 +62,6 @@ def make_request() -> Callable[..., GenerationRequest]:
 
 
 @pytest.fixture
-def eventually() -> Callable[..., Awaitable[None]]:
-    """Wait until an async predicate is true; fails after some seconds."""
-
-    async def wait(predicate: Callable[[], Awaitable[bool]], seconds: float = 5.0) -> None:
-        end = asyncio.get_running_loop().time() + seconds
-        while not await predicate():
-            assert asyncio.get_running_loop().time() < end, "it never became true"
-            await asyncio.sleep(0.01)
-
-    return wait
-
-
-@pytest.fixture
 async def expire_leases(broker: Broker, card: ModelCard) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Wait until leases have expired. Another worker renews its own meanwhile, so that this is not an outage."""
     bystander = await Lease.register(broker, replace(card, name="bystander"))

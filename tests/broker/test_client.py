@@ -4,13 +4,14 @@ import asyncio
 import itertools
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from processes import until
 from required import required
 
 from ktqueue.broker.broker import Broker
@@ -66,9 +67,7 @@ def _numbered(event: Any, seq: Any) -> Any:
     return replace(event, seq=seq)
 
 
-async def test_a_client_generates_streams_asks_and_cancels(
-    config: BrokerConfig, echo_worker: Any, eventually: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_client_generates_streams_asks_and_cancels(config: BrokerConfig, echo_worker: Any) -> None:
     async with Client(config=config) as client:
         answer = await client.generate(model="tale", prompt="a b c", n=2, temperature=0.5)
         assert answer.texts == ("a b c ", "a b c ")
@@ -84,7 +83,7 @@ async def test_a_client_generates_streams_asks_and_cancels(
         async def runs() -> Any:
             return (await client.status(record.id)).state is JobState.RUNNING
 
-        await eventually(runs)
+        await until(runs)
         await client.cancel(record.id)
         with pytest.raises(Cancelled):
             await client.result(record.id)

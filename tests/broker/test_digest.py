@@ -2,11 +2,12 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from processes import until
 from required import error_of
 
 from ktqueue.broker.broker import Broker
@@ -113,10 +114,7 @@ async def test_bound_and_common_jobs_are_claimed_in_one_order(
 
 
 async def test_a_bound_job_can_be_cancelled_and_expires(
-    broker: Broker,
-    workers: Any,
-    make_request: Callable[..., GenerationRequest],
-    eventually: Callable[..., Awaitable[None]],
+    broker: Broker, workers: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     ours, _ = workers
     jobs = [await broker.jobs.submit(make_request(expires_in=expires_in)) for expires_in in (None, 0.3)]
@@ -130,7 +128,7 @@ async def test_a_bound_job_can_be_cancelled_and_expires(
         await broker.reaper().reap()
         return (await broker.jobs.get(jobs[1].id)).state is JobState.EXPIRED
 
-    await eventually(expired)
+    await until(expired)
     assert await broker.jobs.bound() == []
     assert await ours.claim(8) == []
 

@@ -1,10 +1,11 @@
 """Readers see each event once and in order, despite lost messages, lost connections and slow consumers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from processes import until
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.journal import Journal
@@ -55,11 +56,7 @@ async def test_follow_replays_the_journal_and_then_yields_new_events(broker: Bro
 
 
 async def test_the_whole_journal_is_read_once_its_job_has_ended(
-    broker: Broker,
-    job: Any,
-    raw: Any,
-    make_request: Callable[..., GenerationRequest],
-    eventually: Callable[..., Awaitable[None]],
+    broker: Broker, job: Any, raw: Any, make_request: Callable[..., GenerationRequest]
 ) -> None:
     """The end is announced, happened before, came from an older version that announces none, or never will."""
 
@@ -85,7 +82,7 @@ async def test_the_whole_journal_is_read_once_its_job_has_ended(
         assert [event.state for event in await late] == [JobState.DONE]
         with pytest.raises(JobNotFound):
             await broker.journal.whole("job-unknown")
-    await eventually(nobody_waits)
+    await until(nobody_waits)
 
 
 async def test_new_events_arrive_without_delay(broker: Broker, job: Any) -> None:
@@ -267,9 +264,7 @@ async def test_a_slow_reader_costs_a_bounded_mailbox_and_misses_nothing(config: 
     assert all(len(event.text) in (1, 500) for event in got)
 
 
-async def test_closing_a_reader_unsubscribes(
-    broker: Broker, job: Any, raw: Any, eventually: Callable[..., Awaitable[None]]
-) -> None:
+async def test_closing_a_reader_unsubscribes(broker: Broker, job: Any, raw: Any) -> None:
     key = broker.keys.journal_channel(job.id)
     await job.write(1)
     readers = [broker.journal.follow(job.id) for _ in range(3)]
@@ -281,15 +276,10 @@ async def test_closing_a_reader_unsubscribes(
     assert raw.pubsub_numsub(key) == [(key.encode(), 1)]
     await readers[2].aclose()
 
-    async def gone() -> Any:
-        return raw.pubsub_numsub(key) == [(key.encode(), 0)] and key not in broker.hub.channels
-
-    await eventually(gone)
+    await until(lambda: raw.pubsub_numsub(key) == [(key.encode(), 0)] and key not in broker.hub.channels)
 
 
-async def test_readers_come_and_go_quickly(
-    broker: Broker, job: Any, raw: Any, eventually: Callable[..., Awaitable[None]]
-) -> None:
+async def test_readers_come_and_go_quickly(broker: Broker, job: Any, raw: Any) -> None:
     await job.write(1)
     for _ in range(30):
         reader = broker.journal.follow(job.id)
@@ -304,24 +294,16 @@ async def test_readers_come_and_go_quickly(
         assert (await waiting).seq == 2
     await reader.aclose()
 
-    async def empty() -> Any:
-        return not any(":journal:" in channel for channel in broker.hub.channels)
-
-    await eventually(empty)
+    await until(lambda: not any(":journal:" in channel for channel in broker.hub.channels))
 
 
-async def test_a_cancelled_reader_leaves_nothing(
-    broker: Broker, job: Any, eventually: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_cancelled_reader_leaves_nothing(broker: Broker, job: Any) -> None:
     reader = asyncio.create_task(seqs(broker, job.id))
     await asyncio.sleep(0.05)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
 
-    async def gone() -> Any:
-        return broker.keys.journal_channel(job.id) not in broker.hub.channels
-
-    await eventually(gone)
+    await until(lambda: broker.keys.journal_channel(job.id) not in broker.hub.channels)
 
 
 async def test_two_hundred_readers_share_one_subscription(

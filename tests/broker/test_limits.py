@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from processes import until
 from required import number, required, retry_after
 
 from ktqueue.broker.broker import Broker
@@ -174,9 +175,7 @@ async def test_reserved_tokens_that_were_not_used_are_returned(
     assert (await load()).live == 0
 
 
-async def test_a_job_that_never_ran_returns_all_its_tokens(
-    broker: Broker, lease: Lease, submit: Any, raw: Any, eventually: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_job_that_never_ran_returns_all_its_tokens(broker: Broker, lease: Lease, submit: Any, raw: Any) -> None:
     limits = TenantLimits(tokens_per_minute=SLOW, tokens_burst=100)
     for _ in range(4):
         await broker.jobs.cancel((await submit(limits, tokens=100)).id)
@@ -186,7 +185,7 @@ async def test_a_job_that_never_ran_returns_all_its_tokens(
         await broker.reaper().reap()
         return not raw.exists(f"{broker.keys.tag}:tenant:{TENANT}")
 
-    await eventually(settled)
+    await until(settled)
     await submit(limits, tokens=100, expires_in=0.001)
     await asyncio.sleep(0.01)
     assert await lease.claim(1) == []  # the job has expired

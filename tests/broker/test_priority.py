@@ -47,7 +47,6 @@ async def test_a_job_that_returns_to_the_queue_keeps_its_place(
     card: ModelCard,
     make_request: Callable[..., GenerationRequest],
     expire_leases: Callable[[], Awaitable[None]],
-    eventually: Callable[..., Awaitable[None]],
 ) -> None:
     lease = await Lease.register(broker, card)
     first = await broker.jobs.submit(make_request(), job_id="first")

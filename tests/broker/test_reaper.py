@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from processes import until
 
 from ktqueue.broker import keys
 from ktqueue.broker.broker import Broker
@@ -155,11 +156,7 @@ def unknown_keys(tag: Any, names: Any) -> Any:
 
 
 async def test_every_key_is_documented_and_none_remains(
-    config: BrokerConfig,
-    card: ModelCard,
-    make_request: Callable[..., GenerationRequest],
-    raw: Any,
-    eventually: Callable[..., Awaitable[None]],
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], raw: Any
 ) -> None:
     short = replace(config, job_ttl=0.6, journal_ttl=0.3, idempotency_ttl=0.6, model_ttl=0.6, lease_seconds=0.2)
     async with await Broker.open(short) as broker:
@@ -188,17 +185,14 @@ async def test_every_key_is_documented_and_none_remains(
             await lease.commit(last)
             return not await broker.jobs.list(state=JobState.RUNNING) + await broker.jobs.list(state=JobState.QUEUED)
 
-        await eventually(all_ended)
+        await until(all_ended)
         await lease.close()
         reaper.cancel()
         await asyncio.gather(reaper, return_exceptions=True)
         without_ttl = [name for name in raw.keys("*") if raw.pttl(name) == -1]
         assert without_ttl == []
 
-        async def nothing_left() -> Any:
-            return raw.keys("*") == []
-
-        await eventually(nothing_left, 8)
+        await until(lambda: raw.keys("*") == [], 8)
         with pytest.raises(JobNotFound):
             await broker.jobs.get(jobs[0].id)
 

@@ -2,19 +2,13 @@
 
 import json
 import signal
-import socket
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 from command_line import Process, Run, Start
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from processes import free_ports
 
 
 def _wait_for(url: str, process: Process) -> None:
@@ -32,7 +26,7 @@ def _wait_for(url: str, process: Process) -> None:
 
 @pytest.mark.long
 def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redis_url: str, tmp_path: Path) -> None:
-    port = _free_port()
+    [port] = free_ports(1)
     base = f"http://127.0.0.1:{port}"
     made = json.loads(ktqueue("keys", "new", "--json").stdout)
     words = ("gateway", "--redis-url", redis_url, "--port", port, "--api-key-hash", made["sha256"])

@@ -1,13 +1,13 @@
 """Runs every page from top to bottom, as a reader would, in an empty folder with an installed ktqueue."""
 
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from page_runner import PageRunner
 from pages import PYTHON, ROOT, SHELL, blocks, pages
+from processes import free_ports
 
 from ktqueue.broker.redis.private_server import PrivateServer
 
@@ -28,15 +28,10 @@ PROGRAMS = {
 }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def running(installed_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """A running `ktqueue up`: its port, and the folder where it was started."""
-    port = free_port()
+    [port] = free_ports(1)
     with PageRunner(tmp_path_factory.mktemp("up"), installed_bin, port, {}) as runner:
         runner.shell("ktqueue up")
         yield port, runner.here
@@ -48,12 +43,13 @@ def test_each_page_runs_as_printed(
     page: str, installed_bin: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> None:
     code = "".join(block.runnable for block in PROGRAMS[page])
-    port, folder = (free_port(), None) if STARTS.search(code) else request.getfixturevalue("running")
+    free, second, receiver = free_ports(3)
+    port, folder = (free, None) if STARTS.search(code) else request.getfixturevalue("running")
     values = {
         GATEWAY: f"127.0.0.1:{port}",
-        SECOND: str(free_port()),
+        SECOND: str(second),
         EVERYWHERE: "127.0.0.1",
-        RECEIVER: str(free_port()),
+        RECEIVER: str(receiver),
         MODEL: str(DEMO),
     }
     server = PrivateServer()

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import arq
 import httpx
 import pytest
 from arq.connections import RedisSettings
+from processes import until
 
 from ktqueue.arq_json import dumps, loads
 from ktqueue.core.config import (
@@ -49,12 +50,6 @@ def receiver() -> Iterator[tuple[str, list[Any]]]:
     server.shutdown()
     server.server_close()
     thread.join()
-
-
-async def until(predicate: Callable[[], Any], within: float = 40.0) -> None:
-    async with asyncio.timeout(within):
-        while not predicate():  # noqa: ASYNC110 # what it asks of has no event
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.long
@@ -93,7 +88,7 @@ async def test_an_arq_job_with_a_webhook_survives_kills_of_the_helpers(
                 seen.append(helper.pid)
                 helper.signal(signal.SIGKILL)
             answer = await job.result(timeout=60, poll_delay=0.05)
-            await until(lambda: got)
+            await until(lambda: got, 40)
         finally:
             await pool.aclose()
         assert [helper.name for helper in up.helpers] == ["bridge", "control"]

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import redis
+from processes import until
 
 from ktqueue.broker.broker import Broker
 
@@ -160,7 +161,7 @@ async def run(start_stack: Any, redis_url: str, *, jobs: int, workers: int, kill
         deaths = [worker.deaths for worker in stack.up.workers]
         print(f"{jobs} jobs, {crowd.tokens} tokens in {seconds:.1f} s; {dict(crowd.habits)}; deaths {deaths}")  # noqa: T201
         assert len(crowd.ends) == jobs
-        await eventually(lambda: all_free(stack, free), within=60.0 if kills else 10.0)
+        await until(lambda: all_free(stack, free), 60.0 if kills else 10.0)
         assert any(deaths) == kills
         for job in list(crowd.ends)[-20:]:  # a terminal state never changes
             assert (await stack.job(job))["state"] == crowd.ends[job]
@@ -211,14 +212,6 @@ def check_that_everything_expires(client: Any, within: float) -> None:
     left = {key.decode().rpartition(":")[2]: client.pttl(key) for key in client.scan_iter()}
     assert left.pop("tick", 0) != -1
     assert all(0 <= ttl <= within * 1000 for ttl in left.values() if ttl != -2), left  # -2: it has expired meanwhile
-
-
-async def eventually(holds: Any, within: float = 10.0) -> None:
-    async with asyncio.timeout(within):
-        while True:
-            if await holds():
-                return
-            await asyncio.sleep(0.1)
 
 
 @pytest.mark.long

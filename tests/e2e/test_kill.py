@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from processes import alive, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -212,19 +213,8 @@ async def start_up(tmp_path: Path) -> tuple[asyncio.subprocess.Process, str, lis
     return process, url, [int(pid) for pid in pids]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 async def none_left(pids: list[int]) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            if not any(alive(pid) for pid in pids):
-                return
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(alive(pid) for pid in pids), 10)
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from processes import free_ports
 
 from ktqueue.broker.broker import Broker
 from ktqueue.core.config import BrokerConfig, Config, EngineConfig, GatewayConfig, WorkerConfig, config_environment
@@ -62,11 +62,6 @@ async def running(program: str, config: Config) -> AsyncIterator[asyncio.subproc
             await process.wait()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
-
-
 async def job(http: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
     answer = await http.get(f"/v1/jobs/{job_id}")
     assert answer.status_code == 200, answer.text
@@ -103,7 +98,7 @@ async def test_an_upgrade_works_in_both_orders(broker_config: BrokerConfig) -> N
         worker=WorkerConfig(drain_seconds=0.0),
     )
     async with contextlib.AsyncExitStack() as stack:
-        ports = free_port(), free_port()
+        ports = free_ports(2)
         for port, version in zip(ports, ("", NEXT), strict=True):
             config = replace(base, gateway=GatewayConfig(port=port))
             await stack.enter_async_context(running(version + GATEWAY, config))

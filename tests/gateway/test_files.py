@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from processes import until
 from served_gateway import Conforms, serving
 
 from ktqueue.core.config import Config, StorageConfig
@@ -259,9 +260,7 @@ async def test_uploads_are_limited_in_size_time_and_number(serve_files: ServeFil
         uploads = server.gateway.file_uploads
 
         async def has(count: int) -> None:
-            async with asyncio.timeout(10):
-                while len(uploads) != count:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(uploads) == count, 10)
 
         reader, writer = await begin(url, 10_000_000)  # refused before it is read
         status, error = await answer(reader)

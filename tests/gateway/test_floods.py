@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from processes import free_ports
 from scripted_worker import ScriptedWorker
 
 from benchmarks.machine import resident_bytes
@@ -37,8 +37,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """URL and process id of a gateway with short timeouts."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     settings = {
         "BROKER_URL": redis_server, "BROKER_PREFIX": PREFIX, "GATEWAY_PORT": port, "GATEWAY_HEADER_TIMEOUT": 1,
         "GATEWAY_KEEP_ALIVE_TIMEOUT": 1, "GATEWAY_STALL_SECONDS": 1, "GATEWAY_BODY_TIMEOUT": 1,

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from processes import until
 from scripted_worker import ScriptedWorker, Step, token
 from served_gateway import ServeWith
 
@@ -156,9 +157,7 @@ async def test_a_client_that_reads_no_answer_is_dropped(serve_with: ServeWith) -
         await asyncio.sleep(0.2)
         connections = server.connections
         assert len(connections) == 3
-        async with asyncio.timeout(10):
-            while len(connections):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: len(connections) == 0, 10)
         for client in clients:
             client.close()
 
@@ -224,16 +223,13 @@ async def test_all_bodies_share_a_limit_and_the_largest_is_dropped(
         large = [await connect(url) for _ in range(2)]
         for client, size in zip(large, (90_000, 50_000), strict=True):
             await client.send(POST + b"content-length: 99000\r\n\r\n" + b" " * size)
-        async with asyncio.timeout(5):
-            while uploads.held_bytes < 140_000:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: uploads.held_bytes >= 140_000)
         body = json.dumps({**BODY, "user": "x" * 20_000})
         assert (await http.post(CHAT, content=body)).status_code == 200
         async with asyncio.timeout(5):
             assert (await large[0].reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 503")
             assert b"too_many_body_bytes" in await large[0].reader.readuntil(b"}}")
-            while uploads.held_bytes != 50_000:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: uploads.held_bytes == 50_000)
         large[1].leave()
 
 

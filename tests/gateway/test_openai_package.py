@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal
 import httpx
 import openai
 import pytest
+from processes import free_ports
 from pydantic import BaseModel, Field
 from served_gateway import Conforms
 
@@ -45,18 +45,12 @@ def spawn(stack: ExitStack, arguments: list[str], environment: dict[str, str], l
     return process
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def stack(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The URL and the process of a gateway. A worker is running."""
     pytest.importorskip("torch")
     logs = tmp_path_factory.mktemp("logs")
-    port = free_port()
+    [port] = free_ports(1)
     environment = {
         "KTQUEUE_BROKER_URL": redis_server,
         "KTQUEUE_BROKER_PREFIX": "package",

@@ -6,7 +6,6 @@ All listen on 127.0.0.1 at free ports, and die with the test process.
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from processes import free_ports
 
 from ktqueue.broker.redis.private_server import PR_SET_PDEATHSIG, find_program
 from ktqueue.broker.redis.topology import key_slot
@@ -34,18 +34,6 @@ def until(predicate: Callable[[], Any], seconds: float = 30.0) -> None:
             pass
         assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.02)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports on which nothing listens."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]
-    finally:
-        for listener in sockets:
-            listener.close()
 
 
 class Server:

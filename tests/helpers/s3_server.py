@@ -2,15 +2,15 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from processes import free_ports
 
 KEY, SECRET = "key", "secret"
 PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc",
@@ -30,9 +30,7 @@ def s3_server(folder: Path) -> Iterator[str]:
     credentials = [{"accessKey": KEY, "secretKey": SECRET}]
     identity = {"name": "tests", "credentials": credentials, "actions": ["Admin", "Read", "Write", "List"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    with ExitStack() as sockets:
-        found = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
-        ports = {name: opened.getsockname()[1] for name, opened in zip(PORTS, found, strict=True)}
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     command += [f"-{name}={port}" for name, port in ports.items()]
     command += [

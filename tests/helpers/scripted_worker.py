@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from processes import until
+
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim, Lease
 from ktqueue.core.events import FinishReason, JobState, PositionLogprobs, TokenEvent, TokenLogprob, Usage
@@ -96,9 +98,7 @@ class ScriptedWorker:
 
     async def claimed(self, count: int) -> None:
         """Wait until `count` jobs were claimed."""
-        async with asyncio.timeout(10):
-            while len(self.claims) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: len(self.claims) >= count, 10)
 
     async def _beat(self, lease: Lease) -> None:
         while True:

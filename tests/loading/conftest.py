@@ -1,6 +1,7 @@
 """Tiny random models of each family, saved as transformers saves them, each with a tokenizer."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,9 +9,12 @@ import decoder_families
 import pytest
 import torch
 import transformers
+from example_package import install_example
 from tiny_tokenizer import write_tokenizer
 
+from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.convert import convert
+from ktqueue.loading.gguf.checkpoint import _file_tensors, read_parts
 from ktqueue.loading.load import LoadedModel
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
@@ -178,6 +182,39 @@ def make_source(make_model: Callable[..., Path], make_gguf: Callable[..., Path])
 def tiny_gguf(make_gguf: Callable[..., Path]) -> Path:
     """The model of `tiny` as a float32 GGUF file."""
     return make_gguf()
+
+
+@pytest.fixture
+def parts_of(make_gguf: Callable[..., Path]) -> Callable[..., tuple[dict[str, Any], dict[str, CheckpointTensor]]]:
+    """parts_of(model_type, **as make_gguf) -> metadata and tensors of a converted file, to be changed."""
+
+    def read(model_type: str, **changes: Any) -> tuple[dict[str, Any], dict[str, CheckpointTensor]]:
+        path = make_gguf(model_type=model_type, **changes)
+        parts = read_parts(path)
+        return dict(parts[0].metadata), _file_tensors(path, parts)
+
+    return read
+
+
+@pytest.fixture
+def rule_file(tmp_path: Path) -> Callable[[str], str]:
+    """rule_file(text) -> its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / f"{abs(hash(text))}.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The installed example package, on the path of this process."""
+    packages = install_example(tmp_path_factory.mktemp("example"))
+    sys.path.insert(0, str(packages))
+    yield packages
+    sys.path.remove(str(packages))
 
 
 @pytest.fixture(scope="session")

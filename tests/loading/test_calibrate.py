@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
+from checkpoint_files import finish
 from numpy.typing import NDArray
 
 from ktqueue.core.errors import CheckpointError
@@ -157,10 +158,7 @@ def test_older_and_newer_files_of_llama_cpp_are_read(tmp_path: Path) -> None:
     writer.add_string("general.type", "imatrix")
     for ending, values in ((".in_sum2", sums.squares), (".counts", sums.counts), (".in_sum", -sums.squares)):
         writer.add_tensor(name.decode() + ending, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     np.testing.assert_allclose(read(new), means.reshape(3, 4).tolist(), rtol=1e-6)
     for damaged, words in ((old.read_bytes()[:60], "it is truncated"), (entry, "truncated"), (b"", "truncated")):
         old.write_bytes(damaged)

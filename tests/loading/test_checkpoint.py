@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from checkpoint_files import finish
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.gguf.header import read_header
@@ -81,10 +82,7 @@ def _split(source: Path, folder: Path, tensors: int) -> list[Path]:
             writer.add_key_value(field.name, field.contents(), kind, sub_type=sub)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return sorted(folder.glob("*.gguf"))
 
 

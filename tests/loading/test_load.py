@@ -28,18 +28,6 @@ PARTS = """
 EXACT = str(DEFAULT_RULES.with_name("exact.yaml"))  # CpuDecoder, activations float32
 
 
-@pytest.fixture
-def rule_file(tmp_path: Path) -> Callable[[str], str]:
-    """rule_file(text) -> its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / f"{abs(hash(text))}.yaml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 @pytest.mark.parametrize(
     "model_type",
     [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+from checkpoint_files import finish
 
 from ktqueue.loading.sampling_defaults import sampling_defaults
 
@@ -30,10 +31,7 @@ def test_a_gguf_file_recommends_by_its_metadata(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_float32("general.sampling.temp", 0.5)
     writer.add_int32("general.sampling.top_k", 40)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     assert sampling_defaults(str(path)) == {"temperature": 0.5, "top_k": 40}
 
 

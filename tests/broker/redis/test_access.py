@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_fleet import SERVICE, ClusterFleet, Server, free_ports
+from processes import free_ports
+from redis_fleet import SERVICE, ClusterFleet, Server
 from teller import read
 from tls_front import Authority, TlsFront
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_fleet import ClusterFleet, Server, free_ports, until
+from processes import free_ports
+from redis_fleet import ClusterFleet, Server, until
 from teller import Teller, read
 
 from ktqueue.broker.broker import Broker

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_fleet import Server, free_ports
+from processes import free_ports
+from redis_fleet import Server
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease

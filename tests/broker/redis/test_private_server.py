@@ -8,13 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from processes import alive, until
 from required import required
 
 from ktqueue.broker.broker import Broker
@@ -140,14 +141,11 @@ def orphan(tmp_path: Path) -> Any:
         parent.kill()
 
 
-def test_it_dies_with_its_parent_and_the_folder_is_free_again(server: Any, tmp_path: Path, orphan: Any) -> None:
+async def test_it_dies_with_its_parent_and_the_folder_is_free_again(server: Any, tmp_path: Path, orphan: Any) -> None:
     child, parent = orphan
     assert running_url(tmp_path) is not None
     parent.kill()
-    end = time.monotonic() + 5
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
-        assert time.monotonic() < end, "the server expire_leasesd its parent"
-        time.sleep(0.01)
+    await until(lambda: not alive(child), 5)
     server.start(tmp_path)
 
 
@@ -190,16 +188,11 @@ def test_programs_on_path_come_first_if_they_are_new_enough(tmp_path: Path) -> N
         find_program(str(tmp_path), wheel="a_wheel_that_is_not_installed")
 
 
-async def test_a_start_waits_for_a_server_that_is_away(
-    config: BrokerConfig, server: Any, tmp_path: Path, eventually: Callable[..., Awaitable[None]]
-) -> None:
+async def test_a_start_waits_for_a_server_that_is_away(config: BrokerConfig, server: Any, tmp_path: Path) -> None:
     config = replace(config, url=server.start(tmp_path))
 
-    async def dead() -> Any:
-        return server.pid is None
-
     os.kill(server.pid, signal.SIGKILL)
-    await eventually(dead)
+    await until(lambda: server.pid is None)
     with pytest.raises(Unavailable, match="away"):
         await Broker.open(config)
     with pytest.raises(Unavailable, match="away"):
@@ -213,11 +206,7 @@ async def test_a_start_waits_for_a_server_that_is_away(
 
 
 async def test_a_stream_survives_a_killed_server(
-    config: BrokerConfig,
-    card: ModelCard,
-    make_request: Callable[..., GenerationRequest],
-    tmp_path: Path,
-    eventually: Callable[..., Awaitable[None]],
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], tmp_path: Path
 ) -> None:
     server = PrivateServer()
     url = server.start(tmp_path)
@@ -232,9 +221,6 @@ async def test_a_stream_survives_a_killed_server(
                 await lease.beat({})
                 await asyncio.sleep(0.25)
 
-        async def dead() -> Any:
-            return server.pid is None
-
         async def read() -> Any:
             return [event.seq async for event in broker.journal.follow(job.id)]
 
@@ -242,7 +228,7 @@ async def test_a_stream_survives_a_killed_server(
         for seq in range(1, 121):
             if seq in (30, 60, 90):
                 os.kill(required(server.pid, "the pid"), signal.SIGKILL)
-                await eventually(dead)
+                await until(lambda: server.pid is None)
                 asyncio.get_running_loop().call_later(1.3, server.start, tmp_path)  # longer than the lease
             state = JobState.DONE if seq == 120 else None
             assert await lease.commit([(job.id, TokenEvent(seq=seq, state=state))]) == set()

@@ -12,7 +12,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
 from ktqueue.loading.convert import convert
-from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
+from ktqueue.loading.gguf.checkpoint import build_checkpoint
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.gemma import gemma_config
 from ktqueue.loading.gguf.header import ModelMetadata
@@ -21,18 +21,6 @@ from ktqueue.loading.load import load_model
 
 LLAMA4 = family_of_model_type("llama4_text", "file")
 Parts = tuple[dict[str, Any], dict[str, CheckpointTensor]]
-
-
-@pytest.fixture
-def parts_of(make_gguf: Callable[..., Path]) -> Callable[[str], Parts]:
-    """parts_of(model_type) -> metadata and tensors of a converted file, to be changed."""
-
-    def read(model_type: str) -> Parts:
-        path = make_gguf(model_type=model_type)
-        parts = read_parts(path)
-        return dict(parts[0].metadata), _file_tensors(path, parts)
-
-    return read
 
 
 def built(parts: Parts, **changes: Any) -> Checkpoint:

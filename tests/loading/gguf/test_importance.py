@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.torch
+from checkpoint_files import finish
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.convert import convert
@@ -20,10 +21,7 @@ def write_importance(path: Path, tensors: dict[str, npt.NDArray[Any]], kind: str
     writer.add_string("general.type", kind)
     for name, values in tensors.items():
         writer.add_tensor(name, values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,22 +10,10 @@ import torch
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
-from ktqueue.loading.gguf.checkpoint import _file_tensors, build_checkpoint, read_parts
+from ktqueue.loading.gguf.checkpoint import build_checkpoint
 
 Tensors = dict[str, CheckpointTensor]
 Parts = tuple[dict[str, Any], Tensors]
-
-
-@pytest.fixture
-def parts_of(make_gguf: Callable[..., Path]) -> Callable[..., Parts]:
-    """parts_of(model_type, experts="F32") -> metadata and tensors of a converted file."""
-
-    def read(model_type: str, **changes: Any) -> Parts:
-        path = make_gguf(model_type=model_type, **changes)
-        parts = read_parts(path)
-        return dict(parts[0].metadata), _file_tensors(path, parts)
-
-    return read
 
 
 def joined(name: str, parts: list[CheckpointTensor], axis: int) -> CheckpointTensor:

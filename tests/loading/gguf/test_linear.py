@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoint_files import finish
 from decoder_families import LINEAR, answers, feed
 from tiny_tokenizer import write_tokenizer
 
@@ -133,10 +134,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         for name, x in model.state_dict().items():
             for target, tensor in renamed(name, x, tiled=tiled):
                 writer.add_tensor(target, np.ascontiguousarray(tensor.numpy()))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return path
 
     return go

@@ -1,7 +1,6 @@
 """Quantised folders: weights are those of the layouts' own programs, tokens those of float32, damage is named."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_files import write_folder
 from quantised_matrices import QUARK_MXFP4, SCHEMES, Scheme, Tensors, compressed, words
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -29,17 +29,6 @@ EXPERTS = "model.layers.0.mlp.experts"
 DOWN = f"{EXPERTS}.3.down_proj"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
-
-
-def write(folder: Path, source: Path, tensors: Tensors, quantization: dict[str, Any] | None = None) -> Path:
-    """Write a folder with the config and tokenizer of `source` and other tensors."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
-    if quantization:
-        config["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def quantised(source: Path, scheme: Scheme) -> tuple[Tensors, Tensors]:
@@ -69,7 +58,7 @@ def test_a_folder_has_the_weights_and_the_tokens_of_its_float32(
 ) -> None:
     scheme = SCHEMES[name]
     tensors, plain = quantised(source, scheme)
-    folder = write(tmp_path / "packed", source, tensors, scheme.config)
+    folder = write_folder(tmp_path / "packed", source, tensors, scheme.config)
     checkpoint = open_folder(folder)
     gates = [torch.cat([plain[f"{EXPERTS}.{i}.{p}_proj.weight"] for p in ("gate", "up")]) for i in range(8)]
     downs = [plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)]
@@ -83,7 +72,7 @@ def test_a_folder_has_the_weights_and_the_tokens_of_its_float32(
         assert torch.equal(checkpoint.decode(stored, torch.float32), plain[stored])
     # One of each way to read.
     if name in ("fp8 blocks", "compressed fp8", "compressed int4 zeros", "gptq", "awq", "modelopt nvfp4"):
-        reference = write(tmp_path / "plain", source, {key: value.contiguous() for key, value in plain.items()})
+        reference = write_folder(tmp_path / "plain", source, {key: value.contiguous() for key, value in plain.items()})
         assert_equals_transformers(load_model(str(folder), rules=EXACT), reference)
 
 
@@ -95,7 +84,7 @@ def test_a_large_matrix_is_converted_in_parts(
 ) -> None:
     source = make_model("qwen3_moe", **SIZES | {"head_dim": 80})  # 160 rows of k_proj are two parts and a half
     tensors, plain = quantised(source, SCHEMES[name])
-    checkpoint = open_folder(write(tmp_path / "packed", source, tensors, SCHEMES[name].config))
+    checkpoint = open_folder(write_folder(tmp_path / "packed", source, tensors, SCHEMES[name].config))
     monkeypatch.setattr(quantised_blocks, "PART", 1)
     native.set_threads(3, torch_threads=1)
     try:
@@ -118,7 +107,7 @@ def test_blocks_may_be_cut(name: str, make_model: Callable[..., Path], tmp_path:
     """Rows of 96 columns are no whole blocks of ours: they are read as F32."""
     source = make_model("qwen3_moe", hidden_size=128, moe_intermediate_size=96, head_dim=32)
     tensors, plain = quantised(source, SCHEMES[name])
-    checkpoint = open_folder(write(tmp_path / "packed", source, tensors, SCHEMES[name].config))
+    checkpoint = open_folder(write_folder(tmp_path / "packed", source, tensors, SCHEMES[name].config))
     quants = (checkpoint.quant(f"{EXPERTS}.gate_up_proj"), checkpoint.quant(f"{EXPERTS}.down_proj"))
     assert quants == (SCHEMES[name].quant, "F32")
     downs = torch.stack([plain[f"{EXPERTS}.{i}.down_proj.weight"] for i in range(8)])
@@ -129,7 +118,7 @@ def test_a_quantised_folder_is_inspected_and_converted(source: Path, tmp_path: P
     tensors, plain = quantised(source, SCHEMES["compressed int4"])
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
     tensors[f"{DOWN}.input_scale"] = torch.ones(1)
-    folder = write(tmp_path / "packed", source, tensors, SCHEMES["compressed int4"].config)
+    folder = write_folder(tmp_path / "packed", source, tensors, SCHEMES["compressed int4"].config)
     report = report_model(str(folder))
     assert report.refusal is None and "Q4_0" in str(report)
     convert(folder, tmp_path / "model.gguf", experts="f32", dense="f32")
@@ -151,7 +140,7 @@ def test_a_folder_may_state_scales_of_a_float8_cache(names: tuple[str, str], sou
         tensors[f"model.layers.1.self_attn.{name}"] = scale
     rules = tmp_path / "rules.yaml"
     rules.write_text("- match: {class: 'ForCausalLM$'}\n  replace: {op: GpuDecoder}\n")
-    folder = write(tmp_path / "packed", source, tensors, SCHEMES["compressed fp8"].config)
+    folder = write_folder(tmp_path / "packed", source, tensors, SCHEMES["compressed fp8"].config)
     model = load_model(str(folder), rules=str(rules))
     model.module.close()  # type: ignore[operator]
     assert model.kv_layout(16).scales == ()
@@ -159,12 +148,12 @@ def test_a_folder_may_state_scales_of_a_float8_cache(names: tuple[str, str], sou
     assert scales[1] == CacheScale(0.5, 8.0) and scales[1] != scales[0]
     tensors[f"model.layers.1.self_attn.{names[0]}"] = torch.tensor([-1.0])
     with pytest.raises(CheckpointError, match=r"layers\.1.*must be a positive number"):
-        open_folder(write(tmp_path / "damaged", source, tensors, SCHEMES["compressed fp8"].config))
+        open_folder(write_folder(tmp_path / "damaged", source, tensors, SCHEMES["compressed fp8"].config))
 
 
 def test_modelopts_own_file_counts_if_the_config_says_nothing(source: Path, tmp_path: Path) -> None:
     tensors, plain = quantised(source, SCHEMES["modelopt nvfp4"])
-    folder = write(tmp_path / "packed", source, tensors)
+    folder = write_folder(tmp_path / "packed", source, tensors)
     stated = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": stated}))
     report = report_model(str(folder))
@@ -220,7 +209,7 @@ def test_damaged_parts_are_refused_by_name(
     tensors, _ = quantised(source, SCHEMES[name])
     renamed(tensors, **changes)
     with pytest.raises(CheckpointError, match=message):
-        open_folder(write(tmp_path / "damaged", source, tensors, SCHEMES[name].config))
+        open_folder(write_folder(tmp_path / "damaged", source, tensors, SCHEMES[name].config))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +248,7 @@ def test_values_that_cannot_be_held_are_refused_when_they_are_read(
 ) -> None:
     tensors, _ = quantised(source, SCHEMES[name])
     renamed(tensors, **changes)
-    folder = write(tmp_path / "damaged", source, tensors, SCHEMES[name].config)
+    folder = write_folder(tmp_path / "damaged", source, tensors, SCHEMES[name].config)
     with pytest.raises(CheckpointError, match=f"3.down_proj.*{message}"):
         load_model(str(folder))
 
@@ -271,7 +260,7 @@ def test_zero_points_that_are_not_whole_words_are_refused(source: Path, tmp_path
     with pytest.raises(
         CheckpointError, match=r"3.down_proj.qweight' has 132 rows, expected a multiple of 8 rows, since"
     ):
-        open_folder(write(tmp_path / "odd", source, tensors, SCHEMES["gptq zeros"].config))
+        open_folder(write_folder(tmp_path / "odd", source, tensors, SCHEMES["gptq zeros"].config))
 
 
 def test_quantised_experts_in_one_tensor_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -281,7 +270,7 @@ def test_quantised_experts_in_one_tensor_are_refused(make_model: Callable[..., P
     stacked = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     for name in stacked:
         tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_weight_scale": torch.ones(())}
-    folder = write(tmp_path / "fp8", source, tensors, SCHEMES["modelopt fp8"].config)
+    folder = write_folder(tmp_path / "fp8", source, tensors, SCHEMES["modelopt fp8"].config)
     with pytest.raises(CheckpointError, match=r"_proj' is F8_E4M3 \[8, .*several experts in one tensor are not supp"):
         open_folder(folder)
 
@@ -299,7 +288,7 @@ def test_a_reciprocal_stands_for_a_division() -> None:
 def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> None:
     tensors, _ = quantised(source, SCHEMES["compressed int4"])
     renamed(tensors, weight_scale=torch.full((128, 4), 1e-12).bfloat16())
-    checkpoint = open_folder(write(tmp_path / "tiny", source, tensors, SCHEMES["compressed int4"].config))
+    checkpoint = open_folder(write_folder(tmp_path / "tiny", source, tensors, SCHEMES["compressed int4"].config))
     assert not checkpoint.decode(f"{EXPERTS}.down_proj", torch.float32)[3].any()
 
 
@@ -338,6 +327,6 @@ def test_tiny_scales_are_rounded_as_float16_is(source: Path, tmp_path: Path) -> 
 def test_layouts_that_are_not_read_are_refused_by_name(
     config: dict[str, Any], method: str, source: Path, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "other", source, {"model.norm.weight": torch.ones(128)}, config)
+    folder = write_folder(tmp_path / "other", source, {"model.norm.weight": torch.ones(128)}, config)
     with pytest.raises(CheckpointError, match=f"quantised with .*{method}.*, which is not supported"):
         open_folder(folder)

@@ -1,13 +1,13 @@
 """gpt-oss folders: experts in MXFP4 are those that transformers decodes, and damaged parts are refused by name."""
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_files import write_folder
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ktqueue.core.errors import CheckpointError
@@ -20,15 +20,8 @@ MODULE = "model.layers.0.mlp.experts"
 Tensors = dict[str, torch.Tensor]
 
 
-def write(folder: Path, source: Path, tensors: Tensors, *, method: str | None = None) -> Path:
-    """Write a folder with the config and tokenizer of `source` and other tensors."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
-    if method:
-        config["quantization_config"] = {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    return folder
+def quantization(method: str) -> dict[str, Any]:
+    return {"quant_method": method, "modules_to_not_convert": ["lm_head"]}
 
 
 @pytest.fixture
@@ -55,12 +48,12 @@ def test_experts_in_mxfp4_are_those_of_transformers(
     assert_equals_transformers: Callable[[LoadedModel, Path], None],
 ) -> None:
     packed, decoded = quantised
-    folder = write(tmp_path / "packed", make_model("gpt_oss"), packed, method="mxfp4")
+    folder = write_folder(tmp_path / "packed", make_model("gpt_oss"), packed, quantization("mxfp4"))
     checkpoint = open_folder(folder)
     assert (checkpoint.quant(f"{MODULE}.gate_up_proj"), checkpoint.quant(f"{MODULE}.down_proj")) == ("MXFP4", "MXFP4")
     for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
         assert torch.equal(checkpoint.decode(f"{MODULE}.{name}", torch.float32), decoded[f"{MODULE}.{name}"])
-    reference = write(tmp_path / "decoded", make_model("gpt_oss"), decoded)
+    reference = write_folder(tmp_path / "decoded", make_model("gpt_oss"), decoded)
     model = load_model(str(folder), rules=EXACT)
     assert type(model.module).__name__ == "CpuDecoder"
     assert_equals_transformers(model, reference)
@@ -91,7 +84,7 @@ def test_damaged_parts_are_refused(
         if shape is not None:
             tensors[f"{MODULE}.{name}"] = torch.zeros(shape, dtype=torch.float32 if "bias" in name else torch.uint8)
     with pytest.raises(CheckpointError, match=message):
-        open_folder(write(tmp_path / "damaged", make_model("gpt_oss"), tensors, method="mxfp4"))
+        open_folder(write_folder(tmp_path / "damaged", make_model("gpt_oss"), tensors, quantization("mxfp4")))
 
 
 def test_an_exponent_that_is_nan_is_refused(
@@ -99,7 +92,7 @@ def test_an_exponent_that_is_nan_is_refused(
 ) -> None:
     tensors = quantised[0]
     tensors[f"{MODULE}.down_proj_scales"][3, 5, 0] = 255
-    folder = write(tmp_path / "nan", make_model("gpt_oss"), tensors, method="mxfp4")
+    folder = write_folder(tmp_path / "nan", make_model("gpt_oss"), tensors, quantization("mxfp4"))
     with pytest.raises(CheckpointError, match=r"tensor 'model.*0\.mlp.experts.down_proj_scales' has NaN, in expert 3"):
         load_model(str(folder))
 
@@ -109,9 +102,9 @@ def test_bytes_elsewhere_and_other_methods_are_refused(
 ) -> None:
     tensors = quantised[0]
     with pytest.raises(CheckpointError, match="quantised with HQQ, which is not supported"):
-        open_folder(write(tmp_path / "hqq", make_model("gpt_oss"), tensors, method="hqq"))
+        open_folder(write_folder(tmp_path / "hqq", make_model("gpt_oss"), tensors, quantization("hqq")))
     with pytest.raises(CheckpointError, match="quantised with MXFP4, which is not supported"):
-        open_folder(write(tmp_path / "other", make_model("qwen3_moe"), tensors, method="mxfp4"))
+        open_folder(write_folder(tmp_path / "other", make_model("qwen3_moe"), tensors, quantization("mxfp4")))
     tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"'model\.norm.weight' is stored as U8, which is not supported"):
-        open_folder(write(tmp_path / "bytes", make_model("gpt_oss"), tensors, method="mxfp4"))
+        open_folder(write_folder(tmp_path / "bytes", make_model("gpt_oss"), tensors, quantization("mxfp4")))

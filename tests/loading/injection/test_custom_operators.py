@@ -1,15 +1,14 @@
 """Operators of other packages: replaced by rule, checked when the rule is read, equal to what they replace."""
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from example_package import RULES, install_example
+from example_package import RULES
 
 from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.engine.gpu.device_model import device_model
@@ -22,24 +21,7 @@ from ktqueue.workers.startup.gpu_memory import can_be_captured
 IDS = [*range(3, 43)]
 PLAIN = RULES[: RULES.index("rules:")]
 HEAD = "- match: {class: 'RMSNorm$'}\n  replace:\n    "
-
-
-@pytest.fixture(scope="module", autouse=True)
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The installed package, on the path of this process."""
-    packages = install_example(tmp_path_factory.mktemp("example"))
-    sys.path.insert(0, str(packages))
-    yield packages
-    sys.path.remove(str(packages))
-
-
-@pytest.fixture
-def rule_file(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        (path := tmp_path / f"{abs(hash(text))}.yaml").write_text(text)
-        return str(path)
-
-    return write
+pytestmark = pytest.mark.usefixtures("example")
 
 
 def _operators(model: LoadedModel) -> dict[str, Operator]:

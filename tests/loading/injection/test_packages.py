@@ -3,8 +3,7 @@
 import importlib
 import json
 import struct
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from example_package import install_example
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.family import GgufLayout
@@ -31,15 +29,7 @@ from ktqueue.loading.storage_format import packaged_format
 EXPERTS = "model.layers.0.mlp.experts"
 WHERE = "package exact-operators 1.0, ktqueue"
 Run = Callable[..., torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The installed package, on the path of this process."""
-    packages = install_example(tmp_path_factory.mktemp("example"))
-    sys.path.insert(0, str(packages))
-    yield packages
-    sys.path.remove(str(packages))
+pytestmark = pytest.mark.usefixtures("example")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import regex  # type: ignore[import-untyped]  # a dependency of transformers
+from checkpoint_files import finish
 from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GemmaTokenizer, Qwen2Tokenizer
@@ -71,14 +72,7 @@ def write_byte_level(path: Path, pre: str, vocabulary: dict[str, int], merges: l
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.NORMAL] * len(tokens))
     writer.add_token_merges([" ".join(pair) for pair in merges])
-    close(writer)
-
-
-def close(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def gpt2(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Ids:
@@ -139,7 +133,7 @@ def test_a_sentence_piece_vocabulary_equals_its_definition(tmp_path: Path) -> No
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
-    close(writer)
+    finish(writer)
     ours = load_tokenizer(str(tmp_path / "vocabulary.gguf"))
     pieces = {token: (place, scores[place]) for place, token in enumerate(tokens) if place >= 259}
     for text in TEXTS:
@@ -209,7 +203,7 @@ def test_a_vocabulary_of_ranks_equals_the_rule_of_tiktoken(tmp_path: Path) -> No
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("kimi-k2")
     writer.add_token_list(spelled)
-    close(writer)
+    finish(writer)
     without_merges = load_tokenizer(str(file))
     (pattern,) = PRE_TOKENIZERS["kimi-k2"].patterns
     draw = random.Random(5)
@@ -259,7 +253,7 @@ def test_a_vocabulary_of_gemma_4_equals_transformers(tmp_path: Path) -> None:
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(2)
     writer.add_unk_token_id(3)
-    close(writer)
+    finish(writer)
     ours = load_tokenizer(str(tmp_path / "vocabulary.gguf"))
     theirs = GemmaTokenizer(vocabulary, merges)  # type: ignore[arg-type]  # it takes pairs too
     theirs.save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from arq.worker import Worker
+from processes import until
 
 from ktqueue.batches.errors import OutputLocked
 from ktqueue.batches.input import BatchLine
@@ -51,12 +52,6 @@ async def running(broker: Broker, config: Config) -> AsyncIterator[ControlWorker
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await control.leave()
-
-
-async def until(predicate: Callable[[], Any], within: float = 30.0) -> None:
-    async with asyncio.timeout(within):
-        while not predicate():  # noqa: ASYNC110 # what it asks of has no event
-            await asyncio.sleep(0.01)
 
 
 def write(path: Path, count: int, **body: Any) -> None:

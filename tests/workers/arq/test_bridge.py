@@ -18,6 +18,7 @@ import pytest
 import redis
 from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import DeserializationError, Job, JobStatus, SerializationError
+from processes import until
 
 from ktqueue.arq_json import dumps, loads
 from ktqueue.broker.broker import Broker
@@ -84,15 +85,6 @@ async def running(broker: Broker, config: Config) -> AsyncIterator[Bridge]:
 async def result(job: Job | None, within: float = 20.0) -> Any:
     assert job is not None
     return await job.result(timeout=within, poll_delay=0.02)
-
-
-async def until(predicate: Callable[[], Any], within: float = 20.0) -> None:
-    async with asyncio.timeout(within):
-        while True:
-            found = predicate()
-            if await found if asyncio.iscoroutine(found) else found:
-                return
-            await asyncio.sleep(0.01)
 
 
 async def state_of(broker: Broker, job_id: str) -> JobState:

@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import redis
+from processes import until
 from tls_front import Authority
 
 from ktqueue.broker.broker import Broker
@@ -110,12 +111,6 @@ async def running(broker: Broker, config: Config) -> AsyncIterator[ControlWorker
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await control.leave()
-
-
-async def until(predicate: Callable[[], Any], within: float = 20.0) -> None:
-    async with asyncio.timeout(within):
-        while not predicate():  # noqa: ASYNC110 # what it asks of has no event
-            await asyncio.sleep(0.01)
 
 
 async def cancelled(broker: Broker, receiver: Receiver, **hook: Any) -> JobRecord:

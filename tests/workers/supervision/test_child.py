@@ -5,10 +5,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import alive, until
 
 from ktqueue.core.errors import ConfigError
 from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, Child, ProcessFailed
@@ -30,21 +30,6 @@ async def running_pid(child: Child, other_than: int | None = None) -> int:
     await until(lambda: child.pid not in (None, other_than))
     assert child.pid is not None
     return child.pid
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def test_a_dead_process_is_restarted_at_once_and_can_be_stopped(tmp_path: Path) -> None:

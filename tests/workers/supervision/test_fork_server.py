@@ -4,11 +4,12 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from processes import alive, until
 
 from ktqueue.workers.supervision.child import Child
 from ktqueue.workers.supervision.fork_client import ForkClient
@@ -37,21 +38,6 @@ ForkServer(socket.socket(fileno=0), work).run()
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):  # torch is imported
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 class Installation:
     """A fork server and a process that it forked, both supervised."""
 
@@ -65,7 +51,7 @@ class Installation:
         self.tasks = [asyncio.create_task(child.run()) for child in (self.server, self.child)]
 
     async def pid(self, other_than: int | None = None) -> int:
-        await until(lambda: self.child.pid not in (None, other_than))
+        await until(lambda: self.child.pid not in (None, other_than), 60)  # torch is imported
         assert self.child.pid is not None
         return self.child.pid
 
@@ -88,14 +74,14 @@ async def test_a_worker_is_forked_again_however_it_died(installation: Installati
     first = await installation.pid()
     server = installation.server.pid
     log = installation.folder / "child.log"
-    await until(lambda: log.exists() and log.read_text().count("\n") == 2)
+    await until(lambda: log.exists() and log.read_text().count("\n") == 2, 60)
     assert log.read_text() == f"forked by {server} {server} True\nTrue True\n"
     os.kill(first, signal.SIGKILL)
     second = await installation.pid(other_than=first)
     (installation.folder / "code").write_text("3")
     deaths = installation.child.deaths
     os.kill(second, signal.SIGTERM)  # the signal kills it; the next ones exit with code 3
-    await until(lambda: installation.child.deaths > deaths + 2)
+    await until(lambda: installation.child.deaths > deaths + 2, 60)
     (installation.folder / "code").unlink()
     await installation.pid(other_than=second)
     assert installation.server.deaths == 0
@@ -115,7 +101,7 @@ async def test_when_the_server_dies_its_workers_die_and_both_are_restarted(insta
 async def test_a_stop_does_not_wait_for_a_server_that_is_loading(tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     installation = Installation(tmp_path)
-    await until(lambda: installation.server.pid is not None)
+    await until(lambda: installation.server.pid is not None, 60)
     async with asyncio.timeout(30):
         await installation.close()
     assert installation.child.pid is None

@@ -3,23 +3,15 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import until
 
 from ktqueue.broker.redis.node import probe
 from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.workers.supervision.child import MAX_QUICK_DEATHS, ProcessFailed
 from ktqueue.workers.supervision.private_redis import PrivateRedis
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def test_redis_is_restarted_however_often_it_is_killed_even_during_a_start(tmp_path: Path) -> None:
