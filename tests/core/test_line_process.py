@@ -1,4 +1,4 @@
-"""A process that answers lines, when the one that asked has died."""
+"""A process that answers lines, when the one that started it has died."""
 
 import subprocess
 import sys
@@ -11,9 +11,10 @@ import pytest
     [
         ("ktqueue.answers.grammar_process", b'["start: /a/",true]\n'),
         ("ktqueue.loading.tokenizer.template_process", b'{"source":"a","special":{}}\n'),
+        ("ktqueue.loading.tokenizer.template_process", b""),
     ],
 )
-def test_it_ends_without_a_traceback_if_nobody_reads_its_answer(module: str, line: bytes) -> None:
+def test_it_ends_without_a_traceback_if_its_parent_was_killed(module: str, line: bytes) -> None:
     with subprocess.Popen(
         [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

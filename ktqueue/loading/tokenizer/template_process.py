@@ -123,7 +123,10 @@ def _answer(template: ChatTemplate, line: bytes) -> bytes:
 
 
 def _serve(lines: BinaryIO, answers: BinaryIO) -> None:
-    first = loads(lines.readline())
+    line = lines.readline()
+    if not line:  # the process that started this one has ended without a question
+        return
+    first = loads(line)
     template = ChatTemplate(first["source"], first["special"], "the model")
     answer = b"{}"
     while True:
