@@ -33,6 +33,7 @@ _GEMMA4_FILES = GgufLayout(
 )
 
 GEMMA = (
+    Family("Gemma", "gemma", "GemmaForCausalLM"),
     Family(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM",
         GgufLayout("gemma2", (*_FIELDS, *_CAPS), _MODULES, implied=_IMPLIED, gemma=GemmaLayout(2, 46, capped=True)),

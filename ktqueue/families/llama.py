@@ -48,6 +48,9 @@ LLAMA = (
         ),
         interleaved=True, norm_after_rotary=True, chunked=True, transposed_experts=True, text=True,
     ),
+    Family("Code World Model", "cwm", "CwmForCausalLM"),
+    Family("Ministral", "ministral", "MinistralForCausalLM"),
+    Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
     Family("Mistral", "mistral", "MistralForCausalLM", text=True),
     Family(
         "Ministral 3, Devstral 2", "ministral3", "Ministral3ForCausalLM",

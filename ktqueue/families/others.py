@@ -112,6 +112,7 @@ OTHERS = (
             implied={**UNBIASED, "mlp_bias": False}, permuted=True,
         ),
     ),
+    Family("Granite Swash", "granite_swa", "GraniteSWAForCausalLM"),
     Family(
         "Granite MoE", "granitemoe", "GraniteMoeForCausalLM",
         GgufLayout(
@@ -151,6 +152,7 @@ OTHERS = (
         ),
         norm_after_rotary=True,
     ),
+    Family("Mellum 2", "mellum", "MellumForCausalLM"),
     Family(
         "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM",
         GgufLayout(

@@ -151,7 +151,9 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
     checks = []  # what has a width, and that of the heads
     for found in attentions:
         width = int(part * (config.qk_rope_head_dim if family.latent else found.head_dim))
-        checks.append(("rotary embeddings", 2 * pairs[kinds.index(found.layer_type) if kinds else 0], width))
+        checks.append(
+            ("rotary embeddings", 2 * pairs[kinds.index(config.layer_types[found.layer_idx]) if kinds else 0], width)
+        )
         if family.single_norms:
             checks.append(("norms", found.q_norm.weight.numel() // config.num_attention_heads, width))
     for what, columns, width in checks:

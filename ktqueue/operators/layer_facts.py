@@ -138,15 +138,15 @@ def _mixer(layer: Any, config: Any, family: Family, rotary: RotaryKinds, latent:
     growth: dict[str, Any] = {}
     if hasattr(layer, "pre_mlp_layernorm"):  # AFMoE
         rotated = attention.is_local_attention
-    elif type(attention).__name__ == "Llama4TextAttention":
+    elif hasattr(attention, "use_rope"):  # Llama 4, SmolLM3
         rotated = bool(attention.use_rope)
-        if attention.attn_temperature_tuning and not rotated:
+        if getattr(attention, "attn_temperature_tuning", False) and not rotated:
             growth = {"growth": float(attention.attn_scale), "period": float(attention.floor_scale)}
     elif family.growing and not latent:
         rope = config.rope_parameters
         period = _counted_from_1(float(rope["original_max_position_embeddings"]), config.max_position_embeddings)
         growth = {"growth": float(rope[GROWTH]), "period": period}
-    table = rotary.kinds.index(attention.layer_type) if rotary.kinds else 0
+    table = rotary.kinds.index(config.layer_types[attention.layer_idx]) if rotary.kinds else 0
     width = latent.key if latent else attention.head_dim
     kv_heads = 1
     if not latent:  # Phi-3 has one matrix for query, key and value

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from latent_sizes import LATENT_SIZES
+from latent_families import GROWING, LATENT_FAMILIES, YARN
 from llama4_sizes import LLAMA4_SIZES
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -61,11 +61,10 @@ LINEAR = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-GROWING = {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 LONGROPE = {**YARN, **FACTORS, "rope_type": "longrope"}
+PLAIN = {"rope_type": "default", "rope_theta": 1e3}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 MSCALES = {"short_mscale": 1.1, "long_mscale": 1.3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,6 +86,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
     "mistral": ("mistral", {"sliding_window": 10, "head_dim": 24}),
     "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": {**GROWING}}),
+    "ministral": ("ministral", {"head_dim": 16, **WINDOWS}),
+    "cwm": ("cwm", {"head_dim": 16, **WINDOWS, "rope_parameters": {**LLAMA3}}),
+    "smollm3": ("smollm3", {**WINDOWS, "use_sliding_window": True, "no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "gemma": ("gemma", {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}),
+    "mellum": (
+        "mellum",
+        {
+            **MOE,
+            **WINDOWS,
+            "head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "norm_topk_prob": True,
+            "rope_parameters": {"sliding_attention": {**PLAIN}, "full_attention": {**YARN}},
+        },
+    ),
+    "granite_swa": ("granite_swa", {**SCALES, **WINDOWS}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "glm4_moe": (
@@ -171,33 +186,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4 without norms": ("llama4_text", {**LLAMA4_SIZES, "num_experts_per_tok": 2, "use_qk_norm": False}),
     "qwen3 with dynamic": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
     "qwen3 with GELU": ("qwen3", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
-}
-
-
-LATENT = {**LATENT_SIZES, "routed_scaling_factor": 1.5}
-INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24}  # of few heads, scores would tie at 0
-SHARED_CHOICE = {"indexer_types": ["full", "full", "shared"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
-SHARED_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7, "factor": 16.0}
-LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": SHARED_YARN}),
-    "deepseek_v2 with groups": (
-        "deepseek_v2",
-        {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
-    ),
-    "deepseek_v3": ("deepseek_v3", {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
-        {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "pad_token_id": 0},
-    ),
-    "deepseek_v32": (
-        "deepseek_v32",
-        {**LATENT, **INDEXER, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
-    ),
-    "glm_moe_dsa": ("glm_moe_dsa", {**LATENT, **INDEXER, **SHARED_CHOICE, "q_lora_rank": 64, "n_shared_experts": 1}),
-    "mistral4": ("mistral4", {**LATENT, "q_lora_rank": 64, "n_shared_experts": 1, "rope_parameters": GROWING}),
-    "axk1": ("axk1", {**LATENT, "q_lora_rank": 64, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}),
-    "youtu": ("youtu", {**LATENT, "q_lora_rank": 64}),
-    "deepseek_v3 with one group": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 
 

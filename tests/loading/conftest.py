@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import decoder_families
+import latent_families
 import pytest
 import torch
 import transformers
@@ -26,10 +27,10 @@ COMMON = {
 }  # fmt: skip
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SIGMOID = {key: value for key, value in decoder_families.SIGMOID.items() if key != "num_experts"}
-LATENT = {**decoder_families.LATENT, "num_experts_per_tok": 2, "n_shared_experts": 2}
+LATENT = {**latent_families.LATENT, "num_experts_per_tok": 2, "n_shared_experts": 2}
 LOW_RANK = {**LATENT, "n_shared_experts": 1, "q_lora_rank": 48}
 GROUPED, ONE_GROUP = {"n_group": 4, "topk_group": 2}, {"n_group": 1, "topk_group": 1}
-GROWING = {**decoder_families.GROWING, "original_max_position_embeddings": 8.0}  # as some tools write it
+GROWING = {**latent_families.GROWING, "original_max_position_embeddings": 8.0}  # as some tools write it
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 9.0, "factor": 1.0}
 SCALES = {**decoder_families.SCALES, "logits_scaling": 0.5}
 MIXED = ["full_attention", "sliding_attention"]
@@ -43,8 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": {**LOW_RANK, **GROUPED},
     "glm4_moe_lite": {**LOW_RANK, **ONE_GROUP},
-    "deepseek_v32": {**LOW_RANK, **decoder_families.INDEXER, **GROUPED},
-    "glm_moe_dsa": {**LOW_RANK, **decoder_families.INDEXER, **ONE_GROUP, "indexer_types": ["full", "shared"]},
+    "deepseek_v32": {**LOW_RANK, **latent_families.INDEXER, **GROUPED},
+    "glm_moe_dsa": {**LOW_RANK, **latent_families.INDEXER, **ONE_GROUP, "indexer_types": ["full", "shared"]},
     "axk1": {**LOW_RANK, **GROUPED},
     "mistral4": {**LOW_RANK, "rope_parameters": GROWING},
     "ministral3": {"head_dim": 16, "rope_parameters": {**GROWING, "mscale": 1.0, "mscale_all_dim": 0.7}},

@@ -350,7 +350,7 @@ def test_tensors_that_do_not_fit_are_named(fault: str, tiny: Path, tmp_path: Pat
     [
         ({"model_type": "no_such"}, "model_type 'no_such' is unknown"),
         ({"model_type": None}, "model_type None is unknown"),
-        ({"model_type": "qwen2_vl"}, "a model of type qwen2_vl is not a causal language model"),
+        ({"model_type": "idefics3"}, "a model of type idefics3 is not a causal language model"),
         ({"model_type": "recurrent_gemma"}, "a recurrent_gemma keeps more than keys and values"),
         ({"model_type": "qwen3_next"}, "a qwen3_next of which no layer has keys and values is not supported"),
         ({"model_type": "mamba"}, "Mamba is not supported: it has layers that keep a state"),

@@ -87,7 +87,7 @@ MODELS: dict[str, Mutation] = {
     ),
     "all layers rotate alike": Mutation(
         "ktqueue/operators/layer_facts.py",
-        "    table = rotary.kinds.index(attention.layer_type) if rotary.kinds else 0\n",
+        "    table = rotary.kinds.index(config.layer_types[attention.layer_idx]) if rotary.kinds else 0\n",
         "    table = 0\n",
         (f"{DECODER}[gemma3]",),
     ),

@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import (
-    FAMILIES,
-    LATENT_FAMILIES,
-    PAGE,
-    SEQUENCES,
-    VOCAB,
-    Cache,
-    answers,
-    feed,
-    make_model,
-    tolerance,
-)
+from decoder_families import FAMILIES, PAGE, SEQUENCES, VOCAB, Cache, answers, feed, make_model, tolerance
+from latent_families import LATENT_FAMILIES
 from own_weights import OwnWeights
 from transformers import AttentionInterface
 

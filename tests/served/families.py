@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import decoder_families
+import latent_families
 from tiny_tokenizer import write_tokenizer
 
 from ktqueue.families.family import GgufLayout
@@ -20,12 +21,9 @@ BY_MODULES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "bitnet": {},
     "exaone4": WINDOWS,
-    "gemma": {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
     "glm4": {"head_dim": 16, "pad_token_id": 0},
     "gpt_neox": {},
     "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96},
-    "ministral": {"head_dim": 16, **WINDOWS},
-    "smollm3": {**WINDOWS, "pad_token_id": 0},
 }
 """Sizes by model type. No decoder computes these families: their modules are those of transformers."""
 LLAMA4: dict[str, Any] = {
@@ -48,10 +46,10 @@ FILE_SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "llama": {"attention_bias": False, "mlp_bias": False},
     "llama4_text": LLAMA4,
-    "ministral3": {"rope_parameters": {**decoder_families.GROWING, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "ministral3": {"rope_parameters": {**latent_families.GROWING, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "mistral4": {  # llama.cpp takes the factors of yarn for 1
         "rope_parameters": {
-            **decoder_families.YARN,
+            **latent_families.YARN,
             "original_max_position_embeddings": 8,
             "llama_4_scaling_beta": 0.5,
             "mscale": 1.0,
@@ -94,7 +92,7 @@ class ServedFamily:
 
 def served_families() -> Iterator[ServedFamily]:
     """Yield our families in the order of their classes, then the families that run by modules."""
-    models = list({**decoder_families.FAMILIES, **decoder_families.LATENT_FAMILIES}.values())
+    models = list({**decoder_families.FAMILIES, **latent_families.LATENT_FAMILIES}.values())
     for family in FAMILIES:
         sizes = next(sizes for model_type, sizes in models if model_type == family.model_type)
         yield ServedFamily(family.class_name, family.model_type, sizes, False, family.gguf)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from decoder_families import COMMON, GROWING, LINEAR, MOE, SIGMOID, answers, feed
+from decoder_families import COMMON, LINEAR, MOE, SIGMOID, answers, feed
+from latent_families import GROWING
 from llama4_sizes import LLAMA4_SIZES
 from safetensors.torch import load_file, save_file
 

@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import (
-    FAMILIES,
-    LATENT_FAMILIES,
-    SEQUENCES,
-    Cache,
-    feed,
-    make_model,
-    make_planner_for,
-    token_error,
-)
+from decoder_families import FAMILIES, SEQUENCES, Cache, feed, make_model, make_planner_for, token_error
+from latent_families import LATENT_FAMILIES
 
 from ktqueue.operators.gpu.cache_bounds import CacheBound, cache_scales
 from ktqueue.operators.gpu.decoder import GpuDecoder

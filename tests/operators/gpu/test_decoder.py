@@ -7,7 +7,6 @@ import pytest
 import torch
 from decoder_families import (
     FAMILIES,
-    LATENT_FAMILIES,
     SEQUENCES,
     VOCAB,
     Cache,
@@ -18,6 +17,7 @@ from decoder_families import (
     token_error,
     tolerance,
 )
+from latent_families import LATENT_FAMILIES
 
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import FAMILIES, LATENT_FAMILIES, SEQUENCES, VOCAB, Cache, make_model, make_planner_for
+from decoder_families import FAMILIES, SEQUENCES, VOCAB, Cache, make_model, make_planner_for
+from latent_families import LATENT_FAMILIES
 
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.graph_capture import GraphCapturer, RepeatedCall

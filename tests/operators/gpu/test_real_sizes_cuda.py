@@ -11,7 +11,6 @@ from decoder_families import (
     COMMON,
     SEQUENCES,
     SIGMOID,
-    YARN,
     Cache,
     answers,
     feed,
@@ -19,6 +18,7 @@ from decoder_families import (
     random_model,
     token_error,
 )
+from latent_families import YARN
 
 from ktqueue.operators.gpu.decoder import GpuDecoder
 

@@ -5,12 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import (
-    LATENT_FAMILIES,
-    Cache,
-    make_model,
-    token_error,
-)
+from decoder_families import Cache, make_model, token_error
+from latent_families import LATENT_FAMILIES
 
 from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu import latent_layer
