@@ -13,7 +13,7 @@ from ktqueue.broker.models import RETRY_NO_WORKER, Models, find_card, model_not_
 from ktqueue.broker.prefix_hashes import prefix_hashes
 from ktqueue.broker.scripts import ScriptRefused, Scripts
 from ktqueue.broker.terminal_events import TerminalEvents, microseconds, milliseconds
-from ktqueue.core.codec import CodecError, encode_request, named, request_hash
+from ktqueue.core.codec import CodecError, encode_request, named, request_hashes
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
     IdempotencyConflict,
@@ -162,7 +162,7 @@ class Jobs:
                 request.job_class.value,
                 tenant,
                 stored_body,
-                request_hash(request),
+                request_hashes(request),
                 "" if request.expires_in is None else microseconds(request.expires_in),
                 "" if idempotency_key is None else digest(tenant, idempotency_key),
                 milliseconds(self._config.idempotency_ttl),

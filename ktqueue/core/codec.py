@@ -158,12 +158,16 @@ def encode_request(request: GenerationRequest) -> bytes:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
 
 
-def request_hash(request: GenerationRequest) -> str:
-    """A hash of what must be equal in requests under one idempotency key, in hex.
+def request_hashes(request: GenerationRequest) -> str:
+    """Hashes of what must be equal in requests under one idempotency key, in hex: the one to store, and an older one.
 
-    That is not the form of the answer: each version may note more of it, and clients come back after an upgrade.
+    The form of the answer is not part of it, since each version may note more of it, and clients come back after an
+    upgrade. Earlier versions stored a hash of everything.
     """
-    return hashlib.sha256(encode_request(replace(request, reply_options={}))).hexdigest()
+    hashes = [hashlib.sha256(encode_request(replace(request, reply_options={}))).hexdigest()]
+    if request.reply_options:
+        hashes.append(hashlib.sha256(encode_request(request)).hexdigest())
+    return " ".join(hashes)
 
 
 def _changed(source: GenerationRequest | SamplingParams, defaults: dict[str, Any]) -> dict[str, Any]:

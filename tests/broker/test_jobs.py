@@ -1,6 +1,7 @@
 """Submitting, finding and listing jobs."""
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import QueueDepth
 from ktqueue.broker.lease import Lease
 from ktqueue.broker.models import process_name
-from ktqueue.core.codec import CodecError, NewerFormat
+from ktqueue.core.codec import CodecError, NewerFormat, encode_request
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import (
     IdempotencyConflict,
@@ -91,6 +92,19 @@ async def test_a_key_is_that_of_its_job_when_another_version_notes_more_of_the_a
     first = await broker.jobs.submit(make_request(), idempotency_key="k")
     newer = make_request(reply_options={"null_usage": True})
     assert (await broker.jobs.submit(newer, idempotency_key="k")).id == first.id
+
+
+async def test_an_earlier_version_stored_a_hash_of_the_whole_request(
+    broker: Broker, lease: Lease, make_request: Callable[..., GenerationRequest], raw: Any
+) -> None:
+    request = make_request(reply_options={"types": {}})
+    first = await broker.jobs.submit(request, job_id="a", idempotency_key="k")
+    whole = hashlib.sha256(encode_request(request)).hexdigest()
+    raw.hset(f"{broker.keys.tag}:job:a", "hash", whole)
+    (key,) = raw.keys(f"{broker.keys.tag}:idempotency:*")
+    raw.set(key, f"{whole} a")
+    assert (await broker.jobs.submit(request, job_id="a")).id == first.id
+    assert (await broker.jobs.submit(request, idempotency_key="k")).id == first.id
 
 
 async def test_an_idempotency_key_whose_job_has_expired_is_refused(

@@ -1,13 +1,14 @@
 -- Queues a job, or hands it to a waiting worker.
--- ARGV: id, model, class, tenant, request, request hash, life in us ('' forever), idempotency key ('' none),
---        idempotency TTL in ms, most jobs in the queue, priority offset in us: the job ranks as if it had arrived so
---        much later (negative: earlier), rows that it takes, most bytes in all queues, tenant's limits ('': not
---        counted; or ten numbers, 0 for no limit: live jobs, queued jobs, queued bytes, requests per minute and at
---        once, tokens per minute and at once, tokens of the prompt, tokens to reserve, stored bytes), 1 if it has a
---        webhook, else '', hashes of the prompt's prefixes, the shortest first, summary that replaces the request after
---        the end, thousandths of the server's memory that clients may fill, and the thousandths of these that one
---        tenant may fill, for how many ms record and journal are kept after the end if that is longer than usual, the
---        tenant's caller, estimates 'PROMPT MOST' of tokens (`tokens_of`), and the tenant's weight ('': not known).
+-- ARGV: id, model, class, tenant, request, hashes of the request (`request_hashes` in codec.py), life in us (''
+--        forever), idempotency key ('' none), idempotency TTL in ms, most jobs in the queue, priority offset in us: the
+--        job ranks as if it had arrived so much later (negative: earlier), rows that it takes, most bytes in all
+--        queues, tenant's limits ('': not counted; or ten numbers, 0 for no limit: live jobs, queued jobs, queued
+--        bytes, requests per minute and at once, tokens per minute and at once, tokens of the prompt, tokens to
+--        reserve, stored bytes), 1 if it has a webhook, else '', hashes of the prompt's prefixes, the shortest first,
+--        summary that replaces the request after the end, thousandths of the server's memory that clients may fill, and
+--        the thousandths of these that one tenant may fill, for how many ms record and journal are kept after the end
+--        if that is longer than usual, the tenant's caller, estimates 'PROMPT MOST' of tokens (`tokens_of`), and the
+--        tenant's weight ('': not known).
 -- Replies {1, arrival, place, requests left, us until all are available, tokens left, us until all are available} for a
 -- new job, and {0, id, job} for an existing one. Instead of the place it is the worker, if one has the job at once.
 -- Refuses with QUEUE_BYTES, MEMORY and TENANT_*. Details: value, limit, and for TENANT_* the us to wait (0: until jobs
@@ -24,20 +25,21 @@ local MAX_HANDED = 65536 -- most bytes of a request in a message
 local LARGE = 16384
 local NEWCOMERS = 8 -- a full queue takes one more job for each so many, of tenants without waiting jobs
 local RECORD, KEY = 4096, 512 -- rough bytes of a job and its first event without its request, and of an idempotency key
-local id, model, class, hash, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[6], ARGV[8]
+local id, model, class, idempotency = ARGV[1], ARGV[2], ARGV[3], ARGV[8]
+local hash, older_hash = string.match(ARGV[6], '^(%x+) ?(%x*)$')
 local now = now_us()
 local known = id
 if idempotency ~= '' then
   local held_hash, held_id = made_under(idempotency)
   if held_hash then
-    if held_hash ~= hash then return redis.error_reply('CONFLICT ' .. held_id) end
+    if held_hash ~= hash and held_hash ~= older_hash then return redis.error_reply('CONFLICT ' .. held_id) end
     if redis.call('EXISTS', TAG .. 'job:' .. held_id) == 0 then return redis.error_reply('GONE ' .. held_id) end
     known = held_id
   end
 end
 local known_hash = redis.call('HGET', TAG .. 'job:' .. known, 'hash')
 if known_hash then
-  if known_hash ~= hash then return redis.error_reply('CONFLICT ' .. known) end
+  if known_hash ~= hash and known_hash ~= older_hash then return redis.error_reply('CONFLICT ' .. known) end
   return { 0, known, describe(known) }
 end
 local seen = redis.call('ZSCORE', TAG .. 'models:seen', model)
