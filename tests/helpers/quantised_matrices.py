@@ -158,6 +158,7 @@ def compressed(layout: str, kind: str, bits: int, **weights: Any) -> dict[str, A
 
 
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True, "data_type": "int"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 _FLOAT = compressed("float-quantized", "float", 8)
 _QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
@@ -197,6 +198,8 @@ SCHEMES = {
         "MXFP4",
         quark_mxfp4,
     ),
+    "auto-round": Scheme(_AUTO_ROUND, "Q4_0", gptq(4, 64, sym=True)),
+    "auto-round awq": Scheme({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, "UINT4", awq(32)),
     "awq": Scheme({"quant_method": "awq", "bits": 4, "version": "gemm"}, "UINT4", awq(32)),
 }
 """Each layout that is read, by a name of the tests'."""

@@ -23,6 +23,7 @@ QUANTISED = "q8_0"
 """The type of the files whose errors are compared with llama.cpp's."""
 ON_GPU = RESULTS / "families-on-gpu.json"
 _READ_OF = {
+    "auto-round": "4 or 8 bits",
     "awq": "4 bits",
     "compressed-tensors": "FP8, INT8, INT4, NVFP4, MXFP4",
     "gptq": "4 or 8 bits",
@@ -36,6 +37,7 @@ _SAMPLES: dict[str, dict[str, Any]] = {
         "format": "pack-quantized",
         "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}}},
     },
+    "auto-round": {"bits": 4},
     "gptq": {"bits": 4},
     "modelopt": {"quant_algo": "FP8"},
     "quark": {"global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}},

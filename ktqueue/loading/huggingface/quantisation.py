@@ -13,10 +13,11 @@ from ktqueue.families.table import family_of_type
 from ktqueue.loading.storage_format import StorageFormat, packaged_formats
 
 SUPPORTED = (
-    "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4, MXFP4), GPTQ and AWQ in 4 bits, "
-    "NVFP4 of ModelOpt, MXFP4 of gpt-oss and Quark, and GGUF files"
+    "safetensors in F32, F16 or BF16, FP8, compressed-tensors (FP8, INT8, INT4, NVFP4, MXFP4), GPTQ, "
+    "AWQ and AutoRound in 4 bits, NVFP4 of ModelOpt, MXFP4 of gpt-oss and Quark, and GGUF files"
 )
 METHODS = {
+    "auto-round": "AutoRound",
     "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors",
@@ -101,6 +102,8 @@ def _read(name: str, value: Mapping[str, Any]) -> Quantisation | str | None:
         return _read_quark(value)
     if name == "gptq":
         return _read_gptq(value)
+    if name == "auto-round":
+        return _read_auto_round(value)
     if name == "awq":
         version = str(value.get("version") or "gemm").lower()
         if value.get("bits", 4) != 4:
@@ -123,6 +126,20 @@ def _read_gptq(value: Mapping[str, Any]) -> Quantisation | str | None:
     if isinstance(dynamic, Mapping) and any(not str(rule).startswith("-:") for rule in dynamic):
         return "dynamic bits"
     return Quantisation("gptq", bits=bits, symmetric=symmetric, zero_offset=1 if layout == "gptq" else 0)
+
+
+def _read_auto_round(value: Mapping[str, Any]) -> Quantisation | str | None:
+    """Read Intel's AutoRound, which stores GPTQ's or AWQ's tensors. Source: its export_to_autoround/export.py."""
+    stated, bits = str(value.get("packing_format") or "auto_round:auto_gptq"), value.get("bits")
+    layers = value.get("extra_config")
+    layers = [layer for layer in layers.values() if isinstance(layer, Mapping)] if isinstance(layers, Mapping) else []
+    if others := [layer["bits"] for layer in layers if layer.get("bits", bits) not in (bits, 16)]:
+        return f"{others[0]} bits in extra_config"
+    if value.get("data_type", "int") != "int":
+        return f"data_type {value['data_type']!r}"
+    if stated.endswith("gptq"):
+        return _read_gptq({"bits": bits, "sym": value.get("sym", True)})
+    return Quantisation("awq") if stated.endswith("awq") and bits == 4 else f"packing_format {stated!r}"
 
 
 def _read_compressed(value: Mapping[str, Any]) -> Quantisation | str:
