@@ -73,21 +73,18 @@ void read_six_bits(const uint8_t* s, RowBlock& out) {
     }
 }
 
-void read_q4_k(const uint8_t* source, RowBlock& out) {
-    std::memcpy(out.d, source, 2);
-    std::memcpy(out.dmin, source + 2, 2);
-    read_six_bits(source + 4, out);
-    for (size_t n = 0; n < 4; ++n) low_then_high(source + 16 + 32 * n, 32, out.codes + 64 * n);
-}
-
-void read_q5_k(const uint8_t* source, RowBlock& out) {
-    std::memcpy(out.d, source, 2);
-    std::memcpy(out.dmin, source + 2, 2);
-    read_six_bits(source + 4, out);
-    for (size_t n = 0; n < 4; ++n) low_then_high(source + 48 + 32 * n, 32, out.codes + 64 * n);
+// Adds bit g of h[i] to code i of group g, as its bit `place`: Q3_K's third bits and Q5_K's fifth ones.
+void add_upper_bits(const uint8_t* h, int place, RowBlock& out) {
     for (size_t g = 0; g < 8; ++g)
         for (size_t i = 0; i < 32; ++i)
-            out.codes[32 * g + i] = static_cast<uint8_t>(out.codes[32 * g + i] | (source[16 + i] >> g & 1) << 4);
+            out.codes[32 * g + i] = static_cast<uint8_t>(out.codes[32 * g + i] | (h[i] >> g & 1) << place);
+}
+
+void read_q4_k(const uint8_t* source, const uint8_t* nibbles, RowBlock& out) {  // and Q5_K without its fifth bits
+    std::memcpy(out.d, source, 2);
+    std::memcpy(out.dmin, source + 2, 2);
+    read_six_bits(source + 4, out);
+    for (size_t n = 0; n < 4; ++n) low_then_high(nibbles + 32 * n, 32, out.codes + 64 * n);
 }
 
 void read_q6_k(const uint8_t* source, RowBlock& out) {
@@ -120,9 +117,7 @@ void read_pairs(const uint8_t* q, RowBlock& out) {  // of Q2_K and Q3_K
 
 void read_q3_k(const uint8_t* source, RowBlock& out) {
     read_pairs(source + 32, out);
-    for (size_t g = 0; g < 8; ++g)
-        for (size_t i = 0; i < 32; ++i)
-            out.codes[32 * g + i] = static_cast<uint8_t>(out.codes[32 * g + i] | (source[i] >> g & 1) << 2);
+    add_upper_bits(source, 2, out);
     const uint8_t* s = source + 96;
     for (size_t k = 0; k < 16; ++k) {
         const unsigned low = k < 8 ? s[k] & 15u : s[k - 8] >> 4;
@@ -199,10 +194,11 @@ void read_block(Quant quant, const uint8_t* source, size_t slabs, RowBlock& out)
             read_q8_0(source, slabs, out);
             break;
         case Quant::Q4_K:
-            read_q4_k(source, out);
+            read_q4_k(source, source + 16, out);
             break;
         case Quant::Q5_K:
-            read_q5_k(source, out);
+            read_q4_k(source, source + 48, out);
+            add_upper_bits(source + 16, 4, out);
             break;
         case Quant::Q6_K:
             read_q6_k(source, out);

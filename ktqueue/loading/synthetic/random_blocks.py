@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from ktqueue.loading.quantize import quantize
 from ktqueue.loading.weight_formats import LAYOUTS, Bytes
@@ -17,6 +18,7 @@ _JITTER = 0.25  # relative variation of block scales, up and down
 _SCALES = range(16, 32)  # of 64: large enough to vary, small enough for a normal half float as block scale
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+_E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()  # without a sign, ascending
 
 # The root mean square of weights of random bits for d = 1. It is sqrt(mean of the grid's squares) times that of scales.
 _GRID_UNITS = {
@@ -131,11 +133,9 @@ def _mxfp4(blocks: Blocks, deviation: float, random: Random) -> None:
 
 def _nvfp4(blocks: Blocks, deviation: float, random: Random) -> None:
     """The two scales nearest to the wanted one are mixed so that the mean square is right."""
-    numbers = np.arange(127)
-    scales = np.where(numbers < 8, numbers / 8, (1 + numbers % 8 / 8) * 2.0 ** (numbers // 8 - 1)) * 2.0**-6
     wanted = deviation / _rms(_MXFP4)
-    lower = int(np.searchsorted(scales, wanted, side="right")) - 1
-    below, above = scales[lower : lower + 2] ** 2
+    lower = int(np.searchsorted(_E4M3, wanted, side="right")) - 1
+    below, above = _E4M3[lower : lower + 2] ** 2
     blocks["e"] = lower + (random.random(blocks["e"].shape) < (wanted**2 - below) / (above - below))
 
 
@@ -158,10 +158,8 @@ def _uint4(blocks: Blocks, deviation: float, random: Random) -> None:
 
 def _fp8(blocks: Blocks, deviation: float, random: Random) -> None:
     """All numbers but NaN, so most weights are small."""
-    numbers = np.arange(127)
-    values = np.where(numbers < 8, numbers / 8, (1 + numbers % 8 / 8) * 2.0 ** (numbers // 8 - 1)) * 2.0**-6
     np.copyto(blocks["q"], 0, where=(blocks["q"] & 127) == 127)
-    _scale(blocks, _rms((*values, 0)), deviation, random)
+    _scale(blocks, _rms((*_E4M3, 0)), deviation, random)
 
 
 def _fp4(blocks: Blocks, deviation: float, random: Random) -> None:
