@@ -107,6 +107,8 @@ class ControlWorker(SteadyWorker):
         except JobNotFound:
             log.warning("webhook of %s is dropped: the job's record has expired", job_id)
             return
+        except Unavailable as error:
+            raise Retry(self._settings.webhook_pause) from error
         if record.request is None:
             log.warning("webhook of %s waits: a newer version of ktqueue wrote the job's record", job_id)
             raise Retry(LONGEST_PAUSE_SECONDS)
@@ -118,6 +120,8 @@ class ControlWorker(SteadyWorker):
         except NewerFormat:
             log.warning("webhook of %s waits: a newer version of ktqueue wrote the job's journal", job_id)
             raise Retry(LONGEST_PAUSE_SECONDS) from None
+        except Unavailable as error:
+            raise Retry(self._settings.webhook_pause) from error
         except (CodecError, JobNotFound, JournalRegressed):
             events = []
         attempt = int(context["job_try"])

@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 import redis
-from processes import until
+from processes import free_ports, until
+from redis_fleet import Server
 from tls_front import Authority
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
+from ktqueue.broker.lease import Lease
 from ktqueue.core.config import Config, ControlConfig, config_environment
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import GenerationRequest, SamplingParams
@@ -210,6 +212,29 @@ async def test_a_webhook_has_a_limited_number_of_attempts(broker: Broker, config
         await until(lambda: len(receiver.got) == 4)
         await until(lambda: not left(broker) - {"ktqueue:control:ktqueue-health-check"})
     assert len(receiver.got) == 4
+
+
+async def test_a_webhook_waits_until_the_redis_of_its_job_is_back(
+    broker: Broker, config: Config, receiver: Receiver, tmp_path: Path, model: Any
+) -> None:
+    receiver.answers = [500, 200]
+    (port,) = free_ports(1)
+    server = Server(tmp_path, port, "appendonly yes", "maxmemory-policy noeviction")
+    away = replace(broker.config, url=f"redis://127.0.0.1:{port}/0", connect_timeout=0.2)
+    control = replace(config.control, redis_url=broker.config.url, webhook_pause=0.5)
+    try:
+        async with await Broker.open(away) as of_job:
+            await (await Lease.register(of_job, model.card())).close()
+            async with running(of_job, replace(config, broker=away, control=control)):
+                await cancelled(of_job, receiver)
+                await until(lambda: len(receiver.got) == 1)
+                await until(lambda: server("EXISTS", f"{of_job.keys.tag}:webhooks") == 0)
+                server.kill()
+                await asyncio.sleep(2)
+                server.start()
+                await until(lambda: len(receiver.got) == 2)
+    finally:
+        server.kill()
 
 
 async def test_a_receiver_that_answers_gone_is_not_called_again(
