@@ -99,15 +99,17 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str], size: int) -> list[int]:
     """Return ids below `size` that end a choice, the model's own first.
 
-    They come from generation_config.json, else from config.json, else from the tokenizer. Raises CheckpointError.
+    They come from generation_config.json, else from config.json. That of the tokenizer always ends a choice too, as
+    with vLLM: models that were tuned for another chat template often keep the old ones. Raises CheckpointError.
     """
+    token = special_tokens(settings).get("eos_token")
+    own = [tokens.index(token)] if token in tokens[:size] else []
     for name in ("generation_config.json", "config.json"):
         stated = optional_json(folder / name).get("eos_token_id")
         ids = stated if isinstance(stated, list) else [stated]
         if found := [token_id for token_id in ids if type(token_id) is int and 0 <= token_id < size]:
-            return found
-    token = special_tokens(settings).get("eos_token")
-    return [tokens.index(token)] if token in tokens[:size] else []
+            return [*found, *(token_id for token_id in own if token_id not in found)]
+    return own
 
 
 def plain_vocabulary(folder: Path, vocab_size: int) -> VocabularyData | None:

@@ -23,6 +23,7 @@ from ktqueue.loading.tokenizer import library
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
+IM_END = "<|im_end|>"  # the tokenizer's eos_token
 ODD_TEXTS = [
     "",
     " ",
@@ -72,7 +73,7 @@ def test_a_gguf_file_alone_equals_the_folder(tiny: Path, tiny_gguf: Path) -> Non
         assert file.encode(text) == ids, repr(text)
         assert [file.token_bytes(i) for i in ids] == [folder.token_bytes(i) for i in ids]
     assert file.size == folder.size == 384
-    assert file.eos_token_ids == folder.eos_token_ids == {382}
+    assert file.eos_token_ids == folder.eos_token_ids == {382, *folder.encode(IM_END)}
     assert file.chat_template == folder.chat_template
 
 
@@ -162,11 +163,13 @@ def test_messages_need_a_chat_template(tiny: Path, tmp_path: Path) -> None:
     assert caught.value.param == "messages"
 
 
-def test_end_tokens_come_from_the_generation_config(tiny: Path, tmp_path: Path) -> None:
+def test_end_tokens_come_from_the_generation_config_and_the_tokenizer(tiny: Path, tmp_path: Path) -> None:
+    """A model that was tuned for another chat template often keeps an old generation_config.json."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [382, 380]}))
-    assert load_tokenizer(str(tmp_path)).eos_token_ids == {382, 380}
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.eos_token_ids == {382, 380, *tokenizer.encode(IM_END)}
 
 
 @pytest.mark.parametrize("stated", [-1, 384, True, [10**6, -1, None]])
@@ -176,7 +179,8 @@ def test_end_tokens_that_the_model_does_not_have_are_ignored(stated: object, tin
     (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
     convert(tmp_path / "tiny", tmp_path / "model.gguf", experts="f16")
     for path in (tmp_path / "tiny", tmp_path / "model.gguf"):
-        assert load_tokenizer(str(path)).eos_token_ids == {382}
+        tokenizer = load_tokenizer(str(path))
+        assert tokenizer.eos_token_ids == {382, *tokenizer.encode(IM_END)}
 
 
 def test_a_chat_template_that_is_not_a_text(tiny: Path, tmp_path: Path) -> None:
