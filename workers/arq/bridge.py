@@ -16,6 +16,7 @@ import re
 import sys
 from typing import Any
 
+from ktqueue.batches.stored.patience import Patience
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.core.completion import Completion, completion_of
@@ -67,10 +68,11 @@ class Bridge(SteadyWorker):
         body = arguments[0] if arguments else fields
         if len(arguments) > 1 or not isinstance(body, dict) or (arguments and fields):
             raise InvalidRequest("generate takes one object, the body of POST /v1/jobs, or its fields as keywords")
-        request = parse_job(body, await self._broker.models.card(str(body.get("model"))))
+        arq_id = str(context["job_id"])
+        card = await Patience(arq_id).call(lambda: self._broker.models.card(str(body.get("model"))))
+        request = parse_job(body, card)
         if request.webhook is not None:
             request.webhook.check_allowed(self._control.webhook_secret, self._control.webhook_hosts)
-        arq_id = str(context["job_id"])
         for attempt in range(MAX_ATTEMPTS):
             job_id = generation_id(arq_id, attempt)
             try:
@@ -119,15 +121,8 @@ class Bridge(SteadyWorker):
                 await asyncio.sleep(error.retry_after or RETRY_SECONDS)
 
     async def _cancel(self, job_id: str) -> None:
-        while True:
-            try:
-                await self._broker.jobs.cancel(job_id)
-            except JobNotFound:
-                return
-            except Unavailable as error:
-                await asyncio.sleep(error.retry_after or RETRY_SECONDS)
-            else:
-                return
+        with contextlib.suppress(JobNotFound):
+            await Patience(job_id).call(lambda: self._broker.jobs.cancel(job_id))
 
 
 def result_json(request: GenerationRequest, completion: Completion) -> dict[str, Any]:

@@ -342,6 +342,27 @@ async def test_the_bridge_survives_a_restart_of_redis(model: Any, config: Config
         await asyncio.to_thread(server.stop)
 
 
+async def test_the_bridge_waits_for_the_redis_of_the_workers_if_that_is_another_one(
+    model: Any, client: Any, config: Config, redis_url: str, tmp_path: Path
+) -> None:
+    pool, server = await client(), PrivateServer()
+    url = await asyncio.to_thread(server.start, tmp_path)
+    bridged = replace(config.bridge, redis_url=redis_url)
+    config = replace(config, broker=replace(config.broker, url=url, connect_timeout=0.2), bridge=bridged)
+    try:
+        async with await Broker.open(config.broker) as broker:
+            await (await Lease.register(broker, model.card())).close()
+            async with running(broker, config):
+                await asyncio.to_thread(server.stop)
+                job = await pool.enqueue_job("generate", {**BODY, "model": "gpt-9"})
+                await asyncio.sleep(1)
+                assert await asyncio.to_thread(server.start, tmp_path) == url
+                with pytest.raises(ModelNotFound):
+                    await result(job)
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
 async def test_killing_the_bridge_during_a_job_loses_nothing(
     client: Any, config: Config, start_worker: Any, broker: Broker, model: Any, tmp_path: Path
 ) -> None:
