@@ -178,4 +178,4 @@ def _parts(
     size = max(1, _BYTES_AT_ONCE // (table.shape[1] * page_size * key_bytes + token_bytes))
     for first in range(0, len(tokens), size):
         part = slice(first, min(first + size, len(tokens)))
-        yield part, table[row_of[part]], seen[part]
+        yield part, table[row_of[part]].contiguous(), seen[part]

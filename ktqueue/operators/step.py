@@ -92,7 +92,7 @@ class StepContext:
         return (
             self.query_starts.numpy(),
             self.context_lengths.numpy(),
-            self.page_table.numpy(),
+            self.page_table.contiguous().numpy(),
             self.slot_mapping.numpy(),
             self.state_sources.numpy(),
             self.state_targets.numpy(),

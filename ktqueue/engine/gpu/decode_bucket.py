@@ -16,6 +16,9 @@ from ktqueue.engine.gpu.graph_capture import Function
 from ktqueue.engine.gpu.staging import FixedStaging
 from ktqueue.engine.runner import DeviceTokens
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
+from ktqueue.operators.gpu.device import launches_dependents
+from ktqueue.operators.gpu.kernels.embed import embed
+from ktqueue.operators.gpu.kernels.operation import dependent_launches
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 
@@ -53,16 +56,16 @@ class DecodeBucket:
                 "starts": ((rows + 1,), np.int32),
                 "contexts": ((rows,), np.int32),
                 "live": ((1,), np.int32),
-                "pages": ((rows, max_pages), np.int32),
                 "sources": ((rows if self._has_states else 0,), np.int32),
                 "targets": ((rows if self._has_states else 0,), np.int32),
+                "pages": ((max_pages, rows), np.int32),  # by columns, of which few are used and sent
             },
             device,
         )
         arrays = self._staging.open()
         arrays["scored"][:] = np.arange(rows)
         arrays["starts"][:] = np.arange(rows + 1)
-        self._widest = 0
+        self._widest = self._sent_pages = 0  # pages of the longest row, and of that of the step before, too
         self._host_step = self._step(self._staging.host)
         self._plan = planner.decode_plan(rows, max_pages)
         self.replay: Function = not_captured  # set it to the captured `padding_step` before the first run
@@ -83,7 +86,7 @@ class DecodeBucket:
         self._staging.open()
         self._fill(batch)
         self._plan.update(self._host_step)
-        self._staging.send()
+        self._staging.send(self._sent_pages * self.rows)
 
     def run(self, batch: Batch, tokens: DeviceTokens | None = None) -> torch.Tensor:
         """Run a prepared batch. Returns the logits of its real rows, [rows, vocab]. `tokens`: see Runner.execute."""
@@ -99,8 +102,9 @@ class DecodeBucket:
                 self._places.open()["places"][:] = wanted
                 self._places.send()
                 self._sent_places = wanted
-            target = self._tokens.device["input_ids"][0]
-            torch.gather(tokens.ids, 0, self._places.device["places"], out=target)
+            target = self._tokens.device["input_ids"]
+            with dependent_launches(launches_dependents(target.device)):
+                embed(tokens.ids[:, None], self._places.device["places"], target.T)
         return self.replay()[:live]
 
     def _step(self, tensors: Mapping[str, torch.Tensor]) -> StepContext:
@@ -108,7 +112,7 @@ class DecodeBucket:
         return StepContext(
             tensors["starts"],
             tensors["contexts"],
-            tensors["pages"],
+            tensors["pages"].T,
             tensors["slots"],
             self._kv,
             state_sources=tensors["sources"],
@@ -125,9 +129,9 @@ class DecodeBucket:
             table = batch.step.page_table.numpy()
             width = table.shape[1]
         positions, slots, contexts = (arrays[key] for key in ("position_ids", "slots", "contexts"))
-        pages = arrays["pages"]
-        pages[:, : max(width, self._widest)] = 0
-        self._widest = width
+        pages = arrays["pages"].T
+        self._sent_pages, self._widest = max(width, self._widest), width
+        pages[:, : self._sent_pages] = 0
         if batch is not None:
             positions[0, :live] = batch.position_ids[0].numpy()
             slots[:live] = batch.step.slot_mapping.numpy()

@@ -4,7 +4,7 @@ A step's arrays are written side by side into one pinned buffer, copied in one p
 the device. If the device is a CPU, the same is done with plain memory. Knows nothing of the arrays' meaning.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -13,41 +13,10 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.host_buffer import HostBuffer, aligned
+from ktqueue.operators.gpu.kernels.copy_words import copy_words
 
-_ALIGNED = 64  # bytes; every array starts at a multiple of it
 _FIRST_SIZE = 1 << 16  # bytes
-
-
-class _Buffers:
-    """A buffer of `size` bytes on the host, pinned for a GPU, and one of the same size on the device."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        on_gpu = is_gpu(device)
-        self.size = size
-        self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self.device = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.bytes: NDArray[np.uint8] = self.host.numpy()
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-
-    def wait_until_writable(self) -> None:
-        """Wait until the last copy has read the host's bytes. It usually has, because each step ends with a wait."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def send(self, count: int) -> None:
-        """Queue a copy of the first `count` bytes on the current stream."""
-        self.device[:count].copy_(self.host[:count], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
-def _offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Aligned offsets of arrays of these sizes, and the end of the last one. All in bytes."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // _ALIGNED) * _ALIGNED
-    return starts, end
 
 
 def _view(buffer: torch.Tensor, start: int, count: int, shape: Many[int], dtype: torch.dtype) -> torch.Tensor:
@@ -59,17 +28,16 @@ class Staging:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._buffers = _Buffers(_FIRST_SIZE, self._device)
+        self._buffers = HostBuffer(_FIRST_SIZE, self._device)
 
     def put(self, arrays: Many[NDArray[Any]]) -> list[torch.Tensor]:
         """Copy arrays to the device. The tensors are valid until the next call."""
-        starts, end = _offsets(array.nbytes for array in arrays)
+        starts, end = aligned(array.nbytes for array in arrays)
+        self._buffers.wait_until_writable()
         if end > self._buffers.size:
-            self._buffers = _Buffers(2 * end, self._device)
+            self._buffers = HostBuffer(2 * end, self._device)
         buffers = self._buffers
-        buffers.wait_until_writable()
-        for array, start in zip(arrays, starts, strict=True):
-            buffers.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        buffers.write([*arrays], starts)
         buffers.send(end)
         return [
             _view(buffers.device, start, array.nbytes, array.shape, _torch_type(array.dtype))
@@ -86,8 +54,9 @@ class FixedStaging:
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], DTypeLike]], device: str) -> None:
         types = {name: (shape, np.dtype(kind)) for name, (shape, kind) in shapes.items()}
         sizes = [int(np.prod(shape)) * kind.itemsize for shape, kind in types.values()]
-        starts, end = _offsets(sizes)
-        self._buffers = _Buffers(end, torch.device(device))
+        starts, end = aligned(sizes)
+        self._buffers = HostBuffer(end, torch.device(device))
+        self._last_start, self._last_item = starts[-1], list(types.values())[-1][1].itemsize
         self.arrays: dict[str, NDArray[Any]] = {}
         self.host: dict[str, torch.Tensor] = {}
         self.device: dict[str, torch.Tensor] = {}
@@ -101,9 +70,11 @@ class FixedStaging:
         self._buffers.wait_until_writable()
         return self.arrays
 
-    def send(self) -> None:
-        """Queue a copy of all arrays to the device on the current stream."""
-        self._buffers.send(self._buffers.size)
+    def send(self, of_last: int | None = None) -> None:
+        """Queue a copy of all arrays to the device on the current stream. of_last: elements of the last array, if the
+        others are not needed."""
+        size = self._buffers.size if of_last is None else self._last_start + of_last * self._last_item
+        self._buffers.send(size)
 
 
 class ResultFetcher:
@@ -128,7 +99,7 @@ class ResultFetcher:
         if len(self._pinned) < len(values):
             self._pinned = torch.empty(2 * len(values), dtype=torch.int64, pin_memory=True)
         pinned = self._pinned[: len(values)]
-        pinned.copy_(values, non_blocking=True)
+        copy_words(values, pinned)
         self._arrived.record()
         meanwhile()
         self._arrived.synchronize()

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,9 +15,9 @@ from ktqueue.engine.batch import Batch
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.engine_parts import EngineParts
 from ktqueue.engine.gpu.capture_choice import CaptureChoice
+from ktqueue.engine.gpu.decode_bucket import DecodeBucket
 from ktqueue.engine.gpu.graph_capture import Function, GraphCapturer, RepeatedCall
 from ktqueue.engine.gpu.graph_runner import GraphRunner, buckets_up_to
-from ktqueue.engine.gpu.staging import FixedStaging, ResultFetcher, Staging
 from ktqueue.engine.token_selector import Selector, TokenSelection, do_nothing
 from ktqueue.loading.load import load_model
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -43,38 +42,30 @@ def test_captured_row_counts_rise_up_to_the_limit() -> None:
     assert buckets_up_to(300) == buckets_up_to(256) == [*buckets_up_to(192), 256]
 
 
-def test_staged_arrays_arrive_unchanged() -> None:
-    staging = Staging("cpu")
-    noise = np.random.default_rng(0)
-    for size in (3, 40_000, 5):  # the second array does not fit the first buffer
-        arrays: list[np.ndarray[Any, np.dtype[Any]]] = [
-            noise.integers(0, 9, (2, size)),
-            noise.normal(size=size).astype(np.float32),
-            noise.integers(0, 9, 0),
-            noise.integers(0, 9, (size, 3)).astype(np.int32),
-            noise.normal(size=1),
-        ]
-        for array, staged in zip(arrays, staging.put(arrays), strict=True):
-            assert staged.shape == array.shape and staged.numpy().dtype == array.dtype
-            assert (staged.numpy() == array).all()
+def test_a_captured_step_has_the_pages_of_its_rows_and_no_others() -> None:
+    """After longer rows, too: what they had beyond is 0 again."""
+    kv = KVCache(KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=4, dtype=torch.float32), 9, scratch=True)
+    steps: list[StepContext] = []
 
+    def forward(ids: torch.Tensor, positions: torch.Tensor, scored: torch.Tensor, step: StepContext) -> torch.Tensor:
+        steps.append(step)
+        return torch.zeros(len(scored), 1)
 
-def test_fixed_arrays_never_move() -> None:
-    staging = FixedStaging({"a": ((2, 3), np.int64), "b": ((5,), np.int32)}, "cpu")
-    places = {name: tensor.data_ptr() for name, tensor in staging.device.items()}
-    for value in (1, 2):
-        staging.open()["a"][:] = value
-        staging.arrays["b"][:] = -value
-        assert not (staging.device["a"] == value).any(), "nothing has been sent yet"
-        staging.send()
-        assert (staging.device["a"] == value).all() and (staging.host["b"] == -value).all()
-    assert places == {name: tensor.data_ptr() for name, tensor in staging.device.items()}
-
-
-def test_the_host_works_while_a_result_is_fetched() -> None:
-    meanwhile = []
-    assert ResultFetcher("cpu").fetch(torch.arange(4), lambda: meanwhile.append(1)).tolist() == [0, 1, 2, 3]
-    assert meanwhile == [1]
+    bucket = DecodeBucket(3, 4, kv, TorchPlanner(4), "cpu")
+    bucket.replay = bucket.padding_step(forward)
+    for contexts, pages in (((14, 2), [[1, 2, 3, 4], [5, 0, 0, 0]]), ((5, 3), [[6, 7], [8, 0]]), ((1,), [[2]])):
+        rows, table = len(contexts), torch.tensor(pages, dtype=torch.int32)
+        last = torch.tensor(contexts) - 1
+        slots = table.gather(1, (last // 4)[:, None])[:, 0] * 4 + last % 4
+        starts = torch.arange(rows + 1, dtype=torch.int32)
+        step = StepContext(starts, torch.tensor(contexts, dtype=torch.int32), table, slots, kv)
+        batch = Batch(torch.zeros(1, rows, dtype=torch.int64), last[None], torch.arange(rows), step)
+        bucket.prepare(batch)
+        bucket.run(batch)
+        expected = torch.zeros(3, 4, dtype=torch.int32)
+        expected[:rows, : table.shape[1]] = table
+        expected[rows:, 0] = kv.scratch_page
+        assert torch.equal(steps[-1].page_table, expected)
 
 
 class Recorder(RepeatedCall):

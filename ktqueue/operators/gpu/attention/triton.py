@@ -23,6 +23,7 @@ from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.attention.triton_decode import decode, partial_bytes, split_count
 from ktqueue.operators.gpu.attention.triton_prefill import prefill, tile_tokens
 from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.host_buffer import HostBuffer, aligned
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import ScoreOptions, StepContext
 
@@ -56,31 +57,35 @@ class TritonDecodePlan(TritonPlan):
         self, rows: int, max_pages: int, page_size: int, device: torch.device, decode: DecodeRows | None
     ) -> None:
         self._limits = rows, max_pages, page_size
-        host, (starts, contexts, pages) = staged(self._arrays(one_page_each(rows)), device)
-        with torch.inference_mode(False):  # so that it can be written in any mode
-            self._buffer = torch.zeros(pages + rows * max_pages, dtype=torch.int32, device=device)
-        self._write(host)
+        arrays = self._arrays(one_page_each(rows))
+        offsets, _ = aligned([array.nbytes for array in arrays])
+        self._buffer = HostBuffer(offsets[-1] + 4 * rows * max_pages, device)
+        self._offsets = offsets
+        self._write(arrays)
+        words = self._buffer.device.view(torch.int32)
+        starts, contexts, pages = (offset // 4 for offset in offsets)
         tables = Tables(
-            page_starts=self._buffer[starts : starts + rows + 1],
-            contexts=self._buffer[contexts : contexts + rows],
-            pages=self._buffer[pages:],
+            page_starts=words[starts : starts + rows + 1],
+            contexts=words[contexts : contexts + rows],
+            pages=words[pages:],
         )
         super().__init__(tables, decode, None)
 
     @property
     def bytes(self) -> int:
         """Device memory of the index arrays."""
-        return self._buffer.nbytes
+        return self._buffer.size
 
     def update(self, host: StepContext) -> None:
         """See DecodePlan. Takes one copy to the device."""
         rows, max_pages, page_size = self._limits
         check_decode_step(host, rows, max_pages, page_size)
-        self._write(staged(self._arrays(page_lists(host, page_size)), self._buffer.device)[0])
+        self._write(self._arrays(page_lists(host, page_size)))
 
-    def _write(self, arrays: torch.Tensor) -> None:
-        length = min(len(arrays), len(self._buffer))  # padding may follow the list of pages
-        self._buffer[:length].copy_(arrays[:length], non_blocking=True)
+    def _write(self, arrays: list[Indices]) -> None:
+        self._buffer.wait_until_writable()
+        self._buffer.write(arrays, self._offsets)
+        self._buffer.send(self._offsets[-1] + arrays[-1].nbytes)
 
     @staticmethod
     def _arrays(lists: PageLists) -> list[Indices]:

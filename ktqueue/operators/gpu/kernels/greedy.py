@@ -6,7 +6,7 @@ the choice is a maximum, which parts of a row can take in any order.
 
 import torch
 
-from ktqueue.operators.gpu.kernels.operation import runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.operation import early_launch_options, runs_kernel, tl, triton, wait_for_previous
 
 _COLUMNS = 4096
 """Of a program: 38 programs for a row of Qwen3's vocabulary."""
@@ -15,8 +15,11 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _parts_kernel(logits, parts, stride, VOCAB: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+def _parts_kernel(
+    logits, parts, stride, VOCAB: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, WAITS: tl.constexpr
+):
     """One program for COLUMNS logits of a row: the greatest of them, with its column, to `parts` [rows, PARTS]."""
+    wait_for_previous(WAITS)
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     value = tl.load(logits + row * stride + column, mask=column < VOCAB, other=float("-inf")) + 0.0  # no -0
@@ -27,8 +30,9 @@ def _parts_kernel(logits, parts, stride, VOCAB: tl.constexpr, PARTS: tl.constexp
 
 
 @triton.jit
-def _greatest_kernel(parts, tokens, finite, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _greatest_kernel(parts, tokens, finite, PARTS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr):
     """One program for a row."""
+    wait_for_previous(WAITS)
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK)
     both = tl.max(tl.load(parts + row * PARTS + part, mask=part < PARTS, other=-(1 << 63)), axis=0)
@@ -51,6 +55,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     both = torch.empty(2, rows, dtype=torch.int64, device=logits.device)
     parts = torch.empty(rows, triton.cdiv(vocab, _COLUMNS), dtype=torch.int64, device=logits.device)
     count = parts.shape[1]
-    _parts_kernel[(count, rows)](logits, parts, logits.stride(0), VOCAB=vocab, PARTS=count, COLUMNS=_COLUMNS)
-    _greatest_kernel[(rows,)](parts, *both, PARTS=count, BLOCK=triton.next_power_of_2(count), num_warps=1)
+    sizes = {"VOCAB": vocab, "PARTS": count, "COLUMNS": _COLUMNS}
+    _parts_kernel[(count, rows)](logits, parts, logits.stride(0), **sizes, **early_launch_options(logits))
+    block = triton.next_power_of_2(count)
+    _greatest_kernel[(rows,)](parts, *both, PARTS=count, BLOCK=block, **early_launch_options(logits), num_warps=1)
     return both

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Never
 
 import torch
 
-from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.device import is_gpu, launches_dependents
 
 __all__ = [
     "INTERPRETED",
@@ -21,6 +21,7 @@ __all__ = [
     "compilation",
     "compiled_side_by_side",
     "dependent_launches",
+    "early_launch_options",
     "is_last",
     "kernels_on_any_device",
     "launch_after_all",
@@ -103,6 +104,12 @@ def launch_options() -> dict[str, bool]:
     early = _DEPENDENT.get() and not _BRANCHES.get()
     _BRANCHES.set(False)
     return {"WAITS": True, "launch_pdl": True} if early else {"WAITS": False}
+
+
+def early_launch_options(x: torch.Tensor) -> dict[str, bool]:
+    """As `launch_options`, of a launch that is not captured and always may begin early, if the device of x can."""
+    with dependent_launches(launches_dependents(x.device)):
+        return launch_options()
 
 
 class _NothingToRun:
