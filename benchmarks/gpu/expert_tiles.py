@@ -88,7 +88,7 @@ def _dots(
     tiles = DotTiles(pairs, gate_up, down, skips)
     own = tiles._replace(pairs=1, skips=False)
     return Choice(
-        replace(TILES, few_pairs=INFINITE, early_pairs=0, matrices=NO_MATRICES, own=((INFINITE, own),), dots=tiles),
+        replace(TILES, few_pairs=INFINITE, early_pairs=None, matrices=NO_MATRICES, own=((INFINITE, own),), dots=tiles),
         least,
         most,
     )

@@ -249,7 +249,7 @@ def test_weights_may_multiply_the_input(tokens: int, random_weights: Callable[..
 
 def test_few_tokens_depend_on_no_others(random_weights: Callable[..., Bytes]) -> None:
     """The tiles of one row and those of matrices are left out, since they add in another order."""
-    tiles = replace(TILES, own=TILES.own[1:], matrices=((INFINITE, None),), early_pairs=0)
+    tiles = replace(TILES, own=TILES.own[1:], matrices=((INFINITE, None),), early_pairs=None)
     pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
     x, (ids, weights) = torch.randn(23, 512).bfloat16().cuda(), (one.cuda() for one in route(23, EXPERTS, SLOTS))
     there = on_gpu(pool.pairs(ids))

@@ -34,7 +34,10 @@ class ResidentExperts(ExpertResidency):
         on_cpu = any(count < layer.experts for count, layer in zip(pool.slots, layers, strict=True))
         self._experts = [layer.experts for layer in layers]
         rows = [pool.offsets[index, :experts] for index, experts in enumerate(self._experts)]
-        self._locations = [ExpertLocations(row, row, on_gpu, on_cpu) for row in rows]
+        firsts = [None if on_cpu else pool.offsets_of_slots(index)[0] for index in range(len(layers))]
+        self._locations = [
+            ExpertLocations(row, row, on_gpu, on_cpu, first=first) for row, first in zip(rows, firsts, strict=True)
+        ]
 
     def locations(self, layer: int) -> ExpertLocations:
         """See ExpertResidency."""

@@ -85,7 +85,7 @@ class ExpertLocations:
 
     gate_up, down: [experts] int64, offsets of the expert's record for either kernel; -1: the CPU computes it.
     on_gpu, on_cpu: whether any expert may be there. fixed: the offsets are known before the router has chosen;
-    otherwise `ExpertResidency.choose` writes them.
+    otherwise `ExpertResidency.choose` writes them. first: of either kernel, see ExpertPairs.
     """
 
     gate_up: torch.Tensor
@@ -93,6 +93,7 @@ class ExpertLocations:
     on_gpu: bool = True
     on_cpu: bool = True
     fixed: bool = True
+    first: int | None = None
 
 
 class ExpertResidency:
@@ -380,7 +381,9 @@ class StepExperts:
         if not locations.on_gpu:
             return None
         residency.wait_for_arrival(index)
-        pairs = ExpertPairs(residency.memory, locations.gate_up, routing.ids, layer.record, layer.biases)
+        pairs = ExpertPairs(
+            residency.memory, locations.gate_up, routing.ids, layer.record, layer.biases, locations.first
+        )
         by_warpgroups = index in self._warpgroups
         memory = None if self._decoded is None or by_warpgroups else self._decoded(len(x))
         if by_warpgroups and expert_warpgroups.pays(routing.ids.numel(), layer.experts):

@@ -10,24 +10,26 @@ import torch
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows, add_pairs, store_quantised
-from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, offset_of
 from ktqueue.operators.gpu.kernels.expert_tiles import DotTile
 from ktqueue.operators.gpu.kernels.operation import launch_options, let_next_begin, tl, triton, wait_for_previous
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB, ExpertRecord
 from ktqueue.operators.native import GateFacts
 
-_GATE_UP, _DOWN = DotTile(32, 32), DotTile(8, 64, registers=168)
-_GATE_UP_STEPS, _DOWN_STEPS = 2, 3
+_GATE_UP, _DOWN = DotTile(16, 32, warp_rows=8), DotTile(8, 32, warp_rows=8)
+_DOWN_OF_SEVERAL = _DOWN._replace(registers=64)
+"""For more tokens than one. More programs of theirs run at once."""
+_GATE_UP_STEPS, _DOWN_STEPS = 4, 3
 """Tiles that are requested at once. Further ones come one by one."""
-_LARGE = "Q8_0", "Q2_K", "Q3_K", "Q5_K", "Q5_1", "Q6_K", "IQ2_S", "IQ1_M"
-"""Formats of gate and up of which a thread has too few registers for so many tiles, by the compiler. Then it would
-store them to memory. Of `down`, that is Q5_K."""
+_LARGE_DOWN = "Q8_0", "Q3_K", "Q5_K", "Q5_1", "IQ2_S", "IQ1_M"
+_LARGE = *_LARGE_DOWN, "Q2_K", "Q6_K", "NVFP4"
+"""Formats of which a thread has too few registers for so many tiles, by the compiler: it would store them to memory.
+_LARGE_DOWN: of _DOWN_OF_SEVERAL; _LARGE: of gate and up."""
 
 
 def fits(record: ExpertRecord) -> bool:
-    """Whether the kernels can hold what they request of such experts."""
-    gate, up, down = map(panel_layout.panel_format, (record.gate, record.up, record.down))
-    return not {gate, up} & {*_LARGE} and down != "Q5_K"
+    """Whether `gate_up` can hold what it requests of such experts. `down` always can."""
+    return not {*map(panel_layout.panel_format, (record.gate, record.up))} & {*_LARGE}
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def _gate_up_of_pair(
     SLAB_COUNT: tl.constexpr, ROWS: tl.constexpr,
     FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr, PANEL_BYTES: tl.constexpr,
     UP_FORMAT: tl.constexpr, UP_SUPERBLOCK_BYTES: tl.constexpr, UP_PANEL_BYTES: tl.constexpr,
-    S: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, WAITS: tl.constexpr,
+    S: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, RECORD_BYTES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """A program has N rows of a pair's expert: see expert_int8._experts_kernel."""
     pair = tl.program_id(1)
@@ -68,9 +70,9 @@ def _gate_up_of_pair(
     panel = tl.minimum(tl.arange(0, N) // 16, last_panel - first_panel)[None, :] * both_bytes
     wait_for_previous(WAITS, False)
     expert = tl.load(ids + pair)
-    offset = tl.load(offsets + tl.maximum(expert, 0))
+    offset = offset_of(expert, offsets, RECORD_BYTES)
     if (expert >= 0) & (offset >= 0):
-        base = pool + tl.multiple_of(offset, 64) + first_panel.to(tl.int64) * both_bytes
+        base = pool + offset + first_panel.to(tl.int64) * both_bytes
         gates = ()
         ups = ()
         for step in tl.static_range(STEPS):
@@ -109,7 +111,7 @@ def _down_of_pair(
     start,  # byte of a record where the matrix begins
     WEIGHTED: tl.constexpr, SLAB_COUNT: tl.constexpr, ROWS: tl.constexpr,
     FORMAT: tl.constexpr, SUPERBLOCK_BYTES: tl.constexpr, PANEL_BYTES: tl.constexpr,
-    S: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr,
+    S: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, RECORD_BYTES: tl.constexpr,
     ADDED: tl.constexpr,  # pairs of a token whose rows are added to the residual, or 0
     WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -125,10 +127,10 @@ def _down_of_pair(
     first_panel = tl.program_id(0) * (N // 16)
     panel = tl.minimum(tl.arange(0, N) // 16, last_panel - first_panel)[None, :] * PANEL_BYTES
     expert = tl.load(ids + pair, cache_modifier=".cg")
-    offset = tl.load(offsets + tl.maximum(expert, 0))
+    offset = offset_of(expert, offsets, RECORD_BYTES)
     place = pair.to(tl.int64) * ROWS + n
     if (expert >= 0) & (offset >= 0):
-        base = pool + tl.multiple_of(offset, 64) + start + first_panel.to(tl.int64) * PANEL_BYTES
+        base = pool + offset + start + first_panel.to(tl.int64) * PANEL_BYTES
         tiles = ()
         for step in tl.static_range(STEPS):
             tiles = tiles + (_tile_of(base, panel, step, row, S, SLAB_COUNT, FORMAT, SUPERBLOCK_BYTES),)
@@ -155,11 +157,12 @@ def _down_of_pair(
 def gate_up(pairs: ExpertPairs, x: Int8Rows, gate: GateFacts, weights: torch.Tensor | None) -> Int8Rows:
     """See expert_int8.gate_up."""
     record, tile = pairs.record, _GATE_UP
+    pool, record_bytes = pairs.even_pool
     number, rows, columns = pairs.ids.numel(), record.intermediate, record.hidden
     mid = Int8Rows.empty(number, rows, pairs.ids.device)
     biases = (None, None) if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
     _gate_up_of_pair[(triton.cdiv(rows, tile.rows), number)](
-        pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums, x.scales if weights is None else weights,
+        pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums, x.scales if weights is None else weights,
         *biases, mid.codes, mid.scales, mid.sums, pairs.ids.shape[1],
         WEIGHTED=weights is not None,
         ACTIVATION=gate.activation,
@@ -172,6 +175,7 @@ def gate_up(pairs: ExpertPairs, x: Int8Rows, gate: GateFacts, weights: torch.Ten
         S=tile.slabs,
         N=tile.rows,
         STEPS=min(_GATE_UP_STEPS, triton.cdiv(columns // SLAB, tile.slabs)),
+        RECORD_BYTES=record_bytes,
         **launch_options(),
         num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -188,11 +192,14 @@ def down(
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See expert_int8.down. Must directly follow `gate_up` on the stream."""
-    record, tile = pairs.record, _DOWN
+    record = pairs.record
+    has_room = len(pairs.ids) > 1 and panel_layout.panel_format(record.down) not in _LARGE_DOWN
+    tile = _DOWN_OF_SEVERAL if has_room else _DOWN
+    pool, record_bytes = pairs.even_pool
     number, rows, columns = pairs.ids.numel(), record.hidden, record.intermediate
     out = torch.empty(number, rows, dtype=torch.float32, device=pairs.ids.device)
     _down_of_pair[(triton.cdiv(rows, tile.rows), number)](
-        pairs.pool, pairs.offsets, pairs.ids, mid.codes, mid.scales, mid.sums,
+        pool, pairs.offsets, pairs.ids, mid.codes, mid.scales, mid.sums,
         mid.scales if weights is None else weights, None if pairs.biases is None else pairs.biases.down,
         out, added_to, counters, record.down_start,
         WEIGHTED=weights is not None,
@@ -202,6 +209,7 @@ def down(
         S=tile.slabs,
         N=tile.rows,
         STEPS=min(_DOWN_STEPS, triton.cdiv(columns // SLAB, tile.slabs)),
+        RECORD_BYTES=record_bytes,
         ADDED=0 if added_to is None else pairs.ids.shape[1],
         **launch_options(),
         num_warps=tile.warps,

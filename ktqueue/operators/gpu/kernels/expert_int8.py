@@ -17,7 +17,7 @@ import torch
 
 from ktqueue.operators.gpu.kernels import dots, panel_layout
 from ktqueue.operators.gpu.kernels.activation import joined
-from ktqueue.operators.gpu.kernels.expert_pairs import SORTED_AT_ONCE, ExpertPairs, SortedPairs, list_pairs
+from ktqueue.operators.gpu.kernels.expert_pairs import SORTED_AT_ONCE, ExpertPairs, SortedPairs, list_pairs, offset_of
 from ktqueue.operators.gpu.kernels.expert_tiles import TILES, DotTile, DotTiles
 from ktqueue.operators.gpu.kernels.operation import is_last, launch_options, tl, triton, wait_for_previous
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB
@@ -177,6 +177,7 @@ def _experts_kernel(
     N: tl.constexpr,
     STAGES: tl.constexpr,
     ADDED: tl.constexpr,  # pairs of a token whose rows are added to the residual, or 0; only with programs of each pair
+    RECORD_BYTES: tl.constexpr,  # see offset_of
     WAITS: tl.constexpr,
 ):
     wait_for_previous(WAITS)
@@ -184,12 +185,12 @@ def _experts_kernel(
     program = tl.program_id(1)
     if OWN:
         expert = tl.load(ids + program)
-        offset = tl.load(offsets + tl.maximum(expert, 0))
+        offset = offset_of(expert, offsets, RECORD_BYTES)
         count = ((expert >= 0) & (offset >= 0)).to(tl.int32)
         first = program
     else:
         expert = program.to(tl.int64)
-        offset = tl.load(offsets + program)
+        offset = offset_of(expert, offsets, RECORD_BYTES)
         count = tl.load(counts + program)
         first = tl.load(starts + program)
     if ACTIVATION == "":  # rows of pairs that no program computes
@@ -197,7 +198,7 @@ def _experts_kernel(
         while done < zero_pairs:
             pair = tl.minimum(program * zero_pairs + done, pairs - 1)
             wanted = tl.load(ids + pair)
-            skipped = (wanted < 0) | (tl.load(offsets + tl.maximum(wanted, 0)) < 0)
+            skipped = (wanted < 0) | (offset_of(wanted, offsets, RECORD_BYTES) < 0)
             tl.store(out + pair.to(tl.int64) * ROWS + n, tl.zeros((N,), tl.float32), mask=(n < ROWS) & skipped)
             done += 1
 
@@ -207,7 +208,7 @@ def _experts_kernel(
     panels_here: tl.constexpr = N // 16
     first_panel = tl.program_id(0) * panels_here
     panel = tl.minimum(tl.arange(0, N) // 16, last_panel - first_panel)[None, :] * both_bytes
-    base = pool + tl.multiple_of(offset, 64) + start + first_panel.to(tl.int64) * both_bytes
+    base = pool + offset + start + first_panel.to(tl.int64) * both_bytes
     done = program * 0
     while done < count:
         pair_of = ()
@@ -308,8 +309,9 @@ def _launch(
     tokens, columns = x.codes.shape
     experts = pairs.offsets.numel()
     programs = number if lists is None else experts
+    pool, record_bytes = pairs.even_pool
     _experts_kernel[(triton.cdiv(rows, tile.rows), programs)](
-        pairs.pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
+        pool, pairs.offsets, pairs.ids, x.codes, x.scales, x.sums,
         x.scales if weights is None else weights, *biases, *outs,
         *(lists or 3 * (pairs.ids,)), added_to, counters,
         number, number // tokens, start, triton.cdiv(number, programs),
@@ -328,6 +330,7 @@ def _launch(
         N=tile.rows,
         STAGES=tile.stages or None,
         ADDED=0 if added_to is None else pairs.ids.shape[1],
+        RECORD_BYTES=record_bytes,
         **launch_options(),
         num_warps=tile.warps,
         maxnreg=tile.registers,

@@ -31,7 +31,8 @@ class ExpertPairs(NamedTuple):
 
     pool: [bytes] uint8; offsets: [experts] int64, where the record of each expert begins in the pool, negative: its
     pairs are skipped; ids: [tokens, k] int64, contiguous, the expert of each pair, negative: skipped; biases: of all
-    experts, or None.
+    experts, or None. first: if the records lie side by side, in the order of the experts, the offset of the first one;
+    else None. Kernels that need few records then compute where they begin, since a load would wait for ids.
     """
 
     pool: torch.Tensor
@@ -39,6 +40,20 @@ class ExpertPairs(NamedTuple):
     ids: torch.Tensor
     record: ExpertRecord
     biases: ExpertBiases | None = None
+    first: int | None = None
+
+    @property
+    def even_pool(self) -> tuple[torch.Tensor, int]:
+        """The pool, and the bytes from one record to the next, if it begins with the first. Else 0: see `offset_of`."""
+        return (self.pool, 0) if self.first is None else (self.pool[self.first :], self.record.bytes)
+
+
+@triton.jit
+def offset_of(expert, offsets, RECORD_BYTES: tl.constexpr):
+    """Where an expert's record begins in the pool, both as of `even_pool`. Of a negative id, that of expert 0."""
+    expert = tl.maximum(expert, 0)
+    offset = expert.to(tl.int64) * RECORD_BYTES if RECORD_BYTES > 0 else tl.load(offsets + expert)
+    return tl.multiple_of(offset, 64)
 
 
 class SortedPairs(NamedTuple):

@@ -65,11 +65,13 @@ def experts(
         if matrices and lists:
             rows = expert_matrices.gate_up(pairs, lists, rows, gate, of_input, matrices.gate_up)
             return expert_matrices.down(down_pairs, lists, rows, of_output, matrices.down)
-        if lists is None and len(x) == 1 and number <= tiles.early_pairs and expert_few_pairs.fits(record):
+        chosen, early = tiles.dot_tiles(number, are_sorted=lists is not None), lists is None and tiles.early_pairs
+        if early and len(x) == 1 and number <= early.of_one and expert_few_pairs.fits(record):
             rows = expert_few_pairs.gate_up(pairs, rows, gate, of_input)
+        else:
+            rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
+        if early and number <= early.of_several:
             return expert_few_pairs.down(down_pairs, rows, of_output, added_to=added_to, counters=counters)
-        chosen = tiles.dot_tiles(number, are_sorted=lists is not None)
-        rows = expert_int8.gate_up(pairs, lists, rows, gate, of_input, tiles=chosen)
         return expert_int8.down(down_pairs, lists, rows, of_output, tiles=chosen, added_to=added_to, counters=counters)
     mid = torch.zeros(*pairs.ids.shape, record.intermediate)
     gate_up_twin(pairs, (rows or Int8Rows.quantise(x)).floats(), gate, mid, of_input)

@@ -15,7 +15,7 @@ Choice = TypeVar("Choice")
 
 
 class DotTile(NamedTuple):
-    """The part of a matrix that a program of expert_int8.py holds at once: `slabs` by `rows`; a warp has 8 by 16."""
+    """The part of a matrix that a program of expert_int8.py holds at once: `slabs` by `rows`."""
 
     slabs: int
     rows: int
@@ -23,11 +23,13 @@ class DotTile(NamedTuple):
     """Stages of copies to shared memory before their use. 0: weights are loaded when they are used."""
     registers: int = 128
     """Largest number per thread."""
+    warp_rows: int = 16
+    """Rows of a warp, which has 8 slabs of them. Of 16, a thread has a slab's words of four rows."""
 
     @property
     def warps(self) -> int:
-        """Warps of a program. A thread has the slab's words of four rows."""
-        return self.slabs * self.rows // 128
+        """Warps of a program."""
+        return self.slabs * self.rows // (8 * self.warp_rows)
 
 
 class DotTiles(NamedTuple):
@@ -39,6 +41,14 @@ class DotTiles(NamedTuple):
     down: DotTile
     skips: bool = False
     """Whether a program branches around pairs that an expert does not have; otherwise it computes them in vain."""
+
+
+class EarlyPairs(NamedTuple):
+    """Pairs up to which weights are requested early. of_one: of a step of one token, those of gate and up; of_several:
+    those of down."""
+
+    of_one: int
+    of_several: int
 
 
 class CoreTile(NamedTuple):
@@ -81,7 +91,8 @@ class ExpertTiles:
 
     few_pairs: average pairs of an expert up to which the integer kernel is used, where that for matrices is not.
     own_pairs: pairs of a step up to which each has programs of its own, if there are experts enough: see `own_limit`.
-    early_pairs: pairs of a step of one token up to which expert_few_pairs.py requests their weights early.
+    early_pairs: pairs up to which expert_few_pairs.py computes steps whose pairs have programs of their own. None: it
+    computes none.
     own: their tiles, by pairs of the step. dots: the tiles of more pairs. matrices, cores: by average pairs of an
     expert. scanned_pairs: pairs of a step up to which programs on tensor cores find their pairs by themselves, at most
     512; for more, pairs are sorted first.
@@ -89,7 +100,7 @@ class ExpertTiles:
 
     few_pairs: float
     own_pairs: int
-    early_pairs: int
+    early_pairs: EarlyPairs | None
     own: Sequence[tuple[float, DotTiles]]
     dots: DotTiles
     matrices: Sequence[tuple[float, MatrixTiles | None]]
@@ -135,7 +146,7 @@ _SMALL = DotTile(slabs=16, rows=32), DotTile(slabs=8, rows=32)
 TILES = ExpertTiles(
     few_pairs=12,
     own_pairs=64,  # a weight that two of them read comes from the cache
-    early_pairs=11,
+    early_pairs=EarlyPairs(of_one=11, of_several=32),
     # Between one row of 8 pairs and four rows, nothing was measured.
     own=((12, DotTiles(1, *_LARGE)), (INFINITE, DotTiles(1, *_SMALL))),
     dots=DotTiles(2, *_SMALL),

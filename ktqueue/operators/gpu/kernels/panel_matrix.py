@@ -20,16 +20,21 @@ from ktqueue.operators.gpu.kernels.panel_layout import PANEL_ROWS, SLAB, SLABS
 from ktqueue.operators.packed import PackedMatrix
 
 _FEWEST_SLABS, _MOST_SLABS = 32, 128
-"""Slabs that a program has in flight at a time, of each of its rows: 1,024 to 4,096 columns."""
+"""Slabs of a step of a program, of each of its rows: 1,024 to 4,096 columns."""
+_FAST_SLABS = 64
+"""Where steps of so many are whole, none has more: two steps that are requested at once are faster than one of 128."""
 _SLABS_OF_ALL = 1 << 14
 """Slabs that all programs together have in flight at a time: eight per warp, so about 15 warps per multiprocessor."""
 _AHEAD_TOKENS = 2
-"""Up to here, two steps of weights are requested before the first is multiplied. More tokens need the registers."""
+"""Up to here, two steps of weights are requested before the first is multiplied. More tokens need the registers, and so
+do two tokens of _AHEAD_PANELS or more: then more programs run at once."""
+_AHEAD_PANELS = 1 << 12
 
 
 def _slabs_at_once(panels: int, slabs: int) -> int:
     """Slabs in flight of each of `panels` programs: many if there are few programs."""
-    most = max(min(_SLABS_OF_ALL // panels, _MOST_SLABS), _FEWEST_SLABS)
+    most = _FAST_SLABS if slabs % _FAST_SLABS == 0 else _MOST_SLABS
+    most = max(min(_SLABS_OF_ALL // panels, most), _FEWEST_SLABS)
     return min(1 << (slabs - 1).bit_length(), 1 << (most.bit_length() - 1))
 
 
@@ -269,7 +274,7 @@ def _launch_few_rows(
         S=at_once,
         ADDS=adds,
         BLOCK=triton.next_power_of_2(columns) if norm else 0,
-        AHEAD=2 if tokens <= _AHEAD_TOKENS else 1,
+        AHEAD=2 if tokens == 1 or (tokens <= _AHEAD_TOKENS and panels < _AHEAD_PANELS) else 1,
         **launch_options(),
         num_warps=max(1, at_once * PANEL_ROWS // 128),
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Products of one token's pairs: the kernels (interpreted) have the bits of those of expert_int8.py."""
+"""Products of few pairs: the kernels (interpreted) have the bits of those of expert_int8.py with the same tiles."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ktqueue.operators.gpu.kernels import expert_few_pairs, expert_int8
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs
+from ktqueue.operators.gpu.kernels.expert_tiles import DotTile, DotTiles
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
@@ -20,6 +22,8 @@ from ..interpreted import by_kernel, compiled_for_h200
 from .matrices import BLOCKS, columns_of
 from .panel_pools import GATES, Pool, make_pool, route
 
+TILES_OF_INT8 = DotTiles(1, DotTile(16, 32), DotTile(8, 32))
+
 
 def assert_same(pool: Pool, ids: torch.Tensor, weights: torch.Tensor, gate: GateFacts = native.SILU) -> None:
     """Each launch has the bits of expert_int8's, with a sum of the token's pairs and without it."""
@@ -27,22 +31,28 @@ def assert_same(pool: Pool, ids: torch.Tensor, weights: torch.Tensor, gate: Gate
     x = Int8Rows.quantise(torch.randn(len(ids), record.hidden, generator=torch.Generator().manual_seed(1)))
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
     found = by_kernel(expert_few_pairs.gate_up, pairs, x, gate, of_input)
-    expected = by_kernel(expert_int8.gate_up, pairs, None, x, gate, of_input)
+    expected = by_kernel(expert_int8.gate_up, pairs, None, x, gate, of_input, tiles=TILES_OF_INT8)
     computed = ((ids >= 0) & (pool.offsets[ids.clamp(min=0)] >= 0)).flatten()
     assert computed.any()
     for part in ("codes", "scales", "sums"):
         assert torch.equal(getattr(found, part)[computed], getattr(expected, part)[computed])
     partials = by_kernel(expert_few_pairs.down, pairs, expected, of_output)
-    assert torch.equal(partials, by_kernel(expert_int8.down, pairs, None, expected, of_output))
+    assert torch.equal(partials, by_kernel(expert_int8.down, pairs, None, expected, of_output, tiles=TILES_OF_INT8))
     assert partials.flatten(0, 1)[~computed].eq(0).all()
     before = torch.randn(len(ids), record.hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
     ours, theirs = before.clone(), before.clone()
     counters = torch.zeros(expert_int8.down_counters(len(ids), record.hidden), dtype=torch.int32)
     by_kernel(expert_few_pairs.down, pairs, expected, of_output, added_to=ours, counters=counters)
-    by_kernel(expert_int8.down, pairs, None, expected, of_output, added_to=theirs, counters=counters)
+    added = {"added_to": theirs, "counters": counters}
+    by_kernel(expert_int8.down, pairs, None, expected, of_output, tiles=TILES_OF_INT8, **added)
     assert not counters.any()
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours, before)
+
+
+def of_int8(kernel: Callable[..., Any], pairs: ExpertPairs, *rest: Any) -> Any:
+    """A kernel of expert_int8.py, whose pairs have their own programs."""
+    return kernel(pairs, None, *rest)
 
 
 @pytest.mark.parametrize("quant", BLOCKS)
@@ -62,30 +72,58 @@ def test_more_slabs_than_are_requested_at_once(
     assert_same(pool, torch.tensor([[0, 1, -1]]), torch.rand(1, 3))
 
 
+def test_several_tokens(random_weights: Callable[..., Bytes]) -> None:
+    pool = make_pool(random_weights, ("Q4_0", "Q4_0", "Q6_K"), 3, 64, 256)
+    assert_same(pool, *route(3, 3, 2))
+
+
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_each_activation(gate: GateFacts, random_weights: Callable[..., Bytes]) -> None:
     pool = make_pool(random_weights, ("MXFP4", "MXFP4", "Q4_0"), 2, 32, 32, biased=True)
     assert_same(pool, *route(1, 2, 2), gate)
 
 
-def test_only_few_pairs_of_one_token_take_them(
-    random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_that_lie_side_by_side_are_found_without_a_table(random_weights: Callable[..., Bytes]) -> None:
+    """Both pairs of kernels compute the same, though the table is wrong. Pairs without an expert are skipped."""
+    pool = make_pool(random_weights, ("Q4_0", "Q8_0", "Q5_1"), 3, 96, 64)
+    first = 256
+    pairs = pool.pairs(torch.tensor([[2, -1, 1]]))
+    behind = torch.cat([torch.zeros(first, dtype=torch.uint8), pool.bytes])
+    even = pairs._replace(pool=behind, offsets=torch.zeros_like(pool.offsets), first=first)
+    x = Int8Rows.quantise(torch.randn(1, 96, generator=torch.Generator().manual_seed(1)))
+    for gate_up, down in (
+        (expert_few_pairs.gate_up, expert_few_pairs.down),
+        (partial(of_int8, expert_int8.gate_up), partial(of_int8, expert_int8.down)),
+    ):
+        expected, found = (by_kernel(gate_up, one, x, native.SILU, None) for one in (pairs, even))
+        for part in ("codes", "scales", "sums"):
+            assert torch.equal(getattr(found, part)[[0, 2]], getattr(expected, part)[[0, 2]])
+        partials = [by_kernel(down, one, expected, torch.rand(1, 3).fill_(0.5)) for one in (pairs, even)]
+        assert torch.equal(*partials) and partials[0][0, 1].eq(0).all() and partials[0][0, 0].any()
+
+
+def test_few_pairs_take_them(random_weights: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up of one token, and down of several."""
     pool = make_pool(random_weights, ("Q4_0", "Q4_0", "Q8_0"), 32, 32, 32)
-    launched: list[int] = []
-    gate_up = expert_few_pairs.gate_up
+    launched: dict[str, list[int]] = {"gate_up": [], "down": []}
 
-    def noted(pairs: ExpertPairs, *rest: Any) -> Int8Rows:
-        launched.append(pairs.ids.numel())
-        return gate_up(pairs, *rest)
+    def noting(name: str) -> Callable[..., Any]:
+        kernel = getattr(expert_few_pairs, name)
 
-    monkeypatch.setattr(expert_few_pairs, "gate_up", noted)
-    for tokens, slots in ((1, 2), (1, 11), (1, 12), (2, 2)):
+        def noted(pairs: ExpertPairs, *rest: Any, **named: Any) -> Any:
+            launched[name].append(pairs.ids.numel())
+            return kernel(pairs, *rest, **named)
+
+        return noted
+
+    for name in launched:
+        monkeypatch.setattr(expert_few_pairs, name, noting(name))
+    for tokens, slots in ((1, 2), (1, 11), (1, 12), (2, 2), (4, 8), (3, 11)):
         ids, weights = route(tokens, 32, slots)
         by_kernel(
             products.experts, pool.pairs(ids), pool.offsets, torch.randn(tokens, 32).bfloat16(), weights, native.SILU
         )
-    assert launched == [2, 11]
+    assert launched == {"gate_up": [2, 11], "down": [2, 11, 12, 4, 32]}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +131,8 @@ def test_only_few_pairs_of_one_token_take_them(
     [
         (("Q4_K", "Q4_K", "Q6_K"), True),
         (("MXFP4", "MXFP4", "Q8_0"), True),
-        (("Q4_K", "Q4_K", "Q5_K"), False),
+        (("Q4_K", "Q4_K", "Q5_K"), True),
+        (("NVFP4", "NVFP4", "NVFP4"), False),
         (("Q6_K", "Q6_K", "Q6_K"), False),
         (("Q4_K", "IQ2_XXS", "Q4_K"), False),  # has the panels of IQ2_S
     ],
