@@ -64,7 +64,7 @@ def test_a_captured_step_has_the_pages_of_its_rows_and_no_others() -> None:
         bucket.run(batch)
         expected = torch.zeros(3, 4, dtype=torch.int32)
         expected[:rows, : table.shape[1]] = table
-        expected[rows:, 0] = kv.scratch_page
+        expected[rows:, 0] = 9  # the scratch page
         assert torch.equal(steps[-1].page_table, expected)
 
 
