@@ -264,9 +264,9 @@ def _is_read(method: str) -> bool:
 def _tokenizers() -> list[str]:
     return [
         "## Tokenizers",
-        "A folder has `tokenizer.json`, `tiktoken.model` or a lone `tokenizer.model` (SentencePiece). In a GGUF file,",
-        "`tokenizer.ggml.model` is `llama` (SentencePiece), `gemma4` (the same by merges) or `gpt2` (bytes). For it,",
-        "`tokenizer.ggml.pre` is one of:",
+        "A folder has `tokenizer.json`, `tiktoken.model`, a lone `tokenizer.model` (SentencePiece) or `tekken.json`.",
+        "In a GGUF file, `tokenizer.ggml.model` is `llama` (SentencePiece), `gemma4` (the same by merges) or `gpt2`",
+        "(bytes). For it, `tokenizer.ggml.pre` is one of:",
         "",
         f"{_listed(f'`{name}`' for name in sorted(PRE_TOKENIZERS))}.",
     ]

@@ -16,7 +16,7 @@ _QUANTISATION = re.compile(
     r"[-._](?P<quant>(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|(?:MX|NV)FP4(?:_\w+)?|BF16|F16|F32))$", re.I | re.A
 )
 _NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.I)
-VOCABULARIES = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
+VOCABULARIES = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "tekken.json")
 """The files that may hold a folder's vocabulary. The first one that exists counts."""
 TOKENIZER_FILES = (
     *VOCABULARIES, "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "generation_config.json",

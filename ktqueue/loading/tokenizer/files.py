@@ -17,9 +17,12 @@ from ktqueue.loading.tokenizer.added_tokens import read_added_tokens
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from ktqueue.loading.tokenizer.sentencepiece_file import FILE as SENTENCEPIECE
 from ktqueue.loading.tokenizer.sentencepiece_file import read_sentencepiece
+from ktqueue.loading.tokenizer.tekken_file import FILE as TEKKEN
+from ktqueue.loading.tokenizer.tekken_file import read_tekken
 from ktqueue.loading.tokenizer.tiktoken_file import FILE as TIKTOKEN
 from ktqueue.loading.tokenizer.tiktoken_file import read_tiktoken
 
+_READERS = {TIKTOKEN: read_tiktoken, SENTENCEPIECE: read_sentencepiece, TEKKEN: read_tekken}
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _MAX_TOKENS = 1 << 21
 _SPACE = "\u2581"  # SentencePiece's visible space
@@ -113,7 +116,8 @@ def end_tokens(folder: Path, settings: Mapping[str, Any], tokens: Sequence[str],
 
 
 def plain_vocabulary(folder: Path, vocab_size: int) -> VocabularyData | None:
-    """Return the vocabulary of a folder without a tokenizer.json, from its tiktoken.model or tokenizer.model.
+    """Return the vocabulary of a folder without a tokenizer.json, from its tiktoken.model, tokenizer.model or
+    tekken.json.
 
     Unused ids fill it up to `vocab_size`. Returns None if the folder has a tokenizer.json or no vocabulary. Raises
     CheckpointError.
@@ -125,7 +129,7 @@ def plain_vocabulary(folder: Path, vocab_size: int) -> VocabularyData | None:
         return None
     settings = optional_json(folder / "tokenizer_config.json")
     added = read_added_tokens(folder, settings)
-    data = (read_tiktoken if name == TIKTOKEN else read_sentencepiece)(folder, settings, added, vocab_size)
+    data = _READERS[name](folder, settings, added, vocab_size)
     unused = range(len(data.tokens), vocab_size)
     tokens = [*data.tokens, *(f"[UNUSED{i}]" for i in unused)]
     return replace(

@@ -19,6 +19,7 @@ from ktqueue.loading.tokenizer.added_tokens import AddedToken, check_added_token
 FILE = "tiktoken.model"
 # The file does not say how text is split into words before tokens are joined; the class of the tokenizer does.
 _SPLITS: Mapping[str, str] = {"TikTokenTokenizer": "kimi-k2"}
+_SPELLING = {byte: character for character, byte in byte_alphabet().items()}
 _LONGEST = 1024  # bytes of a token; those of published vocabularies have up to 128
 
 
@@ -36,8 +37,7 @@ def read_tiktoken(
             f"{path}: tokenizer_config.json must name a tokenizer_class whose way to split text is known "
             f"({', '.join(_SPLITS)}), got {kind!r}"
         )
-    spelling = {byte: character for character, byte in byte_alphabet().items()}
-    by_id = {rank: "".join(spelling[byte] for byte in token) for token, rank in _ranks(path)}
+    by_id = {rank: spelled(token) for token, rank in _ranks(path)}
     try:
         merges = merges_of_ranks([by_id[rank] for rank in range(len(by_id))])
     except ValueError as error:
@@ -56,6 +56,11 @@ def read_tiktoken(
         kinds=[kinds.get(token_id, TokenKind.UNUSED) for token_id in range(size)],
         merges=merges,
     )
+
+
+def spelled(token: bytes) -> str:
+    """The bytes of a token in GPT-2's byte alphabet."""
+    return "".join(map(_SPELLING.__getitem__, token))
 
 
 def merges_of_ranks(tokens: Sequence[str]) -> list[str]:
@@ -87,6 +92,11 @@ def _ranks(path: Path) -> list[tuple[bytes, int]]:
             found[int(rank)] = base64.b64decode(encoded, validate=True)
         except (ValueError, binascii.Error) as error:
             raise CheckpointError(f"{path}: line {number} is not a token in base64 and its rank") from error
+    return checked_ranks(path, found)
+
+
+def checked_ranks(path: Path, found: Mapping[int, bytes]) -> list[tuple[bytes, int]]:
+    """The tokens by rank, which run from 0 and spell every byte. Raises CheckpointError."""
     if not found or sorted(found) != list(range(len(found))) or len(set(found.values())) != len(found):
         raise CheckpointError(f"{path}: the ranks of {len(found)} different tokens must run from 0")
     if not {bytes([byte]) for byte in range(256)} <= set(found.values()):

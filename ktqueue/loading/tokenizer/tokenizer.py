@@ -220,7 +220,7 @@ def _check_characters(text: str) -> None:
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder, a .gguf file, `demo` or a synthetic model.
 
-    A folder has a tokenizer.json, a tiktoken.model or a tokenizer.model. Raises CheckpointError.
+    A folder has a tokenizer.json, tiktoken.model, tokenizer.model or tekken.json. Raises CheckpointError.
     """
     if path.startswith(SYNTHETIC_PREFIX):
         return from_data(synthetic_vocabulary(path), path)

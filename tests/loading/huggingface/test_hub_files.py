@@ -81,7 +81,7 @@ def test_only_the_files_that_a_folder_needs_are_chosen() -> None:
         (
             "hf:A/Fox",
             [name for name in FOLDER if name != "tokenizer.json"],
-            ["no tokenizer.json or tiktoken.model or tokenizer.model"],
+            ["no tokenizer.json or tiktoken.model or tokenizer.model or tekken.json"],
         ),
         ("hf:A/Fox", ["config.json", "pytorch_model.bin"], ["neither .gguf files nor", "pickled"]),
         ("hf:A/Fox", ["a-Q4_0.gguf", "b-Q4_0.gguf"], ["hf:A/Fox:a-Q4_0.gguf", "hf:A/Fox:b-Q4_0.gguf"]),

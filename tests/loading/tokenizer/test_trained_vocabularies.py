@@ -7,6 +7,7 @@ import random
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import regex  # type: ignore[import-untyped]  # a dependency of transformers
@@ -214,6 +215,58 @@ def test_a_vocabulary_of_ranks_equals_the_rule_of_tiktoken(tmp_path: Path) -> No
     assert (tokenizer.size, tokenizer.eos_token_ids) == (500, frozenset({421}))
     assert tokenizer.encode_plain("[EOS]a") == [421, vocabulary["a"]]
     assert vocabulary_of_folder(tmp_path, 500).merges == read_tiktoken(tmp_path, settings, ()).merges
+
+
+def tekken(**changes: object) -> dict[str, object]:
+    """A tekken.json of the trained vocabulary with five special tokens, of which it names three."""
+    vocabulary, _ = trained()
+    alphabet = byte_alphabet()
+    spelled = sorted(vocabulary, key=vocabulary.__getitem__)
+    texts = [bytes(alphabet[character] for character in token) for token in spelled]
+    (pattern,) = PRE_TOKENIZERS["tekken"].patterns
+    size = len(texts) + 2  # the last three of the list have no id
+    config = {"pattern": pattern, "default_vocab_size": size, "default_num_special_tokens": 5, "version": "v11"}
+    return {
+        "config": config,
+        "vocab": [{"rank": i, "token_bytes": base64.b64encode(text).decode()} for i, text in enumerate(texts)],
+        "special_tokens": [{"rank": i, "token_str": text} for i, text in enumerate(("<unk>", "<s>", "</s>"))],
+        **changes,
+    }
+
+
+def test_a_vocabulary_of_tekken_has_its_special_tokens_first(tmp_path: Path) -> None:
+    document = tekken()
+    (tmp_path / "tekken.json").write_text(json.dumps(document))
+    (tmp_path / "config.json").write_text('{"vocab_size": 422}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    entries: Any = document["vocab"]
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in entries[:-3]}
+    (pattern,) = PRE_TOKENIZERS["tekken"].patterns
+    draw = random.Random(6)
+    for text in [*TEXTS, *("".join(draw.choices(PIECES, k=draw.randint(1, 40))) for _ in range(100))]:
+        ids = [5 + rank for rank in by_ranks(ranks, pattern, text)]
+        assert tokenizer.encode_plain(text) == ids, text
+        assert tokenizer.encode(text) == [1, *ids]
+    assert (tokenizer.size, tokenizer.eos_token_ids) == (422, frozenset({2}))
+    assert tokenizer.encode_plain("a</s><SPECIAL_4>")[1:] == [2, 4]
+    assert vocabulary_of_folder(tmp_path, 422).ids == {"unk": 0, "bos": 1, "eos": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"config": {}}, "not a vocabulary of Tekken: KeyError"),
+        ({"vocab": [{"rank": 0, "token_bytes": "?"}]}, "not a vocabulary of Tekken"),
+        ({"vocab": [{"rank": 1, "token_bytes": "QQ=="}]}, "the ranks of 1 different tokens must run from 0"),
+        ({"config": {"default_num_special_tokens": 10**12, "default_vocab_size": 10**12}}, "special tokens of"),
+        ({"special_tokens": [5]}, "not a vocabulary of Tekken"),
+    ],
+)
+def test_a_damaged_tekken_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken(**changes)))
+    (tmp_path / "config.json").write_text('{"vocab_size": 422}')
+    with pytest.raises(CheckpointError, match=words):
+        load_tokenizer(str(tmp_path))
 
 
 ALL_BYTES = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
