@@ -84,8 +84,8 @@ class Client:
     async def result(self, job_id: str) -> Completion:
         """Wait for a job's end and return its completion. Raises JobNotFound, or the job's error."""
         broker = self._open_broker()
+        events = [event async for event in broker.journal.follow(job_id)]  # it waits while Redis is away
         record = await broker.jobs.get(job_id)
-        events = [event async for event in broker.journal.follow(job_id)]
         return completion_of(job_id, record.readable_request().sampling.n, events)
 
     async def generate(self, request: GenerationRequest | None = None, **settings: Any) -> Completion:

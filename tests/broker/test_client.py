@@ -16,6 +16,7 @@ from required import required
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
+from ktqueue.broker.redis.private_server import PrivateServer
 from ktqueue.client import Client, SyncClient
 from ktqueue.core.config import BrokerConfig
 from ktqueue.core.errors import Cancelled, EngineFailure, InvalidRequest, JobNotFound, Unavailable
@@ -200,3 +201,28 @@ async def test_closing_ends_the_calls_of_other_threads(config: BrokerConfig, ech
     with pytest.raises(Unavailable, match="closed"):
         client.status(job.id)
     client.close()
+
+
+async def test_a_result_is_waited_for_while_redis_is_away(
+    config: BrokerConfig, card: ModelCard, make_request: Callable[..., GenerationRequest], tmp_path: Path
+) -> None:
+    server = PrivateServer()
+    url = await asyncio.to_thread(server.start, tmp_path)
+    try:
+        async with (
+            Client(config=replace(config, url=url, connect_timeout=0.2)) as client,
+            await Broker.open(replace(config, url=url)) as broker,
+        ):
+            lease = await Lease.register(broker, card)
+            job = await client.submit(make_request())
+            await lease.claim(1)
+            await asyncio.to_thread(server.stop)
+            waiting = asyncio.create_task(client.result(job.id))
+            await asyncio.sleep(1)
+            assert await asyncio.to_thread(server.start, tmp_path) == url
+            await lease.commit(
+                [(job.id, TokenEvent(seq=1, state=JobState.DONE, usage=Usage(prompt_tokens=1, completion_tokens=0)))]
+            )
+            assert (await waiting).job_id == job.id
+    finally:
+        await asyncio.to_thread(server.stop)
