@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from ktqueue.core.errors import ConfigError
 
 PREFIX = "hf:"
-PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})$")
+PART = re.compile(r"-(?P<number>\d+)-of-(?P<count>\d+)$")
 """End of the name of a split model's file, before .gguf or .safetensors."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 

@@ -16,7 +16,7 @@ from ktqueue.core.codec import dumps
 from ktqueue.core.errors import CheckpointError, Unavailable
 from ktqueue.loading.gguf.checkpoint import part_paths
 from ktqueue.loading.huggingface.checkpoint import weight_files
-from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE, VOCABULARIES
+from ktqueue.loading.huggingface.hub_files import LEGACY_TEMPLATE, MODELOPT_FILE, TOOL_TEMPLATE, VOCABULARIES
 from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve
 from ktqueue.loading.plan import LoadPlan
 from ktqueue.loading.tokenizer.added_tokens import FILE as ADDED_TOKENS
@@ -123,8 +123,7 @@ def _files(setting: str) -> list[Path]:
     if vocabulary != VOCABULARIES[0]:  # see plain_vocabulary
         names += [name for name in (vocabulary, ADDED_TOKENS, SPECIAL_TOKENS_FILE) if name not in names]
     weights = weight_files(found) if (found / "config.json").exists() else []
-    if (found / MODELOPT_FILE).exists():
-        names.append(MODELOPT_FILE)
+    names += [name for name in (MODELOPT_FILE, LEGACY_TEMPLATE, TOOL_TEMPLATE) if (found / name).exists()]
     return [path for path in (*(found / name for name in names), *weights) if path.exists()]
 
 

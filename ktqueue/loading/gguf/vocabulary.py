@@ -97,7 +97,7 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(token_id, int) and 0 <= token_id < len(tokens):
             ids[role] = token_id
-    template = metadata.get("tokenizer.chat_template")
+    templates = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     pre = get("pre", str, "default")
     return VocabularyData(
         model=model,
@@ -110,8 +110,16 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model != "gpt2")),
         add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
         add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", model != "gemma4")),
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=joined_templates(*templates),
     )
+
+
+def joined_templates(default: object, tool_use: object) -> str | None:
+    """Return one chat template of two, of which the second is for requests with tools. Either may be missing."""
+    found = [template for template in (tool_use, default) if isinstance(template, str)]
+    if len(found) < 2:
+        return found[0] if found and found[0] is default else None
+    return f"{{% if tools %}}{found[0]}{{% else %}}{found[1]}{{% endif %}}"
 
 
 def to_metadata(data: VocabularyData) -> dict[str, Any]:

@@ -18,14 +18,17 @@ _QUANTISATION = re.compile(
 _NO_MODEL = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.I)
 VOCABULARIES = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "tekken.json")
 """The files that may hold a folder's vocabulary. The first one that exists counts."""
+LEGACY_TEMPLATE, TOOL_TEMPLATE = "chat_template.json", "additional_chat_templates/tool_use.jinja"
+"""The template of models with encoders in older folders, and the one for requests with tools."""
 TOKENIZER_FILES = (
     *VOCABULARIES, "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json", "generation_config.json",
-    "chat_template.jinja",
+    "chat_template.jinja", LEGACY_TEMPLATE, TOOL_TEMPLATE,
 )  # fmt: skip
 MODELOPT_FILE = "hf_quant_config.json"
 """What ModelOpt says of quantised weights, in older folders only there."""
 _FOLDER_FILES = frozenset(("config.json", MODELOPT_FILE, *TOKENIZER_FILES))
-_WHOLE, _INDEX, _SHARD = "model.safetensors", "model.safetensors.index.json", re.compile(r"model-\d{5}-of-\d{5}")
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model(?:\.safetensors)?-\d+(?:-of-\d+)?\.safetensors")  # Kimi-K2: model-1-of-61; Qwen3.5: the dot
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def _choices(files: Sequence[HubFile]) -> dict[str, HubSelection]:
             by_stem.setdefault(PART.sub("", file.path.removesuffix(".gguf")), []).append(file)
     choices = {stem: HubSelection(tuple(parts), parts[0].path) for stem, parts in by_stem.items()}
     top = {file.path: file for file in files if "/" not in file.path}
-    weights = [file for file in top.values() if _SHARD.match(file.path) and file.path.endswith(".safetensors")]
+    weights = [file for file in top.values() if _SHARD.fullmatch(file.path)]
     if _WHOLE in top:
         weights = [top[_WHOLE]]
     elif weights and _INDEX in top:
@@ -100,7 +103,7 @@ def _choices(files: Sequence[HubFile]) -> dict[str, HubSelection]:
     else:
         weights = []
     if weights and "config.json" in top:
-        small = [top[name] for name in sorted(_FOLDER_FILES & top.keys())]
+        small = [file for file in files if file.path in _FOLDER_FILES]
         choices[SAFETENSORS] = HubSelection((*small, *weights), "")
     return choices
 

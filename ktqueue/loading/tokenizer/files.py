@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
-from ktqueue.loading.huggingface.hub_files import VOCABULARIES
+from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, joined_templates
+from ktqueue.loading.huggingface.hub_files import LEGACY_TEMPLATE, TOOL_TEMPLATE, VOCABULARIES
 from ktqueue.loading.json_file import optional_json, read_json
 from ktqueue.loading.mapped_file import read_file
 from ktqueue.loading.tokenizer.added_tokens import read_added_tokens
@@ -75,18 +75,20 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
 
 
 def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the folder's default chat template, from its own file or tokenizer_config.json. Raises CheckpointError."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        try:
-            return read_file(file).decode()
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file}: {error}") from error
+    """Return the chat template, from files of its own or from tokenizer_config.json. Raises CheckpointError."""
     template = settings.get("chat_template")
+    named: dict[Any, Any] = {"default": template}
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    elif template is None:
+        named = {"default": optional_json(folder / LEGACY_TEMPLATE).get("chat_template")}
+    for name, path in (("default", "chat_template.jinja"), ("tool_use", TOOL_TEMPLATE)):
+        if (file := folder / path).exists():
+            try:
+                named[name] = read_file(file).decode()
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{file}: {error}") from error
+    return joined_templates(named.get("default"), named.get("tool_use"))
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -59,11 +59,16 @@ def test_all_parts_of_a_split_model_are_chosen(variant: str) -> None:
     assert (entry, files) == (GGUF[6], GGUF[6:8])
 
 
-def test_only_the_files_that_a_folder_needs_are_chosen() -> None:
+@pytest.mark.parametrize(
+    "shard", ["model-0000{}-of-00002", "model-{}-of-2", "model.safetensors-0000{}-of-00002", "model-{}"]
+)
+def test_only_the_files_that_a_folder_needs_are_chosen(shard: str) -> None:
     """Pickles, code and weights in another layout are left out."""
-    entry, files = chosen("hf:A/Fox", FOLDER)
-    assert (entry, set(files)) == ("", set(FOLDER[:7]))
-    assert files[-2:] == FOLDER[5:7]  # weights come last
+    weights = [f"{shard.format(number)}.safetensors" for number in (1, 2)]
+    others = ["chat_template.json", "additional_chat_templates/tool_use.jinja"]
+    entry, files = chosen("hf:A/Fox", [*FOLDER[:5], *weights, *FOLDER[7:], *others, "other/config.json"])
+    assert (entry, set(files)) == ("", {*FOLDER[:5], *weights, *others})
+    assert files[-2:] == weights  # they come last
     single = [*FOLDER, "model.safetensors"]
     assert chosen("hf:A/Fox", single)[1] == [*sorted(FOLDER[:4]), "model.safetensors"]
     assert chosen("hf:A/Fox:safetensors", [*GGUF, *FOLDER])[0] == ""

@@ -17,9 +17,10 @@ from ktqueue.core.errors import CheckpointError, ContextLengthExceeded, InvalidR
 from ktqueue.core.request import GenerationRequest
 from ktqueue.loading.convert import convert
 from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.gguf.vocabulary import from_metadata
+from ktqueue.loading.gguf.vocabulary import VocabularyData, from_metadata, to_metadata
 from ktqueue.loading.model_path import resolve
 from ktqueue.loading.tokenizer import library
+from ktqueue.loading.tokenizer.chat_template import ChatTemplate
 from ktqueue.loading.tokenizer.encoded_prompt import EncodedPrompt
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
@@ -181,6 +182,35 @@ def test_end_tokens_that_the_model_does_not_have_are_ignored(stated: object, tin
     for path in (tmp_path / "tiny", tmp_path / "model.gguf"):
         tokenizer = load_tokenizer(str(path))
         assert tokenizer.eos_token_ids == {382, *tokenizer.encode(IM_END)}
+
+
+PLAIN = "{{ messages[0].content }}{% if x %}\nx{% endif %}"
+CALLS = "{{ tools[0].function.name }}: {{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("where", ["list", "files", "legacy", "gguf"])
+def test_another_chat_template_may_be_for_tools(where: str, tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, folder := tmp_path / "tiny")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    if where == "list":
+        settings["chat_template"] = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": CALLS}]
+    elif where == "legacy":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
+    else:
+        (folder / "chat_template.jinja").write_text(PLAIN)
+    if where in ("files", "legacy"):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(CALLS)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = load_tokenizer(str(folder)).template
+    if where == "gguf":
+        stored = {"tokenizer.chat_template": PLAIN, "tokenizer.chat_template.tool_use": CALLS}
+        metadata = to_metadata(VocabularyData(model="gpt2", pre="gpt-2", tokens=["a"], kinds=[1]))
+        template = ChatTemplate(from_metadata(metadata | stored, "file").chat_template or "", {}, "file")
+    assert template is not None
+    messages, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "look"}}
+    assert template.render(messages) == "Hi" and template.render(messages, [tool]) == "look: Hi"
 
 
 def test_a_chat_template_that_is_not_a_text(tiny: Path, tmp_path: Path) -> None:
