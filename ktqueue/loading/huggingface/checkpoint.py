@@ -23,6 +23,7 @@ from ktqueue.families.family import Family
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
+from ktqueue.loading.huggingface.fused_experts import split_experts
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
 from ktqueue.loading.huggingface.next_tokens import next_token_names
 from ktqueue.loading.huggingface.quantisation import read_quantisation
@@ -94,7 +95,7 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     scales: dict[str, CacheScale] = {}
     if quantisation is not None:
         scales = _stated_scales(str(folder), tensors)
-        tensors = join_quantised(str(folder), tensors, quantisation)
+        tensors = join_quantised(str(folder), split_experts(tensors), quantisation)
     dense, experts = _group(folder, tensors, family)
     return Checkpoint(str(folder), config, dense, experts, maps, scales)
 

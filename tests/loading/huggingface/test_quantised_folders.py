@@ -263,6 +263,29 @@ def test_zero_points_that_are_not_whole_words_are_refused(source: Path, tmp_path
         open_folder(write_folder(tmp_path / "odd", source, tensors, SCHEMES["gptq zeros"].config))
 
 
+@pytest.mark.parametrize("blocks", [(1, 1), (2, 1)])
+def test_fused_experts_in_fp8_are_read_as_those_of_each_expert(
+    blocks: tuple[int, int], source: Path, tmp_path: Path
+) -> None:
+    """Mistral 4's have one scale for each expert, others one for each block."""
+    tensors, plain = quantised(source, SCHEMES["fp8 blocks"])
+    noise = torch.Generator().manual_seed(3)
+    for layer in (0, 1):
+        experts = f"model.layers.{layer}.mlp.experts"
+        for name in [name for name in tensors if name.startswith(experts)]:
+            del tensors[name]
+        for part, rows, scales in (("gate_up", 256, blocks), ("down", 128, (1, 1))):
+            codes = (torch.randn(8, rows, 128, generator=noise) * 8).to(torch.float8_e4m3fn)
+            factors = torch.rand(8, *scales, generator=noise) + 0.5
+            tensors |= {f"{experts}.{part}_proj": codes, f"{experts}.{part}_proj_scale_inv": factors}
+            tensors[f"{experts}.{part}_proj_activation_scale"] = torch.ones(())
+            plain[f"{experts}.{part}_proj"] = codes.float() * factors.repeat_interleave(rows // scales[0], 1)
+    checkpoint = open_folder(write_folder(tmp_path / "fused", source, tensors, SCHEMES["fp8 blocks"].config))
+    for name in (f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"):
+        assert checkpoint.quant(name) == "FP8"
+        assert torch.equal(checkpoint.decode(name, torch.float32), plain[name])
+
+
 def test_quantised_experts_in_one_tensor_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
     """Llama 4's in FP8, as ModelOpt writes them."""
     source = make_model("llama4_text")
