@@ -22,9 +22,9 @@ from ktqueue.core.errors import ConfigError
 from ktqueue.core.request import SamplingParams
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.gpu.staging import ResultFetcher
 from ktqueue.loading.load import load_model
 from ktqueue.operators import native
+from ktqueue.operators.gpu.staging import ResultFetcher
 from ktqueue.workers.startup.build import build
 from ktqueue.workers.startup.gpu_memory import planner_of
 

@@ -17,12 +17,12 @@ import torch
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.engine.gpu.device_selector import DeviceSelector
-from ktqueue.engine.gpu.staging import ResultFetcher
 from ktqueue.engine.token_masks import MaskedRows
 from ktqueue.engine.token_selector import HostSelector
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 from ktqueue.openai.json_schema import lark_of_schema
 from ktqueue.operators import native
+from ktqueue.operators.gpu.staging import ResultFetcher
 from ktqueue.workers.generation.request_encoder import RequestEncoder
 from ktqueue.workers.startup.build import build
 

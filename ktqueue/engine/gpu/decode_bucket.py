@@ -13,12 +13,12 @@ import torch
 
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.graph_capture import Function
-from ktqueue.engine.gpu.staging import FixedStaging
 from ktqueue.engine.runner import DeviceTokens
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.kernels.embed import embed
 from ktqueue.operators.gpu.kernels.operation import dependent_launches
+from ktqueue.operators.gpu.staging import FixedStaging
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ktqueue.core.events import PositionLogprobs
 from ktqueue.engine.gpu.device_sampler import CANDIDATES, DrawnRows, draw_from_all, draw_from_few, weigh
-from ktqueue.engine.gpu.staging import ResultFetcher, Staging
 from ktqueue.engine.logit_edits import flat_edits
 from ktqueue.engine.logits import Logits
 from ktqueue.engine.logprobs import log_probabilities, position_logprobs
@@ -27,6 +26,7 @@ from ktqueue.engine.sequence import Sequence
 from ktqueue.engine.token_masks import MaskedRows
 from ktqueue.engine.token_selector import Meanwhile, TokenSelection, are_some, do_nothing, sampling_rows
 from ktqueue.operators.gpu.kernels.greedy import greedy
+from ktqueue.operators.gpu.staging import ResultFetcher, Staging
 
 _WORD = 32  # bits
 

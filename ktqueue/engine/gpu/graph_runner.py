@@ -18,12 +18,12 @@ from ktqueue.engine.gpu.device_model import OverlappingModel, StreamingModel, ca
 from ktqueue.engine.gpu.graph_capture import Capturer
 from ktqueue.engine.gpu.parted_step import PartedStep
 from ktqueue.engine.gpu.prompt_bucket import PromptBucket
-from ktqueue.engine.gpu.staging import Staging
 from ktqueue.engine.logits import Logits, LogitsInParts
 from ktqueue.engine.memory_plan import SAMPLED_ROWS
 from ktqueue.engine.runner import DeviceTokens, LaunchedStep, Model
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import is_gpu
+from ktqueue.operators.gpu.staging import Staging
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext, StepInputs, result_of
 

@@ -13,8 +13,8 @@ import torch
 from ktqueue.engine.batch import Batch
 from ktqueue.engine.gpu.decode_bucket import Forward, not_captured
 from ktqueue.engine.gpu.graph_capture import Function
-from ktqueue.engine.gpu.staging import FixedStaging
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
+from ktqueue.operators.gpu.staging import FixedStaging
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
 

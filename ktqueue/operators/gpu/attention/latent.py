@@ -6,9 +6,11 @@ faster if the caller has the matrix that expands latents.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.gpu.attention.expanded import ExpandedRows, Expansion, tile_tokens
@@ -275,13 +277,13 @@ class LatentPromptPlan(LatentPlan, TritonPromptPlan):
         self._most_keys = min(rows * max_pages * page_size, EXPANDED_KEYS)
         self._most_key_tiles = min(self._most_keys, self._most_keys // KEYS_AT_ONCE + rows)
         super().__init__(planner, rows, tokens, max_pages, page_size)
-        key_starts, key_tiles, count, places, targets, seen, row_of = self._further
-        tables, decode = self.tables, planner.decode_rows(rows, row_of, max_pages * page_size)
+        at, tables = self._staging.device, self.tables
+        decode = planner.decode_rows(rows, at["row_of"], max_pages * page_size)
         assert tables.query_starts is not None and self._tiles is not None
-        expanded = ExpandedRows(self._tiles, tables.query_starts, key_starts, tables.contexts)
-        others = LatentPlan(Tables(page_starts=tables.page_starts, contexts=seen, pages=tables.pages), decode, None)
-        keys = KeyTiles(key_tiles.view(-1, 2), count, tables.page_starts, tables.pages, self._most_keys)
-        captured = CapturedRows(expanded, keys, places, targets.view(torch.int64))
+        expanded = ExpandedRows(self._tiles, tables.query_starts, at["key_starts"], tables.contexts)
+        others = LatentPlan(Tables(tables.page_starts, tables.pages, at["seen"]), decode, None)
+        keys = KeyTiles(at["key_tiles"], at["key_count"], tables.page_starts, tables.pages, self._most_keys)
+        captured = CapturedRows(expanded, keys, at["places"], at["targets"])
         self.expansion = CapturedExpansion(captured, others, planner.processors, planner.beside)
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
@@ -299,11 +301,12 @@ class LatentPromptPlan(LatentPlan, TritonPromptPlan):
             raise ValueError(f"this plan is for {self._most_keys} keys of rows with several tokens at most")
         super().update(host)
 
-    def _arrays(self, starts: Indices, lists: PageLists) -> list[Indices]:
-        """See TritonPromptPlan. Behind its own arrays: where the expanded keys of each row begin, tiles of these keys
+    def _arrays(self, starts: Indices, lists: PageLists) -> dict[str, NDArray[Any]]:
+        """See TritonPromptPlan. Before the pages: where the expanded keys of each row begin, tiles of these keys
         and their number; of the other tokens their places, where their results go, the keys that they see and their
         rows. Padding results go behind those of all tokens."""
-        *arrays, pages = super()._arrays(starts, lists)
+        arrays = super()._arrays(starts, lists)
+        pages = arrays.pop("pages")
         rows, tokens = self._limits[:2]
         key_starts, key_tiles = np.zeros(rows + 1, dtype=np.int32), np.zeros((self._most_key_tiles, 2), dtype=np.int32)
         count, places = np.zeros(1, dtype=np.int32), np.zeros(rows, dtype=np.int32)
@@ -321,7 +324,8 @@ class LatentPromptPlan(LatentPlan, TritonPromptPlan):
             key_tiles[: count[0], 1] = firsts * KEYS_AT_ONCE
             places[: len(single)] = targets[: len(single)] = starts[single]
             seen[: len(single)], row_of[: len(single)] = lists.contexts[single], single
-        return [*arrays, key_starts, key_tiles, count, places, targets.view(np.int32), seen, row_of, pages]
+        arrays |= {"key_starts": key_starts, "key_tiles": key_tiles, "key_count": count, "places": places}
+        return {**arrays, "targets": targets, "seen": seen, "row_of": row_of, "pages": pages}
 
 
 def expansion_of(plan: AttentionPlan) -> Expansion | CapturedExpansion | None:

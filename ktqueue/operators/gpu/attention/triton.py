@@ -1,9 +1,10 @@
 """Plans for our Triton kernels: index arrays on the device and, for chunks, a list of tiles. The host decides grids."""
 
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ktqueue.operators.gpu.attention import by_clusters
 from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
@@ -16,14 +17,12 @@ from ktqueue.operators.gpu.attention.page_lists import (
     page_lists,
     prompt_step_fits,
     sent,
-    staged,
-    views_of,
 )
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
 from ktqueue.operators.gpu.attention.triton_decode import decode, partial_bytes, split_count
 from ktqueue.operators.gpu.attention.triton_prefill import prefill, tile_tokens
 from ktqueue.operators.gpu.device import is_gpu
-from ktqueue.operators.gpu.host_buffer import HostBuffer, aligned
+from ktqueue.operators.gpu.staging import FixedStaging
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import ScoreOptions, StepContext
 
@@ -57,40 +56,24 @@ class TritonDecodePlan(TritonPlan):
         self, rows: int, max_pages: int, page_size: int, device: torch.device, decode: DecodeRows | None
     ) -> None:
         self._limits = rows, max_pages, page_size
-        arrays = self._arrays(one_page_each(rows))
-        offsets, _ = aligned([array.nbytes for array in arrays])
-        self._buffer = HostBuffer(offsets[-1] + 4 * rows * max_pages, device)
-        self._offsets = offsets
-        self._write(arrays)
-        words = self._buffer.device.view(torch.int32)
-        starts, contexts, pages = (offset // 4 for offset in offsets)
-        tables = Tables(
-            page_starts=words[starts : starts + rows + 1],
-            contexts=words[contexts : contexts + rows],
-            pages=words[pages:],
-        )
-        super().__init__(tables, decode, None)
+        sizes = {"page_starts": rows + 1, "contexts": rows, "pages": rows * max_pages}
+        self._staging = FixedStaging({name: ((size,), np.int32) for name, size in sizes.items()}, device)
+        self._write(one_page_each(rows))
+        super().__init__(Tables(**self._staging.device), decode, None)
 
     @property
     def bytes(self) -> int:
         """Device memory of the index arrays."""
-        return self._buffer.size
+        return self._staging.bytes
 
     def update(self, host: StepContext) -> None:
         """See DecodePlan. Takes one copy to the device."""
         rows, max_pages, page_size = self._limits
         check_decode_step(host, rows, max_pages, page_size)
-        self._write(self._arrays(page_lists(host, page_size)))
+        self._write(page_lists(host, page_size))
 
-    def _write(self, arrays: list[Indices]) -> None:
-        self._buffer.wait_until_writable()
-        self._buffer.write(arrays, self._offsets)
-        self._buffer.send(self._offsets[-1] + arrays[-1].nbytes)
-
-    @staticmethod
-    def _arrays(lists: PageLists) -> list[Indices]:
-        """The arrays in the order of the buffer. Only the length of the last one varies."""
-        return [lists.starts, lists.contexts, lists.pages]
+    def _write(self, lists: PageLists) -> None:
+        self._staging.write({"page_starts": lists.starts, "contexts": lists.contexts, "pages": lists.pages})
 
 
 class ClusterDecodePlan(TritonDecodePlan):
@@ -131,28 +114,20 @@ class TritonPromptPlan(TritonPlan):
     def __init__(self, planner: "TritonPlanner", rows: int, tokens: int, max_pages: int, page_size: int) -> None:
         self._planner = planner
         self._limits = rows, tokens, max_pages, page_size
-        device = planner.device
         self._most_tiles = min(tokens, tokens // planner.tile_tokens + rows)
         none = np.zeros(0, dtype=np.int32)
         arrays = self._arrays(none, PageLists(none, none, none, none))
-        host, offsets = staged(arrays, device)
-        starts, page_starts, contexts, tiles, *_, pages = offsets
-        with torch.inference_mode(False):  # so that it can be written in any mode
-            self._buffer = torch.zeros(pages + rows * max_pages, dtype=torch.int32, device=device)
-        self._write(host)
-        tables = Tables(
-            page_starts=self._buffer[page_starts : page_starts + rows + 2],
-            contexts=self._buffer[contexts : contexts + rows + 1],
-            pages=self._buffer[pages:],
-            query_starts=self._buffer[starts : starts + rows + 2],
-        )
-        self._further = views_of(self._buffer, arrays, offsets)[4:-1]
-        super().__init__(tables, None, self._buffer[tiles : tiles + 2 * self._most_tiles].view(-1, 2))
+        shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        self._staging = FixedStaging({**shapes, "pages": ((rows * max_pages,), np.int32)}, planner.device)
+        self._staging.write(arrays)
+        at = self._staging.device
+        tables = Tables(**{name: at[name] for name in ("page_starts", "contexts", "pages", "query_starts")})
+        super().__init__(tables, None, at["tiles"])
 
     @property
     def bytes(self) -> int:
         """Device memory of the index arrays."""
-        return self._buffer.nbytes
+        return self._staging.bytes
 
     def holds(self, host: StepContext) -> bool:
         """See PromptPlan."""
@@ -162,15 +137,10 @@ class TritonPromptPlan(TritonPlan):
         """See PromptPlan. Takes one copy to the device."""
         check_prompt_step(host, *self._limits)
         lists = page_lists(host, self._limits[3])
-        self._write(staged(self._arrays(host.query_starts.numpy(), lists), self._buffer.device)[0])
+        self._staging.write(self._arrays(host.query_starts.numpy(), lists))
 
-    def _write(self, arrays: torch.Tensor) -> None:
-        length = min(len(arrays), len(self._buffer))  # padding may follow the list of pages
-        self._buffer[:length].copy_(arrays[:length], non_blocking=True)
-
-    def _arrays(self, starts: Indices, lists: PageLists) -> list[Indices]:
-        """The arrays in the order of the buffer, padded. Only the length of the last one varies. No `starts`: padding
-        only."""
+    def _arrays(self, starts: Indices, lists: PageLists) -> dict[str, NDArray[Any]]:
+        """The arrays by name, padded. Only the length of the last one varies. No `starts`: padding only."""
         rows = self._limits[0]
         query_starts = np.full(rows + 2, starts[-1] if len(starts) else 0, dtype=np.int32)
         page_starts, contexts = np.zeros(rows + 2, dtype=np.int32), np.zeros(rows + 1, dtype=np.int32)
@@ -181,7 +151,8 @@ class TritonPromptPlan(TritonPlan):
             contexts[: len(lists.contexts)] = lists.contexts
             used = self._planner.tiles(np.diff(starts), lists.contexts, least=self._least)
             tiles[: len(used)] = used
-        return [query_starts, page_starts, contexts, tiles, lists.pages]
+        first = {"query_starts": query_starts, "page_starts": page_starts, "contexts": contexts, "tiles": tiles}
+        return {**first, "pages": lists.pages}
 
 
 class TritonPlanner:

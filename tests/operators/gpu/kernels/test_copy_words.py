@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ktqueue.operators.gpu.host_buffer import HostBuffer
 from ktqueue.operators.gpu.kernels.copy_words import MOST_BYTES, copy_words
 
 from ..interpreted import by_kernel, by_twin
@@ -16,11 +15,3 @@ def test_all_bytes_are_copied(size: int) -> None:
         target = torch.zeros_like(source)
         run(copy_words, source[: size // 8], target[: size // 8])
         assert torch.equal(target[:-1], source[:-1]) and target[-1] == 0
-
-
-def test_a_buffer_sends_its_first_bytes() -> None:
-    buffer = HostBuffer(64, torch.device("cpu"))
-    buffer.wait_until_writable()
-    buffer.host[:] = torch.arange(64)
-    by_kernel(buffer.send, 12)
-    assert buffer.device.tolist() == [*range(12), *(0 for _ in range(52))]

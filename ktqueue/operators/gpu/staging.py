@@ -4,7 +4,7 @@ A step's arrays are written side by side into one pinned buffer, copied in one p
 the device. If the device is a CPU, the same is done with plain memory. Knows nothing of the arrays' meaning.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -13,10 +13,43 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from ktqueue.operators.gpu.device import is_gpu
-from ktqueue.operators.gpu.host_buffer import HostBuffer, aligned
 from ktqueue.operators.gpu.kernels.copy_words import copy_words
 
+_ALIGNED = 64  # bytes; every array starts at a multiple of it
 _FIRST_SIZE = 1 << 16  # bytes
+
+
+class _Buffers:
+    """A buffer of `size` bytes on the host, pinned for a GPU, and one of that size on the device. Both begin as 0."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = is_gpu(device)
+        self.size = size
+        with torch.inference_mode(False):  # so that they can be written in any mode
+            self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+            self.device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.bytes: NDArray[np.uint8] = self.host.numpy()
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def wait_until_writable(self) -> None:
+        """Wait until the last copy has read the host's bytes. It usually has, because each step ends with a wait."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def send(self, count: int) -> None:
+        """Queue a copy of the first `count` bytes, a multiple of 4, on the current stream."""
+        copy_words(self.host[:count], self.device[:count])
+        if self._copied is not None:
+            self._copied.record()
+
+
+def _aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Offsets of arrays of these sizes that lie side by side, and the end of the last one. All in bytes."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNED) * _ALIGNED
+    return starts, end
 
 
 def _view(buffer: torch.Tensor, start: int, count: int, shape: Many[int], dtype: torch.dtype) -> torch.Tensor:
@@ -28,16 +61,17 @@ class Staging:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._buffers = HostBuffer(_FIRST_SIZE, self._device)
+        self._buffers = _Buffers(_FIRST_SIZE, self._device)
 
     def put(self, arrays: Many[NDArray[Any]]) -> list[torch.Tensor]:
         """Copy arrays to the device. The tensors are valid until the next call."""
-        starts, end = aligned(array.nbytes for array in arrays)
+        starts, end = _aligned(array.nbytes for array in arrays)
         self._buffers.wait_until_writable()
         if end > self._buffers.size:
-            self._buffers = HostBuffer(2 * end, self._device)
+            self._buffers = _Buffers(2 * end, self._device)
         buffers = self._buffers
-        buffers.write([*arrays], starts)
+        for array, start in zip(arrays, starts, strict=True):
+            buffers.bytes[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         buffers.send(end)
         return [
             _view(buffers.device, start, array.nbytes, array.shape, _torch_type(array.dtype))
@@ -51,11 +85,11 @@ class FixedStaging:
     The host writes `arrays` between `open` and `send`. `host` are the same arrays as tensors; `device` are the copies.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], DTypeLike]], device: str) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], DTypeLike]], device: str | torch.device) -> None:
         types = {name: (shape, np.dtype(kind)) for name, (shape, kind) in shapes.items()}
         sizes = [int(np.prod(shape)) * kind.itemsize for shape, kind in types.values()]
-        starts, end = aligned(sizes)
-        self._buffers = HostBuffer(end, torch.device(device))
+        starts, end = _aligned(sizes)
+        self._buffers = _Buffers(end, torch.device(device))
         self._last_start, self._last_item = starts[-1], list(types.values())[-1][1].itemsize
         self.arrays: dict[str, NDArray[Any]] = {}
         self.host: dict[str, torch.Tensor] = {}
@@ -75,6 +109,18 @@ class FixedStaging:
         others are not needed."""
         size = self._buffers.size if of_last is None else self._last_start + of_last * self._last_item
         self._buffers.send(size)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all arrays."""
+        return self._buffers.size
+
+    def write(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write all arrays, each to the beginning of the one of that name, and send as much of the last as is given."""
+        opened = self.open()
+        for name, array in arrays.items():
+            opened[name][: len(array)] = array
+        self.send(len(array))
 
 
 class ResultFetcher:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ktqueue.engine.gpu.staging import FixedStaging, ResultFetcher, Staging
+from ktqueue.operators.gpu.staging import FixedStaging, ResultFetcher, Staging
 
 
 def test_staged_arrays_arrive_unchanged() -> None:
@@ -42,6 +42,8 @@ def test_only_a_part_of_the_last_array_may_be_sent() -> None:
     staging.arrays["b"][:] = 8
     staging.send(2)
     assert staging.device["a"].tolist() == [7, 7, 7] and staging.device["b"].tolist() == [8, 8, 0, 0, 0]
+    staging.write({"a": np.full(3, 5), "b": np.arange(3, dtype=np.int32)})
+    assert staging.device["a"].tolist() == [5, 5, 5] and staging.device["b"].tolist() == [0, 1, 2, 0, 0]
 
 
 def test_the_host_works_while_a_result_is_fetched() -> None:
