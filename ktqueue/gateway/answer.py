@@ -103,18 +103,14 @@ async def stream_answer(
 
 
 async def _frames(
-    follower: JobFollower, writer: AnswerWriter, batch: Batch, include_usage: bool, after: StreamPlace | None
+    follower: JobFollower, writer: AnswerWriter, first: Batch, include_usage: bool, after: StreamPlace | None
 ) -> AsyncGenerator[bytes, None]:
-    while True:
+    async for batch in follower.batches(first):
         frames = writer.frames(batch) if after is None else writer.numbered_frames(batch, after)
         if frames:
             yield frames
         elif not batch:
             yield writer.format.ping
-        follower.raise_failure(batch)
-        if not follower.running:
-            break
-        batch = await follower.take()
     if include_usage:
         yield writer.usage_frames()
     if writer.format.end:

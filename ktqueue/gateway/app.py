@@ -26,7 +26,6 @@ from ktqueue.gateway.http.hosts import AllowedHosts
 from ktqueue.gateway.http.responses import error_response
 from ktqueue.gateway.ollama import ollama_routes
 from ktqueue.gateway.prompts import prompt_routes
-from ktqueue.gateway.status import StatusReader, status
 from ktqueue.gateway.unserved import unserved
 from ktqueue.gateway.web_page import page_routes
 
@@ -67,7 +66,7 @@ def create_app(config: Config) -> Starlette:
         lifespan=lifespan,
     )
     app.state.gateway = gateway
-    app.state.status = StatusReader()
+    app.state.status = health.StatusReader()
     return app
 
 
@@ -75,7 +74,7 @@ def routes() -> list[Route]:
     """Every path of the gateway."""
     return [
         Route("/", health.pointer),
-        Route("/v1/status", status),
+        Route("/v1/status", health.status),
         Route("/healthz", health.healthz),
         Route("/health", health.healthz),
         Route("/ping", health.healthz),

@@ -1,6 +1,6 @@
 """/v1/stream: resumes or stops the current answer of a conversation. The form is llama.cpp's.
 
-A request with `X-Conversation-Id` registers its job in the conversation (`submission`). This module only finds
+A request with `X-Conversation-Id` registers its job in the conversation (`generation`). This module only finds
 that job again. Following and writing are the same as for the first reader.
 """
 

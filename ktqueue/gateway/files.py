@@ -1,7 +1,6 @@
 """/v1/files: upload, list, read and delete files. The records are in Redis, the bytes in the store."""
 
 import logging
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.endpoints import HTTPEndpoint
@@ -132,7 +131,8 @@ async def read_content(request: Request) -> Response:
     if part is not None:
         status = 206
         headers |= {"content-length": str(len(part)), "content-range": f"bytes {part[0]}-{part[-1]}/{size}"}
-    return _ContentResponse(_parts(gateway, name, part or range(size)), status, headers, CONTENT_TYPE)
+    span = part or range(size)
+    return _ContentResponse(gateway.store.read(name, span.start, len(span)), status, headers, CONTENT_TYPE)
 
 
 class _ContentResponse(StreamingResponse):
@@ -143,12 +143,6 @@ class _ContentResponse(StreamingResponse):
             await super().stream_response(send)
         except (NotStored, Unavailable) as error:
             logger.warning("a file was not sent to its end: %s", error)
-
-
-async def _parts(gateway: Gateway, name: str, span: range) -> AsyncGenerator[bytes, None]:
-    async with aclosing(gateway.store.read(name, span.start, len(span))) as parts:
-        async for part in parts:
-            yield part
 
 
 async def _find(request: Request) -> FileRecord:

@@ -1,7 +1,7 @@
 """Follows the jobs of one HTTP response: takes their events, times them, and cancels what nobody waits for."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 
 from starlette.requests import Request
@@ -86,15 +86,24 @@ class JobFollower:
             raise
         return batch
 
+    async def batches(self, first: Batch) -> AsyncGenerator[Batch, None]:
+        """The events, beginning with `first`, until all jobs are done. Empty if none arrived in the heartbeat's time.
+
+        Raises what `take` does, and the error of a job, after its last events.
+        """
+        batch = first
+        yield batch
+        while True:
+            self.raise_failure(batch)
+            if not self.running:
+                return
+            batch = await self.take()
+            yield batch
+
     async def all(self) -> Batch:
-        """All events, once all jobs are done. Closes the follower. Raises what `take` does, and the error of a job."""
+        """All events, once all jobs are done. Closes the follower. Raises what `batches` does."""
         try:
-            events: Batch = []
-            while self.running:
-                batch = await self.take()
-                self.raise_failure(batch)
-                events += batch
-            return events
+            return [entry async for batch in self.batches([]) for entry in batch]
         finally:
             self.close()
 

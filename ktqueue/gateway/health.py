@@ -1,12 +1,16 @@
-"""Routes about the gateway itself: /healthz, /health, /ping, /readyz, /version, /metrics, /openapi.json and /."""
+"""Routes about the gateway and its cluster: probes, /version, /metrics, /v1/status, /openapi.json and /."""
 
 import asyncio
+import time
 from functools import cache
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ktqueue import __version__
+from ktqueue.broker.broker import Broker
+from ktqueue.broker.snapshot import take_snapshot
 from ktqueue.core.codec import dumps
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.tenants import DEFAULT_TENANT
@@ -18,6 +22,25 @@ from ktqueue.gateway.http.auth import tenant_of
 from ktqueue.gateway.http.responses import json_response
 from ktqueue.gateway.metrics import CONTENT_TYPE, Metric, gauge
 from ktqueue.openai.document import build_document
+
+SHARED_SECONDS = 1.0  # how long one snapshot serves all readers
+
+
+class StatusReader:
+    """Takes at most one snapshot of the broker a second, however many pages ask."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._taken_at = float("-inf")
+        self._document: dict[str, Any] = {}
+
+    async def read(self, broker: Broker) -> dict[str, Any]:
+        """The latest snapshot as JSON values. Raises Unavailable."""
+        async with self._lock:
+            if time.monotonic() - self._taken_at >= SHARED_SECONDS:
+                self._document = (await take_snapshot(broker)).document()
+                self._taken_at = time.monotonic()
+            return self._document
 
 
 async def healthz(request: Request) -> Response:
@@ -57,8 +80,7 @@ async def metrics(request: Request) -> Response:
 
     Raises PermissionDenied for a tenant's key, since the figures include all tenants.
     """
-    if tenant_of(request).name != DEFAULT_TENANT:
-        raise PermissionDenied("metrics need a key of gateway.api_keys", param="Authorization")
+    _check_operator(request, "metrics need")
     gateway: Gateway = request.app.state.gateway
     snapshot: list[Metric] = []
     up = gauge("broker_up", "Whether the broker answered.", ())
@@ -78,6 +100,24 @@ async def metrics(request: Request) -> Response:
     except KtqueueError:
         up.add_metric((), 0)
     return Response(gateway.metrics.exposition([up, *snapshot]), headers={"content-type": CONTENT_TYPE})
+
+
+async def status(request: Request) -> Response:
+    """Workers and queues at this moment, and how soon this gateway's requests got their first token.
+
+    Raises PermissionDenied for a tenant's key, Unavailable.
+    """
+    _check_operator(request, "the status needs")
+    gateway: Gateway = request.app.state.gateway
+    reader: StatusReader = request.app.state.status
+    document = await reader.read(gateway.broker)
+    seconds, count = gateway.metrics.first_token_totals()
+    return json_response({**document, "first_token": {"seconds": seconds, "count": count}})
+
+
+def _check_operator(request: Request, what: str) -> None:
+    if tenant_of(request).name != DEFAULT_TENANT:
+        raise PermissionDenied(f"{what} a key of gateway.api_keys", param="Authorization")
 
 
 async def openapi(request: Request) -> Response:

@@ -32,24 +32,60 @@ class JobsEndpoint(HTTPEndpoint):
     """/v1/jobs."""
 
     async def get(self, request: Request) -> Response:
-        """List jobs."""
-        return await list_jobs(request)
+        """List jobs, newest first, filtered by `?state=`, at most `?limit=`. Raises InvalidRequest."""
+        gateway: Gateway = request.app.state.gateway
+        state = request.query_params.get("state")
+        limit = limit_of(request, default=100, most=MAX_LISTED)
+        if state is not None and state not in set(JobState):
+            known = ", ".join(JobState)
+            raise InvalidRequest(f"state must be one of {known}, got {state[:80]!r}", param="state", limit=known)
+        records = await gateway.broker.jobs.list(
+            state=None if state is None else JobState(state), limit=limit, tenant=tenant_of(request).view
+        )
+        return json_response({"object": "list", "data": [record_json(record) for record in records]})
 
     async def post(self, request: Request) -> Response:
-        """Submit a job."""
-        return await create_job(request)
+        """Submit a job: 202 and its location. Raises KtqueueError."""
+        gateway: Gateway = request.app.state.gateway
+        generation = await gateway.read_body(request, parse_job)
+        if generation.webhook is not None:
+            generation.webhook.check_allowed(
+                gateway.config.control.webhook_secret, gateway.config.control.webhook_hosts
+            )
+        record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))
+        return _accepted(record)
 
 
 class JobEndpoint(HTTPEndpoint):
     """/v1/jobs/{job_id}."""
 
     async def get(self, request: Request) -> Response:
-        """Return a job."""
-        return await get_job(request)
+        """Return a job. Once it has ended, `result` holds the text of its choices. Raises JobNotFound."""
+        gateway: Gateway = request.app.state.gateway
+        record = await find_job(request)
+        body = record_json(record)
+        body["result"] = None
+        if record.state.terminal:
+            # The journal expires before the record, and a newer version may have written either of them.
+            with suppress(JobNotFound, CodecError, InvalidRequest):
+                events = list(await gateway.broker.journal.replay(record.id))
+                return await run_in_thread_if_large(
+                    events, lambda: json_response({**body, "result": result_json(record, events)})
+                )
+        return json_response(body)
 
     async def delete(self, request: Request) -> Response:
-        """Cancel a job."""
-        return await cancel_job(request)
+        """Cancel a job, which may be cancelled already. Raises JobNotFound, JobConflict if it ended otherwise."""
+        gateway: Gateway = request.app.state.gateway
+        record = await gateway.broker.jobs.cancel((await find_job(request)).id)
+        if record.state.terminal and record.state is not JobState.CANCELLED:
+            raise JobConflict(
+                f"the job {record.id} is {record.state} already and cannot be cancelled",
+                param="job_id",
+                limit="a job that has not ended",
+                value=record.state.value,
+            )
+        return json_response(record_json(record))
 
 
 async def find_job(request: Request) -> JobRecord:
@@ -58,63 +94,9 @@ async def find_job(request: Request) -> JobRecord:
     return tenant_of(request).check_sees(await gateway.broker.jobs.get(request.path_params["job_id"]))
 
 
-async def create_job(request: Request) -> Response:
-    """Submit a job: 202 and its location. Raises KtqueueError."""
-    gateway: Gateway = request.app.state.gateway
-    generation = await gateway.read_body(request, parse_job)
-    if generation.webhook is not None:
-        generation.webhook.check_allowed(gateway.config.control.webhook_secret, gateway.config.control.webhook_hosts)
-    record = await gateway.submit(tenant_of(request), generation, idempotency_key=idempotency_key(request.headers))
-    return _accepted(record)
-
-
 def _accepted(record: JobRecord) -> Response:
     headers = {"location": f"/v1/jobs/{record.id}", "x-job-id": record.id, **rate_headers(record.tenant_usage)}
     return json_response(record_json(record), status=202, headers=headers)
-
-
-async def list_jobs(request: Request) -> Response:
-    """Jobs, newest first, filtered by `?state=`, at most `?limit=`. Raises InvalidRequest."""
-    gateway: Gateway = request.app.state.gateway
-    state = request.query_params.get("state")
-    limit = limit_of(request, default=100, most=MAX_LISTED)
-    if state is not None and state not in set(JobState):
-        known = ", ".join(JobState)
-        raise InvalidRequest(f"state must be one of {known}, got {state[:80]!r}", param="state", limit=known)
-    records = await gateway.broker.jobs.list(
-        state=None if state is None else JobState(state), limit=limit, tenant=tenant_of(request).view
-    )
-    return json_response({"object": "list", "data": [record_json(record) for record in records]})
-
-
-async def get_job(request: Request) -> Response:
-    """One job. Once it has ended, `result` holds the text of its choices. Raises JobNotFound."""
-    gateway: Gateway = request.app.state.gateway
-    record = await find_job(request)
-    body = record_json(record)
-    body["result"] = None
-    if record.state.terminal:
-        # The journal expires before the record, and a newer version may have written either of them.
-        with suppress(JobNotFound, CodecError, InvalidRequest):
-            events = list(await gateway.broker.journal.replay(record.id))
-            return await run_in_thread_if_large(
-                events, lambda: json_response({**body, "result": result_json(record, events)})
-            )
-    return json_response(body)
-
-
-async def cancel_job(request: Request) -> Response:
-    """Cancel a job. Cancelling it again is no error. Raises JobNotFound, JobConflict if it ended in another state."""
-    gateway: Gateway = request.app.state.gateway
-    record = await gateway.broker.jobs.cancel((await find_job(request)).id)
-    if record.state.terminal and record.state is not JobState.CANCELLED:
-        raise JobConflict(
-            f"the job {record.id} is {record.state} already and cannot be cancelled",
-            param="job_id",
-            limit="a job that has not ended",
-            value=record.state.value,
-        )
-    return json_response(record_json(record))
 
 
 async def retry_job(request: Request) -> Response:

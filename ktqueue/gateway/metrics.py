@@ -4,6 +4,7 @@ Names and buckets are vLLM's with the prefix `ktqueue:`, so that its dashboards 
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -22,8 +23,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.http_requests = Counter(
-            "ktqueue:http_requests", "HTTP requests answered.", ["method", "handler", "status"], registry=self._registry
+        counter, gauge = partial(Counter, registry=self._registry), partial(Gauge, registry=self._registry)
+        self.http_requests = counter(
+            "ktqueue:http_requests", "HTTP requests answered.", ["method", "handler", "status"]
         )
         self.http_duration = Histogram(
             "ktqueue:http_request_duration_seconds",
@@ -32,46 +34,27 @@ class Metrics:
             buckets=LATENCY,
             registry=self._registry,
         )
-        self.http_in_progress = Gauge(
-            "ktqueue:http_requests_in_progress", "HTTP requests being answered.", registry=self._registry
-        )
-        self.connections = Gauge("ktqueue:open_connections", "Open TCP connections.", registry=self._registry)
-        self.connections_ended = Counter(
+        self.http_in_progress = gauge("ktqueue:http_requests_in_progress", "HTTP requests being answered.")
+        self.connections = gauge("ktqueue:open_connections", "Open TCP connections.")
+        self.connections_ended = counter(
             "ktqueue:connections_ended",
             "Connections that the gateway closed because of what their client sent, or did not send or read.",
             ["reason"],
-            registry=self._registry,
         )
-        self.streams = Gauge("ktqueue:open_streams", "SSE streams being sent.", registry=self._registry)
-        self.uploads = Counter("ktqueue:file_uploads", "Files that were uploaded.", registry=self._registry)
-        self.upload_bytes = Counter("ktqueue:file_upload_bytes", "Bytes of these files.", registry=self._registry)
-        self.upload_refusals = Counter(
-            "ktqueue:file_upload_refusals",
-            "Uploads that were refused, or that their client left.",
-            ["code"],
-            registry=self._registry,
+        self.streams = gauge("ktqueue:open_streams", "SSE streams being sent.")
+        self.uploads = counter("ktqueue:file_uploads", "Files that were uploaded.")
+        self.upload_bytes = counter("ktqueue:file_upload_bytes", "Bytes of these files.")
+        self.upload_refusals = counter(
+            "ktqueue:file_upload_refusals", "Uploads that were refused, or that their client left.", ["code"]
         )
-        self.success = Counter(
-            "ktqueue:request_success",
-            "Choices that ended normally.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+        self.success = counter(
+            "ktqueue:request_success", "Choices that ended normally.", ["model_name", "finished_reason"]
         )
         self._served: set[str] = set()
-        self._failures = Counter(
-            "ktqueue:request_failure",
-            "Requests that ended in an error.",
-            ["model_name", "code"],
-            registry=self._registry,
-        )
-        self.tenant_jobs = Counter(
-            "ktqueue:tenant_jobs", "Jobs accepted from a tenant of the settings.", ["tenant"], registry=self._registry
-        )
-        self.tenant_refusals = Counter(
-            "ktqueue:tenant_refusals",
-            "Requests refused by a limit of their tenant.",
-            ["tenant", "code"],
-            registry=self._registry,
+        self._failures = counter("ktqueue:request_failure", "Requests that ended in an error.", ["model_name", "code"])
+        self.tenant_jobs = counter("ktqueue:tenant_jobs", "Jobs accepted from a tenant of the settings.", ["tenant"])
+        self.tenant_refusals = counter(
+            "ktqueue:tenant_refusals", "Requests refused by a limit of their tenant.", ["tenant", "code"]
         )
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From submission to the first token.", LATENCY

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from ktqueue.broker.models import WorkerInfo, find_card, model_not_found
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.gateway.http.responses import json_response
+from ktqueue.gateway.listing import page_json
 
 
 def model_json(card: ModelCard, workers: Sequence[WorkerInfo], name: str) -> dict[str, Any]:
@@ -51,9 +52,7 @@ async def list_models(request: Request) -> Response:
         for card in cards
         for name in (card.name, *(alias for alias in card.aliases if alias not in names))
     ]
-    ids = [model["id"] for model in listed] or [None]
-    page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}  # Anthropic's
-    return json_response({"object": "list", "data": listed, **page})
+    return json_response(page_json(listed, dict, has_more=False))
 
 
 async def get_model(request: Request) -> Response:

@@ -3,8 +3,8 @@
 Such a job takes no row of an engine and is first in its queue, so it is answered while others generate.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +26,7 @@ PROMPT_SECONDS = 30.0  # a prompt that no worker has encoded by then is a 504
 
 def prompt_routes() -> list[Route]:
     """One route for each endpoint of the table."""
-    return [Route(endpoint.path, _handler(endpoint), methods=["POST"]) for endpoint in PROMPT_ENDPOINTS]
+    return [Route(each.path, partial(_answer, endpoint=each), methods=["POST"]) for each in PROMPT_ENDPOINTS]
 
 
 async def read_prompt(gateway: Gateway, request: Request, generation: GenerationRequest) -> PromptPart:
@@ -46,24 +46,15 @@ async def read_prompt(gateway: Gateway, request: Request, generation: Generation
     record = await gateway.submit(tenant_of(request), made, idempotency_key=None)
     follower = JobFollower(gateway, request, [record], keep=False, counted=False, names=())
     prompt = JoinedPrompt()
-    try:
-        while follower.running:
-            batch = await follower.take()
-            follower.raise_failure(batch)
-            for _, event in batch:
-                if event.prompt is not None:
-                    prompt.add(event.prompt)
-    finally:
-        follower.close()
+    for _, event in await follower.all():
+        if event.prompt is not None:
+            prompt.add(event.prompt)
     return prompt.whole() or PromptPart()
 
 
-def _handler(endpoint: PromptEndpoint) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        gateway: Gateway = request.app.state.gateway
-        with client_names(endpoint.names):
-            call = await gateway.read_body(request, endpoint.parse)
-            prompt = PromptPart() if call.generation is None else await read_prompt(gateway, request, call.generation)
-        return json_response(call.answer(prompt))
-
-    return handle
+async def _answer(request: Request, endpoint: PromptEndpoint) -> Response:
+    gateway: Gateway = request.app.state.gateway
+    with client_names(endpoint.names):
+        call = await gateway.read_body(request, endpoint.parse)
+        prompt = PromptPart() if call.generation is None else await read_prompt(gateway, request, call.generation)
+    return json_response(call.answer(prompt))

@@ -266,17 +266,13 @@ async def _stream(
     """The events after the number `after`. With `call` it is a new response, whose answer is stored at the end."""
     first: Batch = [] if call is None else await follower.first()
 
-    async def frames(batch: Batch) -> AsyncGenerator[bytes, None]:
-        while True:
+    async def frames() -> AsyncGenerator[bytes, None]:
+        async for batch in follower.batches(first):
             found = [event for event in writer.events(batch) if event["sequence_number"] > after]
             if found:
                 yield b"".join(named_event(event) for event in found)
             elif not batch:
                 yield EVENTS.ping
-            follower.raise_failure(batch)
-            if not follower.running:
-                break
-            batch = await follower.take()
         last = writer.last_event()
         if call is not None and call.store:
             stored = StoredResponse(call.messages, call.echo, last["response"])
@@ -284,4 +280,4 @@ async def _stream(
         if last["sequence_number"] > after:
             yield named_event(last)
 
-    return EventStream(frames(first), finished=follower.begin_stream(), headers=headers)
+    return EventStream(frames(), finished=follower.begin_stream(), headers=headers)

@@ -128,7 +128,7 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         (f"{JOBS}::test_a_wrong_last_event_id_is_an_error",),
     ),
     "a refused request cancels another client's job": Mutation(
-        "ktqueue/gateway/submission.py",
+        "ktqueue/gateway/generation.py",
         "        if key is None:\n            gateway.abandon(record.id",
         "        if True:\n            gateway.abandon(record.id",
         ("tests/gateway/test_completions.py::test_a_refused_request_cancels_no_job_of_its_idempotency_key",),

@@ -329,7 +329,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write_eof()
         self._force_reading()
         self._connections.linger(self)
-        self._end_within(LINGER_SECONDS)
+        self._set_end_timer(LINGER_SECONDS, self._end, None)
 
     def _note_state(self) -> None:
         """A connection is busy while the answer to a complete request is computed or sent, and the client reads it."""
@@ -347,9 +347,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._count(reason)
         self._ignores_input = True
         self.transport.abort()
-
-    def _end_within(self, seconds: float) -> None:
-        self._set_end_timer(seconds, self._end, None)
 
     def _await_reading(self) -> None:
         """End the connection unless the client reads something in each `stall_seconds`.
