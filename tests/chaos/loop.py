@@ -36,6 +36,7 @@ from tests.chaos.reader import requests
 
 REST_SECONDS = 60.0  # until every worker runs again and is idle after the last job
 LONGEST = 4  # times the planned time: the most that a run waits for an attack of each kind
+SPARE = 5  # times `model_ttl`, as in `prelude.lua`
 BEYOND_LEASE_SECONDS = 1.0  # how much longer than the lease a silence over a kill may last
 FAULTS = (
     "lost jobs", "unexpected jobs", "jobs without exactly one end", "duplicated tokens", "skipped tokens",
@@ -114,7 +115,8 @@ async def _run(plan: Plan, up: PartlyBlindSupervisor, broker: Broker, http: http
     faults = Counter(clients.faults)
     faults["unexpected jobs"] += len(census.jobs - clients.jobs.keys() - census.before)
     faults["pages not given back"] += 0 if await _until_idle(http, plan.workers) else 1
-    faults["keys left"] += await census.left(plan.keep_seconds + REST_SECONDS, all_of_them=plan.until_empty)
+    longest_life = SPARE * plan.keep_seconds  # that of turns and accounts
+    faults["keys left"] += await census.left(longest_life + REST_SECONDS, all_of_them=plan.until_empty)
     outcomes = list(clients.jobs.values())
     found = gaps.find(outcomes, nemesis.attacks)
     allowed = plan.lease_seconds + BEYOND_LEASE_SECONDS
@@ -166,7 +168,7 @@ class _Census:
 
         Without `all_of_them` only keys without an expiry count.
         """
-        ours = ("tick", "leases", "models", "models:seen", "worker:", "parked:")
+        ours = ("tick", "leases", "models", "worker:", "parked:", "memory", "scrub", "ktqueue:control:")
         end = time.monotonic() + within
         async with redis.asyncio.from_url(self._url) as client:  # type: ignore[no-untyped-call]
             while True:
