@@ -171,7 +171,7 @@ def test_a_layer_of_few_rows_takes_eight_launches(
     monkeypatch.setattr(StepExperts, "adds_to", lambda *_: False)
     monkeypatch.setattr(PendingResidual, "is_empty", False)
     expected, usual = counted()
-    around = 3 if dense == "quantised" else 2  # embeddings, the last norm, the head
+    around = 3  # embeddings, the last norm, the head
     layers = len(decoder.facts.layers)
     assert (len(few), len(usual)) == (around + 8 * layers, around + 11 * layers)
     torch.testing.assert_close(found, expected, atol=2e-2 * expected.abs().max().item(), rtol=0)

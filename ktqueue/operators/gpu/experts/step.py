@@ -251,20 +251,7 @@ class StepExperts:
     ) -> None:
         """Norm the residual [tokens, hidden], and add the output of the experts of layer `index` to it IN PLACE: three
         launches. For steps that `adds_to` allows. router, bias: see few_rows_route."""
-        layer, counters = self._layers[index], self._counters
-        assert counters is not None
-        x, rows, routing = few_rows_route(
-            residual,
-            norm,
-            router,
-            bias,
-            layer.experts_per_token,
-            counters=counters,
-            renormalise=layer.renormalise,
-            scoring=layer.scoring,
-            live_tokens=live_tokens,
-            counts=self._residency.use_counts(index),
-        )
+        x, rows, routing = few_rows_route(residual, norm, router, bias, **self._choice(index, live_tokens))
         if self._choices is not None:
             self._choices[index, : len(x)].copy_(routing.ids)
         self._compute_on_gpu(index, x, routing, rows, added_to=residual)
@@ -296,21 +283,10 @@ class StepExperts:
     ) -> PendingResidual:
         """Norm the residual [tokens, hidden] -> the output of the experts of layer `index`, as `run`. For steps that
         `runs_from` allows. router, bias: see few_rows_route."""
-        layer, counters = self._layers[index], self._counters
-        assert counters is not None
         sorts = not self._rounds_each_pair(index, residual)
+        offsets = self._residency.locations(index).gate_up if sorts else None
         x, rows, lists, routing = some_rows_route(
-            residual,
-            norm,
-            router,
-            bias,
-            layer.experts_per_token,
-            counters=counters,
-            renormalise=layer.renormalise,
-            scoring=layer.scoring,
-            offsets=self._residency.locations(index).gate_up if sorts else None,
-            live_tokens=live_tokens,
-            counts=self._residency.use_counts(index),
+            residual, norm, router, bias, offsets=offsets, **self._choice(index, live_tokens)
         )
         if shared is not None:
             shared = self.begin_shared(shared, x, None)
@@ -320,6 +296,18 @@ class StepExperts:
         shared_output = (None, None) if shared is None else shared(x)
         self._residency.layer_done(index)
         return PendingResidual(None, partials, *shared_output)
+
+    def _choice(self, index: int, live_tokens: torch.Tensor | None) -> dict[str, Any]:
+        """How experts of layer `index` are chosen: arguments of few_rows_route and some_rows_route."""
+        layer = self._layers[index]
+        return {
+            "experts_per_token": layer.experts_per_token,
+            "counters": self._counters,
+            "renormalise": layer.renormalise,
+            "scoring": layer.scoring,
+            "live_tokens": live_tokens,
+            "counts": self._residency.use_counts(index),
+        }
 
     def _route(
         self,
