@@ -255,11 +255,14 @@ _TOOL_ALIASES: Mapping[str, str] = {
     "cohere_command4": "command", "deepseekv4": "deepseek_v32", "deepseek_v4": "deepseek_v32", "ernie45": "tool_call",
     "gigachat3": "gigachat", "granite4": "tool_call", "granite_20b_fc": "granite_fc", "hunyuan_a13b": "jamba",
     "hunyuan": "jamba", "mimo": "tool_call", "mimov2_flash": "qwen3_coder", "qwen3_5": "qwen3_coder",
-    "solar_open2": "solar", "poolside_v1": "glm45",
+    "solar_open2": "solar", "poolside_v1": "glm45", "trinity": "tool_call",
 }  # fmt: skip
 _REASONING_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v31", "qwen3", "glm45", "kimi_k2", "minimax_m2", "olmo3", "nemotron_v3"), "think"
+        (
+            "deepseek_v3", "deepseek_v31", "deepseek_v4", "qwen3", "glm45", "glm47", "kimi_k2", "kimi_k25", "mimo",
+            "minimax_m2", "olmo3", "nemotron_v3", "exaone4", "holo2",
+        ), "think",
     ),
     **dict.fromkeys(("step3", "qwen3_thinking", "step3p5"), "deepseek_r1"),
     "ernie45": "ernie", "hunyuan_a13b": "hunyuan", "hy_v3": "think", "cohere_command3": "command",

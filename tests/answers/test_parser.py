@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from ktqueue.answers.families import reasoning_format_of, tool_format_of
+from ktqueue.answers.families import (
+    reasoning_format_of,
+    reasoning_parser_named,
+    tool_format_of,
+    tool_parser_named,
+)
 from ktqueue.answers.parser import make_parser
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
 
@@ -194,6 +199,17 @@ def test_a_request_without_formats_needs_no_parser() -> None:
 )
 def test_a_template_shows_its_family(template: str, tools: str, reasoning: str) -> None:
     assert (tool_format_of(template), reasoning_format_of(template)) == (tools, reasoning)
+
+
+THINKING = "deepseek_v3 deepseek_v4 qwen3 glm45 glm47 kimi_k2 kimi_k25 mimo minimax_m2 olmo3 nemotron_v3 exaone4 holo2"
+
+
+def test_names_of_vllm_and_sglang_are_known() -> None:
+    assert {reasoning_parser_named(name, "") for name in THINKING.split()} == {"think"}
+    assert {tool_parser_named(name, "") for name in ("hermes", "trinity", "qwen25", "granite4")} == {"tool_call"}
+    for name in ("kimi_k9", "no parser"):
+        with pytest.raises(KeyError):
+            tool_parser_named(name, "")
 
 
 def test_what_is_random_is_never_an_error_and_never_lost() -> None:
