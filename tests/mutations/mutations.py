@@ -71,6 +71,18 @@ MUTATIONS: dict[str, Mutation] = {
         "if true then",
         (f"{LEASE}::test_a_commit_whose_reply_was_lost_happens_once",),
     ),
+    "a worker without jobs does not notice that its last step was lost": Mutation(
+        f"{SCRIPTS}/renew_lease.lua",
+        " or tonumber(step or -1) < tonumber(ARGV[5])",
+        "",
+        (f"{LEASE}::test_a_lost_step_loses_the_lease",),
+    ),
+    "a suspect waits for a commit that does not come": Mutation(
+        "workers/generation/outbox.py",
+        "self._commits_begun + bool(self._events)",
+        "self._commits_begun + 1",
+        ("tests/workers/generation/test_outbox.py",),
+    ),
     "a repeated claim gets other jobs": Mutation(
         f"{SCRIPTS}/claim_jobs.lua",
         "if field[2] == number then",
