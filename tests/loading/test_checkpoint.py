@@ -273,6 +273,18 @@ def test_layers_that_predict_further_tokens_are_ignored(
         load_model(str(tmp_path))
 
 
+def test_files_of_any_name_are_read_without_an_index(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_model("qwen3_moe")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    for part, names in enumerate((list(tensors)[::2], list(tensors)[1::2]), 1):
+        file = tmp_path / f"fox-4bit-{part}.safetensors"
+        safetensors.torch.save_file({name: tensors[name] for name in names}, file)
+    for other in ("consolidated", "adapter_model"):
+        safetensors.torch.save_file({"odd": tensors["model.norm.weight"]}, tmp_path / f"{other}.safetensors")
+    assert sorted(open_checkpoint(str(tmp_path)).names()) == sorted(open_checkpoint(str(source)).names())
+
+
 def test_a_single_file_has_precedence_over_an_index(make_model: Callable[..., Path], tmp_path: Path) -> None:
     """transformers does the same if a model was saved twice into one folder."""
     shutil.copytree(make_model("llama", shard="100KB"), tmp_path, dirs_exist_ok=True)

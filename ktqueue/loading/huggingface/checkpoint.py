@@ -164,11 +164,15 @@ def _stated_scales(source: str, tensors: Mapping[str, CheckpointTensor]) -> dict
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of a folder's weights: the single file if there is one, or those of the index.
 
-    transformers has the same precedence. Raises CheckpointError.
+    transformers has the same precedence. Without both, all safetensors are taken, as by vLLM, except those in Mistral's
+    own layout and adapters. Raises CheckpointError.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists() or not index.exists():
+    if single.exists():
         return [single]
+    if not index.exists():
+        files = sorted(folder.glob("*.safetensors"))
+        return [file for file in files if not file.name.startswith(("consolidated", "adapter"))] or [single]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to files")
