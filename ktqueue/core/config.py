@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_origin, get_type_hints
 
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.broker import BrokerConfig
@@ -52,17 +52,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
-_SECTIONS: dict[str, type] = {
-    "broker": BrokerConfig,
-    "engine": EngineConfig,
-    "worker": WorkerConfig,
-    "gateway": GatewayConfig,
-    "bridge": BridgeConfig,
-    "control": ControlConfig,
-    "storage": StorageConfig,
-    "log": LogConfig,
-    "profile": ProfileConfig,
-}
+_SECTIONS: dict[str, type] = get_type_hints(Config)
 _SETTINGS: dict[str, dict[str, Setting]] = {
     section: {described.name: described for described in settings_of(section, kind)}
     for section, kind in _SECTIONS.items()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -280,13 +280,8 @@ class GenerationRequest:
         if self.suffix is not None and (not isinstance(self.suffix, str) or self.prompt is None):
             raise _refuse("suffix", self.suffix, "a text, and allowed only beside a prompt that is a text")
         if self.truncate_prompt_tokens is not None:
-            _integer(
-                "truncate_prompt_tokens",
-                self.truncate_prompt_tokens,
-                1,
-                MAX_TOKEN_ID,
-                f"an integer from 1 to {MAX_TOKEN_ID}",
-            )
+            limit = f"an integer from 1 to {MAX_TOKEN_ID}"
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKEN_ID, limit)
 
     def with_seed(self, seed: int) -> "GenerationRequest":
         """Return the same request with this seed of 63 bits. `replace` would repeat all checks, ten times as slow."""
@@ -305,15 +300,7 @@ def _copy(original: _Slotted) -> _Slotted:
 
 def summary_of(request: GenerationRequest) -> GenerationRequest:
     """Return what is kept of a request after its job has ended: no prompt, messages, tools, grammar or long lists."""
-    small = _copy(request.sampling)
-    for name, value in (
-        ("logit_bias", {}),
-        ("stop", ()),
-        ("stop_token_ids", ()),
-        ("bad_words", ()),
-        ("allowed_token_ids", ()),
-    ):
-        object.__setattr__(small, name, value)
+    small = replace(request.sampling, logit_bias={}, stop=(), stop_token_ids=(), bad_words=(), allowed_token_ids=())
     return GenerationRequest(
         model=request.model,
         messages=None if request.messages is None else ({"role": "user", "content": DROPPED},),

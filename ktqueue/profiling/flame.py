@@ -14,47 +14,40 @@ from ktqueue.profiling.trace import step_order
 SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 
 
-class _Frames:
-    """The frames of a file by name, each with its number."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
-
-    def listed(self) -> list[dict[str, str]]:
-        return [{"name": name} for name in self._numbers]
-
-
 def flame_graph(processes: Sequence[ProcessProfile]) -> dict[str, Any]:
     """The document of a flame graph, with a profile for each process that has steps."""
-    frames = _Frames()
+    frames: dict[str, int] = {}
     profiles = [_profile(process, frames) for process in processes if process.steps]
     return {
         "$schema": SCHEMA,
         "name": "ktqueue profile",
         "exporter": "ktqueue",
         "activeProfileIndex": 0,
-        "shared": {"frames": frames.listed()},
+        "shared": {"frames": [{"name": name} for name in frames]},
         "profiles": profiles,
     }
 
 
-def _profile(process: ProcessProfile, frames: _Frames) -> dict[str, Any]:
-    """Open and close events of one engine, in seconds since its first step. Steps never overlap."""
+def _profile(process: ProcessProfile, frames: dict[str, int]) -> dict[str, Any]:
+    """Open and close events of one engine, in seconds since its first step. Steps never overlap.
+
+    `frames`: the number of each frame of the file by its name, to which new names are added.
+    """
     begin = process.steps[0]["at"]
     events: list[dict[str, Any]] = []
     now = 0.0
 
+    def event(kind: str, name: str, at: float) -> None:
+        events.append({"type": kind, "frame": frames.setdefault(name, len(frames)), "at": at})
+
     def span(name: str, start: float, end: float, parts: Sequence[tuple[str, float, float]] = ()) -> None:
-        events.append({"type": "O", "frame": frames.number(name), "at": start})
+        event("O", name, start)
         at = start
         for part, _, seconds in parts:
-            events.append({"type": "O", "frame": frames.number(part), "at": at})
+            event("O", part, at)
             at = min(at + seconds, end)
-            events.append({"type": "C", "frame": frames.number(part), "at": at})
-        events.append({"type": "C", "frame": frames.number(name), "at": end})
+            event("C", part, at)
+        event("C", name, end)
 
     for step in process.steps:
         start = max(now, step["at"] - begin)

@@ -83,16 +83,13 @@ def _process(process: ProcessProfile) -> str:
     if any(step.get("cpu_bytes") for step in steps):
         plots.append(_bandwidths(x, groups, bandwidth))
     if process.routing:
-        uses = [[sum(cell) for cell in zip(*layers, strict=True)] for layers in zip(*_uses(process), strict=True)]
+        counts = [line["uses"] for line in process.routing]  # [times, layers, experts]
+        uses = [[sum(cell) for cell in zip(*layers, strict=True)] for layers in zip(*counts, strict=True)]
         plots.append(heat("How often each expert was chosen", "expert", "layer", uses))
     return (
         f"<h2>{escape(process.title)}</h2><p>{escape(', '.join(str(fact) for fact in facts if fact))}</p>\n"
         f'<div class="tables">{_buckets(buckets(process))}</div>\n{"".join(plots)}'
     )
-
-
-def _uses(process: ProcessProfile) -> list[list[list[int]]]:
-    return [line["uses"] for line in process.routing]
 
 
 def _bandwidths(x: Sequence[float], groups: Sequence[Sequence[Line]], bandwidth: float | None) -> str:

@@ -27,8 +27,7 @@ class Part:
 class Bucket:
     """Steps with a similar number of rows. Seconds are of one step; bytes and seconds of experts are those of the CPU.
 
-    memory_share: bandwidth of the experts' weights, relative to the probe of the memory; None: not known.
-    floor: seconds that the memory needs for these weights, of a median step; None: not known.
+    bandwidth: bytes per second of the memory, by the probe; None: not known.
     """
 
     rows: str

@@ -6,7 +6,7 @@ is not a path of plain words. Names are made by this program, never by a client.
 
 import re
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Protocol
 
 from ktqueue.core.errors import KtqueueError
@@ -69,6 +69,12 @@ class Store(Protocol):
 
     async def sweep(self) -> None:
         """Delete what writers that died have left."""
+
+
+async def read_whole(store: Store, name: str, start: int = 0, length: int | None = None) -> bytes:
+    """All that `read` yields, for what is known to be small. Raises NotStored."""
+    async with aclosing(store.read(name, start, length)) as parts:
+        return b"".join([part async for part in parts])
 
 
 def is_name(name: str) -> bool:

@@ -18,14 +18,14 @@ from ktqueue.batches.line_runner import InFlight
 from ktqueue.batches.stored import merge as merge_module
 from ktqueue.batches.stored.index import LineIndex, beginning_key
 from ktqueue.batches.stored.lines import stored_lines
-from ktqueue.batches.stored.merge import MergeJob, merge
+from ktqueue.batches.stored.merge import merge
 from ktqueue.batches.stored.segments import FIRST_READ_BYTES, READS_AT_ONCE, Segments, StoredRecord
 from ktqueue.batches.stored.speed import Speed
 from ktqueue.batches.stored.validation import MAX_FAULTS, check_input
 from ktqueue.batches.stored.window import MAX_BYTES, Window
 from ktqueue.broker.batches import BatchSpeed, BatchUsage
 from ktqueue.storage.folder import FolderStore
-from ktqueue.storage.store import Store
+from ktqueue.storage.store import Store, read_whole
 
 COMPLETIONS = "/v1/completions"
 
@@ -155,11 +155,11 @@ async def test_records_are_put_into_the_order_of_the_input(store: Store, monkeyp
     assert segments.usage == BatchUsage(prompt=50, completion=sum(places))
     answered = [place for place in range(count) if place in places and place % 3]
     for name, known in (("one", segments), ("two", again)):
-        job = MergeJob(input="in", output=name, errors=f"{name}.e", unfinished="batch_expired", record_name="r")
-        merged = await merge(store, findings.index, known, job)
+        names = {"source": "in", "output_name": name, "errors_name": f"{name}.e"}
+        merged = await merge(store, findings.index, known, **names, unfinished="batch_expired", record_name="r")
         assert (merged.answered, merged.failed) == (len(answered), count - len(answered))
-        assert await read(store, name) == b"".join(b"%d first\n" % place for place in answered)
-        errors = (await read(store, f"{name}.e")).decode().splitlines()
+        assert await read_whole(store, name) == b"".join(b"%d first\n" % place for place in answered)
+        errors = (await read_whole(store, f"{name}.e")).decode().splitlines()
         left = [place for place in range(count) if place not in answered]
         for place, raw in zip(left, errors, strict=True):
             if place in places:
@@ -223,10 +223,6 @@ async def test_the_header_of_a_segment_may_be_long(store: Store) -> None:
     assert await again.load(["out"]) == []
     assert again.answered == count
     assert await again.read([count - 1]) == {count - 1: b"%d\n" % (count - 1)}
-
-
-async def read(store: Store, name: str) -> bytes:
-    return b"".join([part async for part in store.read(name)])
 
 
 async def test_a_window_has_a_limit_of_lines_and_bytes_and_an_order() -> None:

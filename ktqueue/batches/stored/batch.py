@@ -10,7 +10,6 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from ktqueue.batches.errors import BatchFault
 from ktqueue.batches.line_runner import LineOptions, LineRunner
 from ktqueue.batches.stored.execution import Execution, ExecutionParts, load_segments
 from ktqueue.batches.stored.index import LineIndex
-from ktqueue.batches.stored.merge import Merged, MergeJob, merge
+from ktqueue.batches.stored.merge import Merged, merge
 from ktqueue.batches.stored.patience import RETRY_SECONDS, Patience
 from ktqueue.batches.stored.segments import Segments
 from ktqueue.batches.stored.speed import Speed
@@ -31,7 +30,7 @@ from ktqueue.broker.files import FileFacts, content_name
 from ktqueue.broker.models import find_card, model_not_found
 from ktqueue.core.errors import KtqueueError, Unavailable
 from ktqueue.core.tenants import TenantLimits, batch_limits
-from ktqueue.storage.store import NotStored, Store
+from ktqueue.storage.store import NotStored, Store, read_whole
 
 KEEP_SECONDS = 6 * 3_600.0  # jobs of lines can be read so long, so that another owner finds what a dead one has started
 BEATS = 5  # renewals in the time of a lease
@@ -204,12 +203,8 @@ class StoredBatch:
 
         Raises _InputLost if the input is lost too.
         """
-        data = bytearray()
         try:
-            async with aclosing(self._owner.store.read(f"{self._folder}index")) as parts:
-                async for part in parts:
-                    data += part
-            return LineIndex.decode(bytes(data))
+            return LineIndex.decode(await read_whole(self._owner.store, f"{self._folder}index"))
         except (NotStored, BatchFault) as error:
             if not self._facts.total:
                 return LineIndex()
@@ -278,14 +273,18 @@ class StoredBatch:
         assert self._index is not None
         index, segments, facts = self._index, self._segments, self._facts
         output_id, error_id = (_file_id(kind, self._record.id) for kind in ("output", "errors"))
-        job = MergeJob(
-            input=self._input,
-            output=content_name(output_id),
-            errors=content_name(error_id),
-            unfinished=unfinished,
-            record_name=self._record.id.replace("_", "-", 1),
+        merged: Merged = await self._patience.call(
+            lambda: merge(
+                self._owner.store,
+                index,
+                segments,
+                source=self._input,
+                output_name=content_name(output_id),
+                errors_name=content_name(error_id),
+                unfinished=unfinished,
+                record_name=self._record.id.replace("_", "-", 1),
+            )
         )
-        merged: Merged = await self._patience.call(lambda: merge(self._owner.store, index, segments, job))
         if merged.output_bytes:
             await self._add_file(output_id, "output", merged.output_bytes)
         if merged.error_bytes:

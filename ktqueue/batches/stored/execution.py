@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.codec import dumps_line
 from ktqueue.core.errors import Cancelled, ErrorInfo, JobNotFound, KtqueueError, Unavailable
 from ktqueue.core.events import Usage
-from ktqueue.storage.store import NotStored, Store
+from ktqueue.storage.store import NotStored, Store, read_whole
 
 SEGMENT_SECONDS, LONGEST_SEGMENT_SECONDS = 1.0, 5.0  # between two segments; grows with their number
 SEGMENT_BYTES = 4 << 20  # of records after which a segment is written earlier
@@ -85,11 +85,6 @@ class Execution:
         self._stopping = False
         self._flushing = asyncio.Lock()
         self._patience = Patience(parts.run)
-
-    @property
-    def in_flight(self) -> int:
-        """Number of lines that run now."""
-        return len(self._running)
 
     @property
     def ended(self) -> tuple[int, int]:
@@ -228,12 +223,7 @@ class Execution:
                 return result
 
     async def _read(self, place: int) -> bytes:
-        start, length = self._index.span(place)
-        data = bytearray()
-        async with aclosing(self._parts.store.read(self._parts.input, start, length)) as parts:
-            async for part in parts:
-                data += part
-        return bytes(data)
+        return await read_whole(self._parts.store, self._parts.input, *self._index.span(place))
 
     async def _flush_regularly(self) -> None:
         while True:

@@ -25,32 +25,32 @@ class Merged:
     failed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeJob:
-    """What to merge: names of the input and the two files, and the code of lines without a record ('' for none).
+async def merge(
+    store: Store,
+    index: LineIndex,
+    segments: Segments,
+    *,
+    source: str,
+    output_name: str,
+    errors_name: str,
+    unfinished: str,
+    record_name: str,
+) -> Merged:
+    """Write both files. The same segments give the same files, however often it is repeated.
 
-    `record_name` is the beginning of the ids of such lines' records.
+    `source`, `output_name` and `errors_name` name the input and the two files. Lines without a record get one with the
+    code `unfinished`, whose id begins with `record_name`. If the code is empty, they are left out.
     """
-
-    input: str
-    output: str
-    errors: str
-    unfinished: str
-    record_name: str
-
-
-async def merge(store: Store, index: LineIndex, segments: Segments, job: MergeJob) -> Merged:
-    """Write both files. The same segments give the same files, however often it is repeated."""
-    has_errors = bool(segments.failed or (job.unfinished and segments.done < len(index)))
+    has_errors = bool(segments.failed or (unfinished and segments.done < len(index)))
     answered = failed = 0
     async with AsyncExitStack() as stack:
         output: Writing | None = None
         errors: Writing | None = None
         if segments.answered:
-            output = await stack.enter_async_context(store.create(job.output))
+            output = await stack.enter_async_context(store.create(output_name))
         if has_errors:
-            errors = await stack.enter_async_context(store.create(job.errors))
-        custom_ids = await stack.enter_async_context(aclosing(_custom_ids(store, job.input)))
+            errors = await stack.enter_async_context(store.create(errors_name))
+        custom_ids = await stack.enter_async_context(aclosing(_custom_ids(store, source)))
         for places in _ranges(index, segments):
             records = await segments.read(place for place in places if segments.has(place))
             for place in places:
@@ -62,10 +62,10 @@ async def merge(store: Store, index: LineIndex, segments: Segments, job: MergeJo
                     assert errors is not None
                     await errors.write(records[place])
                     failed += 1
-                elif job.unfinished and errors is not None:
+                elif unfinished and errors is not None:
                     number = index.number(place)
                     custom_id = await _custom_id_of(custom_ids, number)
-                    record = unfinished_record(f"{job.record_name}-{number}", custom_id, job.unfinished)
+                    record = unfinished_record(f"{record_name}-{number}", custom_id, unfinished)
                     await errors.write(dumps_line(record))
                     failed += 1
     output_bytes, error_bytes = (0 if writing is None else writing.size for writing in (output, errors))

@@ -7,13 +7,12 @@ segments have, so no counter can differ from them.
 
 from array import array
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from ktqueue.batches.concurrency import map_concurrently
 from ktqueue.broker.batches import BatchUsage
 from ktqueue.core.codec import CodecError, dumps, loads
-from ktqueue.storage.store import NotStored, Store
+from ktqueue.storage.store import NotStored, Store, read_whole
 
 MAX_HEADER_BYTES = 16 << 20
 FIRST_READ_BYTES = 16 << 10  # of a segment, for its header; then four times as many until it has ended
@@ -81,9 +80,7 @@ class Segments:
         try:
             while size and b"\n" not in header and len(header) < MAX_HEADER_BYTES:
                 start = len(header)
-                async with aclosing(self._store.read(f"{self._folder}{name}", start, size)) as parts:
-                    async for part in parts:
-                        header += part
+                header += await read_whole(self._store, f"{self._folder}{name}", start, size)
                 size = 4 * (len(header) - start)  # 0 at the end of the object
             head, _, _ = header.partition(b"\n")
             lines = loads(bytes(head))["lines"]
@@ -122,15 +119,9 @@ class Segments:
         places.sort(key=self._start.__getitem__)
         first = self._start[places[0]]
         length = self._start[places[-1]] + self._length[places[-1]] - first
-        data = bytearray()
-        async with aclosing(self._store.read(f"{self._folder}{self._names[segment]}", first, length)) as parts:
-            async for part in parts:
-                data += part
-        found: dict[int, bytes] = {}
-        for place in places:
-            start = self._start[place] - first
-            found[place] = bytes(data[start : start + self._length[place]])
-        return found
+        data = await read_whole(self._store, f"{self._folder}{self._names[segment]}", first, length)
+        starts = [self._start[place] - first for place in places]
+        return {place: data[start : start + self._length[place]] for place, start in zip(places, starts, strict=True)}
 
     def _add(self, name: str, start: int, lines: Iterable[list[int]]) -> None:
         """Enter the records of a segment. A line that has a record already keeps that one."""

@@ -1,9 +1,9 @@
 """Sends the requests of a run at their moments, or as earlier ones end, and measures the answers."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -98,7 +98,7 @@ async def run_load(
     A request is sent at its moment, or as soon as fewer than `max_concurrency` are running.
     """
     began, cpu_began = perf_counter(), time.process_time()
-    slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    slots = asyncio.Semaphore(max_concurrency or sys.maxsize)
 
     async def send(request: PlannedRequest) -> None:
         waited = perf_counter() - began - request.at
@@ -113,8 +113,7 @@ async def run_load(
         else:
             figures.complete(answer, request.prompt_tokens, waited, began)
         finally:
-            if isinstance(slots, asyncio.Semaphore):
-                slots.release()
+            slots.release()
             _note_time(figures, began, cpu_began)
             progress(figures)
 
@@ -124,8 +123,7 @@ async def run_load(
                 early = began + request.at - perf_counter()
                 # Without a pause, this loop would send everything before it reads an answer.
                 await asyncio.sleep(max(0.0, early))
-                if isinstance(slots, asyncio.Semaphore):
-                    await slots.acquire()
+                await slots.acquire()
                 tasks.create_task(send(request))
     finally:
         _note_time(figures, began, cpu_began)

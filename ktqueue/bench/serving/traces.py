@@ -6,7 +6,7 @@ Known are the columns of Azure's and BurstGPT's CSV files, and the fields of Moo
 import csv
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -42,15 +42,8 @@ def read_trace(path: Path, count: int) -> list[Arrival]:
             if arrival.output_tokens < 1:  # a failed request
                 continue
             began = arrival.seconds if began is None else began
-            found.append(
-                Arrival(
-                    max(0.0, arrival.seconds - began),
-                    max(1, arrival.input_tokens),
-                    arrival.output_tokens,
-                    arrival.blocks,
-                    arrival.block_tokens,
-                )
-            )
+            seconds, input_tokens = max(0.0, arrival.seconds - began), max(1, arrival.input_tokens)
+            found.append(replace(arrival, seconds=seconds, input_tokens=input_tokens))
             if len(found) == count:
                 break
     if not found:
