@@ -7,7 +7,7 @@ text is cut. None of them raises: what is not a call is given back as text.
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Emit = Callable[[str, str, str], None]
@@ -203,6 +203,17 @@ def to_json(value: Any) -> str:
     return clean(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
+def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
+    """The place of the mark that comes first, and the mark; the longest one if several begin there."""
+    found = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return (min(found)[0], min(found)[2]) if found else None
+
+
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `mark`, but not the whole mark."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+
 class HeldText:
     """Collects text until one of `marks` is found. Each piece is looked at once, however long the text becomes."""
 
@@ -221,12 +232,12 @@ class HeldText:
     def push(self, text: str) -> bool:
         """Add text. Returns whether a mark was found; then `take` returns the text before it."""
         window = self._end + text
-        found = [(place, mark) for mark in self._marks if (place := window.find(mark)) >= 0]
-        if not found:
+        found = first_mark(window, self._marks)
+        if found is None:
             self._pieces.append(text)
             self._end = window[max(len(window) - self._overlap, 0) :]
             return False
-        place, self.mark = min(found)
+        place, self.mark = found
         self.after = window[place + len(self.mark) :]
         held = "".join(self._pieces)
         self._pieces = [held[: len(held) - len(self._end)] + window[:place]]
@@ -254,8 +265,7 @@ class NamedReader(CallReader):
     def push(self, text: str) -> int | None:
         if self._json is not None:
             return self._json.push(text)
-        found = [(place, mark) for mark in self._ends if (place := text.find(mark)) >= 0]
-        place, mark = min(found, default=(len(text), ""))
+        place, mark = first_mark(text, self._ends) or (len(text), "")
         name, call_id = _name_in(text[:place])
         if not name or not mark:
             self._refused = text[:place] if mark == "{" else text[: place + len(mark)]

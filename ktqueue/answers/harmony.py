@@ -7,11 +7,11 @@ says what the body is: analysis is reasoning, final is text, and commentary is a
 
 import re
 
+from ktqueue.answers.call_readers import first_mark, overlap
 from ktqueue.answers.parts import AnswerPart, AnswerReasoning, AnswerText, AnswerToolCall, joined
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_LONGEST = max(map(len, _ENDS))
 _MAX_HEADER = 512  # characters; what is longer is text
 
 
@@ -29,16 +29,13 @@ class HarmonyParser:
 
     @property
     def called(self) -> bool:
-        """Whether the answer has a tool call."""
         return self._calls > 0
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning."""
         return self._in_body and self._kind is AnswerReasoning
 
     def push(self, text: str) -> tuple[AnswerPart, ...]:
-        """The new parts of the answer."""
         self._buffer += text
         parts: list[AnswerPart] = []
         while self._step(parts, final=False):
@@ -46,7 +43,6 @@ class HarmonyParser:
         return joined(parts)
 
     def finish(self) -> tuple[AnswerPart, ...]:
-        """The parts that were held back until the end of the text."""
         parts: list[AnswerPart] = []
         while self._buffer and self._step(parts, final=True):
             pass
@@ -81,18 +77,14 @@ class HarmonyParser:
         return True
 
     def _read_body(self, parts: list[AnswerPart], *, final: bool) -> bool:
-        found = [(place, mark) for mark in _ENDS if (place := self._buffer.find(mark)) >= 0]
-        if found:
-            place, mark = min(found)
+        if found := first_mark(self._buffer, _ENDS):
+            place, mark = found
             self._pass_on(parts, self._buffer[:place])
             self._buffer = self._buffer[place + len(mark) :]
             self._in_body = False
             self._seen_marker = True
             return bool(self._buffer)
-        keep = 0 if final else next(
-            (n for n in range(min(_LONGEST - 1, len(self._buffer)), 0, -1)
-             if any(mark.startswith(self._buffer[-n:]) for mark in _ENDS)), 0
-        )  # fmt: skip
+        keep = 0 if final else max(overlap(self._buffer, mark) for mark in _ENDS)
         ready = len(self._buffer) - keep
         self._pass_on(parts, self._buffer[:ready])
         self._buffer = self._buffer[ready:]

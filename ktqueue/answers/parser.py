@@ -8,7 +8,7 @@ call and is none is text. White space around calls and reasoning belongs to thei
 from collections.abc import Iterable
 from typing import Protocol
 
-from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, Types
+from ktqueue.answers.call_readers import CallReader, Emit, JsonReader, NamedReader, Types, first_mark, overlap
 from ktqueue.answers.families import HARMONY, REASONING, TOOLS, ReasoningFormat, ToolFormat
 from ktqueue.answers.gemma_reader import GemmaReader
 from ktqueue.answers.harmony import HarmonyParser
@@ -54,8 +54,8 @@ def make_parser(tool_parser: str, reasoning_parser: str, types: Types, opening: 
     return AnswerParser(reasoning, tools, types, opening)
 
 
-class AnswerParser:
-    """Parses one choice of a family in the tables. Implements Parser; for the arguments see `make_parser`."""
+class AnswerParser(Parser):
+    """Parses one choice of a family in the tables. For the arguments see `make_parser`."""
 
     def __init__(
         self, reasoning: ReasoningFormat | None, tools: ToolFormat | None, types: Types, opening: str = ""
@@ -86,23 +86,19 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """Whether the answer has a tool call."""
         return self._calls > 0
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning."""
         return self._in_reasoning
 
     def push(self, text: str) -> tuple[AnswerPart, ...]:
-        """The new parts of the answer."""
         self._buffer += text
         while self._buffer and self._step(final=False):
             pass
         return self._take_parts()
 
     def finish(self) -> tuple[AnswerPart, ...]:
-        """The parts that were held back until the end of the text. Call it once."""
         while (self._buffer or self._call_marker is not None) and self._step(final=True):
             pass
         if self._reader is not None:
@@ -142,7 +138,7 @@ class AnswerParser:
             if start.startswith(text) and not final:
                 return False
         calls = (*self._tools.starts, *self._tools.sections) if not self._tools.heads else ()
-        found = _first(self._buffer, (end, *calls))
+        found = first_mark(self._buffer, (end, *calls))
         if found is None:
             return self._say_certain((end, *calls), final=final)
         place, marker = found
@@ -164,7 +160,7 @@ class AnswerParser:
         starts = (self._reasoning.start,) if self._reasoning is not None else ()
         wrappers = self._reasoning.wrappers if self._reasoning is not None else ()
         markers = (*starts, *wrappers, *self._tools.starts, *self._tools.sections)
-        found = _first(self._buffer, markers)
+        found = first_mark(self._buffer, markers)
         if found is None:
             return self._say_certain(markers, final=final)
         place, marker = found
@@ -221,7 +217,7 @@ class AnswerParser:
 
     def _say_certain(self, markers: Iterable[str], *, final: bool) -> bool:
         """Pass on the buffer, without an end that may be the beginning of a marker."""
-        keep = 0 if final else max((_overlap(self._buffer, marker) for marker in markers), default=0)
+        keep = 0 if final else max((overlap(self._buffer, marker) for marker in markers), default=0)
         ready = len(self._buffer) - keep
         self._say(self._buffer[:ready])
         self._buffer = self._buffer[ready:]
@@ -258,7 +254,7 @@ class AnswerParser:
                 self._say_no_call(marker)
             return True
         ends = self._ends_of_name(marker, text)
-        found = _first(text, ends)
+        found = first_mark(text, ends)
         if ends and (found is None or found[0] > MAX_HEADER):
             if not final and len(text) <= MAX_HEADER + max(map(len, ends)):
                 return False
@@ -381,14 +377,3 @@ def _prefix_of(marker: str) -> str:
 def _begins_with(text: str, markers: Iterable[str]) -> str:
     """The longest marker that `text` begins with; empty if there is none."""
     return max((mark for mark in markers if text.startswith(mark)), key=len, default="")
-
-
-def _first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
-    """The place of the marker that comes first, and the marker; the longest one if several begin there."""
-    found = [(place, -len(marker), marker) for marker in markers if (place := text.find(marker)) >= 0]
-    return (min(found)[0], min(found)[2]) if found else None
-
-
-def _overlap(text: str, marker: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `marker`, but not the whole marker."""
-    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

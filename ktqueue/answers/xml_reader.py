@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from ktqueue.answers.call_readers import NAME, CallReader, Emit, HeldText, Types, to_json
+from ktqueue.answers.call_readers import NAME, CallReader, Emit, HeldText, Types, first_mark, to_json
 
 NULLABLE = "string or null"
 _CDATA = ("<![CDATA[", "]]>")  # XML's marks around a text
@@ -57,8 +57,7 @@ class XmlReader(CallReader):
 
     def _read_name(self, text: str) -> str:
         """Begin the call if the text begins with a name. Returns the text behind it, or behind what is no call."""
-        found = [(place, mark) for mark in self._name_ends if (place := text.find(mark)) >= 0]
-        place, mark = min(found, default=(len(text), ""))
+        place, mark = first_mark(text, self._name_ends) or (len(text), "")
         name = text[:place].strip()
         if not mark or not NAME.fullmatch(name):
             self._refused = text[: place + len(mark)]

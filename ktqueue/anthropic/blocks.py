@@ -116,15 +116,14 @@ def text_parts(blocks: Sequence[TextBlock]) -> list[Json]:
 
 def chat_messages(messages: Sequence[InputMessage]) -> list[Json]:
     """The same conversation as chat messages. A tool's result becomes a message of the role tool."""
-    names: dict[str, str] = {}
-    return [made for message in messages for made in _translated(message, names)]
-
-
-def _translated(message: InputMessage, names: dict[str, str]) -> Iterator[Json]:
-    if message.role == "assistant":
-        yield _assistant(message.content, names)
-    else:
-        yield from _said(message.role, message.content, names)
+    made: list[Json] = []
+    names: dict[str, str] = {}  # of the functions that were called so far, by the ids of the calls
+    for message in messages:
+        if message.role == "assistant":
+            made.append(_assistant(message.content, names))
+        else:
+            made += _said(message.role, message.content, names)
+    return made
 
 
 def _assistant(blocks: Sequence[Block], names: dict[str, str]) -> Json:

@@ -19,15 +19,15 @@ from typing import TypeVar
 
 from ktqueue.core.errors import Unavailable
 from ktqueue.core.units import format_bytes
-from ktqueue.storage.store import PART_BYTES, THREADS, NotStored, check_name, check_prefix, is_name
+from ktqueue.storage.store import PART_BYTES, THREADS, NotStored, Store, check_name, check_prefix, is_name
 
 WRITING = ".writing"
 
 Result = TypeVar("Result")
 
 
-class FolderStore:
-    """The store `root`, a folder that is made when it is needed. See `Store`.
+class FolderStore(Store):
+    """The store `root`, a folder that is made when it is needed.
 
     `min_free_bytes`: nothing is written while the file system has less space than that.
     """
@@ -41,7 +41,6 @@ class FolderStore:
 
     @asynccontextmanager
     async def create(self, name: str) -> AsyncIterator["FileWriting"]:
-        """See `Store`."""
         path = self._path(name)
         if not self._was_swept:  # by the first writer of a process, so that a process that dies often leaves little
             self._was_swept = True
@@ -58,7 +57,6 @@ class FolderStore:
             await asyncio.shield(self._run(self._close, file))
 
     async def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
-        """See `Store`."""
         path, place, left = self._path(name), start, length
         while left is None or left > 0:
             data = await self._run(self._read, path, place, PART_BYTES if left is None else min(left, PART_BYTES))
@@ -69,23 +67,18 @@ class FolderStore:
             yield data
 
     async def size(self, name: str) -> int:
-        """See `Store`."""
         return (await self._run(self._status, self._path(name))).st_size
 
     async def age(self, name: str) -> float:
-        """See `Store`."""
         return time.time() - (await self._run(self._status, self._path(name))).st_mtime
 
     async def delete(self, name: str) -> None:
-        """See `Store`."""
         await self._run(self._delete, self._path(name))
 
     async def names(self, prefix: str) -> list[str]:
-        """See `Store`."""
         return await self._run(self._names, self._root / check_prefix(prefix))
 
     async def sweep(self) -> None:
-        """See `Store`."""
         await self._run(self._sweep)
 
     async def _run(self, work: Callable[..., Result], *args: object) -> Result:
@@ -174,7 +167,6 @@ class FileWriting:
         self.size = 0
 
     async def write(self, data: bytes) -> None:
-        """See `Writing`."""
         self._buffer += data
         self.size += len(data)
         if len(self._buffer) >= PART_BYTES:

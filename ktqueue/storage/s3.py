@@ -20,7 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from ktqueue.core.errors import Unavailable
-from ktqueue.storage.store import PART_BYTES, THREADS, NotStored, check_name, check_prefix, is_name
+from ktqueue.storage.store import PART_BYTES, THREADS, NotStored, Store, check_name, check_prefix, is_name
 
 UPLOAD_BYTES = 5 << 20  # of a part of a multipart upload: the least that S3 allows
 GET, ABORT, COMPLETE = "get_object", "abort_multipart_upload", "complete_multipart_upload"
@@ -32,8 +32,8 @@ _BEYOND_ASCII = re.compile(r"[^ -~]+")
 Result = TypeVar("Result")
 
 
-class S3Store:
-    """The objects of a bucket whose keys begin with `prefix`, which ends with / or is empty. See `Store`."""
+class S3Store(Store):
+    """The objects of a bucket whose keys begin with `prefix`, which ends with / or is empty."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         self._bucket = bucket
@@ -53,7 +53,6 @@ class S3Store:
 
     @asynccontextmanager
     async def create(self, name: str) -> AsyncIterator["S3Writing"]:
-        """See `Store`."""
         writing = S3Writing(self, check_name(name))
         try:
             yield writing
@@ -63,7 +62,6 @@ class S3Store:
             raise
 
     async def read(self, name: str, start: int = 0, length: int | None = None) -> AsyncGenerator[bytes, None]:
-        """See `Store`."""
         if length == 0:
             return
         end = "" if length is None else start + length - 1
@@ -79,22 +77,18 @@ class S3Store:
             body.close()
 
     async def size(self, name: str) -> int:
-        """See `Store`."""
         return int((await self._call("head_object", check_name(name)))["ContentLength"])
 
     async def age(self, name: str) -> float:
-        """See `Store`."""
         facts = await self._call("head_object", check_name(name))
         seconds: float = (_time_of(facts) - facts["LastModified"]).total_seconds()
         return seconds
 
     async def delete(self, name: str) -> None:
-        """See `Store`."""
         with suppress(NotStored):  # from some servers, not from AWS
             await self._call("delete_object", check_name(name))
 
     async def names(self, prefix: str) -> list[str]:
-        """See `Store`."""
         found: list[str] = []
         more: dict[str, Any] = {}
         while True:
@@ -105,7 +99,6 @@ class S3Store:
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     async def sweep(self) -> None:
-        """See `Store`."""
         more: dict[str, Any] = {}
         while True:
             page = await self._call("list_multipart_uploads", Prefix=self._prefix, **more)
@@ -157,7 +150,6 @@ class S3Writing:
         self._parts: list[dict[str, Any]] = []
 
     async def write(self, data: bytes) -> None:
-        """See `Writing`."""
         self._buffer += data
         self.size += len(data)
         while len(self._buffer) > UPLOAD_BYTES:  # so the last part, which may be smaller, is never empty

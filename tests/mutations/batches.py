@@ -83,13 +83,13 @@ BATCHES: dict[str, Mutation] = {
     ),
     "records are in the order in which lines ended": Mutation(
         f"{STORED}/segments.py",
-        "            found[place] = bytes(data[start : start + self._length[place]])",
-        "            found[places[places.index(place) - 1]] = bytes(data[start : start + self._length[place]])",
+        "{place: data[start : start + self._length[place]]",
+        "{places[places.index(place) - 1]: data[start : start + self._length[place]]",
         (f"{PARTS}::test_records_are_put_into_the_order_of_the_input",),
     ),
     "lines of a late batch are left out": Mutation(
         f"{STORED}/merge.py",
-        "                elif job.unfinished and errors is not None:",
+        "                elif unfinished and errors is not None:",
         "                elif False:",
         (f"{OWNER}::test_a_late_batch_expires",),
     ),
