@@ -2,6 +2,8 @@
 // after a lanes and a vector header; internal linkage.
 #pragma once
 
+#include <utility>
+
 #include "kernels/attention_kernels.h"
 #include "kernels/delta_kernels.h"
 #include "kernels/expert_kernels.h"
@@ -11,61 +13,21 @@
 namespace ktqueue {
 namespace {
 
-constexpr KernelTable make_table(const char* isa) {
+template <Quant kQuant>
+constexpr PanelKernel dot_kernel() {
+    using Format = Panel<panel_format(kQuant)>;
+    if constexpr (takes_floats(kQuant))
+        return exact_panels<Format>;
+    else
+        return dot_panels<Format>;
+}
+
+template <size_t... I>
+constexpr KernelTable make_table(const char* isa, std::index_sequence<I...>) {
     return {
         isa,
-        {exact_panels<PanelF32>,
-         exact_panels<PanelF16>,
-         exact_panels<PanelBF16>,
-         dot_panels<PanelQ4_0>,
-         dot_panels<PanelQ8_0>,
-         dot_panels<PanelQ2_K>,
-         dot_panels<PanelQ3_K>,
-         dot_panels<PanelQ4_K>,
-         dot_panels<PanelQ5_K>,
-         dot_panels<PanelQ6_K>,
-         dot_panels<PanelIQ4_NL>,
-         dot_panels<PanelIQ4_XS>,
-         dot_panels<PanelMXFP4>,
-         dot_panels<PanelIQ2>,
-         dot_panels<PanelIQ2>,
-         dot_panels<PanelIQ2>,
-         dot_panels<PanelIQ3<Quant::IQ3_XXS>>,
-         dot_panels<PanelIQ3<Quant::IQ3_S>>,
-         dot_panels<PanelIQ1>,
-         dot_panels<PanelIQ1>,
-         dot_panels<PanelNVFP4>,
-         dot_panels<PanelQ4_1>,
-         dot_panels<PanelQ5_1>,
-         dot_panels<PanelUINT4>,
-         exact_panels<PanelFP8>,
-         dot_panels<PanelNVFP4>},
-        {exact_panels<PanelF32>,
-         exact_panels<PanelF16>,
-         exact_panels<PanelBF16>,
-         exact_panels<PanelQ4_0>,
-         exact_panels<PanelQ8_0>,
-         exact_panels<PanelQ2_K>,
-         exact_panels<PanelQ3_K>,
-         exact_panels<PanelQ4_K>,
-         exact_panels<PanelQ5_K>,
-         exact_panels<PanelQ6_K>,
-         exact_panels<PanelIQ4_NL>,
-         exact_panels<PanelIQ4_XS>,
-         exact_panels<PanelMXFP4>,
-         exact_panels<PanelIQ2>,
-         exact_panels<PanelIQ2>,
-         exact_panels<PanelIQ2>,
-         exact_panels<PanelIQ3<Quant::IQ3_XXS>>,
-         exact_panels<PanelIQ3<Quant::IQ3_S>>,
-         exact_panels<PanelIQ1>,
-         exact_panels<PanelIQ1>,
-         exact_panels<PanelNVFP4>,
-         exact_panels<PanelQ4_1>,
-         exact_panels<PanelQ5_1>,
-         exact_panels<PanelUINT4>,
-         exact_panels<PanelFP8>,
-         exact_panels<PanelNVFP4>},
+        {dot_kernel<static_cast<Quant>(I)>()...},
+        {exact_panels<Panel<panel_format(static_cast<Quant>(I))>>...},
         {},
         {},
         quantize,
@@ -82,6 +44,10 @@ constexpr KernelTable make_table(const char* isa) {
         delta_rule,
         multiply_by_sigmoid,
     };
+}
+
+constexpr KernelTable make_table(const char* isa) {
+    return make_table(isa, std::make_index_sequence<kQuantCount>());
 }
 
 }  // namespace

@@ -7,30 +7,37 @@
 namespace ktqueue {
 namespace {
 
+// A view of one superblock of a format's panels: of a value of panel_format().
+template <Quant Format>
+struct Panel;
+
 // Float formats are stored as they are: their superblocks are plain runs of slabs.
-struct PanelF32 {
+template <>
+struct Panel<Quant::F32> {
     static constexpr Quant kQuant = Quant::F32;
     const uint8_t* block;
-    PanelF32(const uint8_t* block, size_t) : block(block) {}
+    Panel(const uint8_t* block, size_t) : block(block) {}
     void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
         for (size_t i = 0; i < 8; ++i)
             weights[i] = load_floats(reinterpret_cast<const float*>(block + slab * 2048 + (8 * j + i) * 64));
     }
 };
 
-struct PanelF16 {
+template <>
+struct Panel<Quant::F16> {
     static constexpr Quant kQuant = Quant::F16;
     const uint8_t* block;
-    PanelF16(const uint8_t* block, size_t) : block(block) {}
+    Panel(const uint8_t* block, size_t) : block(block) {}
     void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
         for (size_t i = 0; i < 8; ++i) weights[i] = load_halves(block + slab * 1024 + (8 * j + i) * 32);
     }
 };
 
-struct PanelBF16 {
+template <>
+struct Panel<Quant::BF16> {
     static constexpr Quant kQuant = Quant::BF16;
     const uint8_t* block;
-    PanelBF16(const uint8_t* block, size_t) : block(block) {}
+    Panel(const uint8_t* block, size_t) : block(block) {}
     void floats(size_t slab, size_t j, Floats (&weights)[8]) const {
         for (size_t i = 0; i < 8; i += 2)
             load_bf16_pair(block + slab * 1024 + (8 * j + i) * 32, weights[i], weights[i + 1]);
@@ -38,11 +45,12 @@ struct PanelBF16 {
 };
 
 // Numbers of eight bits with scales.
-struct PanelFP8 {
+template <>
+struct Panel<Quant::FP8> {
     static constexpr Quant kQuant = Quant::FP8;
     static constexpr bool kMinimums = false;
     const uint8_t* block;
-    PanelFP8(const uint8_t* block, size_t) : block(block) {}
+    Panel(const uint8_t* block, size_t) : block(block) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
         const uint8_t* codes = part(slab) + slab % kFP8Slabs * 512 + j * 128;
         even = load_bytes(codes);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "formats/activations.h"
+#include "kernels/float_views.h"
 
 namespace ktqueue {
 namespace {
@@ -21,20 +22,50 @@ constexpr CodeTable kIQ3XXSCodes(kIQ3XXSValues, activation_kind(Quant::IQ3_XXS).
 constexpr CodeTable kIQ3SCodes(kIQ3SValues, activation_kind(Quant::IQ3_S).offset);
 constexpr CodeTable kIQ2Codes(kIQ2Values, activation_kind(Quant::IQ2_S).offset);
 
-// The plane of four bits that most formats have.
-struct Nibbles {
-    const uint8_t* block;
+// The values of a format's codes; null where codes are whole numbers.
+template <Quant Format>
+constexpr const CodeTable* code_table() {
+    switch (Format) {
+        case Quant::IQ4_NL:
+        case Quant::IQ4_XS:
+            return &kIQ4Codes;
+        case Quant::MXFP4:
+        case Quant::NVFP4:
+            return &kMXFP4Codes;
+        case Quant::IQ3_XXS:
+            return &kIQ3XXSCodes;
+        case Quant::IQ3_S:
+            return &kIQ3SCodes;
+        default:
+            return nullptr;
+    }
+}
 
-    void codes(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
+// Adds `Value` to the codes of lines 2j and 2j + 1 of a slab whose bit in a plane of bits is set.
+template <int Value>
+inline void add_plane(const uint8_t* plane, size_t slab, size_t j, Bytes& even, Bytes& odd) {
+    even = add_bits<Value>(even, plane + slab * 64 + j * 16);
+    odd = add_bits<Value>(odd, plane + slab * 64 + j * 16 + 8);
+}
+
+// The plane of four bits that most formats have, and behind it that of the fifth ones.
+template <Quant Format>
+struct Nibbles {
+    static constexpr bool kFive = Format == Quant::Q5_K || Format == Quant::Q5_1;
+    const uint8_t *block, *bits, *end;
+
+    Nibbles(const uint8_t* block, size_t slabs)
+        : block(block), bits(block + 256 * slabs), end(block + (kFive ? 320 : 256) * slabs) {}
+
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
         const Bytes both = load_bytes(block + slab * 256 + j * 64);
         even = low_nibbles(both);
         odd = high_nibbles(both);
-    }
-
-    void values(size_t slab, size_t j, const CodeTable& table, Bytes& even, Bytes& odd) const {
-        codes(slab, j, even, odd);
-        even = lookup(table.codes, even);
-        odd = lookup(table.codes, odd);
+        if constexpr (kFive) add_plane<16>(bits, slab, j, even, odd);
+        if constexpr (constexpr const CodeTable* kTable = code_table<Format>(); kTable != nullptr) {
+            even = lookup(kTable->codes, even);
+            odd = lookup(kTable->codes, odd);
+        }
     }
 };
 
@@ -96,10 +127,11 @@ struct WordFactors {
     }
 };
 
-struct PanelQ8_0 : Scaled<PanelQ8_0> {
+template <>
+struct Panel<Quant::Q8_0> : Scaled<Panel<Quant::Q8_0>> {
     static constexpr Quant kQuant = Quant::Q8_0;
     const uint8_t *block, *scales;
-    PanelQ8_0(const uint8_t* block, size_t slabs) : block(block), scales(block + 512 * slabs) {}
+    Panel(const uint8_t* block, size_t slabs) : block(block), scales(block + 512 * slabs) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
         even = load_bytes(block + slab * 512 + j * 128);
         odd = load_bytes(block + slab * 512 + j * 128 + 64);
@@ -107,75 +139,49 @@ struct PanelQ8_0 : Scaled<PanelQ8_0> {
     Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
 };
 
-struct PanelQ4_0 : Scaled<PanelQ4_0> {
-    static constexpr Quant kQuant = Quant::Q4_0;
-    Nibbles nibbles;
-    const uint8_t* scales;
-    PanelQ4_0(const uint8_t* block, size_t slabs) : nibbles{block}, scales(block + 256 * slabs) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
-    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
-};
-
-struct PanelIQ4_NL : Scaled<PanelIQ4_NL> {
-    static constexpr Quant kQuant = Quant::IQ4_NL;
-    Nibbles nibbles;
-    const uint8_t* scales;
-    PanelIQ4_NL(const uint8_t* block, size_t slabs) : nibbles{block}, scales(block + 256 * slabs) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.values(slab, j, kIQ4Codes, even, odd); }
-    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
-};
-
-struct PanelMXFP4 : Scaled<PanelMXFP4> {
-    static constexpr Quant kQuant = Quant::MXFP4;
-    Nibbles nibbles;
-    const uint8_t* exponents;
-    PanelMXFP4(const uint8_t* block, size_t slabs) : nibbles{block}, exponents(block + 256 * slabs) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.values(slab, j, kMXFP4Codes, even, odd);
-    }
-    Floats scale(size_t slab, size_t) const { return load_exponents(exponents + 16 * slab); }
-};
-
-struct PanelIQ4_XS : Scaled<PanelIQ4_XS> {
-    static constexpr Quant kQuant = Quant::IQ4_XS;
-    Nibbles nibbles;
-    const uint8_t* scales;
-    Floats d;
-    PanelIQ4_XS(const uint8_t* block, size_t slabs)
-        : nibbles{block}, scales(block + 256 * slabs), d(load_halves(block + 272 * slabs)) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.values(slab, j, kIQ4Codes, even, odd); }
-    Floats scale(size_t slab, size_t) const { return times(d, load_signed(scales + 16 * slab)); }
-};
-
+// Nibbles with a half, or an exponent, for each slab.
 template <Quant Format>
-struct PanelIQ3 : Scaled<PanelIQ3<Format>> {
+    requires(Format == Quant::Q4_0 || Format == Quant::IQ4_NL || Format == Quant::MXFP4)
+struct Panel<Format> : Scaled<Panel<Format>> {
     static constexpr Quant kQuant = Format;
-    Nibbles nibbles;
-    const uint8_t* scales;
+    Nibbles<Format> nibbles;
+    Panel(const uint8_t* block, size_t slabs) : nibbles(block, slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.lines(slab, j, even, odd); }
+    Floats scale(size_t slab, size_t) const {
+        if constexpr (Format == Quant::MXFP4) return load_exponents(nibbles.end + 16 * slab);
+        return load_halves(nibbles.end + 32 * slab);
+    }
+};
+
+// Nibbles with a byte for each slab, times d.
+template <Quant Format>
+    requires(Format == Quant::IQ4_XS || Format == Quant::IQ3_XXS || Format == Quant::IQ3_S)
+struct Panel<Format> : Scaled<Panel<Format>> {
+    static constexpr Quant kQuant = Format;
+    Nibbles<Format> nibbles;
     Floats d;
-    PanelIQ3(const uint8_t* block, size_t slabs)
-        : nibbles{block}, scales(block + 256 * slabs), d(load_halves(block + 272 * slabs)) {
+    Panel(const uint8_t* block, size_t slabs) : nibbles(block, slabs), d(load_halves(nibbles.end + 16 * slabs)) {
         if constexpr (Format == Quant::IQ3_XXS) d = times(d, splat_float(0.5f));
     }
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.values(slab, j, Format == Quant::IQ3_S ? kIQ3SCodes : kIQ3XXSCodes, even, odd);
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.lines(slab, j, even, odd); }
+    Floats scale(size_t slab, size_t) const {
+        const uint8_t* scales = nibbles.end + 16 * slab;
+        return times(d, Format == Quant::IQ4_XS ? load_signed(scales) : load_unsigned(scales));
     }
-    Floats scale(size_t slab, size_t) const { return times(d, load_unsigned(scales + 16 * slab)); }
 };
 
-struct PanelNVFP4 : Scaled<PanelNVFP4> {
+template <>
+struct Panel<Quant::NVFP4> : Scaled<Panel<Quant::NVFP4>> {
     static constexpr Quant kQuant = Quant::NVFP4;
-    Nibbles nibbles;
+    Nibbles<Quant::NVFP4> nibbles;
     const uint8_t* scales;
     Floats d, r;  // for scales that are 2^-8 of what they stand for, and values that are twice it
-    PanelNVFP4(const uint8_t* block, size_t slabs)
-        : nibbles{block},
-          scales(block + 256 * slabs),
+    Panel(const uint8_t* block, size_t slabs)
+        : nibbles(block, slabs),
+          scales(nibbles.end),
           d(times(load_floats(factors(slabs)), splat_float(0x1p7f))),
           r(times(load_floats(factors(slabs) + kPanelRows), splat_float(0x1p7f))) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.values(slab, j, kMXFP4Codes, even, odd);
-    }
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.lines(slab, j, even, odd); }
     Floats scale(size_t slab, size_t half) const {
         const Floats s = load_e4m3_halves(scales + 32 * slab + 16 * half);
         return fused(s, d, times(s, r));
@@ -185,19 +191,21 @@ struct PanelNVFP4 : Scaled<PanelNVFP4> {
     const float* factors(size_t slabs) const { return reinterpret_cast<const float*>(scales + 32 * slabs); }
 };
 
-struct PanelQ4_K : Scaled<PanelQ4_K> {
-    static constexpr Quant kQuant = Quant::Q4_K;
+template <Quant Format>
+    requires(Format == Quant::Q4_K || Format == Quant::Q5_K)
+struct Panel<Format> : Scaled<Panel<Format>> {
+    static constexpr Quant kQuant = Format;
     static constexpr bool kMinimums = true;
-    Nibbles nibbles;
+    Nibbles<Format> nibbles;
     const uint8_t *scales, *minimums;
     Floats d, dmin;
-    PanelQ4_K(const uint8_t* block, size_t slabs)
-        : nibbles{block},
-          scales(block + 256 * slabs),
+    Panel(const uint8_t* block, size_t slabs)
+        : nibbles(block, slabs),
+          scales(nibbles.end),
           minimums(scales + 16 * slabs),
           d(load_halves(minimums + 16 * slabs)),
           dmin(load_halves(minimums + 16 * slabs + 32)) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.lines(slab, j, even, odd); }
     Floats scale(size_t slab, size_t) const { return times(d, load_unsigned(scales + 16 * slab)); }
     Floats minimum(size_t slab, size_t) const { return times(dmin, load_unsigned(minimums + 16 * slab)); }
     WordFactors word_factors() const { return {d, dmin}; }
@@ -206,40 +214,18 @@ struct PanelQ4_K : Scaled<PanelQ4_K> {
     }
 };
 
-struct PanelQ5_K : Scaled<PanelQ5_K> {
-    static constexpr Quant kQuant = Quant::Q5_K;
-    static constexpr bool kMinimums = true;
-    Nibbles nibbles;
-    const uint8_t *bits, *scales, *minimums;
-    Floats d, dmin;
-    PanelQ5_K(const uint8_t* block, size_t slabs)
-        : nibbles{block},
-          bits(block + 256 * slabs),
-          scales(bits + 64 * slabs),
-          minimums(scales + 16 * slabs),
-          d(load_halves(minimums + 16 * slabs)),
-          dmin(load_halves(minimums + 16 * slabs + 32)) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.codes(slab, j, even, odd);
-        even = add_bits<16>(even, bits + slab * 64 + j * 16);
-        odd = add_bits<16>(odd, bits + slab * 64 + j * 16 + 8);
-    }
-    Floats scale(size_t slab, size_t) const { return times(d, load_unsigned(scales + 16 * slab)); }
-    Floats minimum(size_t slab, size_t) const { return times(dmin, load_unsigned(minimums + 16 * slab)); }
-};
-
-struct PanelQ6_K : Scaled<PanelQ6_K> {
+template <>
+struct Panel<Quant::Q6_K> : Scaled<Panel<Quant::Q6_K>> {
     static constexpr Quant kQuant = Quant::Q6_K;
-    Nibbles nibbles;
-    const uint8_t *pairs, *scales;
+    const uint8_t *nibbles, *pairs, *scales;
     Floats d;
-    PanelQ6_K(const uint8_t* block, size_t slabs)
-        : nibbles{block},
+    Panel(const uint8_t* block, size_t slabs)
+        : nibbles(block),
           pairs(block + 256 * slabs),
           scales(pairs + 128 * slabs),
           d(load_halves(scales + 32 * slabs)) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        const Bytes both = load_bytes(nibbles.block + slab * 256 + j * 64);
+        const Bytes both = load_bytes(nibbles + slab * 256 + j * 64);
         const Bytes four = load_bytes(pairs + slab * 128 + j / 2 * 64);
         even = join_planes(both, j % 2 == 0 ? shift_left<4>(four) : four);
         odd = join_planes(shift_right<4>(both), j % 2 == 0 ? shift_left<2>(four) : shift_right<2>(four));
@@ -247,26 +233,27 @@ struct PanelQ6_K : Scaled<PanelQ6_K> {
     Floats scale(size_t slab, size_t half) const { return times(d, load_signed(scales + 32 * slab + 16 * half)); }
 };
 
-struct PanelQ3_K : Scaled<PanelQ3_K> {
+template <>
+struct Panel<Quant::Q3_K> : Scaled<Panel<Quant::Q3_K>> {
     static constexpr Quant kQuant = Quant::Q3_K;
     const uint8_t *pairs, *bits, *scales;
     Floats d;
-    PanelQ3_K(const uint8_t* block, size_t slabs)
+    Panel(const uint8_t* block, size_t slabs)
         : pairs(block), bits(block + 128 * slabs), scales(bits + 64 * slabs), d(load_halves(scales + 32 * slabs)) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
         pair_codes(pairs, slab, j, even, odd);
-        even = add_bits<4>(even, bits + slab * 64 + j * 16);
-        odd = add_bits<4>(odd, bits + slab * 64 + j * 16 + 8);
+        add_plane<4>(bits, slab, j, even, odd);
     }
     Floats scale(size_t slab, size_t half) const { return times(d, load_signed(scales + 32 * slab + 16 * half)); }
 };
 
-struct PanelQ2_K : Scaled<PanelQ2_K> {
+template <>
+struct Panel<Quant::Q2_K> : Scaled<Panel<Quant::Q2_K>> {
     static constexpr Quant kQuant = Quant::Q2_K;
     static constexpr bool kMinimums = true;
     const uint8_t *pairs, *scales;
     Floats d, dmin;
-    PanelQ2_K(const uint8_t* block, size_t slabs)
+    Panel(const uint8_t* block, size_t slabs)
         : pairs(block),
           scales(block + 128 * slabs),
           d(load_halves(scales + 32 * slabs)),
@@ -290,25 +277,28 @@ struct NibbleScales {
     }
 };
 
-struct PanelIQ2 : Scaled<PanelIQ2> {
+template <>
+struct Panel<Quant::IQ2_S> : Scaled<Panel<Quant::IQ2_S>> {
     static constexpr Quant kQuant = Quant::IQ2_S;
     const uint8_t *pairs, *bits;
     NibbleScales scales;
-    PanelIQ2(const uint8_t* block, size_t slabs)
+    Panel(const uint8_t* block, size_t slabs)
         : pairs(block), bits(block + 128 * slabs), scales(block + 192 * slabs, slabs) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
         pair_codes(pairs, slab, j, even, odd);
-        even = lookup(kIQ2Codes.codes, add_bits<4>(even, bits + slab * 64 + j * 16));
-        odd = lookup(kIQ2Codes.codes, add_bits<4>(odd, bits + slab * 64 + j * 16 + 8));
+        add_plane<4>(bits, slab, j, even, odd);
+        even = lookup(kIQ2Codes.codes, even);
+        odd = lookup(kIQ2Codes.codes, odd);
     }
     Floats scale(size_t slab, size_t half) const { return scales.scale(slab, half); }
 };
 
-struct PanelIQ1 : Scaled<PanelIQ1> {
+template <>
+struct Panel<Quant::IQ1_M> : Scaled<Panel<Quant::IQ1_M>> {
     static constexpr Quant kQuant = Quant::IQ1_M;
     const uint8_t *pairs, *deltas;
     NibbleScales scales;
-    PanelIQ1(const uint8_t* block, size_t slabs)
+    Panel(const uint8_t* block, size_t slabs)
         : pairs(block), deltas(block + 128 * slabs), scales(block + 136 * slabs, slabs) {}
     void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
         // Each pair comes to bits 3 and 4, which multiplies it by 8.
@@ -322,43 +312,29 @@ struct PanelIQ1 : Scaled<PanelIQ1> {
     Floats scale(size_t slab, size_t half) const { return scales.scale(slab, half); }
 };
 
-struct PanelQ4_1 : Scaled<PanelQ4_1> {
-    static constexpr Quant kQuant = Quant::Q4_1;
+template <Quant Format>
+    requires(Format == Quant::Q4_1 || Format == Quant::Q5_1)
+struct Panel<Format> : Scaled<Panel<Format>> {
+    static constexpr Quant kQuant = Format;
     static constexpr bool kMinimums = true;
-    Nibbles nibbles;
-    const uint8_t *scales, *minimums;
-    PanelQ4_1(const uint8_t* block, size_t slabs)
-        : nibbles{block}, scales(block + 256 * slabs), minimums(scales + 32 * slabs) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
-    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
-    Floats minimum(size_t slab, size_t) const { return minus(zero_floats(), load_halves(minimums + 32 * slab)); }
-};
-
-struct PanelQ5_1 : Scaled<PanelQ5_1> {
-    static constexpr Quant kQuant = Quant::Q5_1;
-    static constexpr bool kMinimums = true;
-    Nibbles nibbles;
-    const uint8_t *bits, *scales, *minimums;
-    PanelQ5_1(const uint8_t* block, size_t slabs)
-        : nibbles{block}, bits(block + 256 * slabs), scales(bits + 64 * slabs), minimums(scales + 32 * slabs) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const {
-        nibbles.codes(slab, j, even, odd);
-        even = add_bits<16>(even, bits + slab * 64 + j * 16);
-        odd = add_bits<16>(odd, bits + slab * 64 + j * 16 + 8);
-    }
-    Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
+    Nibbles<Format> nibbles;
+    const uint8_t* minimums;
+    Panel(const uint8_t* block, size_t slabs) : nibbles(block, slabs), minimums(nibbles.end + 32 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.lines(slab, j, even, odd); }
+    Floats scale(size_t slab, size_t) const { return load_halves(nibbles.end + 32 * slab); }
     Floats minimum(size_t slab, size_t) const { return minus(zero_floats(), load_halves(minimums + 32 * slab)); }
 };
 
 // Both d * c and d * z fit into a float, so their difference is d * (c - z).
-struct PanelUINT4 : Scaled<PanelUINT4> {
+template <>
+struct Panel<Quant::UINT4> : Scaled<Panel<Quant::UINT4>> {
     static constexpr Quant kQuant = Quant::UINT4;
     static constexpr bool kMinimums = true;
-    Nibbles nibbles;
+    Nibbles<Quant::UINT4> nibbles;
     const uint8_t *scales, *zeros;
-    PanelUINT4(const uint8_t* block, size_t slabs)
-        : nibbles{block}, scales(block + 256 * slabs), zeros(scales + 32 * slabs) {}
-    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.codes(slab, j, even, odd); }
+    Panel(const uint8_t* block, size_t slabs)
+        : nibbles(block, slabs), scales(nibbles.end), zeros(scales + 32 * slabs) {}
+    void lines(size_t slab, size_t j, Bytes& even, Bytes& odd) const { nibbles.lines(slab, j, even, odd); }
     Floats scale(size_t slab, size_t) const { return load_halves(scales + 32 * slab); }
     Floats minimum(size_t slab, size_t) const { return times(scale(slab, 0), load_unsigned(row_zeros(slab))); }
     const uint8_t* row_zeros(size_t slab) const { return zeros + 16 * slab; }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/kernel_table.h"
 #include "kernels/panel_kernels.h"
@@ -293,23 +294,17 @@ void block_tile_panels(const PanelTask& task) {
 // tiles pay off, by Quant.
 template <class Tiles, class Half>
 void add_block_tiles(KernelTable& table, const size_t (&tokens)[kQuantCount]) {
-    const auto add = [&](auto... formats) {
-        const auto add_format = [&]<class Format>(std::type_identity<Format>) {
-            for (size_t i = 0; i < kQuantCount; ++i) {
-                if (panel_format(static_cast<Quant>(i)) != Format::kQuant) continue;
-                table.tiles[i] = tokens[i] ? block_tile_panels<Tiles, Half, Format> : nullptr;
+    const auto add = [&]<size_t... I>(std::index_sequence<I...>) {
+        const auto add_format = [&]<Quant kQuant>(std::integral_constant<Quant, kQuant>) {
+            if constexpr (!is_float(kQuant)) {
+                constexpr size_t i = static_cast<size_t>(kQuant);
+                table.tiles[i] = tokens[i] ? block_tile_panels<Tiles, Half, Panel<panel_format(kQuant)>> : nullptr;
                 table.tile_tokens[i] = tokens[i];
             }
         };
-        (add_format(formats), ...);
+        (add_format(std::integral_constant<Quant, static_cast<Quant>(I)>{}), ...);
     };
-    add(std::type_identity<PanelQ4_0>{}, std::type_identity<PanelQ8_0>{}, std::type_identity<PanelQ2_K>{},
-        std::type_identity<PanelQ3_K>{}, std::type_identity<PanelQ4_K>{}, std::type_identity<PanelQ5_K>{},
-        std::type_identity<PanelQ6_K>{}, std::type_identity<PanelIQ4_NL>{}, std::type_identity<PanelIQ4_XS>{},
-        std::type_identity<PanelMXFP4>{}, std::type_identity<PanelIQ3<Quant::IQ3_XXS>>{},
-        std::type_identity<PanelIQ3<Quant::IQ3_S>>{}, std::type_identity<PanelIQ2>{}, std::type_identity<PanelIQ1>{},
-        std::type_identity<PanelNVFP4>{}, std::type_identity<PanelQ4_1>{}, std::type_identity<PanelQ5_1>{},
-        std::type_identity<PanelUINT4>{}, std::type_identity<PanelFP8>{});
+    add(std::make_index_sequence<kQuantCount>());
     table.shuffle = shuffle;
     table.activate_tiles[0] = activate_tile_rows<quick_silu>;
     table.activate_tiles[1] = activate_tile_rows<gate_gelu>;
