@@ -77,7 +77,7 @@ async def calls_a_tool(claim: Claim) -> AsyncIterator[Step]:
 @pytest.fixture
 async def caller(broker: Broker) -> AsyncIterator[ScriptedWorker]:
     """A worker whose model reasons and calls tools."""
-    card = replace(CARD, name="caller", tool_parser="tool_call", reasoning_parser="think")
+    card = replace(CARD, tool_parser="tool_call", reasoning_parser="think")
     async with ScriptedWorker(broker, calls_a_tool, card) as worker:
         yield worker
 

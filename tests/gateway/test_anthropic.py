@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from scripted_worker import CARD, ScriptedWorker, Step, ended, token
+from scripted_worker import ScriptedWorker, Step, ended, token
 from served_gateway import ServeWith
 
-from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim
 from ktqueue.core.events import FinishReason, JobState, PromptPart
 
@@ -22,14 +20,6 @@ WEATHER: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-@pytest.fixture
-async def thinker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
-    """A scripted worker whose model thinks and calls tools."""
-    card = replace(CARD, tool_parser="tool_call", reasoning_parser="think")
-    async with ScriptedWorker(broker, card=card) as scripted:
-        yield scripted
 
 
 def writes(text: str, finish: FinishReason = FinishReason.STOP) -> Any:
@@ -119,8 +109,8 @@ async def test_a_stream_has_the_events_of_anthropic_in_order(http: httpx.AsyncCl
     assert events[-2]["usage"]["output_tokens"] == 3
 
 
-async def test_thinking_text_and_tool_calls_are_blocks(http: httpx.AsyncClient, thinker: ScriptedWorker) -> None:
-    thinker.script = writes(f"<think>Is it sunny?</think>Let me look.{CALL}")
+async def test_thinking_text_and_tool_calls_are_blocks(http: httpx.AsyncClient, caller: ScriptedWorker) -> None:
+    caller.script = writes(f"<think>Is it sunny?</think>Let me look.{CALL}")
     body = {**BODY, "tools": [WEATHER]}
     whole = (await http.post(PATH, json=body)).json()
     events = await events_of(http, body)
@@ -135,8 +125,8 @@ async def test_thinking_text_and_tool_calls_are_blocks(http: httpx.AsyncClient, 
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-async def test_a_tool_call_that_is_cut_has_what_was_written(http: httpx.AsyncClient, thinker: ScriptedWorker) -> None:
-    thinker.script = writes('<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', FinishReason.LENGTH)
+async def test_a_tool_call_that_is_cut_has_what_was_written(http: httpx.AsyncClient, caller: ScriptedWorker) -> None:
+    caller.script = writes('<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', FinishReason.LENGTH)
     whole = (await http.post(PATH, json={**BODY, "tools": [WEATHER]})).json()
     assert whole["content"][-1]["input"] == {"city": "Ro"}
     assert whole["stop_reason"] == "max_tokens"
@@ -154,7 +144,7 @@ async def test_the_stop_sequence_is_named_and_left_out(http: httpx.AsyncClient, 
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
 
 
-async def test_blocks_become_chat_messages(http: httpx.AsyncClient, thinker: ScriptedWorker) -> None:
+async def test_blocks_become_chat_messages(http: httpx.AsyncClient, caller: ScriptedWorker) -> None:
     cached = {"type": "text", "text": "Rome?", "cache_control": {"type": "ephemeral"}}
     secret = {"type": "redacted_thinking", "data": "x"}
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
@@ -177,7 +167,7 @@ async def test_blocks_become_chat_messages(http: httpx.AsyncClient, thinker: Scr
         "top_k": 5,
     }
     assert (await http.post(PATH, json=body)).status_code == 200
-    request = thinker.claims[0].request
+    request = caller.claims[0].request
     call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     assert [dict(message) for message in request.messages or ()] == [
         {"role": "system", "content": "Be short."},
@@ -281,9 +271,9 @@ async def test_tokens_of_messages_are_counted(http: httpx.AsyncClient, worker: S
     assert (response.status_code, response.json()) == (200, {"input_tokens": 4})
 
 
-async def test_the_anthropic_package(url: str, thinker: ScriptedWorker) -> None:
+async def test_the_anthropic_package(url: str, caller: ScriptedWorker) -> None:
     anthropic: Any = pytest.importorskip("anthropic")
-    thinker.script = writes(f"<think>Is it sunny?</think>Let me look.{CALL}")
+    caller.script = writes(f"<think>Is it sunny?</think>Let me look.{CALL}")
     async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as client:
         ask: dict[str, Any] = {**BODY, "tools": [WEATHER]}
         whole = await client.messages.create(**ask)

@@ -45,7 +45,7 @@ async def test_a_request_needs_one_of_the_keys(
         ]
         for fields in unknown:
             response = await http.post(CHAT, json=BODY, headers=fields)
-            assert response.status_code == 401
+            assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
             conforms(response.json(), "ErrorResponse")
             assert response.json()["error"]["type"] == "authentication_error"
             assert response.json()["error"]["code"] == "invalid_api_key"
@@ -235,55 +235,3 @@ async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
 
     paths = set((await http.get("/openapi.json")).json()["paths"])
     assert {route.path.replace(":path", "") for route in routes()} == paths
-
-
-BROKEN_HTTP = [
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b"NONSENSE\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-type: \xff\r\n\r\n{",
-    b"GET /v1/models/%ff%fe%00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    b"GET /v1/jobs/" + b"a" * 5_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    b"DELETE /v1/jobs/..%2f..%2f HTTP/1.1\r\nhost: localhost\r\n\r\n",
-    b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5_000 + b"\r\n",
-    b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nidempotency-key: \xff\xfe\r\ncontent-length: 2\r\n\r\n{}",
-]
-
-
-async def test_broken_http_does_not_harm_other_clients(url: str, worker: ScriptedWorker) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    async with httpx.AsyncClient(base_url=url) as http:
-        for data in BROKEN_HTTP:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(data)
-            try:
-                async with asyncio.timeout(0.3):
-                    answer = await reader.read(12)
-                assert answer == b"" or 400 <= int(answer.split()[1]) < 500 or data.startswith(b"GET / ")
-            except TimeoutError:
-                pass  # waits for the rest of the body
-            writer.transport.abort()
-            assert (await http.post(CHAT, json=BODY)).status_code == 200
-
-
-async def test_an_announced_size_is_refused_before_the_body(url: str) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n"
-    )
-    async with asyncio.timeout(5):
-        assert (await reader.read(12)).endswith(b"413")
-    writer.transport.abort()
-
-
-async def test_a_body_that_never_ends_is_refused(serve_with: ServeWith, worker: ScriptedWorker) -> None:
-    async with serve_with(stall_seconds=0.3) as (_, url):
-        host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
-        async with asyncio.timeout(5):
-            assert (await reader.read(12)).endswith(b"408")
-        writer.transport.abort()

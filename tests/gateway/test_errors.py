@@ -237,6 +237,10 @@ async def test_other_content_types_are_refused(http: httpx.AsyncClient, worker: 
     ):
         response = await http.post(CHAT, content=content, headers={"content-type": kind})
         assert response.status_code == status
+        if status == 415:
+            assert response.json()["error"]["value"] == kind
+        says_what_to_send = "-H 'content-type: application/json'" in response.text
+        assert says_what_to_send == (kind == "application/x-www-form-urlencoded")  # as curl -d does
     request = http.build_request("POST", CHAT, content=content)
     request.headers.pop("content-type", None)
     assert (await http.send(request)).status_code == 200

@@ -100,6 +100,43 @@ TOO_MUCH: list[tuple[bytes, int, str, float | None]] = [
 ]
 
 
+BROKEN_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"NONSENSE\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-type: \xff\r\n\r\n{",
+    b"GET /v1/models/%ff%fe%00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /v1/jobs/" + b"a" * 5_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"DELETE /v1/jobs/..%2f..%2f HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 5_000 + b"\r\n",
+    b"POST /v1/jobs HTTP/1.1\r\nhost: localhost\r\nidempotency-key: \xff\xfe\r\ncontent-length: 2\r\n\r\n{}",
+]
+
+
+async def test_broken_http_does_not_harm_other_clients(url: str, connect: Connect, worker: ScriptedWorker) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        for data in BROKEN_HTTP:
+            client = await connect(url)
+            await client.send(data)
+            try:
+                async with asyncio.timeout(0.3):
+                    answer = await client.reader.read(12)
+                assert answer == b"" or 400 <= int(answer.split()[1]) < 500 or data.startswith(b"GET / ")
+            except TimeoutError:
+                pass  # waits for the rest of the body
+            client.leave()
+            assert (await http.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_an_announced_size_is_refused_before_the_body(url: str, connect: Connect) -> None:
+    client = await connect(url)
+    await client.send(POST + b"expect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert (await client.reader.read(12)).endswith(b"413")
+
+
 async def test_input_beyond_a_limit_gets_an_error_and_ends_the_connection(
     serve_with: ServeWith, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,9 +228,10 @@ async def test_a_body_has_a_time_limit_and_a_minimum_rate(serve_with: ServeWith,
         dripping.cancel()
         return said
 
-    for settings, bytes_a_turn in (({"body_timeout": 0.5}, 1_000), ({"min_body_rate": 100}, 1)):
+    cases = ({"body_timeout": 0.5}, 5.0, 1_000), ({"min_body_rate": 100}, 0.3, 1), ({"stall_seconds": 0.3}, 5.0, 0)
+    for settings, grace_seconds, bytes_a_turn in cases:
         async with serve_with(**settings) as (server, url):
-            server.gateway.bodies.uploads.grace_seconds = 0.3
+            server.gateway.bodies.uploads.grace_seconds = grace_seconds
             said = await answer(url, bytes_a_turn)
             assert said.startswith(b"HTTP/1.1 408")
             assert b"connection: close" in said

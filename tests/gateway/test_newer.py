@@ -3,19 +3,17 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
+from scripted_worker import CARD as TALE_CARD
 from served_gateway import read_frames
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Lease
-from ktqueue.core.model_card import ModelCard
 
-CARD = ModelCard(
-    name="tale", created=1, max_model_len=512, vocab_size=256, architecture="test", quantization="none",
-    max_num_seqs=8, digest="0123456789abcdef" * 2,
-)  # fmt: skip
+CARD = replace(TALE_CARD, digest="0123456789abcdef" * 2)
 
 NEWER_VERSION = """
 import asyncio

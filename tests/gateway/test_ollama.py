@@ -7,10 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_worker import CARD, USAGE, ScriptedWorker, Step, ended, token
+from scripted_worker import USAGE, ScriptedWorker, Step, ended, token
 
 from ktqueue import __version__
-from ktqueue.broker.broker import Broker
 from ktqueue.broker.lease import Claim
 from ktqueue.core.events import FinishReason, JobState, Timings
 
@@ -22,11 +21,10 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 
 @pytest.fixture
-async def thinker(broker: Broker) -> AsyncIterator[ScriptedWorker]:
-    """A scripted worker whose model thinks and calls tools."""
-    card = replace(CARD, tool_parser="tool_call", reasoning_parser="think")
-    async with ScriptedWorker(broker, thinks, card) as scripted:
-        yield scripted
+def thinker(caller: ScriptedWorker) -> ScriptedWorker:
+    """A worker whose model `thinks`."""
+    caller.script = thinks
+    return caller
 
 
 async def thinks(claim: Claim) -> AsyncIterator[Step]:

@@ -94,7 +94,7 @@ async def test_log_probabilities_are_of_the_text_alone(http: httpx.AsyncClient, 
         yield ended(claim)
 
     caller.script = thinks_and_calls
-    body = {**BODY, "model": "caller", "tools": [TOOL], "top_logprobs": 2}
+    body = {**BODY, "tools": [TOOL], "top_logprobs": 2}
     events = await events_of(http, "POST", PATH, json={**body, "stream": True})
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [[entry["token"] for entry in event["logprobs"]] for event in deltas] == [
@@ -112,7 +112,7 @@ async def test_log_probabilities_are_of_the_text_alone(http: httpx.AsyncClient, 
 async def test_reasoning_text_and_a_call_are_items_of_their_own(
     http: httpx.AsyncClient, caller: ScriptedWorker, conforms: Conforms
 ) -> None:
-    events = await events_of(http, "POST", PATH, json={**BODY, "model": "caller", "tools": [TOOL], "stream": True})
+    events = await events_of(http, "POST", PATH, json={**BODY, "tools": [TOOL], "stream": True})
     for event in events:
         conforms(event, "ResponseStreamEvent")
     reasoning, message, call = events[-1]["response"]["output"]

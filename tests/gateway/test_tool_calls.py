@@ -12,7 +12,7 @@ from ktqueue.core.events import FinishReason
 
 PATH = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-BODY: dict[str, Any] = {"model": "caller", "messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
+BODY: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
 
 
 async def test_an_answer_with_a_call(http: httpx.AsyncClient, caller: ScriptedWorker, conforms: Conforms) -> None:
