@@ -17,10 +17,8 @@ from ktqueue.batches.id_set import IdSet
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.openai.endpoints import CHAT, COMPLETIONS
 
-ENVELOPE, PLAIN = (
-    {"method", "url", "body"},
-    {"prompt", "messages"},
-)  # keys that distinguish a batch line from a plain one
+# Keys that distinguish a batch line from a plain one.
+ENVELOPE, PLAIN = {"method", "url", "body"}, {"prompt", "messages"}
 MAX_LINE_BYTES = 32 << 20
 MAX_CUSTOM_ID_LENGTH = 512  # characters
 MAX_FAULTS_SHOWN = 10

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktqueue.batches.concurrency import map_concurrently
 from ktqueue.batches.input import BatchLine
 from ktqueue.batches.line_jobs import LineJobs, failure_record, job_id
 from ktqueue.broker.broker import Broker
@@ -167,10 +168,11 @@ class LineRunner:
         model, job_class = self._options.model, self._options.job_class
         card = await self._card(model or line.body.get("model"))
         line_jobs = LineJobs(line, name, model=model, card=card, job_class=job_class)
-        jobs = [self._job(name, place, request, job_ids) for place, request in enumerate(line_jobs.requests)]
-        # Wait for all: if one is refused, the others are still in the queue and in the window.
-        outcomes = await asyncio.gather(*jobs, return_exceptions=True)
-        histories = [_raise_if_error(outcome) for outcome in outcomes]
+        requests = line_jobs.requests
+        # It waits for all: if one is refused, the others are still in the queue and in the window.
+        histories = await map_concurrently(
+            lambda place: self._job(name, place, requests[place], job_ids), range(len(requests)), len(requests)
+        )
         for place, (_, journal) in enumerate(histories):
             fault = line_jobs.failure(place, journal[-1])
             if fault is not None:
@@ -249,9 +251,3 @@ class LineRunner:
             )
         except IdempotencyConflict:  # it was submitted before in another class; its answer is the same
             return await self._broker.jobs.get(job)
-
-
-def _raise_if_error(outcome: JobHistory | BaseException) -> JobHistory:
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome

@@ -32,11 +32,7 @@ _COUNTERS = (
     ("steps", "steps", "Steps of the engine."),
     ("replayed_steps", "replayed_steps", "Steps that replayed a captured CUDA graph."),
     ("prepared_steps", "prepared_steps", "Steps that were prepared while the GPU computed the previous one."),
-    (
-        "steps_ahead",
-        "steps_ahead",
-        "Prepared steps that were launched before the tokens of the previous one were read.",
-    ),
+    ("steps_ahead", "steps_ahead", "Prepared steps launched before the tokens of the previous one were read."),
     ("overlapped_steps", "overlapped_steps", "Batch steps during which interactive sequences had steps of their own."),
     ("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens that steps verified ahead."),
     ("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were right."),

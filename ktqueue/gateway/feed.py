@@ -7,7 +7,7 @@ client reads slowly, the buffer fills and then the journal's mailbox, which fall
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from ktqueue.broker.journal import Journal
@@ -77,12 +77,10 @@ class Feed:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
-    def _events_of(self, job_id: str, after: int) -> AsyncGenerator[TokenEvent, None]:
-        return self._journal.follow(job_id, after, journals=self._journals, lenient=self._lenient)
-
     async def _pump(self, place: int, job_id: str, after: int) -> None:
         try:
-            async with aclosing(self._events_of(job_id, after)) as events:
+            following = self._journal.follow(job_id, after, journals=self._journals, lenient=self._lenient)
+            async with aclosing(following) as events:
                 async for event in events:
                     while len(self.buffered) >= BUFFERED_EVENTS:
                         self._has_room.clear()

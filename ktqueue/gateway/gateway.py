@@ -109,8 +109,7 @@ class Gateway:
         Raises what `Jobs.submit` raises, ContextLengthExceeded if the prompt cannot fit the model's context, and
         InvalidRequest for a token id that the model does not have or a grammar that takes too long to compile.
         """
-        await self._check_ids(generation)
-        await self._check_size(generation)
+        await self._check_prompt(generation)
         await self.grammars.check(generation.grammar, generation.grammar_field)
         try:
             with self._count_refusals(tenant):
@@ -130,27 +129,27 @@ class Gateway:
             self.metrics.tenant_jobs.labels(tenant.name).inc()
         return record
 
-    async def _check_ids(self, generation: GenerationRequest) -> None:
-        """A worker checks them too, but then another prompt of the same call may have an answer that has begun."""
-        ids = generation.prompt_token_ids
-        if ids and (card := await self.broker.models.card(generation.model)) is not None:
+    async def _check_prompt(self, generation: GenerationRequest) -> None:
+        """Refuse a large prompt here that a worker would refuse after much work, and wrong token ids.
+
+        A worker checks them too, but then another prompt of the same call may have an answer that has begun.
+        """
+        text, ids = generation.prompt, generation.prompt_token_ids
+        is_large = len(text or ids or ()) > LARGE_PROMPT and generation.truncate_prompt_tokens is None
+        if not ids and not is_large:
+            return
+        card = await self.broker.models.card(generation.model)
+        if card is None:
+            return
+        if text is not None:
+            check_text(text, card.max_model_len, card.longest_token)
+        if ids is not None:
             check_token_ids(ids, card.vocab_size)
             if generation.prompt_only and len(ids) > card.max_model_len:  # no completion needs room
                 wanted = f"at most {card.max_model_len} token ids, the model's context"
                 raise InvalidRequest.must_be("prompt_token_ids", wanted, len(ids), limit=card.max_model_len)
-
-    async def _check_size(self, generation: GenerationRequest) -> None:
-        """Refuse a large prompt here that a worker would refuse after much work."""
-        text, token_ids = generation.prompt, generation.prompt_token_ids
-        if len(text or token_ids or ()) <= LARGE_PROMPT or generation.truncate_prompt_tokens is not None:
-            return
-        if generation.prompt_only and token_ids is not None:
-            return  # they are only detokenised
-        for card in await self.broker.models.cards():
-            if card.name == generation.model and token_ids is not None:
-                check_tokens(len(token_ids), card.max_model_len)
-            elif card.name == generation.model and text is not None:
-                check_text(text, card.max_model_len, card.longest_token)
+            if is_large and not generation.prompt_only:
+                check_tokens(len(ids), card.max_model_len)
 
     async def retry(self, tenant: Tenant, job_id: str) -> JobRecord:
         """Send a tenant's failed job again, within its limits. Raises what `Jobs.retry` raises."""

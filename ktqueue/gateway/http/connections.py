@@ -34,9 +34,8 @@ class Connections:
         self._trusted = [ip_network(network, strict=False) for network in trusted]
         self._addresses: dict[EvictableConnection, str] = {}
         self._counts: Counter[str] = Counter()
-        self._idle: dict[
-            str, dict[EvictableConnection, None]
-        ] = {}  # by address, the longest idle first; no empty entries
+        # By address, the longest idle first; no empty entries.
+        self._idle: dict[str, dict[EvictableConnection, None]] = {}
         self._overflow: dict[EvictableConnection, None] = {}
         self._lingering: dict[EvictableConnection, None] = {}
 

@@ -28,9 +28,8 @@ class Http10:
                 if without_length:
                     cycle.chunked_encoding = False
             elif without_length:
-                cycle.expected_content_length = len(
-                    message.get("body", b"")
-                )  # of this part, so that uvicorn accepts it
+                # Of this part, so that uvicorn accepts it.
+                cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
         await self._app(scope, receive, send_unframed)
