@@ -16,6 +16,7 @@ from ktqueue.core.config import Config
 FACTS = BatchFacts(model="tale", total=3, answered=2, failed=1, usage=BatchUsage(prompt=5, completion=7))
 FAULT = {"code": "invalid_method", "message": "method must be POST", "param": None, "line": None}
 WRITTEN = {"output_file_id": "file-out", "error_file_id": "file-err"}
+BODY: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
 Changes = Sequence[tuple[BatchStatus, dict[str, Any]]]
 
 
@@ -38,8 +39,8 @@ async def upload(http: httpx.AsyncClient) -> dict[str, Any]:
 async def test_a_batch_has_openais_type_in_each_status(
     changes: Changes, http: httpx.AsyncClient, broker: Broker, conforms: Conforms
 ) -> None:
-    body = {"endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"name": "night"}}
-    made = await http.post("/v1/batches", json=body | {"input_file_id": (await upload(http))["id"]})
+    body = BODY | {"metadata": {"name": "night"}, "input_file_id": (await upload(http))["id"]}
+    made = await http.post("/v1/batches", json=body)
     batch = made.raise_for_status().json()
     conforms(batch, "Batch")
     found = await broker.batches.take("owner")
@@ -73,7 +74,7 @@ async def test_a_key_answers_its_batch_after_the_input_was_deleted(
     http: httpx.AsyncClient, broker: Broker, conforms: Conforms
 ) -> None:
     file_id = (await upload(http))["id"]
-    body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file_id}
+    body = BODY | {"input_file_id": file_id}
     key = {"idempotency-key": "night"}
     made = (await http.post("/v1/batches", json=body, headers=key)).raise_for_status().json()
     refused = await http.delete(f"/v1/files/{file_id}")  # the batch reads it
@@ -97,8 +98,7 @@ async def test_an_address_has_its_share_of_batches(config: Config) -> None:
         for source in ("127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.2"):
             transport = httpx.AsyncHTTPTransport(local_address=source)
             async with httpx.AsyncClient(base_url=url, transport=transport) as http:
-                body = {"endpoint": "/v1/completions", "completion_window": "24h"}
-                made.append(await http.post("/v1/batches", json=body | {"input_file_id": (await upload(http))["id"]}))
+                made.append(await http.post("/v1/batches", json=BODY | {"input_file_id": (await upload(http))["id"]}))
         assert [response.status_code for response in made] == [200, 200, 429, 200]
         error = made[2].json()["error"]
         assert (error["code"], error["limit"], error["value"]) == ("too_many_batches", 2, 2)
@@ -121,7 +121,7 @@ WRONG_BODIES: list[tuple[dict[str, Any], str, str]] = [
 
 
 async def test_wrong_values_are_refused_by_name(http: httpx.AsyncClient, conforms: Conforms) -> None:
-    body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": "file-none"}
+    body = BODY | {"input_file_id": "file-none"}
     for wrong, param, words in WRONG_BODIES:
         response = await http.post("/v1/batches", json=body | wrong)
         conforms(response.json(), "ErrorResponse")
@@ -132,6 +132,5 @@ async def test_wrong_values_are_refused_by_name(http: httpx.AsyncClient, conform
 
 
 async def test_an_unknown_input_is_named_as_the_client_wrote_it(http: httpx.AsyncClient) -> None:
-    body = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": "file-none"}
-    response = await http.post("/v1/batches", json=body)
+    response = await http.post("/v1/batches", json=BODY | {"input_file_id": "file-none"})
     assert (response.status_code, response.json()["error"]["param"]) == (404, "input_file_id")

@@ -41,10 +41,6 @@ class SlowTale:
     worker: ScriptedWorker
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def claims(self) -> list[Claim]:
-        return self.worker.claims
-
 
 @pytest.fixture
 def slow_tale(worker: ScriptedWorker) -> SlowTale:
@@ -114,7 +110,7 @@ async def test_a_stream_can_be_resumed_after_any_frame(
         assert everything[-1] == "data: [DONE]"
         assert '"usage":' in everything[-2]
         assert (await broker.jobs.get(job_id)).state is JobState.DONE
-        assert len(slow_tale.claims) == 1
+        assert len(slow_tale.worker.claims) == 1
         ids = [id_of(block) for block in everything]
         assert len(set(ids[:-2])) == len(ids) - 2
         for place, last in enumerate(ids[:-2]):
@@ -165,10 +161,10 @@ async def test_repeating_a_request_cancels_nothing(
     for _ in range(2):
         async with http.stream("POST", CHAT, json=body(CHAT), headers=headers) as response:
             await blocks(response, at_most=1)
-    assert not (await broker.jobs.get(slow_tale.claims[0].job_id)).cancel_requested
+    assert not (await broker.jobs.get(slow_tale.worker.claims[0].job_id)).cancel_requested
     slow_tale.go.set()
     assert (await resume(http))[-1] == "data: [DONE]"
-    assert len(slow_tale.claims) == 1
+    assert len(slow_tale.worker.claims) == 1
 
 
 async def test_a_stream_can_be_cancelled(http: httpx.AsyncClient, slow_tale: SlowTale, broker: Broker) -> None:

@@ -30,10 +30,6 @@ ENDLESS = [kind for kind in KINDS if kind not in HELD]
 CHAT: dict[str, Any] = {"model": "tale", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **options)
-
-
 @pytest.fixture(scope="module")
 def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """URL and process id of a gateway with short timeouts."""
@@ -46,7 +42,8 @@ def gateway(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment |= {f"KTQUEUE_{name}": str(value) for name, value in settings.items()}
     with (tmp_path_factory.mktemp("logs") / "gateway.log").open("wb") as log:
-        process = start("-m", "ktqueue.gateway", env=environment, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "ktqueue.gateway"]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     for _ in range(300):
         try:

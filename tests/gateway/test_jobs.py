@@ -91,7 +91,6 @@ async def test_a_wrong_body_is_refused_by_field(http: httpx.AsyncClient, worker:
         ({"max_tokens": 5}, "max_tokens"),
         ({"sampling": {"max_token": 5}}, "sampling.max_token"),
         ({"sampling": {"temperature": -1}}, "sampling.temperature"),
-        ({"sampling": {"min_tokens": 10}}, None),
         ({"sampling": 5}, "sampling"),
         ({"messages": [{"role": "user", "content": "x"}]}, "prompt"),
         ({"prompt": ""}, "prompt"),
@@ -99,8 +98,6 @@ async def test_a_wrong_body_is_refused_by_field(http: httpx.AsyncClient, worker:
         ({"priority": -101}, "priority"),
     ):
         response = await http.post(JOBS, json={**BODY, **change})
-        if param is None:
-            continue
         assert response.status_code == 400, change
         assert response.json()["error"]["param"] == param
     hint = (await http.post(JOBS, json={**BODY, "max_tokens": 5})).json()["error"]["message"]

@@ -29,7 +29,6 @@ def body(word: str) -> dict[str, Any]:
 class FloodWorker:
     """A worker whose job `flood` has 5 KB events: many until `calm` is set, then some until `enough` is set."""
 
-    worker: ScriptedWorker
     calm: asyncio.Event = field(default_factory=asyncio.Event)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -37,7 +36,7 @@ class FloodWorker:
 @pytest.fixture
 def flood(worker: ScriptedWorker) -> FloodWorker:
     """Plays the job `flood`, and twenty words for any other job."""
-    signals = FloodWorker(worker)
+    signals = FloodWorker()
 
     async def talk(claim: Claim) -> AsyncIterator[Step]:
         if claim.request.prompt == "flood":
