@@ -47,12 +47,7 @@ class GatewayServer(uvicorn.Server):
         if settings.probe_port is None or self.should_exit:
             return
         protocol = partial(
-            LimitedProtocol,
-            settings=settings,
-            max_file_bytes=settings.max_body_bytes,
-            metrics=self.gateway.metrics,
-            connections=Connections(PROBE_CONNECTIONS),
-            probes_only=True,
+            _protocol(self.gateway, Connections(PROBE_CONNECTIONS), probes_only=True),
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
@@ -92,20 +87,12 @@ def build_server(config: Config) -> GatewayServer:
     connections = Connections(
         settings.socket_limit, per_address=settings.max_sockets_per_address, trusted=settings.trusted_addresses
     )
-    protocol: Any = partial(
-        LimitedProtocol,
-        settings=settings,
-        max_file_bytes=config.storage.max_file_bytes,
-        metrics=gateway.metrics,
-        connections=connections,
-        probes_only=False,
-    )
     server_config = uvicorn.Config(
         Http10(app),
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=protocol,
+        http=_protocol(gateway, connections, probes_only=False),
         ws="none",
         lifespan="on",
         access_log=False,  # `http/access_log.py` logs requests
@@ -115,6 +102,11 @@ def build_server(config: Config) -> GatewayServer:
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds + 5)),
     )
     return GatewayServer(server_config, gateway, connections)
+
+
+def _protocol(gateway: Gateway, connections: Connections, *, probes_only: bool) -> Any:
+    """What makes a protocol for each connection of a port."""
+    return partial(LimitedProtocol, gateway.config, gateway.metrics, connections, probes_only=probes_only)
 
 
 def serve(config: Config) -> None:

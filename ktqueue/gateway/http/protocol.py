@@ -14,7 +14,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from ktqueue.core.config import GatewayConfig
+from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
 from ktqueue.gateway.errors import HeadersTooLarge, MalformedRequest, SlowHeaders, UrlTooLong
 from ktqueue.gateway.http.connections import Connections
@@ -57,20 +57,13 @@ class LimitedProtocol(HttpToolsProtocol):
     """One connection. A parser callback (`on_...`) that raises ends the parsing."""
 
     def __init__(
-        self,
-        *,
-        settings: GatewayConfig,
-        max_file_bytes: int,
-        metrics: Metrics,
-        connections: Connections,
-        probes_only: bool,
-        **uvicorn: Any,
+        self, settings: Config, metrics: Metrics, connections: Connections, *, probes_only: bool, **uvicorn: Any
     ) -> None:
         super().__init__(**uvicorn)
-        self._settings = settings
+        self._settings = settings.gateway
         self._metrics = metrics
-        self._max_file_bytes = max_file_bytes
-        self._max_body_bytes = settings.max_body_bytes  # of the request that is being read
+        self._max_file_bytes = settings.gateway.max_body_bytes if probes_only else settings.storage.max_file_bytes
+        self._max_body_bytes = settings.gateway.max_body_bytes  # of the request that is being read
         self._connections = connections
         self._probes_only = probes_only
         self._refusal: KtqueueError | None = None  # of every request of this connection that is not a probe
