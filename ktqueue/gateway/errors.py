@@ -64,15 +64,8 @@ class RangeNotSatisfiable(KtqueueError):
     status = 416
 
 
-class SlowBody(KtqueueError):
-    """The body arrived too slowly, or stopped arriving."""
-
-    code = "request_timeout"
-    status = 408
-
-
-class SlowHeaders(KtqueueError):
-    """The headers did not end in time."""
+class RequestTimeout(KtqueueError):
+    """The headers did not end in time, or the body arrived too slowly or stopped arriving."""
 
     code = "request_timeout"
     status = 408

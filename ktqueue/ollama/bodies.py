@@ -100,7 +100,7 @@ class OllamaFields(StrictBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    def common(self) -> Json:
+    def shared_fields(self) -> Json:
         """The fields of a body of OpenAI's that mean the same."""
         options = {name: value for name, value in (self.options or {}).items() if name not in LOADING}
         if options.get("n") not in (None, 1):
@@ -112,7 +112,7 @@ class OllamaFields(StrictBody):
             made["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         return made
 
-    def of_chats(self) -> Json:
+    def chat_fields(self) -> Json:
         """The fields of a chat body that a completion has in another form: log probabilities and thinking."""
         made: Json = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if self.think is None:
@@ -132,7 +132,7 @@ class OllamaChatBody(OllamaFields):
         """The chat body that means the same; None without messages."""
         if not self.messages:
             return None
-        made = {**self.common(), **self.of_chats(), "messages": [message.chat() for message in self.messages]}
+        made = {**self.shared_fields(), **self.chat_fields(), "messages": [message.chat() for message in self.messages]}
         if self.tools:
             made["tools"] = [{"type": "function", **tool} for tool in self.tools]
         return made
@@ -152,7 +152,7 @@ class OllamaGenerateBody(OllamaFields):
         """The chat body that means the same, for a prompt that is not `completes`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        return {**self.common(), **self.of_chats(), "messages": messages}
+        return {**self.shared_fields(), **self.chat_fields(), "messages": messages}
 
     def completion(self) -> Json:
         """The completion body that means the same. Raises UnsupportedParameter."""
@@ -162,7 +162,7 @@ class OllamaGenerateBody(OllamaFields):
                 param="system",
                 limit="left out",
             )
-        made = {**self.common(), "prompt": self.prompt}
+        made = {**self.shared_fields(), "prompt": self.prompt}
         if self.logprobs:
             made["logprobs"] = self.top_logprobs or 0
         return {**made, "suffix": self.suffix} if self.suffix else made

@@ -78,11 +78,11 @@ class Window:
 
     def _admit(self) -> None:
         while fitting := [
-            one for one in self._waiting if not one[0].done() and self._fits(one[1], self._groups[one[2]])
+            (self._groups[group].lines, index)
+            for index, (place, size, group) in enumerate(self._waiting)
+            if not place.done() and self._fits(size, self._groups[group])
         ]:
-            chosen = min(fitting, key=lambda one: self._groups[one[2]].lines)
-            self._waiting.remove(chosen)
-            place, size, group = chosen
+            place, size, group = self._waiting.pop(min(fitting)[1])
             self._groups[group].waiting -= 1
             self._count(1, size, self._groups[group])
             place.set_result(None)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from ktqueue.core.config import StorageConfig
-from ktqueue.gateway.errors import ClientGone, SlowBody, TooManyUploads
+from ktqueue.gateway.errors import ClientGone, RequestTimeout, TooManyUploads
 from ktqueue.gateway.http.upload_form import FORM_BYTES, file_too_large
 from ktqueue.gateway.http.uploads import GRACE_SECONDS
 
@@ -45,7 +45,7 @@ class FileUploads:
 
         Only the time in which the client is waited for counts, not that in which the parts are stored.
 
-        Raises TooManyUploads, RequestTooLarge, SlowBody, ClientGone.
+        Raises TooManyUploads, RequestTooLarge, RequestTimeout, ClientGone.
         """
         upload = self._enter(caller)
         limit = self._settings.max_file_bytes
@@ -77,7 +77,7 @@ class FileUploads:
         except TimeoutError:
             if upload.dropped:
                 raise self._no_room() from None
-            raise SlowBody(
+            raise RequestTimeout(
                 f"the file came too slowly: it must come at an average of {rate} bytes per second or more, never "
                 f"pausing for {self._stall_seconds:g} seconds",
                 param="file",

@@ -29,8 +29,8 @@ STREAM_START: StreamPlace = (0, 0.0)
 
 def request_id(headers: Headers) -> str:
     """The client's `X-Request-Id` if it is 1 to 128 visible ASCII characters, else a new id."""
-    given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else new_request_id()
+    sent = headers.get("x-request-id", "")
+    return sent if _ID.fullmatch(sent) else new_request_id()
 
 
 def new_request_id() -> str:

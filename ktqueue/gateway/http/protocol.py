@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ktqueue.core.config import Config
 from ktqueue.core.errors import KtqueueError
-from ktqueue.gateway.errors import HeadersTooLarge, MalformedRequest, SlowHeaders, UrlTooLong
+from ktqueue.gateway.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, UrlTooLong
 from ktqueue.gateway.http.connections import Connections
 from ktqueue.gateway.http.headers import new_request_id
 from ktqueue.gateway.http.responses import error_response
@@ -270,7 +270,9 @@ class LimitedProtocol(HttpToolsProtocol):
         seconds = self._settings.header_timeout
         if self._in_headers:
             self._refuse(
-                SlowHeaders(f"the headers must end within {seconds:g} seconds (gateway.header_timeout)", limit=seconds)
+                RequestTimeout(
+                    f"the headers must end within {seconds:g} seconds (gateway.header_timeout)", limit=seconds
+                )
             )
         else:
             self._end("silent")

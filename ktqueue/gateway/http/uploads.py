@@ -10,7 +10,7 @@ from starlette.requests import Request
 from ktqueue.core.config import GatewayConfig
 from ktqueue.core.errors import RequestTooLarge
 from ktqueue.core.units import format_bytes
-from ktqueue.gateway.errors import ClientGone, SlowBody, TooManyBodyBytes
+from ktqueue.gateway.errors import ClientGone, RequestTimeout, TooManyBodyBytes
 
 GRACE_SECONDS = 5.0
 KEPT_SHARE = 7 / 8  # of the limit for all bodies: what may remain after some were dropped
@@ -43,7 +43,7 @@ class Uploads:
     async def read(self, request: Request) -> AsyncGenerator[bytearray, None]:
         """The whole body. Its bytes count as held until the end of the block.
 
-        Raises RequestTooLarge, SlowBody, TooManyBodyBytes, ClientGone.
+        Raises RequestTooLarge, RequestTimeout, TooManyBodyBytes, ClientGone.
         """
         upload = _Upload(asyncio.timeout(self._settings.stall_seconds))
         self._open.add(upload)
@@ -109,7 +109,7 @@ class Uploads:
             upload.data = bytearray()
             upload.timer.reschedule(0)
 
-    def _error_of(self, upload: _Upload) -> SlowBody | TooManyBodyBytes:
+    def _error_of(self, upload: _Upload) -> RequestTimeout | TooManyBodyBytes:
         settings = self._settings
         if upload.dropped:
             limit = settings.max_bodies_bytes
@@ -119,7 +119,7 @@ class Uploads:
                 param="body",
                 limit=limit,
             )
-        return SlowBody(
+        return RequestTimeout(
             f"the body came too slowly: it must end within {settings.body_timeout:g} seconds, come at an average of "
             f"{settings.min_body_rate} bytes per second or more, never pausing for {settings.stall_seconds:g} seconds",
             param="body",
