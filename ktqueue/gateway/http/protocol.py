@@ -269,11 +269,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer = None
         seconds = self._settings.header_timeout
         if self._in_headers:
-            self._refuse(
-                RequestTimeout(
-                    f"the headers must end within {seconds:g} seconds (gateway.header_timeout)", limit=seconds
-                )
-            )
+            message = f"the headers must end within {seconds:g} seconds (gateway.header_timeout)"
+            self._refuse(RequestTimeout(message, limit=seconds))
         else:
             self._end("silent")
 
