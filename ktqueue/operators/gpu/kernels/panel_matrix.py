@@ -22,13 +22,13 @@ from ktqueue.operators.packed import PackedMatrix
 _FEWEST_SLABS, _MOST_SLABS = 32, 128
 """Slabs of a step of a program, of each of its rows: 1,024 to 4,096 columns."""
 _FAST_SLABS = 64
-"""Where steps of so many are whole, none has more: two steps that are requested at once are faster than one of 128."""
+"""Where steps of so many are whole, none has more: two that are requested at once are faster than one of 128."""
 _SLABS_OF_ALL = 1 << 14
 """Slabs that all programs together have in flight at a time: eight per warp, so about 15 warps per multiprocessor."""
 _AHEAD_TOKENS = 2
-"""Up to here, two steps of weights are requested before the first is multiplied. More tokens need the registers, and so
-do two tokens of _AHEAD_PANELS or more: then more programs run at once."""
+"""Tokens up to which a program requests two steps of weights before it multiplies the first. Others need registers."""
 _AHEAD_PANELS = 1 << 12
+"""Panels from which it does so for one token only: with fewer registers, more programs run at once."""
 
 
 def _slabs_at_once(panels: int, slabs: int) -> int:
