@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu.kernels.copy_words import MOST_BYTES, copy_words
-from ktqueue.operators.gpu.kernels.embed import embed
+from ktqueue.operators.gpu.kernels.take_rows import take_rows
 from ktqueue.operators.gpu.staging import FixedStaging, ResultFetcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -44,4 +44,4 @@ def test_results_are_fetched_behind_the_kernels_before() -> None:
 def test_rows_are_those_of_the_table(columns: int) -> None:
     table = torch.randn(1000, columns, device="cuda").bfloat16()
     ids = torch.randint(0, 1000, (37,), device="cuda")
-    assert torch.equal(embed(table, ids), table[ids])
+    assert torch.equal(take_rows(table, ids), table[ids])

@@ -8,9 +8,9 @@
 -- Order: interactive before batch, but one free row in `batch share` goes to batch. Within a class tenants and their
 -- callers take turns (`turns.lua`), and the jobs of one caller go by arrival and priority. Jobs that lost their workers
 -- go first.
--- Rows: a job takes a row for each of its choices, and none if it wants only its prompt. The last job may take more rows than are left, or it would never
--- start. Rows beyond those for any class are taken from running batch jobs; an interactive job gets them only if all
--- its rows are available. If none is left, the interactive job whose turn it is gets rows nevertheless, if another
+-- Rows: a job takes a row for each of its choices, and none if it wants only its prompt. The last job may take more
+-- rows than are left, or it would never start. Rows beyond those for any class are taken from running batch jobs; an
+-- interactive job gets them only if all its rows are available. If none is left, the interactive job whose turn it is gets rows nevertheless, if another
 -- tenant, or caller of its tenant, has more rows here even afterwards. The worker takes them from that one.
 -- Prefixes: among the first jobs of a class, the job with the longest prefix in this worker's cache goes first. A job
 -- that has just arrived is left for a moment to a worker that has more of its prefix and free rows.
@@ -379,7 +379,8 @@ for _, id in ipairs(taken) do
       'started', 'tenant', 'caller'))
   local rank = digits(order + (priority_offset or 0))
   reply[#reply + 1] = {
-    id, request, tonumber(attempts), tonumber(deaths_without_progress or 0), deadline and math.max(0, deadline - now), rank,
+    id, request, tonumber(attempts), tonumber(deaths_without_progress or 0),
+    deadline and math.max(0, deadline - now), rank,
     journal_of(id, '-'), math.max(0, (tonumber(started) or now) - order),
     owner_of(tenant, caller or ''),
   }

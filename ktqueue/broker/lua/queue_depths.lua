@@ -1,6 +1,6 @@
 -- Numbers of waiting and running jobs.
--- Replies {model, class, waiting, running, us that the oldest has waited or false, callers with waiting jobs}* for every class of every model that
--- is known or has jobs. Writes nothing.
+-- Replies {model, class, waiting, running, us that the oldest has waited or false, callers with waiting jobs}* for
+-- every class of every model that is known or has jobs. Writes nothing.
 -- Jobs at the head of a queue among which the oldest is searched: with priorities the first need not be the oldest.
 local LOOKED_AT = 100
 local MAX_TENANTS = 64 -- whose callers are counted

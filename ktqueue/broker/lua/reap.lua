@@ -8,8 +8,8 @@
 -- Of a dead worker's jobs, those whose journals have not grown count the death; if one of these is on trial, only that
 -- one. None counts it if the process that saw the worker's end says so.
 -- Promises: a live worker's jobs are changed only by their deadlines; after an outage, every lease that was valid when
--- it began gets one more lease time; a key of another type than ours goes; if the clock went back, no lease ends later than a lease time from now; at most
--- 256 deadlines per call.
+-- it began gets one more lease time; a key of another type than ours goes; if the clock went back, no lease ends later
+-- than a lease time from now; at most 256 deadlines per call.
 local SILENCE = 0.375 -- lease times without a renewal; a worker renews four times per lease time
 local SINGLE = { -- types of keys that every script may use
   live = 'zset', ended = 'zset', deadlines = 'zset', held = 'zset', failed = 'zset', bound = 'zset', webhooks = 'zset',

@@ -16,8 +16,8 @@ from ktqueue.engine.gpu.graph_capture import Function
 from ktqueue.engine.runner import DeviceTokens
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.device import launches_dependents
-from ktqueue.operators.gpu.kernels.embed import embed
 from ktqueue.operators.gpu.kernels.operation import dependent_launches
+from ktqueue.operators.gpu.kernels.take_rows import take_rows
 from ktqueue.operators.gpu.staging import FixedStaging
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import StepContext
@@ -104,7 +104,7 @@ class DecodeBucket:
                 self._sent_places = wanted
             target = self._tokens.device["input_ids"]
             with dependent_launches(launches_dependents(target.device)):
-                embed(tokens.ids[:, None], self._places.device["places"], target.T)
+                take_rows(tokens.ids[:, None], self._places.device["places"], target.T)
         return self.replay()[:live]
 
     def _step(self, tensors: Mapping[str, torch.Tensor]) -> StepContext:

@@ -18,12 +18,12 @@ import torch
 from ktqueue.operators import native
 from ktqueue.operators.decoder_weights import router_norm
 from ktqueue.operators.gpu.kernels import panel_layout, panel_tensor_cores
-from ktqueue.operators.gpu.kernels.embed import embed
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases
 from ktqueue.operators.gpu.kernels.linear import few_rows_linear
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.router import Scoring
+from ktqueue.operators.gpu.kernels.take_rows import take_rows
 from ktqueue.operators.layer_facts import LayerFacts, RouterFacts
 from ktqueue.operators.linear_attention import (
     LinearAttentionShape,
@@ -96,7 +96,7 @@ class DecodedLinear:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """See DenseLinear."""
-        return embed(self.weight, ids)
+        return take_rows(self.weight, ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ def experts(
         if matrices and lists:
             rows = expert_matrices.gate_up(pairs, lists, rows, gate, of_input, matrices.gate_up)
             return expert_matrices.down(down_pairs, lists, rows, of_output, matrices.down)
-        chosen, early = tiles.dot_tiles(number, are_sorted=lists is not None), lists is None and tiles.early_pairs
+        chosen = tiles.dot_tiles(number, are_sorted=lists is not None)
+        early = tiles.early_pairs if lists is None else None
         if early and len(x) == 1 and number <= early.of_one and expert_few_pairs.fits(record):
             rows = expert_few_pairs.gate_up(pairs, rows, gate, of_input)
         else:

@@ -9,7 +9,7 @@ _COLUMNS = 1024
 
 
 @triton.jit
-def _embed_kernel(table, ids, out, row_stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr):
+def _take_rows_kernel(table, ids, out, row_stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr):
     """One program for BLOCK columns of a token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -19,7 +19,7 @@ def _embed_kernel(table, ids, out, row_stride, COLUMNS: tl.constexpr, BLOCK: tl.
     tl.store(out + token * COLUMNS + column, tl.load(table + row * row_stride + column, mask=inside), mask=inside)
 
 
-def embed(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def take_rows(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """table [rows, columns], ids [tokens] int64, all below `rows` -> [tokens, columns] of the table's type. out: dense,
     where they are written.
 
@@ -30,7 +30,7 @@ def embed(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = Non
     if not (runs_kernel(table) and table.stride(1) == 1 and len(ids)):
         return torch.index_select(table, 0, ids, out=out)
     block = min(_COLUMNS, triton.next_power_of_2(columns))
-    _embed_kernel[(len(ids), triton.cdiv(columns, block))](
+    _take_rows_kernel[(len(ids), triton.cdiv(columns, block))](
         table, ids, out, table.stride(0), COLUMNS=columns, BLOCK=block, **launch_options()
     )
     return out

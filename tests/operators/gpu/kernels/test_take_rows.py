@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ktqueue.operators.gpu.kernels.embed import embed
+from ktqueue.operators.gpu.kernels.take_rows import take_rows
 
 from ..interpreted import by_kernel, by_twin
 
@@ -14,5 +14,5 @@ def test_rows_are_those_of_the_table(columns: int, dtype: torch.dtype) -> None:
     table = torch.randn(9, columns + 4, generator=torch.Generator().manual_seed(columns)).to(dtype)[:, :columns]
     ids = torch.tensor([8, 0, 3, 3])
     for run in (by_kernel, by_twin):
-        assert torch.equal(run(embed, table, ids), table[ids])
-    assert by_kernel(embed, table, ids[:0]).shape == (0, columns)
+        assert torch.equal(run(take_rows, table, ids), table[ids])
+    assert by_kernel(take_rows, table, ids[:0]).shape == (0, columns)
