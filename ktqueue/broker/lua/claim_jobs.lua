@@ -10,8 +10,9 @@
 -- go first.
 -- Rows: a job takes a row for each of its choices, and none if it wants only its prompt. The last job may take more
 -- rows than are left, or it would never start. Rows beyond those for any class are taken from running batch jobs; an
--- interactive job gets them only if all its rows are available. If none is left, the interactive job whose turn it is gets rows nevertheless, if another
--- tenant, or caller of its tenant, has more rows here even afterwards. The worker takes them from that one.
+-- interactive job gets them only if all its rows are available. If none is left, the interactive job whose turn it is
+-- gets rows nevertheless, if another tenant, or caller of its tenant, has more rows here even afterwards. The worker
+-- takes them from that one.
 -- Prefixes: among the first jobs of a class, the job with the longest prefix in this worker's cache goes first. A job
 -- that has just arrived is left for a moment to a worker that has more of its prefix and free rows.
 -- Size: a claim ends with the job that makes its reply heavy, and takes at most MAX_TAKEN jobs, because Redis serves
