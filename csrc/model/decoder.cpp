@@ -66,7 +66,8 @@ void Decoder::add_layer(DecoderLayer layer) {
         require(fits(layer.q, heads * head_dim, hidden), "q");
         require(fits(layer.k, kv_heads * head_dim, hidden), "k");
         require(!layer.v || fits(layer.v, kv_heads * head_dim, hidden), "v");
-        require(fits(layer.o, hidden, heads * head_dim), "o");
+        const size_t values = layer.o ? layer.o->columns() : 0;
+        require(fits(layer.o, hidden, values) && values % heads == 0 && values <= heads * head_dim, "o");
         require(!layer.gate || fits(layer.gate, heads * head_dim, hidden), "the gate of attention");
     }
     const auto whole_or_head = [&](const std::vector<float>& norm, size_t count) {

@@ -25,7 +25,8 @@ namespace ktqueue {
 struct DecoderLayer {
     std::vector<float> attention_norm;  // of the input of attention: see Decoder
     AttentionShape attention = {};      // not of linear attention
-    const Linear *q = nullptr, *k = nullptr, *o = nullptr;
+    const Linear *q = nullptr, *k = nullptr;
+    const Linear* o = nullptr;                        // if values end with zeros, it has fewer columns of each head
     const Linear* v = nullptr;                        // null: a value is its key before norm and rotation
     const Linear* gate = nullptr;                     // as q: the output of attention is multiplied by its sigmoid
     std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
@@ -51,6 +52,7 @@ struct DecoderShape {
     bool norm_after_rotary = false;              // the norms of q and k follow their rotation
     float score_cap = 0;                         // as in AttentionLayer
     float logit_cap = 0;                         // a logit x becomes cap * tanh(x / cap); 0: it does not
+    float value_scale = 1;                       // of values, in layers of plain attention
 };
 
 // One step. `scored`: indices in the packed batch, rising, of the tokens whose logits are wanted.
@@ -131,6 +133,7 @@ class Decoder {
     void keep_scored(const DecoderStep& step);
     void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
+    const float* shorter_values(const DecoderLayer& layer, const float* attended, size_t count);
     void add_attended(const DecoderLayer& layer, const float* attended, size_t width, size_t count);
     void keep_hidden(const DecoderStep& step);
     void normalise(const std::vector<float>& norm, size_t count);

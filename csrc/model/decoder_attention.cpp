@@ -158,11 +158,26 @@ void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, s
         for_tokens(count, 8 * q_size, [&](size_t t) {
             kernels_.multiply_by_sigmoid(work_.gate.data() + t * q_size, q_size, attended + t * q_size);
         });
-    if (!layer.latent_attention) return add_attended(layer, attended, q_size, count);
+    if (!layer.latent_attention)
+        return add_attended(layer, shorter_values(layer, attended, count), layer.o->columns(), count);
     const size_t width = layer.latent_attention->shape.values();
     float* values = grown(work_.v, count * width);
     expand_values(*layer.latent_attention, attended, count, values);
     add_attended(layer, values, width, count);
+}
+
+// Returns the columns of `attended` that o has, in rows without gaps, multiplied by the scale of values.
+const float* Decoder::shorter_values(const DecoderLayer& layer, const float* attended, size_t count) {
+    const auto [heads, kv_heads, head_dim] = layer.attention;
+    const size_t width = layer.o->columns(), value_dim = width / heads;
+    if (value_dim == head_dim && shape_.value_scale == 1) return attended;
+    float* values = grown(work_.v, count * width);
+    for_tokens(count, width, [&](size_t t) {
+        for (size_t head = 0; head < heads; ++head)
+            std::copy_n(attended + (t * heads + head) * head_dim, value_dim, values + t * width + head * value_dim);
+        scale(values + t * width, width, shape_.value_scale);
+    });
+    return values;
 }
 
 // Computes linear attention of all tokens, since each changes the state, and keeps the wanted ones.

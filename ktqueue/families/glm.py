@@ -1,4 +1,4 @@
-"""GLM, and Solar-Open, whose layers are GLM-4.5's."""
+"""GLM, and families whose layers are GLM-4.5's: Solar-Open and Ling 2.0."""
 
 from dataclasses import replace
 
@@ -9,6 +9,11 @@ from ktqueue.families.parts import SIGMOID_LAYOUT, UNBIASED
 _OF_DENSE_LAYERS = {"leading_dense_block_count": 0, "feed_forward_length": 10_240}  # of which Solar-Open has none
 
 GLM = (
+    Family(
+        "Ling 2.0, Ring 2.0", "bailing_moe_v2", "BailingMoeV2ForCausalLM",
+        replace(SIGMOID_LAYOUT, architecture="bailingmoe2", names="dots1", implied={**UNBIASED, "use_qk_norm": True}),
+        partly_rotated=True,
+    ),
     Family(
         "GLM-4.5, 4.6, 4.7, 4.5-Air", "glm4_moe", "Glm4MoeForCausalLM",
         replace(SIGMOID_LAYOUT, architecture="glm4moe", next_tokens=True, by_tensor={

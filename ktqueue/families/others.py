@@ -154,6 +154,20 @@ OTHERS = (
     ),
     Family("Mellum 2", "mellum", "MellumForCausalLM"),
     Family(
+        "MiMo-V2-Flash", "mimo_v2_flash", "MiMoV2FlashForCausalLM",
+        GgufLayout(
+            "mimo2",
+            (
+                *(entry for entry in ROUTED if entry.config != "num_key_value_heads"),
+                expert_count("n_routed_experts"), EXPERT_WIDTH, WIDTH, WINDOW,
+                MetadataField("attention_value_scale", "attention.value_scale", float, required=False),
+            ),
+            (*LAYER, *EXPERTS, *MLP), tensors=("self_attn.sinks", "mlp.gate.e_score_correction_bias"),
+            implied={**UNBIASED, "norm_topk_prob": True}, sigmoid=True, mlp_kinds=True,
+        ),
+        partly_rotated=True, window_heads=2,
+    ),
+    Family(
         "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM",
         GgufLayout(
             "minimax-m2", LOCAL_EXPERTS, (*LAYER, *QK_NORMS, *EXPERTS), tensors=("mlp.e_score_correction_bias",),

@@ -34,17 +34,12 @@ UNSUPPORTED = (
     UnsupportedFamily("JetMoE", "experts in attention", ("jetmoe",)),
     UnsupportedFamily("Kimi-Linear", f"{_STATE} (Kimi delta attention)", ("kimi_linear",), ("kimi-linear",)),
     UnsupportedFamily("LFM2", "layers with a short convolution", ("lfm2", "lfm2_moe"), ("lfm2", "lfm2moe")),
-    UnsupportedFamily(
-        "Ling", _OWN_CODE, ("bailing_moe", "bailing_moe_v2", "bailing_hybrid"), ("bailingmoe", "bailingmoe2"),
-    ),
+    UnsupportedFamily("Ling 1", _OWN_CODE, ("bailing_moe",), ("bailingmoe",)),
+    UnsupportedFamily("Ling 2.5, Ring 2.5", f"{_STATE} (lightning attention)", ("bailing_hybrid",)),
     UnsupportedFamily(
         "LongCat", "two attention layers in each layer, and experts that copy their input", ("longcat_flash",),
     ),
     UnsupportedFamily("Mamba", _STATE, ("mamba", "mamba2"), ("mamba", "mamba2")),
-    UnsupportedFamily(
-        "MiMo-V2", "keys and values of different sizes, whose number of heads differs between layers",
-        ("mimo_v2_flash",), ("mimo2",),
-    ),
     UnsupportedFamily(
         "MiniCPM3", "latent attention between scaled embeddings and residuals", ("minicpm3",), ("minicpm3",),
     ),

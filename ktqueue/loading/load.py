@@ -56,14 +56,14 @@ class CardFacts:
 class AttentionFacts:
     """What an attention plan on a GPU needs to know. `heads` are those of the query.
 
-    `layer_windows`: the sliding window of each layer with keys and values, in keys; 0 means no window. `sinks`: heads
-    have a score without a value. `cap`, `chunk`: see ScoreOptions; some layers may have no chunks.
+    `layer_windows`: the sliding window of each layer with keys and values, in keys; 0 means no window. `layer_sinks`:
+    whether its heads have a score without a value. `cap`, `chunk`: see ScoreOptions; some layers may have no chunks.
     """
 
     heads: int
     scaling: float
     layer_windows: tuple[int, ...]
-    sinks: bool = False
+    layer_sinks: tuple[bool, ...] = ()
     cap: float = 0.0
     chunk: int = 0
 
@@ -160,15 +160,16 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
     """Return the facts of all attention modules."""
-    scalings, windows, caps, chunks, sinks = set(), [], {0.0}, {0}, False
+    scalings, windows, caps, chunks, sinks = set(), [], {0.0}, {0}, []
     for _, module in _attention_modules(skeleton):
-        sinks |= any("sink" in name for name, _ in module.named_parameters(recurse=False))
+        sinks.append(any("sink" in name for name, _ in module.named_parameters(recurse=False)))
         windows.append(window_of(module, config))
         caps.add(cap_of(module))
         chunks.add(chunk_of(module, config))
         scalings.add(float(module.scaling))
     scaling = max(scalings, default=1.0)
-    return AttentionFacts(config.num_attention_heads, scaling, tuple(windows) or (0,), sinks, max(caps), max(chunks))
+    heads = config.num_attention_heads
+    return AttentionFacts(heads, scaling, tuple(windows) or (0,), tuple(sinks), max(caps), max(chunks))
 
 
 def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -144,16 +144,15 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
         raise CheckpointError(f"{source}: a {config.model_type} of which no layer has keys and values is not supported")
     rotary: Any = model.get_submodule("model.rotary_emb")
     kinds = rotary_kinds(rotary)
-    name, part = "qk_rope_head_dim" if family.latent else "head_dim", 1.0
-    if family.partly_rotated:
-        part = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    name = "qk_rope_head_dim" if family.latent else "head_dim"
     pairs = rotary_pairs(rotary, kinds)
     checks = []  # what has a width, and that of the heads
     for found in attentions:
+        kind = config.layer_types[found.layer_idx] if kinds else ""
+        rope = config.rope_parameters[kind] if kinds else config.rope_parameters
+        part = rope.get("partial_rotary_factor", 1.0) if family.partly_rotated else 1.0
         width = int(part * (config.qk_rope_head_dim if family.latent else found.head_dim))
-        checks.append(
-            ("rotary embeddings", 2 * pairs[kinds.index(config.layer_types[found.layer_idx]) if kinds else 0], width)
-        )
+        checks.append(("rotary embeddings", 2 * pairs[kinds.index(kind) if kinds else 0], width))
         if family.single_norms:
             checks.append(("norms", found.q_norm.weight.numel() // config.num_attention_heads, width))
     for what, columns, width in checks:

@@ -35,9 +35,10 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values into layer `module.layer_idx` of the cache, then attend causally.
 
-    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] -> ([1, tokens, heads, head_dim],
-    None). The mask follows from the step; `attention_mask` must be None. s_aux: [heads], the sinks of `attend`;
-    softcap: its cap. Raises ValueError for a mask, and if there is no step or it does not fit the cache.
+    query [1, heads, tokens, head_dim], key [1, kv_heads, tokens, head_dim], value [1, kv_heads, tokens, value_dim] ->
+    ([1, tokens, heads, value_dim], None); values may have fewer columns than keys. The mask follows from the step;
+    `attention_mask` must be None. s_aux: [heads], the sinks of `attend`; softcap: its cap. Raises ValueError for a
+    mask, and if there is no step or it does not fit the cache.
     """
     if step is None:
         raise ValueError(f"{type(module).__name__} did not receive the step: the model does not pass it on")
@@ -48,8 +49,10 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = window_of(module, getattr(module, "config", None), sliding_window)
     options = ScoreOptions(scaling, window, None if s_aux is None else s_aux.float(), softcap or 0.0)
-    attended = attend(layer, query[0], key[0], value[0], step, options)
-    return attended[None], None
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # the cache has one size for both
+        value = nn.functional.pad(value, (0, key.shape[-1] - width))
+    return attend(layer, query[0], key[0], value[0], step, options)[None, ..., :width], None
 
 
 def attend(

@@ -17,8 +17,7 @@ from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
-from ktqueue.operators.decoder_weights import norm_weights, one_expert, router_norm
-from ktqueue.operators.fused_rows import SplitRows
+from ktqueue.operators.decoder_weights import in_own_order, norm_weights, one_expert, router_norm
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.latent_shape import INDEX_NORM_EPSILON, IndexerShape, LatentShape, growth_factors
 from ktqueue.operators.latent_weights import read_indexer, read_latent_attention
@@ -28,7 +27,6 @@ from ktqueue.operators.linear_attention import LinearAttentionShape, read_linear
 from ktqueue.operators.next_token_layer import NextTokenLayer
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedMatrix
 from ktqueue.operators.rotary import rotary_tables
-from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import DecoderOutput, StepContext
 
 _NONE: native.Floats = np.empty(0, np.float32)
@@ -69,7 +67,7 @@ class CpuDecoder(Operator):
     def load(self, weights: ModuleWeights) -> None:
         """Pack all matrices. The embedding keeps its stored format. Raises ValueError if a weight does not fit."""
         facts = self.facts
-        weights = self._in_own_order(weights)
+        weights = in_own_order(weights, facts)
         stored = weights.matrix("model.embed_tokens.weight")
         # A copy, because the file may be truncated or overwritten: reading its map would then raise SIGBUS or give
         # other weights.
@@ -87,7 +85,7 @@ class CpuDecoder(Operator):
         Raises ValueError if a weight does not fit.
         """
         facts = self.facts
-        weights = self._in_own_order(weights)
+        weights = in_own_order(weights, facts)
         layer = facts.further_layer
         decoder = self._make_decoder(norm_weights(weights, facts, f"{layer.name}.shared_head.norm"))
         self._add_layer(decoder, layer, weights)
@@ -111,13 +109,6 @@ class CpuDecoder(Operator):
         decoder.set_cache(keys, values, [keys.numpy() for keys in kv.index_keys])
         decoder.set_states([recent.numpy() for recent in kv.recent], [states.numpy() for states in kv.states])
 
-    def _in_own_order(self, weights: ModuleWeights) -> ModuleWeights:
-        """The weights with separate matrices, whose rows have the order of the kernels."""
-        facts, first = self.facts, self.facts.layers[0]
-        if facts.fused:
-            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
-        return in_rotary_order(weights, first.head_dim, facts.interleaved)
-
     def _make_decoder(self, norm: native.Floats) -> _kernels.Decoder:
         """A decoder with the model's embedding and head, whose last norm is `norm`, without layers."""
         facts, embedding = self.facts, self._embedding
@@ -135,6 +126,7 @@ class CpuDecoder(Operator):
             head=self._head.bound,
             logit_scale=facts.logit_scale,
             isa=self._options["isa"],
+            **({} if facts.value_scale == 1 else {"value_scale": facts.value_scale}),  # kernels of 0.1 lack it
         )
 
     def device_bytes(self) -> dict[str, int]:

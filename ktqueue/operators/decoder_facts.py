@@ -42,7 +42,8 @@ class DecoderFacts:
     centred: norms multiply by 1 + weight; float_norms: they multiply by weights before they round; latent: the shape of
     latent attention, equal in all layers. rotary_kinds: kinds of layers that have rotary tables of their own; empty:
     all layers have the same. score_cap, logit_cap: a score of attention or a logit x becomes cap * tanh(x / cap); 0: it
-    does not. normed_further: see Family.
+    does not. value_dim: columns of a value; 0: as many as a key has. value_scale: factor of values. normed_further: see
+    Family.
 
     embedding_scale, logit_scale: factors of the embedding and of the logits. A factor r of what each sublayer adds to
     the residual is in embedding_scale and epsilon: the residual is stored divided by r, which no norm notices if its
@@ -73,6 +74,8 @@ class DecoderFacts:
     rotary_kinds: tuple[str, ...] = ()
     score_cap: float = 0.0
     logit_cap: float = 0.0
+    value_dim: int = 0
+    value_scale: float = 1.0
     normed_further: bool = False
 
     @property
@@ -121,6 +124,8 @@ def facts_of(
     if len(epsilons) != 1:
         raise ValueError(f"its norms have different epsilons: {sorted(epsilons)}")
     qk_norm = next((names for names in _QK_NORMS if hasattr(attention, names[0])), ())
+    value_dim = 0 if latent else _value_dim(attention)
+    is_plain = not (latent or fused or value_dim)
     rotary_columns = 2 * max(rotary.pairs)
     if family.norm_after_rotary and rotary_columns != attention.head_dim:
         raise ValueError(f"only {rotary_columns} of {attention.head_dim} columns are rotated before the norm of a head")
@@ -148,14 +153,24 @@ def facts_of(
         rotary_kinds=kinds,
         tied=bool(config.tie_word_embeddings) and getattr(model.lm_head, "bias", None) is None,
         layers=layers,
-        gated=latent is None and not fused and attention.q_proj.out_features == 2 * attention.o_proj.in_features,
+        gated=is_plain and attention.q_proj.out_features == 2 * attention.o_proj.in_features,
         fused=fused,
         gate=_GATE if hasattr(attention, _GATE) else "",
         centred=_is_centred(body.norm),
         float_norms=_multiplies_before_rounding(body.norm),
         latent=latent,
+        value_dim=value_dim,
+        value_scale=getattr(attention, "v_scale", 1.0),
         normed_further=family.normed_further,
     )
+
+
+def _value_dim(attention: Any) -> int:
+    """Return DecoderFacts.value_dim for a module of attention. Raises ValueError if values are longer than keys."""
+    value_dim = getattr(attention, "v_head_dim", attention.head_dim)  # MiMo-V2
+    if value_dim > attention.head_dim:
+        raise ValueError(f"its values have {value_dim} columns, more than the {attention.head_dim} of its keys")
+    return 0 if value_dim == attention.head_dim else int(value_dim)
 
 
 def _epsilon(module: Any) -> float | None:

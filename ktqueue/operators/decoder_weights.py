@@ -1,11 +1,24 @@
-"""Reads the vectors and dense MLPs of a model's layers as CpuDecoder needs them."""
+"""Reads the weights of a model as both decoders need them, and the vectors and dense MLPs of layers for CpuDecoder."""
 
 import numpy as np
 
 from ktqueue.operators import native
 from ktqueue.operators.decoder_facts import DecoderFacts
+from ktqueue.operators.fused_rows import SplitRows
 from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
+from ktqueue.operators.padded_values import PaddedValues
+from ktqueue.operators.rotary_rows import in_rotary_order
+
+
+def in_own_order(weights: ModuleWeights, facts: DecoderFacts) -> ModuleWeights:
+    """Return the weights with separate matrices, whose rows have the order and the number that the kernels expect."""
+    first = facts.layers[0]
+    if facts.fused:
+        weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
+    if facts.value_dim:
+        weights = PaddedValues(weights, first.head_dim, facts.value_dim)
+    return in_rotary_order(weights, first.head_dim, facts.interleaved)
 
 
 def norm_weights(weights: ModuleWeights, facts: DecoderFacts, name: str) -> native.Floats:

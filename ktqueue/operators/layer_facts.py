@@ -158,7 +158,7 @@ def _mixer(layer: Any, config: Any, family: Family, rotary: RotaryKinds, latent:
         "sliding_window": window,
         "rotary_table": table,
         "rotary_pairs": rotary.pairs[table] if rotated else 0,
-        "sinks": hasattr(attention, "sinks"),
+        "sinks": getattr(attention, "sinks", None) is not None,
         "value_is_key": getattr(attention, "v_proj", attention) is None,
         "value_norm": hasattr(attention, "v_norm"),
         "chooses": has_indexer(attention),

@@ -207,7 +207,7 @@ def test_float32_and_odd_heads_go_to_our_kernels(kind: str, head_dim: int, windo
 def test_sinks_eager_and_captured(dtype: torch.dtype, cache: torch.dtype) -> None:
     """Heads as in gpt-oss, one window of two. Sinks are above all scores of their head, below them or between."""
     layout = KVLayout(layers=1, kv_heads=8, head_dim=64, page_size=16, dtype=cache, scales=scales_of(cache))
-    plans = planner(layout, "auto", 64, dtype, {0, 128}, sinks=True)
+    plans = planner(layout, "auto", 64, dtype, {0, 128}, sinks=(True,))
     assert plans.backend == "triton"
     kv = random_cache(layout, 600)
     sinks = torch.linspace(-20, 20, 64, device="cuda")

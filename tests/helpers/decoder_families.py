@@ -7,6 +7,7 @@ import torch
 import transformers
 from latent_families import GROWING, LATENT_FAMILIES, YARN
 from llama4_sizes import LLAMA4_SIZES
+from mimo_sizes import MIMO_SIZES
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -110,6 +111,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe without norms": ("glm4_moe", {**SIGMOID, "head_dim": 16, "n_group": 1, "topk_group": 1}),
     "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "partial_rotary_factor": 0.5}),
+    "bailing_moe_v2": ("bailing_moe_v2", {**SIGMOID, "head_dim": 32}),
+    "mimo_v2_flash": ("mimo_v2_flash", MIMO_SIZES),
     "dots1": ("dots1", {**SIGMOID, "head_dim": 16, "sliding_window": 8, "max_window_layers": 1}),
     "gpt_oss": ("gpt_oss", {**MOE, "num_local_experts": 6, "head_dim": 16, "sliding_window": 8}),
     "hunyuan_v1_moe": (
@@ -217,8 +220,9 @@ def random_model(kind: str, sizes: dict[str, Any], device: str = "cpu") -> Any:
 
 def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> AttentionPlanner:
     """Make the planner that a worker would make."""
-    windows = [layer.sliding_window for layer in facts.layers if layer.linear is None]
-    scores: Any = {"windows": windows, "sinks": any(layer.sinks for layer in facts.layers), "cap": facts.score_cap}
+    layers = [layer for layer in facts.layers if layer.linear is None]
+    scores: Any = {"windows": [layer.sliding_window for layer in layers], "cap": facts.score_cap}
+    scores["sinks"] = [layer.sinks for layer in layers]
     scores["chunk"] = max(layer.chunk for layer in facts.layers)
     return make_planner(layout, heads=facts.heads, scaling=facts.scaling, device=device, dtype=facts.dtype, **scores)
 

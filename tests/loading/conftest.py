@@ -55,6 +55,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "bailing_moe_v2": {**SIGMOID, "head_dim": 32},
+    "mimo_v2_flash": {
+        **ROUTED, **WINDOWS, "n_routed_experts": 8, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16,
+    },
     "dots1": {**SIGMOID, "head_dim": 16, "sliding_window": None},
     "qwen3_next": {
         **decoder_families.LINEAR, **ROUTED, "linear_value_head_dim": 16,

@@ -37,9 +37,9 @@ from ktqueue.loading.skeleton import build_config
             "Hunyuan 4 is not supported: it has hyper-connections (model_type 'hy_v4')",
         ),
         (
-            {"model_type": "bailing_moe_v2"},  # transformers does not know the type
-            "Ling is not supported: it has an architecture that transformers does not have (model_type "
-            "'bailing_moe_v2')",
+            {"model_type": "bailing_moe"},  # transformers does not know the type
+            "Ling 1 is not supported: it has an architecture that transformers does not have (model_type "
+            "'bailing_moe')",
         ),
     ],
 )

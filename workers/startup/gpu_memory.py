@@ -170,7 +170,7 @@ def planner_of(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> At
             heads=facts.heads,
             scaling=facts.scaling,
             windows=facts.layer_windows,
-            sinks=facts.sinks,
+            sinks=facts.layer_sinks,
             cap=facts.cap,
             chunk=facts.chunk,
             device=config.device,

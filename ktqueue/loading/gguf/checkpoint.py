@@ -121,7 +121,7 @@ def build_checkpoint(
     if family.heads_differ:
         adapt_gemma4_tensors(path, tensors, config)
     fused = family.linear or family.heads_differ or QKV in layout.modules
-    split_fused_tensors(path, tensors, config, attention=not fused)
+    split_fused_tensors(path, tensors, config, attention=not fused, window_heads=family.window_heads)
     _check_layers(path, wanted, tensors)
     single = take_single_experts(path, tensors)
     dense, stacks = _rename_tensors(path, layout, config, tensors, wanted)

@@ -21,19 +21,27 @@ SingleExperts = dict[str, dict[str, dict[int, CheckpointTensor]]]
 
 
 def split_fused_tensors(
-    path: str, tensors: dict[str, CheckpointTensor], config: Mapping[str, Any], *, attention: bool = True
+    path: str,
+    tensors: dict[str, CheckpointTensor],
+    config: Mapping[str, Any],
+    *,
+    attention: bool = True,
+    window_heads: int = 1,
 ) -> None:
     """Replace each fused tensor in `tensors`, by GGUF name, by views of its parts.
 
-    `attention`: also those of attention. Raises CheckpointError.
+    `attention`: also those of attention. `window_heads`: see Family. Raises CheckpointError.
     """
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_rows = config.get("num_key_value_heads", heads) * head_dim
+    kinds = config.get("layer_types") or ()
     for name in [name for name in tensors if "attn_qkv" in name or "gate_up_exps" in name]:
         if attention and (match := _FUSED_ATTENTION.fullmatch(name)):
             layer, ending = match.groups()
-            rows = {"q": heads * head_dim, "k": kv_rows, "v": kv_rows}
+            number, kv_heads = int(layer.removeprefix("blk.")), config.get("num_key_value_heads", heads)
+            kv_heads *= window_heads if kinds[number : number + 1] == ["sliding_attention"] else 1
+            value_dim = config.get("v_head_dim", head_dim)
+            rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * value_dim}
             parts = _split_rows(path, tensors[name], list(rows.values()), axis=0)
             names = [f"{layer}.attn_{part}.{ending}" for part in rows]
         elif match := _FUSED_EXPERTS.fullmatch(name):

@@ -11,6 +11,7 @@ from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.gguf.latent import SIGMOID, growth_config, growth_metadata, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
+from ktqueue.loading.gguf.mimo import mimo_config, mimo_metadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
 
 MAX_LAYERS = 4096
@@ -46,6 +47,8 @@ def config_from_metadata(family: Family, values: Mapping[str, Any], source: str)
     if family.heads_differ:
         return config | gemma4_config(metadata, config)
     config["num_hidden_layers"] -= multi_token_layers(metadata)
+    if family.window_heads > 1:
+        return config | mimo_config(metadata, config)
     if layout.windows_listed:
         slides = metadata.flags(_WINDOW_PATTERN, config["num_hidden_layers"])
         config["layer_types"] = [_SLIDING if value else "full_attention" for value in slides]
@@ -117,7 +120,7 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
     if layout.gemma:
         metadata = gemma_metadata(layout.gemma, layout.architecture, config, source)
         config = plain_rope(layout.gemma, config)
-    elif not family.heads_differ:
+    elif not family.heads_differ and family.window_heads == 1:
         _check_windows(layout, config, source)
     if config.get("use_sliding_window"):
         raise CheckpointError(
@@ -133,6 +136,10 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
     metadata |= {f"{layout.architecture}.{key}": value for key, value in layout.stated.items()}
     if family.heads_differ:
         return {**metadata, **gemma4_metadata(layout.architecture, config, source)}
+    if layout.sigmoid:
+        metadata[f"{layout.architecture}.expert_gating_func"] = SIGMOID
+    if family.window_heads > 1:
+        return {**metadata, **mimo_metadata(layout.architecture, config, source)}
     if family.chunked:
         check_llama4(layout.architecture, config, source)
     rope = rope_to_metadata(
@@ -160,8 +167,6 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
         metadata[f"{layout.architecture}.expert_shared_feed_forward_length"] = shared * width
     if family.linear:
         metadata |= linear_metadata(layout, config, source)
-    if layout.sigmoid:
-        metadata[f"{layout.architecture}.expert_gating_func"] = SIGMOID
     dimensions = head_dim or config["hidden_size"] // config["num_attention_heads"]
     part = rope_of_config(config).get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1
     rotary_width = config.get("rotary_dim") or dimensions * part

@@ -6,12 +6,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.table import FAMILIES
+from ktqueue.loading.huggingface.own_models import register_own_models
 from ktqueue.loading.installed import FAMILIES as ENTRIES
 from ktqueue.loading.installed import describe
 from ktqueue.loading.packaged_families import packaged_family
 
 __all__ = ["CAUSAL_MODELS", "config_class_of"]
 
+register_own_models()
 for known in FAMILIES:  # Mistral 4 is missing; AutoModelForCausalLM reads the same table
     CAUSAL_MODELS.setdefault(known.model_type, known.class_name)
 

@@ -25,6 +25,9 @@ from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTens
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.fused_experts import split_experts
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
+from ktqueue.loading.huggingface.ling import is_ling, ling_config, ling_tensors
+from ktqueue.loading.huggingface.mimo import MODEL_TYPES as MIMO_TYPES
+from ktqueue.loading.huggingface.mimo import mimo_config
 from ktqueue.loading.huggingface.next_tokens import next_token_names
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
@@ -67,6 +70,10 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     `next_tokens`: the checkpoint holds only the layers that predict further tokens, which follow the model's own.
     """
     config, text_name = text_part(read_json(folder / "config.json"))
+    if is_ling(config):
+        config = ling_config(config, str(folder))
+    elif config.get("model_type") in MIMO_TYPES:
+        config = mimo_config(config, str(folder))
     family = family_of_type(config.get("model_type"))
     if family.model_type and family.model_type != config["model_type"]:
         config = _without_alias(config, family)
@@ -96,6 +103,8 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     if quantisation is not None:
         scales = _stated_scales(str(folder), tensors)
         tensors = join_quantised(str(folder), split_experts(tensors), quantisation)
+    if is_ling(config):
+        tensors = ling_tensors(tensors, config, str(folder))
     dense, experts = _group(folder, tensors, family)
     return Checkpoint(str(folder), config, dense, experts, maps, scales)
 

@@ -166,6 +166,9 @@ def check_config(config: Any, source: str) -> None:
 
 def heads_by_layer(config: Any) -> list[tuple[int, int]]:
     """Return the number and the size of the key/value heads of each layer; empty if the config has one for all."""
+    if (times := family_of_type(config.model_type).window_heads) > 1:
+        counts = {"full_attention": config.num_key_value_heads, "sliding_attention": times * config.num_key_value_heads}
+        return [(counts[kind], config.head_dim) for kind in config.layer_types]
     if not getattr(config, "per_layer_attributes", None):
         return []
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]

@@ -20,7 +20,7 @@ from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
 from ktqueue.operators.decoder import query_growth
 from ktqueue.operators.decoder_facts import DecoderFacts, chosen_by_all, facts_of
-from ktqueue.operators.fused_rows import SplitRows
+from ktqueue.operators.decoder_weights import in_own_order
 from ktqueue.operators.gpu.cache_bounds import CacheBound, cache_bounds
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.device import launches_dependents
@@ -39,7 +39,6 @@ from ktqueue.operators.named_ranges import NamedRange, name_methods
 from ktqueue.operators.native_handoff import HandoffStatistics
 from ktqueue.operators.packed import ModuleWeights
 from ktqueue.operators.rotary import rotary_tables
-from ktqueue.operators.rotary_rows import in_rotary_order
 from ktqueue.operators.step import DecoderOutput, StepContext, StepInputs, result_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -141,12 +140,9 @@ class GpuDecoder(Operator):
         self._hidden = hidden.flatten(0, 1)
 
     def _in_own_order(self, weights: ModuleWeights) -> tuple[ModuleWeights, DenseWeights]:
-        """The weights with separate matrices, whose rows have the order of the kernels, and what puts them on the
-        device."""
-        facts, first = self.facts, self.facts.layers[0]
-        if facts.fused:
-            weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
-        weights = in_rotary_order(weights, first.head_dim, facts.interleaved)
+        """The weights in the kernels' order, and what puts them on the device."""
+        facts = self.facts
+        weights = in_own_order(weights, facts)
         return weights, DenseWeights(weights, facts.dtype, self.device, self._dense, float_norms=facts.float_norms)
 
     def _routed_layer(

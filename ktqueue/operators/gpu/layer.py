@@ -118,10 +118,14 @@ class SelfAttention:
         return plan if self._is_plain and isinstance(plan, ClusterDecodePlan) else None
 
     def attend(self, query: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The attention output of each token, [tokens, heads * head_dim]."""
+        """The attention output of each token, [tokens, heads * columns of a value]."""
         attended = query
         if self._cluster_plan(step) is None:
             attended = attention_plan(step).attend(self._index, query, step.kv, self._scores)
+        if self._facts.value_dim:
+            attended = attended[..., : self._facts.value_dim]
+        if self._facts.value_scale != 1:
+            attended = attended * self._facts.value_scale
         attended = attended.flatten(1)
         if not (self._facts.gated or self._facts.gate):
             return attended

@@ -57,6 +57,24 @@ def test_what_a_file_lacks_is_off(parts_of: Callable[[str], Parts]) -> None:
     assert (config["routed_scaling_factor"], config["n_group"], config["topk_group"]) == (1.0, 1, 1)
 
 
+def test_files_of_mimo_list_kinds_and_heads_of_layers(parts_of: Callable[[str], Parts]) -> None:
+    """llama.cpp's converter writes the kinds as 0 and 1. Older files have no scale of values."""
+    metadata, tensors = parts_of("mimo_v2_flash")
+    pattern, heads = "mimo2.attention.sliding_window_pattern", "mimo2.attention.head_count_kv"
+    del metadata["mimo2.attention.value_scale"]
+    config = built((metadata, dict(tensors)), **{pattern: [0, 1]}).config()
+    assert (config["layer_types"], config["num_key_value_heads"]) == (["full_attention", "sliding_attention"], 1)
+    assert (config["head_dim"], config["v_head_dim"]) == (24, 16) and "attention_value_scale" not in config
+    assert int(24 * config["rope_parameters"]["full_attention"]["partial_rotary_factor"]) == 8
+    for key, wrong, message in (
+        (pattern, [0], f"{pattern} must be 0 or 1 for each of 2 layers"),
+        (heads, 2, f"{heads} must have a number for each of 2 layers"),
+        (heads, [1, 1], rf"{heads} must be 1, and twice that in layers with a window, got \[1, 1\]"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            built((metadata, dict(tensors)), **{key: wrong})
+
+
 def test_gpt_oss_scores_experts_by_the_softmax_of_the_chosen(parts_of: Callable[[str], Parts]) -> None:
     config = built(parts_of("gpt_oss"), **{"gpt-oss.expert_gating_func": 3}).config()
     assert config["rope_parameters"]["truncate"] is False

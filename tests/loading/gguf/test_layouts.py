@@ -60,7 +60,9 @@ def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
         assert (found.nbytes(name), found.quant(name)) == (expected.nbytes(name), expected.quant(name))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "llama"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_moe", "mixtral", "glm4_moe", "bailing_moe_v2", "mimo_v2_flash", "gpt_oss", "llama"]
+)
 def test_fused_tensors_are_the_same_model(model_type: str, parts_of: Callable[..., Parts]) -> None:
     metadata, tensors = parts_of(model_type)
     expected = build_checkpoint("file", metadata, dict(tensors))

@@ -42,17 +42,18 @@ def make_planner(
     device: str,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
-    sinks: bool = False,
+    sinks: Collection[bool] = (),
     cap: float = 0.0,
     chunk: int = 0,
 ) -> AttentionPlanner:
     """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none). If layers
-    differ in their key/value heads, `windows` has one for each layer, and each kind of heads has its own backend.
+    differ in their key/value heads, `windows` and `sinks` say something of each layer, and each kind of heads has its
+    own backend.
 
-    `scaling` multiplies the scores. sinks: the softmax of each head has a further score. cap: see ScoreOptions. chunk:
-    of the layers that have chunks; 0: none has. `dtype` is that of the queries; None: that of the cache, or bfloat16
-    for a float8 cache. On a GPU, all kernels are compiled and run once here. Raises ValueError with the reason for a
-    backend that is not available; "auto" logs a warning and takes the next one.
+    `scaling` multiplies the scores. sinks: whether the softmax of each head has a further score. cap: see ScoreOptions.
+    chunk: of the layers that have chunks; 0: none has. `dtype` is that of the queries; None: that of the cache, or
+    bfloat16 for a float8 cache. On a GPU, all kernels are compiled and run once here. Raises ValueError with the reason
+    for a backend that is not available; "auto" logs a warning and takes the next one.
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
@@ -62,6 +63,7 @@ def make_planner(
         planners = []
         for kind, alike in enumerate(different):
             own = [window for window, found in zip(windows, kinds, strict=True) if found == kind]
+            own_sinks = [has for has, found in zip(sinks, kinds, strict=bool(sinks)) if found == kind]
             one = make_planner(
                 layout.alike(alike),
                 heads=heads,
@@ -70,7 +72,7 @@ def make_planner(
                 device=device,
                 backend=backend,
                 dtype=dtype,
-                sinks=sinks,
+                sinks=own_sinks,
                 cap=cap,
                 chunk=chunk,
             )
@@ -85,7 +87,7 @@ def make_planner(
         windows=tuple(sorted({*windows})) or (0,),
         device=device,
         dtype=dtype or (torch.bfloat16 if layout.dtype.itemsize == 1 else layout.dtype),
-        sinks=sinks,
+        sinks=any(sinks),
         cap=cap,
         chunk=chunk,
     )
@@ -94,7 +96,7 @@ def make_planner(
         return TorchPlanner(layout.page_size)
     if not on_gpu:
         raise ValueError(f"attention backend {backend} needs a GPU, the device is {device}")
-    supported = shape.dtype != torch.float32 and layout.latent is None and not sinks and not chunk
+    supported = shape.dtype != torch.float32 and layout.latent is None and not shape.sinks and not chunk
     if backend == "flashinfer" or (backend == "auto" and supported):
         try:
             others = _warmed_up(_flashinfer(shape), shape)
