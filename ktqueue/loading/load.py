@@ -34,7 +34,7 @@ from ktqueue.operators.linear_attention import linear_attention_shape
 from ktqueue.operators.registry import OPERATORS, check_operator, operator_class, operator_names
 from ktqueue.operators.rotary import original_length
 
-_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+_LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
 _LATENT_OPERATORS = ("CpuDecoder", "GpuDecoder", "LatentAttention")
 _DECODERS = ("CpuDecoder", "GpuDecoder")
 

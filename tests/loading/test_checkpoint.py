@@ -137,10 +137,10 @@ def test_an_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path:
     path = tmp_path / "odd.gguf"
     path.write_bytes(raw)
     known = (
-        "afmoe, deepseek2, deepseek32, dots1, ernie4_5, ernie4_5-moe, exaone-moe, gemma2, gemma3, gemma4, glm-dsa, "
-        "glm4moe, gpt-oss, granite, granitemoe, hunyuan-dense, hunyuan-moe, hy_v3, llama, llama4, minimax-m2, "
-        "mistral3, mistral4, olmoe, phi3, phimoe, qwen2, qwen2moe, qwen2vl, qwen3, qwen35, qwen35moe, qwen3moe, "
-        "qwen3next, qwen3vl, qwen3vlmoe, seed_oss"
+        "afmoe, bailingmoe2, deepseek2, deepseek32, dots1, ernie4_5, ernie4_5-moe, exaone-moe, gemma2, gemma3, gemma4, "
+        "glm-dsa, glm4moe, gpt-oss, granite, granitemoe, hunyuan-dense, hunyuan-moe, hy_v3, llama, llama4, mimo2, "
+        "minimax-m2, mistral3, mistral4, olmoe, phi3, phimoe, qwen2, qwen2moe, qwen2vl, qwen3, qwen35, qwen35moe, "
+        "qwen3moe, qwen3next, qwen3vl, qwen3vlmoe, seed_oss"
     )
     with pytest.raises(CheckpointError, match=rf"'deepseek' is not supported; known: {known}$"):
         open_checkpoint(str(path))
@@ -233,6 +233,22 @@ def test_missing_files_are_named(missing: str, tiny: Path, tmp_path: Path) -> No
         (tmp_path / name).write_bytes((tiny / name).read_bytes())
     with pytest.raises(CheckpointError, match=missing):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("pytorch_model-00001-of-00002.bin", "is not read, because a pickle can run code: convert it to safetensors"),
+        ("adapter_model.safetensors", "is an adapter: merge it with its model first"),
+        ("consolidated.00.safetensors", "is in Mistral's own layout, which is not read"),
+    ],
+)
+def test_weights_that_are_not_read_are_named(name: str, problem: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(str(tmp_path))
+    assert str(caught.value) == f"{tmp_path}: there are no weights in safetensors, and {name} {problem}"
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])

@@ -55,6 +55,14 @@ _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_
 _UNUSED = re.compile(r"rotary_emb\.inv_freq$")
 """Frequencies in old files, which are always computed."""
 _BY_LAYER = ("num_experts", "moe_topk")
+_OTHERS = {
+    "adapter_model.safetensors": "is an adapter: merge it with its model first",
+    "consolidated*.safetensors": "is in Mistral's own layout, which is not read",
+    **dict.fromkeys(
+        ("*.bin", "*.pt", "*.pth"), "is not read, because a pickle can run code: convert it to safetensors"
+    ),
+}
+"""Files of weights that are not read, and why."""
 _STATED_OUTSIDE = ("quantization_config", "tie_word_embeddings")
 _UNCHANGED = ("lm_head.", "mtp.", "model.layers.", "model.embed_tokens.", "model.norm.")  # the last ones: Qwen2.5-VL
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), *((name, name) for name in _UNCHANGED))
@@ -181,7 +189,10 @@ def weight_files(folder: Path) -> list[Path]:
         return [single]
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
-        return [file for file in files if not file.name.startswith(("consolidated", "adapter"))] or [single]
+        if weights := [file for file in files if not file.name.startswith(("consolidated", "adapter"))]:
+            return weights
+        _refuse_others(folder)
+        return [single]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to files")
@@ -189,6 +200,13 @@ def weight_files(folder: Path) -> list[Path]:
     if wrong := [name for name in names if Path(name).name != name or not name.isprintable()]:
         raise CheckpointError(f"{index}: weight_map must name files of this folder, got {short_repr(wrong[0])}")
     return [folder / name for name in names]
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise CheckpointError that names what a folder without weights in safetensors has instead, if it has any."""
+    for ending, problem in _OTHERS.items():
+        if found := sorted(folder.glob(ending)):
+            raise CheckpointError(f"{folder}: there are no weights in safetensors, and {found[0].name} {problem}")
 
 
 def _read(path: Path, file: Bytes, *, raw: bool) -> list[CheckpointTensor]:
