@@ -19,6 +19,7 @@ from ktqueue.broker.responses import StoredResponse
 from ktqueue.core.errors import InvalidRequest, JobNotFound, KtqueueError
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
+from ktqueue.core.short_repr import short_repr
 from ktqueue.gateway.answer import run_in_thread_if_large
 from ktqueue.gateway.feed import Batch
 from ktqueue.gateway.follow import JobFollower
@@ -33,7 +34,7 @@ from ktqueue.openai.client_names import client_names, rename
 from ktqueue.openai.endpoint import ReplyHead
 from ktqueue.openai.errors import JobEnded
 from ktqueue.openai.responses.body import NAMES, PREFIX, ResponseCall, parse_response
-from ktqueue.openai.responses.items import items_of
+from ktqueue.openai.responses.items import is_reference, items_of, response_of
 from ktqueue.openai.responses.reply import ResponseReply, assistant_message
 from ktqueue.openai.stream_format import EVENTS, named_event
 
@@ -91,6 +92,8 @@ async def create_response(request: Request) -> Response:
     body = await gateway.bodies.read(request)
     previous = body.value.get("previous_response_id")
     history = await _history(request, previous) if isinstance(previous, str) and previous else []
+    if isinstance(body.value.get("input"), list):
+        await _resolve_references(request, body.value["input"])
 
     def parse(value: dict[str, Any], card: ModelCard | None) -> ResponseCall:
         return parse_response(value, card, history)
@@ -242,6 +245,36 @@ async def _history(request: Request, previous: str) -> list[dict[str, Any]]:
             value=answer["status"],
         )
     return [*map(dict, stored.messages), assistant_message(answer)]
+
+
+async def _resolve_references(request: Request, items: list[Any]) -> None:
+    """Put stored items in the place of references to them. Raises ResponseNotFound."""
+    stored: dict[str, dict[str, Any]] = {}  # the items of each response by their ids
+    for place, reference in enumerate(items):
+        if not is_reference(reference):
+            continue
+        item_id = reference.get("id")
+        name = response_of(item_id)
+        if name not in stored:
+            stored[name] = await _items(request, name)
+        if item_id not in stored[name]:
+            shown = short_repr(item_id)
+            raise ResponseNotFound(
+                f"no item {shown} is stored: it is unknown, its response was created with store: false, or has expired",
+                param=f"input[{place}].id",
+                value=shown,
+            )
+        items[place] = stored[name][item_id]
+
+
+async def _items(request: Request, name: str) -> dict[str, Any]:
+    """The items before the answer and in the answer of a response, by their ids. `name`: its id without the prefix."""
+    gateway: Gateway = request.app.state.gateway
+    stored = await gateway.broker.responses.find(tenant_of(request).name, PREFIX + name) if name else None
+    if stored is None:
+        return {}
+    answer = stored.answer or await _answer(request, PREFIX + name, stored)
+    return {item["id"]: item for item in [*items_of(stored.messages, name), *answer["output"]]}
 
 
 def _not_found(response_id: str, param: str) -> ResponseNotFound:

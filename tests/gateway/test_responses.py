@@ -140,6 +140,40 @@ async def test_a_conversation_goes_on_with_a_call_and_its_output(
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
 
 
+async def test_items_are_referenced_instead_of_sent_again(http: httpx.AsyncClient, caller: ScriptedWorker) -> None:
+    begun = {**BODY, "tools": [TOOL]}
+    made = (await http.post(PATH, json=begun)).json()
+    (asked,) = (await http.get(f"{PATH}/{made['id']}/input_items")).json()["data"]
+    ids = [asked["id"], *(item["id"] for item in made["output"])]
+    output = {"type": "function_call_output", "call_id": made["output"][2]["call_id"], "output": "rain"}
+    for kind in ({"type": "item_reference"}, {"type": None}, {}):
+        references = [{**kind, "id": item_id} for item_id in ids]
+        assert (await http.post(PATH, json={**begun, "input": [*references, output]})).status_code == 200
+        _, answer, last = caller.claims[-1].request.messages or ()
+        assert (answer["reasoning_content"], answer["content"], last["content"]) == (
+            "Hm.", "I ask.", "rain"
+        )  # fmt: skip
+        assert answer["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+
+
+async def test_a_reference_to_an_item_that_is_not_stored_is_refused(
+    serve_with: ServeWith, worker: ScriptedWorker
+) -> None:
+    tenants = tuple(TenantConfig(name=name, keys=(hash_of(name),)) for name in ("one", "two"))
+    async with serve_with(tenants=tenants) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        mine, theirs = ({"authorization": f"Bearer {name}"} for name in ("one", "two"))
+        other = (await http.post(PATH, json=BODY, headers=theirs)).json()["output"][0]["id"]
+        forgotten = (await http.post(PATH, json={**BODY, "store": False}, headers=mine)).json()["output"][0]["id"]
+        known = (await http.post(PATH, json=BODY, headers=mine)).json()["output"][0]["id"]
+        for item_id in (other, forgotten, known[:-1] + "7", "x", "", 5, None):
+            item = {"type": "item_reference", "id": item_id}
+            refused = await http.post(
+                PATH, json={**BODY, "input": [{"role": "user", "content": "x"}, item]}, headers=mine
+            )
+            assert (refused.status_code, refused.json()["error"]["param"]) == (404, "input[1].id"), item_id
+    assert len(worker.claims) == 3
+
+
 async def test_the_items_of_a_conversation_are_listed_as_they_came(
     http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
@@ -226,7 +260,7 @@ async def test_a_response_belongs_to_its_tenant(serve_with: ServeWith, worker: S
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),

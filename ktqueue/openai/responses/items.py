@@ -1,9 +1,11 @@
 """The items of a response's conversation: what `parse_response` made messages of, as items again."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Json = dict[str, Any]
+_ITEM_ID = re.compile(r"(?:msg|rs|fc)_(.+)_(?:in)?\d+")
 
 
 def items_of(messages: Sequence[Mapping[str, Any]], name: str) -> list[Json]:
@@ -13,6 +15,19 @@ def items_of(messages: Sequence[Mapping[str, Any]], name: str) -> list[Json]:
         for prefix, item in _items_in(message):
             items.append({"id": f"{prefix}_{name}_in{len(items)}", "status": "completed", **item})
     return items
+
+
+def is_reference(item: Any) -> bool:
+    """Whether an item of the input names a stored one by its id. OpenAI's clients may leave out the type."""
+    return isinstance(item, Mapping) and (
+        item.get("type") == "item_reference" or (item.get("type") is None and item.keys() - {"type"} == {"id"})
+    )
+
+
+def response_of(item_id: Any) -> str:
+    """The id, without its prefix, of the response that an item belongs to. Empty if it is not the id of an item."""
+    found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    return found[1] if found else ""
 
 
 def _items_in(message: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
