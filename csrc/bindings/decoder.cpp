@@ -88,10 +88,10 @@ class BoundDecoder {
     BoundDecoder(size_t hidden, float scaling, float epsilon, float embedding_scale, bool norm_after_rotary,
                  float score_cap, float logit_cap, const std::string& quant, const ReadOnly& embedding,
                  const ReadOnly& norm, const BoundLinear& head, float logit_scale, const std::string& isa,
-                 float value_scale)
+                 float value_scale, bool softplus_gate)
         : embedding_(embedding),
           decoder_({hidden, scaling, epsilon, embedding_scale, logit_scale, norm_after_rotary, score_cap, logit_cap,
-                    value_scale},
+                    value_scale, softplus_gate},
                    stored(quant, head.linear().rows(), hidden, embedding), vector_of(norm, "norm"), head.linear(),
                    kernels_named(isa)) {}
 
@@ -343,11 +343,11 @@ void bind_decoder(nb::module_& module) {
              nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 18>());
     nb::class_<BoundDecoder>(module, "Decoder")
         .def(nb::init<size_t, float, float, float, bool, float, float, const std::string&, const ReadOnly&,
-                      const ReadOnly&, const BoundLinear&, float, const std::string&, float>(),
+                      const ReadOnly&, const BoundLinear&, float, const std::string&, float, bool>(),
              nb::kw_only(), nb::arg("hidden"), nb::arg("scaling"), nb::arg("epsilon"), nb::arg("embedding_scale"),
              nb::arg("norm_after_rotary"), nb::arg("score_cap"), nb::arg("logit_cap"), nb::arg("quant"),
              nb::arg("embedding"), nb::arg("norm"), nb::arg("head"), nb::arg("logit_scale"), nb::arg("isa"),
-             nb::arg("value_scale") = 1.0f, nb::keep_alive<1, 12>())
+             nb::arg("value_scale") = 1.0f, nb::arg("softplus_gate") = false, nb::keep_alive<1, 12>())
         .def("add_layer", &BoundDecoder::add_layer, nb::kw_only(), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("attention_norm"), nb::arg("q").none(), nb::arg("k").none(),
              nb::arg("v").none(), nb::arg("o"), nb::arg("gate").none(), nb::arg("linear_attention").none(),

@@ -167,7 +167,8 @@ class Decoder:
     embedding: [bytes] uint8, read in place and kept alive, as are the cache and the rotary table; head: [vocabulary,
     hidden]; scaling: of attention scores; epsilon: of all norms; embedding_scale, logit_scale: factors of the embedding
     and of the logits; norm_after_rotary: the norms of q and k follow their rotation; score_cap,
-    logit_cap, value_scale: see csrc/model/decoder.h. All methods raise ValueError for shapes that disagree.
+    logit_cap, value_scale, softplus_gate: see csrc/model/decoder.h. All methods raise ValueError for shapes that
+    disagree.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class Decoder:
         logit_scale: float,
         isa: str,
         value_scale: float = 1.0,
+        softplus_gate: bool = False,
     ) -> None: ...
     def add_layer(
         self,

@@ -68,7 +68,8 @@ void Decoder::add_layer(DecoderLayer layer) {
         require(!layer.v || fits(layer.v, kv_heads * head_dim, hidden), "v");
         const size_t values = layer.o ? layer.o->columns() : 0;
         require(fits(layer.o, hidden, values) && values % heads == 0 && values <= heads * head_dim, "o");
-        require(!layer.gate || fits(layer.gate, heads * head_dim, hidden), "the gate of attention");
+        require(!layer.gate || fits(layer.gate, heads * head_dim, hidden) || fits(layer.gate, heads, hidden),
+                "the gate of attention");
     }
     const auto whole_or_head = [&](const std::vector<float>& norm, size_t count) {
         return norm.empty() || norm.size() == head_dim || norm.size() == count * head_dim;

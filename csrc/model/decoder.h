@@ -28,7 +28,7 @@ struct DecoderLayer {
     const Linear *q = nullptr, *k = nullptr;
     const Linear* o = nullptr;                        // if values end with zeros, it has fewer columns of each head
     const Linear* v = nullptr;                        // null: a value is its key before norm and rotation
-    const Linear* gate = nullptr;                     // as q: the output of attention is multiplied by its sigmoid
+    const Linear* gate = nullptr;                     // of the output of attention: of each number, as q, or each head
     std::optional<LinearAttention> linear_attention;  // then q, k, v and the fields down to the sinks are unused
     std::optional<LatentAttention> latent_attention;  // then q, k, v, gate, their norms and clip are unused
     std::vector<float> q_norm, k_norm;                // empty, [head_dim] for each head, or of the whole projection
@@ -53,6 +53,7 @@ struct DecoderShape {
     float score_cap = 0;                         // as in AttentionLayer
     float logit_cap = 0;                         // a logit x becomes cap * tanh(x / cap); 0: it does not
     float value_scale = 1;                       // of values, in layers of plain attention
+    bool softplus_gate = false;                  // the output of attention is multiplied by softplus(gate), not sigmoid
 };
 
 // One step. `scored`: indices in the packed batch, rising, of the tokens whose logits are wanted.
@@ -133,6 +134,7 @@ class Decoder {
     void keep_scored(const DecoderStep& step);
     void attend_layer(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
     void attend_linearly(const DecoderLayer& layer, const DecoderStep& step, size_t index, bool scored_only);
+    void multiply_by_gate(const DecoderLayer& layer, float* attended, size_t count);
     const float* shorter_values(const DecoderLayer& layer, const float* attended, size_t count);
     void add_attended(const DecoderLayer& layer, const float* attended, size_t width, size_t count);
     void keep_hidden(const DecoderStep& step);

@@ -1,5 +1,6 @@
 // The attention of a decoder's layers, of all three kinds. The rest of Decoder is in decoder.cpp.
 #include <algorithm>
+#include <cmath>
 
 #include "model/decoder.h"
 #include "model/growth.h"
@@ -48,7 +49,8 @@ void Decoder::project(const DecoderLayer& layer, const DecoderStep& step, size_t
     if (layer.v) calls[calls_used++] = {layer.v, v, kv_size};
     const size_t of_all = calls_used;
     calls[calls_used++] = {layer.q, q, q_size};
-    if (layer.gate) calls[calls_used++] = {layer.gate, grown(work_.gate, wanted * q_size), q_size};
+    const size_t gates = layer.gate ? layer.gate->rows() : 0;
+    if (layer.gate) calls[calls_used++] = {layer.gate, grown(work_.gate, wanted * gates), gates};
     run_linears(calls, scored_only ? of_all : calls_used, work_.normed.data(), shape_.hidden, tokens);
     if (scored_only) {
         keep_scored(step);
@@ -154,16 +156,28 @@ void Decoder::attend_layer(const DecoderLayer& layer, const DecoderStep& step, s
             shape_.score_cap, layer.sliding_window, layer.chunk, layer.sinks.empty() ? nullptr : layer.sinks.data(),
             attended, work_.choice.data()},
            kernels_);
-    if (layer.gate)
-        for_tokens(count, 8 * q_size, [&](size_t t) {
-            kernels_.multiply_by_sigmoid(work_.gate.data() + t * q_size, q_size, attended + t * q_size);
-        });
+    if (layer.gate) multiply_by_gate(layer, attended, count);
     if (!layer.latent_attention)
         return add_attended(layer, shorter_values(layer, attended, count), layer.o->columns(), count);
     const size_t width = layer.latent_attention->shape.values();
     float* values = grown(work_.v, count * width);
     expand_values(*layer.latent_attention, attended, count, values);
     add_attended(layer, values, width, count);
+}
+
+void Decoder::multiply_by_gate(const DecoderLayer& layer, float* attended, size_t count) {
+    const size_t q_size = layer.attention.heads * layer.attention.head_dim;
+    const size_t gates = layer.gate->rows(), columns = q_size / gates;  // of a gate
+    for_tokens(count, 8 * q_size, [&](size_t t) {
+        const float* gate = work_.gate.data() + t * gates;
+        float* out = attended + t * q_size;
+        if (columns == 1 && !shape_.softplus_gate) return kernels_.multiply_by_sigmoid(gate, q_size, out);
+        for (size_t i = 0; i < gates; ++i) {
+            const float exponential = std::exp(gate[i]);
+            const float softplus = gate[i] > 20 ? gate[i] : std::log1p(exponential);  // as torch
+            scale(out + i * columns, columns, shape_.softplus_gate ? softplus : 1 / (1 + 1 / exponential));
+        }
+    });
 }
 
 // Returns the columns of `attended` that o has, in rows without gaps, multiplied by the scale of values.

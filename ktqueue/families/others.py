@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.families.parts import (
+    CORRECTION,
     DENSE,
     EXPERT_STACKS,
     EXPERT_WIDTH,
@@ -18,6 +19,7 @@ from ktqueue.families.parts import (
     QKV,
     ROUTED,
     SHARED_EXPERTS,
+    SHARED_WIDTH,
     SIGMOID_LAYOUT,
     SIGMOID_SIZES,
     SILU,
@@ -151,6 +153,21 @@ OTHERS = (
             implied=UNBIASED,
         ),
         norm_after_rotary=True,
+    ),
+    Family(
+        "Laguna", "laguna", "LagunaForCausalLM",
+        GgufLayout(
+            "laguna",
+            (
+                *(entry for entry in ROUTED if entry.config != "num_attention_heads"),
+                expert_count("num_experts"), EXPERT_WIDTH, WIDTH, SHARED_WIDTH,
+                MetadataField("moe_routed_scaling_factor", "expert_weights_scale", float),
+            ),
+            (*LAYER, *QK_NORMS, "self_attn.g_proj", *EXPERTS, *SHARED_EXPERTS, *MLP), tensors=CORRECTION,
+            implied={**UNBIASED, "moe_router_logit_softcapping": 0.0}, stated={"expert_weights_norm": True},
+            sigmoid=True, names="step35", mlp_kinds=True, heads_listed=True,
+        ),
+        partly_rotated=True,
     ),
     Family("Mellum 2", "mellum", "MellumForCausalLM"),
     Family(

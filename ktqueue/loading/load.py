@@ -54,7 +54,7 @@ class CardFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """What an attention plan on a GPU needs to know. `heads` are those of the query.
+    """What an attention plan on a GPU needs to know. `heads` are those of the query, `layer_heads` those of each layer.
 
     `layer_windows`: the sliding window of each layer with keys and values, in keys; 0 means no window. `layer_sinks`:
     whether its heads have a score without a value. `cap`, `chunk`: see ScoreOptions; some layers may have no chunks.
@@ -66,6 +66,7 @@ class AttentionFacts:
     layer_sinks: tuple[bool, ...] = ()
     cap: float = 0.0
     chunk: int = 0
+    layer_heads: tuple[int, ...] = ()
 
     @property
     def windows(self) -> frozenset[int]:
@@ -160,16 +161,24 @@ def kv_layout(config: Config, page_size: int, dtype: torch.dtype) -> KVLayout:
 
 def attention_facts(skeleton: nn.Module, config: Config) -> AttentionFacts:
     """Return the facts of all attention modules."""
-    scalings, windows, caps, chunks, sinks = set(), [], {0.0}, {0}, []
+    scalings, windows, caps, chunks, sinks, heads = set(), [], {0.0}, {0}, [], []
     for _, module in _attention_modules(skeleton):
         sinks.append(any("sink" in name for name, _ in module.named_parameters(recurse=False)))
+        heads.append(int(getattr(module, "num_heads", config.num_attention_heads)))
         windows.append(window_of(module, config))
         caps.add(cap_of(module))
         chunks.add(chunk_of(module, config))
         scalings.add(float(module.scaling))
     scaling = max(scalings, default=1.0)
-    heads = config.num_attention_heads
-    return AttentionFacts(heads, scaling, tuple(windows) or (0,), tuple(sinks), max(caps), max(chunks))
+    return AttentionFacts(
+        heads=config.num_attention_heads,
+        scaling=scaling,
+        layer_windows=tuple(windows) or (0,),
+        layer_sinks=tuple(sinks),
+        cap=max(caps),
+        chunk=max(chunks),
+        layer_heads=tuple(heads),
+    )
 
 
 def _attention_modules(skeleton: nn.Module) -> Iterator[tuple[str, Any]]:

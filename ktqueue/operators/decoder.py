@@ -112,6 +112,11 @@ class CpuDecoder(Operator):
     def _make_decoder(self, norm: native.Floats) -> _kernels.Decoder:
         """A decoder with the model's embedding and head, whose last norm is `norm`, without layers."""
         facts, embedding = self.facts, self._embedding
+        rare: dict[str, Any] = {}  # what few families have
+        if facts.value_scale != 1:
+            rare["value_scale"] = facts.value_scale
+        if facts.softplus_gate:
+            rare["softplus_gate"] = True
         return _kernels.Decoder(
             hidden=embedding.columns,
             scaling=facts.scaling,
@@ -126,7 +131,7 @@ class CpuDecoder(Operator):
             head=self._head.bound,
             logit_scale=facts.logit_scale,
             isa=self._options["isa"],
-            **({} if facts.value_scale == 1 else {"value_scale": facts.value_scale}),  # kernels of 0.1 lack it
+            **rare,
         )
 
     def device_bytes(self) -> dict[str, int]:
@@ -252,7 +257,7 @@ class CpuDecoder(Operator):
             }
 
         def gated_queries() -> dict[str, Any]:
-            name, heads = f"{layer.name}.self_attn.q_proj", self.facts.heads
+            name, heads = f"{layer.name}.self_attn.q_proj", layer.heads
             bias = weights.vector(f"{name}.bias").reshape(heads, 2, -1) if weights.has(f"{name}.bias") else None
             parts = split_query_and_gate(weights.matrix(f"{name}.weight"), heads)
             biases = [None if bias is None else np.ascontiguousarray(bias[:, i]).reshape(-1) for i in range(2)]
@@ -328,7 +333,7 @@ class CpuDecoder(Operator):
             for name in ("experts_norm", "shared_out_norm", "experts_out_norm", "attention_out_norm", "mlp_out_norm")
         }
         decoder.add_layer(
-            heads=self.facts.heads,
+            heads=layer.heads if self.facts.latent is None else self.facts.latent.heads,
             kv_heads=layer.kv_heads,
             head_dim=layer.head_dim,
             attention_norm=norm("input_layernorm"),

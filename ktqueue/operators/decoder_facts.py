@@ -21,7 +21,7 @@ MOST_HEAD_DIM = 1024  # of the attention kernels, csrc/kernels
 
 _FLOAT32 = re.compile(r"\.(?:gate|router)\.|\.indexer\.weights_proj\.|norm\.weight$|\.expert_bias$")
 _QK_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
-_GATE, _LOGIT_CAP = "gate_proj", "final_logit_softcapping"
+_GATES, _LOGIT_CAP = ("gate_proj", "g_proj"), "final_logit_softcapping"
 _EMBEDDING = "embedding_multiplier"
 _UNKNOWN_PARTS = {  # of some sizes of Gemma 4, by the key of the config
     "hidden_size_per_layer_input": "embeddings for each layer",
@@ -33,17 +33,18 @@ _UNKNOWN_PARTS = {  # of some sizes of Gemma 4, by the key of the config
 class DecoderFacts:
     """The sizes of a model and its layers.
 
-    dtype: of the computation; positions: that the model was trained for; clip 0: q, k and v are not clamped; qk_norm:
-    names below the attention of the norms of q and k, or empty; norm_after_rotary: they follow the rotation;
-    interleaved: number of the first columns of each head of q and k whose rotary pairs are adjacent rows of their
-    matrices; tied: the head is the embedding; gated: the output of attention is multiplied by the sigmoid of a gate,
-    whose rows alternate with those of the query; fused: the rows of query, key and value are in one matrix, and so are
-    those of gate and up (Phi-3); gate: name below the attention of a matrix of its own for that gate, or empty;
-    centred: norms multiply by 1 + weight; float_norms: they multiply by weights before they round; latent: the shape of
-    latent attention, equal in all layers. rotary_kinds: kinds of layers that have rotary tables of their own; empty:
-    all layers have the same. score_cap, logit_cap: a score of attention or a logit x becomes cap * tanh(x / cap); 0: it
-    does not. value_dim: columns of a value; 0: as many as a key has. value_scale: factor of values. normed_further: see
-    Family.
+    dtype: of the computation; positions: that the model was trained for; heads: of queries, unless a layer has others;
+    clip 0: q, k and v are not clamped; qk_norm: names below the attention of the norms of q and k, or empty;
+    norm_after_rotary: they follow the rotation; interleaved: number of the first columns of each head of q and k whose
+    rotary pairs are adjacent rows of their matrices; tied: the head is the embedding; gated: the output of attention is
+    multiplied by the sigmoid of a gate, whose rows alternate with those of the query; fused: the rows of query, key and
+    value are in one matrix, and so are those of gate and up (Phi-3); gate: name below the attention of a matrix of its
+    own for that gate, or empty; head_gate: it has one number for each head; softplus_gate: its softplus multiplies, not
+    its sigmoid; centred: norms multiply by 1 + weight; float_norms: they multiply by weights before they round; latent:
+    the shape of latent attention, equal in all layers. rotary_kinds: kinds of layers that have rotary tables of their
+    own; empty: all layers have the same. score_cap, logit_cap: a score of attention or a logit x becomes cap *
+    tanh(x / cap); 0: it does not. value_dim: columns of a value; 0: as many as a key has. value_scale: factor of
+    values. normed_further: see Family.
 
     embedding_scale, logit_scale: factors of the embedding and of the logits. A factor r of what each sublayer adds to
     the residual is in embedding_scale and epsilon: the residual is stored divided by r, which no norm notices if its
@@ -64,6 +65,8 @@ class DecoderFacts:
     gated: bool = False
     fused: bool = False
     gate: str = ""
+    head_gate: bool = False
+    softplus_gate: bool = False
     centred: bool = False
     float_norms: bool = False
     latent: LatentShape | None = None
@@ -155,7 +158,9 @@ def facts_of(
         layers=layers,
         gated=is_plain and attention.q_proj.out_features == 2 * attention.o_proj.in_features,
         fused=fused,
-        gate=_GATE if hasattr(attention, _GATE) else "",
+        gate=next((name for name in _GATES if hasattr(attention, name)), ""),
+        head_gate=getattr(attention, "gate_per_head", False),
+        softplus_gate=type(attention).__name__ == "LagunaAttention",
         centred=_is_centred(body.norm),
         float_norms=_multiplies_before_rounding(body.norm),
         latent=latent,

@@ -15,7 +15,7 @@ def in_own_order(weights: ModuleWeights, facts: DecoderFacts) -> ModuleWeights:
     """Return the weights with separate matrices, whose rows have the order and the number that the kernels expect."""
     first = facts.layers[0]
     if facts.fused:
-        weights = SplitRows(weights, facts.heads * first.head_dim, first.kv_heads * first.head_dim)
+        weights = SplitRows(weights, first.heads * first.head_dim, first.kv_heads * first.head_dim)
     if facts.value_dim:
         weights = PaddedValues(weights, first.head_dim, facts.value_dim)
     return in_rotary_order(weights, first.head_dim, facts.interleaved)

@@ -53,7 +53,8 @@ class RouterFacts:
 class LayerFacts:
     """One layer.
 
-    name: of its module; kv_heads, head_dim: of its keys and values, or of its latents; 0 with linear attention;
+    name: of its module; heads: of its queries; kv_heads, head_dim: of its keys and values, or of its latents; all are 0
+    with linear attention;
     sliding_window 0: no limit; rotary_table: index of its kind in DecoderFacts.rotary_kinds; rotary_pairs: pairs of
     columns of each head that are rotated; sinks: the softmax of each head has a further score without a value;
     value_is_key: a value is its key before norm and rotation; value_norm: values are normalised, without weights;
@@ -69,6 +70,7 @@ class LayerFacts:
     """
 
     name: str
+    heads: int
     kv_heads: int
     head_dim: int
     sliding_window: int
@@ -131,7 +133,7 @@ def _mixer(layer: Any, config: Any, family: Family, rotary: RotaryKinds, latent:
     """Return the facts of a layer's attention."""
     if hasattr(layer, "linear_attn"):
         linear = linear_attention_shape(config)
-        return {"kv_heads": 0, "head_dim": 0, "sliding_window": 0, "sinks": False, "linear": linear}
+        return {"heads": 0, "kv_heads": 0, "head_dim": 0, "sliding_window": 0, "sinks": False, "linear": linear}
     attention = layer.self_attn
     window = window_of(attention, config)
     rotated = bool(window) or not family.windows_rotated or attention.sliding_window is None
@@ -153,6 +155,7 @@ def _mixer(layer: Any, config: Any, family: Family, rotary: RotaryKinds, latent:
         keys = getattr(attention, "k_proj", None)
         kv_heads = config.num_key_value_heads if keys is None else keys.out_features // width
     return {
+        "heads": getattr(attention, "num_heads", config.num_attention_heads),
         "kv_heads": kv_heads,
         "head_dim": width,
         "sliding_window": window,
@@ -240,6 +243,10 @@ def _router(mlp: Any, mlp_name: str) -> RouterFacts:
         facts = {"jitter": float(router.router_jitter_noise)}
     elif type(router).__name__ == "Llama4Router":
         facts = {"weighted_input": True}
+    elif type(router).__name__ == "LagunaTopKRouter":
+        if router.router_logit_softcapping:
+            raise ValueError(f"its routers limit their logits softly, to {router.router_logit_softcapping}")
+        facts = {"scale": float(mlp.routed_scaling_factor)}
     return RouterFacts(
         name=".".join([mlp_name, name, *(child for child in ("wg", "gate") if hasattr(router, child))]),
         experts=router.num_experts,

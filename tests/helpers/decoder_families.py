@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from laguna_sizes import LAGUNA_SIZES
 from latent_families import GROWING, LATENT_FAMILIES, YARN
 from llama4_sizes import LLAMA4_SIZES
 from mimo_sizes import MIMO_SIZES
@@ -113,6 +114,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "partial_rotary_factor": 0.5}),
     "bailing_moe_v2": ("bailing_moe_v2", {**SIGMOID, "head_dim": 32}),
     "mimo_v2_flash": ("mimo_v2_flash", MIMO_SIZES),
+    "laguna": ("laguna", LAGUNA_SIZES),
+    "laguna with a gate for each number": (
+        "laguna",
+        {**LAGUNA_SIZES, "gating": "per-element", "layer_types": None, "num_attention_heads_per_layer": None},
+    ),
     "dots1": ("dots1", {**SIGMOID, "head_dim": 16, "sliding_window": 8, "max_window_layers": 1}),
     "gpt_oss": ("gpt_oss", {**MOE, "num_local_experts": 6, "head_dim": 16, "sliding_window": 8}),
     "hunyuan_v1_moe": (
@@ -222,7 +228,7 @@ def make_planner_for(layout: KVLayout, facts: DecoderFacts, device: str) -> Atte
     """Make the planner that a worker would make."""
     layers = [layer for layer in facts.layers if layer.linear is None]
     scores: Any = {"windows": [layer.sliding_window for layer in layers], "cap": facts.score_cap}
-    scores["sinks"] = [layer.sinks for layer in layers]
+    scores |= {"sinks": [layer.sinks for layer in layers], "layer_heads": [layer.heads for layer in layers]}
     scores["chunk"] = max(layer.chunk for layer in facts.layers)
     return make_planner(layout, heads=facts.heads, scaling=facts.scaling, device=device, dtype=facts.dtype, **scores)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from example_package import install_example
+from laguna_sizes import LAGUNA_SIZES
 from tiny_tokenizer import write_tokenizer
 
 from ktqueue.loading.checkpoint import CheckpointTensor
@@ -56,6 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     "bailing_moe_v2": {**SIGMOID, "head_dim": 32},
+    "laguna": {
+        **LAGUNA_SIZES, **WINDOWS, "num_attention_heads_per_layer": [4, 6], "mlp_layer_types": ["dense", "sparse"]
+    },
     "mimo_v2_flash": {
         **ROUTED, **WINDOWS, "n_routed_experts": 8, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 16,
     },

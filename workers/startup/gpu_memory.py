@@ -173,6 +173,7 @@ def planner_of(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> At
             sinks=facts.layer_sinks,
             cap=facts.cap,
             chunk=facts.chunk,
+            layer_heads=facts.layer_heads,
             device=config.device,
             dtype=model.dtype,
             backend=config.attention_backend,

@@ -18,6 +18,7 @@ from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
 from ktqueue.loading.gguf.gemma4 import adapt_gemma4_tensors
 from ktqueue.loading.gguf.header import DEFAULT_ALIGNMENT, GgufHeader, ModelMetadata, read_header
+from ktqueue.loading.gguf.laguna import gate_kind
 from ktqueue.loading.gguf.latent import join_latent_tensors
 from ktqueue.loading.gguf.layouts import split_fused_tensors, take_single_experts
 from ktqueue.loading.gguf.library import ROW_VECTORS, gguf_names, split_expert_name, type_name
@@ -128,6 +129,8 @@ def build_checkpoint(
     if not next_tokens:
         _finish_config(path, config, metadata, dense)
     config |= {key: name in dense for key, name in layout.by_tensor.items()}
+    if layout.heads_listed:
+        config["gating"] = gate_kind(dense, config)
     experts = {name: _experts(path, name, tensors) for name, tensors in stacks.items()}
     if layout.mlp_kinds:
         routed = [f"model.layers.{i}.mlp.experts" in experts for i in range(own)]

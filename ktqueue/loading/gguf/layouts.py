@@ -41,7 +41,9 @@ def split_fused_tensors(
             number, kv_heads = int(layer.removeprefix("blk.")), config.get("num_key_value_heads", heads)
             kv_heads *= window_heads if kinds[number : number + 1] == ["sliding_attention"] else 1
             value_dim = config.get("v_head_dim", head_dim)
-            rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * value_dim}
+            listed = config.get("num_attention_heads_per_layer") or ()
+            query_heads = listed[number] if number < len(listed) else heads
+            rows = {"q": query_heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * value_dim}
             parts = _split_rows(path, tensors[name], list(rows.values()), axis=0)
             names = [f"{layer}.attn_{part}.{ending}" for part in rows]
         elif match := _FUSED_EXPERTS.fullmatch(name):

@@ -8,6 +8,7 @@ from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.gemma4 import gemma4_config, gemma4_metadata
 from ktqueue.loading.gguf.header import ModelMetadata
+from ktqueue.loading.gguf.laguna import laguna_config, laguna_metadata
 from ktqueue.loading.gguf.latent import SIGMOID, growth_config, growth_metadata, latent_config, latent_metadata
 from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
@@ -49,6 +50,8 @@ def config_from_metadata(family: Family, values: Mapping[str, Any], source: str)
     config["num_hidden_layers"] -= multi_token_layers(metadata)
     if family.window_heads > 1:
         return config | mimo_config(metadata, config)
+    if layout.heads_listed:
+        return config | laguna_config(metadata, config)
     if layout.windows_listed:
         slides = metadata.flags(_WINDOW_PATTERN, config["num_hidden_layers"])
         config["layer_types"] = [_SLIDING if value else "full_attention" for value in slides]
@@ -120,7 +123,7 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
     if layout.gemma:
         metadata = gemma_metadata(layout.gemma, layout.architecture, config, source)
         config = plain_rope(layout.gemma, config)
-    elif not family.heads_differ and family.window_heads == 1:
+    elif not (family.heads_differ or family.window_heads > 1 or layout.heads_listed):
         _check_windows(layout, config, source)
     if config.get("use_sliding_window"):
         raise CheckpointError(
@@ -140,6 +143,8 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
         metadata[f"{layout.architecture}.expert_gating_func"] = SIGMOID
     if family.window_heads > 1:
         return {**metadata, **mimo_metadata(layout.architecture, config, source)}
+    if layout.heads_listed:
+        return {**metadata, **laguna_metadata(layout.architecture, config, source)}
     if family.chunked:
         check_llama4(layout.architecture, config, source)
     rope = rope_to_metadata(

@@ -80,7 +80,7 @@ _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 """Values that every model must have, because transformers' masks depend on them."""
 DERIVED_KEY = "num_key_value_heads"
 """A key that GPTBigCode's config derives from another key. Its model uses the derived value, even if a file has it."""
-_HEADS = ("head_dim", "num_key_value_heads")
+_HEADS, _LAYER_HEADS = ("head_dim", "num_key_value_heads"), "num_attention_heads_per_layer"
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
 
 
@@ -149,6 +149,10 @@ def check_config(config: Any, source: str) -> None:
     for kv_heads in by_layer or [getattr(config, "num_key_value_heads", None)]:
         if heads and kv_heads and not family.latent and heads % kv_heads:
             raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
+    for layer_heads in getattr(config, _LAYER_HEADS, None) or ():
+        if not (isinstance(layer_heads, int) and layer_heads > 0) or layer_heads % config.num_key_value_heads:
+            limit = f"multiples of num_key_value_heads, {config.num_key_value_heads}"
+            raise _refusal(source, _LAYER_HEADS, limit, layer_heads)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", experts)  # some families use another name
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):

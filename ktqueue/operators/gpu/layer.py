@@ -4,6 +4,7 @@ The output of a sublayer is not added to the residual at once: the kernel of the
 """
 
 import torch
+from torch import nn
 
 from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.by_clusters import Projection
@@ -33,6 +34,7 @@ class SelfAttention:
         centred = facts.centred
         self._norm = weights.norm(f"{layer.name}.input_layernorm", centred=centred)
         module = f"{layer.name}.self_attn"
+        self._heads = layer.heads
         names = [f"{module}.{part}_proj" for part in ("q", "k", "v") if part != "v" or not layer.value_is_key]
         if facts.gate:
             names.append(f"{module}.{facts.gate}")
@@ -56,11 +58,11 @@ class SelfAttention:
             and 2 * layer.rotary_pairs == layer.head_dim
             and not (facts.clip or facts.norm_after_rotary or layer.value_norm or layer.value_is_key or self._grows)
         )
-        self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim]
+        self._gate = torch.empty(0)  # of the step's tokens, [tokens, heads * head_dim] or [tokens, heads]
 
     def _with_gate(self, weights: DenseWeights, names: list[str]) -> DenseLinear:
         """One product for query, key, value and the output's gate, in this order."""
-        (query, gate), halves = weights.gated_query(names[0], self._facts.heads)
+        (query, gate), halves = weights.gated_query(names[0], self._heads)
         biases = [weights.vector(f"{name}.bias") for name in names[1:] if halves]
         bias = torch.cat([halves[0], *biases, halves[1]]) if halves else None
         return weights.product([query, *(weights.stored(f"{name}.weight") for name in names[1:]), gate], bias)
@@ -83,16 +85,16 @@ class SelfAttention:
         else:
             qkv = self._qkv(pending.add_to(residual, self._norm, facts.epsilon))
         if facts.gated or facts.gate:
-            width = facts.heads * self._head_dim
+            width = self._heads * (1 if facts.head_gate else self._head_dim)
             qkv, self._gate = qkv[:, :-width], qkv[:, -width:]
         if (plan := self._cluster_plan(step)) is not None:
             tables = (rotary.cosine[self._rotary_table], rotary.sine[self._rotary_table])
             norms = self._q_norm, self._k_norm, facts.epsilon
             projection = Projection(qkv, *norms, *tables, positions, step.slot_mapping)
-            return plan.attend_to(self._index, projection, facts.heads, kv, self._scores)
+            return plan.attend_to(self._index, projection, self._heads, kv, self._scores)
         query = qk_norm_rope_append(
             qkv,
-            heads=facts.heads,
+            heads=self._heads,
             kv_heads=self._kv_heads,
             q_norm=self._q_norm,
             k_norm=self._k_norm,
@@ -126,11 +128,11 @@ class SelfAttention:
             attended = attended[..., : self._facts.value_dim]
         if self._facts.value_scale != 1:
             attended = attended * self._facts.value_scale
-        attended = attended.flatten(1)
         if not (self._facts.gated or self._facts.gate):
-            return attended
+            return attended.flatten(1)
         gate, self._gate = self._gate, torch.empty(0)  # it would take memory until the next step
-        return attended * gate.sigmoid()
+        gate = nn.functional.softplus(gate) if self._facts.softplus_gate else gate.sigmoid()
+        return (attended.view(*gate.shape, -1) * gate[..., None]).flatten(1)
 
     def project(self, attended: torch.Tensor, added_to: torch.Tensor | None = None) -> torch.Tensor:
         """The output [tokens, hidden], which belongs to the residual. added_to: the residual, to add it IN PLACE."""

@@ -75,6 +75,30 @@ def test_files_of_mimo_list_kinds_and_heads_of_layers(parts_of: Callable[[str], 
             built((metadata, dict(tensors)), **{key: wrong})
 
 
+def test_files_of_laguna_list_the_query_heads_of_layers(parts_of: Callable[[str], Parts]) -> None:
+    """llama.cpp's converter names no kinds of layers. The factor of YaRN that it writes is the usual one."""
+    metadata, tensors = parts_of("laguna")
+    prefix = "laguna.attention"
+    del metadata[f"{prefix}.sliding_window_pattern"]
+    yarn = {"laguna.rope.scaling.yarn_attn_factor": 1.138629}
+    config = built((metadata, dict(tensors)), **yarn).config()
+    assert config["layer_types"] == ["full_attention", "sliding_attention"] and config["gating"] == "per-head"
+    assert (config["num_attention_heads"], config["num_attention_heads_per_layer"]) == (4, [4, 6])
+    full, local = (config["rope_parameters"][kind] for kind in config["layer_types"])
+    assert (full["rope_type"], full["factor"], full["partial_rotary_factor"]) == ("yarn", 4.0, 0.5)
+    assert (local["rope_theta"], local["partial_rotary_factor"]) == (1e3, 1.0)
+    config = built((metadata, dict(tensors)), **{f"{prefix}.sliding_window": 0}).config()
+    assert config["layer_types"] == ["full_attention"] * 2 and "sliding_window" not in config
+    for key, wrong, message in (
+        (f"{prefix}.head_count", [4], "has numbers for 1 of 2 layers"),
+        (f"{prefix}.head_count", [4, 0], "must be a positive number, got 0"),
+        ("laguna.rope.scaling.yarn_attn_factor", 1.5, "1.5 is not supported"),
+        ("laguna.expert_weights_norm", False, "must be True, got False"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{key} {message}"):
+            built((metadata, dict(tensors)), **{key: wrong})
+
+
 def test_gpt_oss_scores_experts_by_the_softmax_of_the_chosen(parts_of: Callable[[str], Parts]) -> None:
     config = built(parts_of("gpt_oss"), **{"gpt-oss.expert_gating_func": 3}).config()
     assert config["rope_parameters"]["truncate"] is False

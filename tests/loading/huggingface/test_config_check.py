@@ -230,6 +230,11 @@ def test_rotary_pairs_that_are_half_a_head_apart(
             "head_dim must be the width of rotary .*, which is 16 for head_dim 32, got 32",
         ),
         ("olmoe", {"head_dim": 8}, "head_dim must be the width of norms, which is 16 for head_dim 8, got 8"),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [4, 5]},
+            "num_attention_heads_per_layer must be multiples of num_key_value_heads, 2, got 5",
+        ),
     ],
 )
 def test_heads_that_transformers_cannot_compute_are_refused(

@@ -7,7 +7,7 @@ lacks: float32, latents, other head sizes. The figures are in docs/architecture.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar, get_args
 
@@ -45,10 +45,11 @@ def make_planner(
     sinks: Collection[bool] = (),
     cap: float = 0.0,
     chunk: int = 0,
+    layer_heads: Sequence[int] = (),
 ) -> AttentionPlanner:
     """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none). If layers
-    differ in their key/value heads, `windows` and `sinks` say something of each layer, and each kind of heads has its
-    own backend.
+    differ in their heads, `windows` and `sinks` say something of each layer, and each kind of heads has its own
+    backend. Query heads that differ are `layer_heads`.
 
     `scaling` multiplies the scores. sinks: whether the softmax of each head has a further score. cap: see ScoreOptions.
     chunk: of the layers that have chunks; 0: none has. `dtype` is that of the queries; None: that of the cache, or
@@ -57,16 +58,17 @@ def make_planner(
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
-    if layout.by_layer:
-        different = list(dict.fromkeys(layout.by_layer))
-        kinds = [different.index(layer) for layer in layout.by_layer]
+    if layout.by_layer or len({*layer_heads}) > 1:
+        by_layer = [*zip(layout.heads, layer_heads or [heads] * layout.layers, strict=True)]
+        different = list(dict.fromkeys(by_layer))
+        kinds = [different.index(layer) for layer in by_layer]
         planners = []
-        for kind, alike in enumerate(different):
+        for kind, (alike, own_heads) in enumerate(different):
             own = [window for window, found in zip(windows, kinds, strict=True) if found == kind]
             own_sinks = [has for has, found in zip(sinks, kinds, strict=bool(sinks)) if found == kind]
             one = make_planner(
                 layout.alike(alike),
-                heads=heads,
+                heads=own_heads,
                 scaling=scaling,
                 windows=own,
                 device=device,
