@@ -123,6 +123,38 @@ async def test_reasoning_text_and_a_call_are_items_of_their_own(
     assert "".join(pieces) == call["arguments"]
 
 
+async def test_functions_of_a_namespace_are_called(http: httpx.AsyncClient, caller: ScriptedWorker) -> None:
+    async def calls(claim: Claim) -> AsyncIterator[Step]:
+        for text in ["<tool_call>", '{"name": "crm__weather", "arguments": {}}', "</tool_call>"]:
+            yield token(text)
+        yield {"finish_reason": FinishReason.STOP}
+        yield ended(claim)
+
+    caller.script = calls
+    space = {"type": "namespace", "name": "crm", "description": "Ours", "tools": [TOOL]}
+    body = {**BODY, "tools": [{**TOOL, "name": "time"}, space, {"type": "web_search", "external_web_access": False}]}
+    events = await events_of(http, "POST", PATH, json={**body, "stream": True})
+    response = events[-1]["response"]
+    (call,) = response["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("crm", "weather", "{}")
+    assert [tool["type"] for tool in response["tools"]] == ["function", "namespace"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    await http.post(PATH, json={**body, "input": [{"role": "user", "content": "x"}, call, output]})
+    await http.post(PATH, json={**body, "input": [output], "previous_response_id": response["id"]})
+    for claim in caller.claims:
+        assert [tool["function"]["name"] for tool in claim.request.tools or ()] == ["time", "crm__weather"]
+    for claim in caller.claims[1:]:
+        _, answer, _ = claim.request.messages or ()
+        assert answer["tool_calls"][0]["function"]["name"] == "crm__weather"
+    wrong = {**TOOL, "parameters": {"type": "object", "not": {}}, "strict": True}
+    for tools, param in (
+        ([space, wrong], "tools[1]"),
+        ([TOOL, {**space, "tools": [TOOL, wrong]}], "tools[1].tools[1]"),
+    ):
+        refused = await http.post(PATH, json={**BODY, "tools": tools, "tool_choice": "required"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"{param}.parameters")
+
+
 async def test_a_conversation_goes_on_with_a_call_and_its_output(
     http: httpx.AsyncClient, worker: ScriptedWorker
 ) -> None:
@@ -259,6 +291,11 @@ async def test_a_response_belongs_to_its_tenant(serve_with: ServeWith, worker: S
     ("change", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"type": "file_search"}]}, "tools[1].type"),
+        (
+            {"tools": [TOOL, {"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "b"}]}]},
+            "tools.1.tools.0.type",
+        ),
         ({"conversation": "conv_1"}, "conversation"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),

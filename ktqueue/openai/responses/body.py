@@ -19,6 +19,7 @@ from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.client_names import Names, client_name, client_names
 from ktqueue.openai.common_fields import Metadata, shallow
 from ktqueue.openai.errors import UnsupportedParameter
+from ktqueue.openai.responses.tools import ToolList, chat_tools, function_name, tools_json, without_web_search
 from ktqueue.openai.validation import StrictBody, must_be, parse
 
 MAX_ITEMS = 4096
@@ -32,7 +33,6 @@ _OWN = frozenset({
 })  # fmt: skip
 NAMES: Names = (
     (r"response_format(\.json_schema)?", "text.format"),
-    (r"(tools\[\d+\])\.function", r"\1"),
     (r"max_(completion_)?tokens", "max_output_tokens"),
     (r"reasoning_effort", "reasoning.effort"),
     (r"messages.*|prompt(?!\w)", "input"),  # of which instructions and stored items are a part too
@@ -43,7 +43,6 @@ Includable = Literal[  # the logprobs alone exist here: the others ask for parts
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "code_interpreter_call.outputs", "computer_call_output.output.image_url",
 ]  # fmt: skip
-_TOOL = {"parameters": None, "strict": None}
 _REFUSED = {
     "conversation": "use previous_response_id",
     "prompt": "prompts are not stored here: send input",
@@ -75,16 +74,6 @@ class ReasoningOptions(StrictBody):
     summary: str | None = Field(None, max_length=32, description="Changes nothing: reasoning is returned whole.")
 
 
-class FunctionTool(StrictBody):
-    """A function that the model may call. Hosted tools are refused."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 def _input(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
         return shallow(value)
@@ -104,7 +93,7 @@ class ResponseBody(StrictBody):
     instructions: str | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[Annotated[FunctionTool, BeforeValidator(shallow)]] | None = Field(None, max_length=128)
+    tools: ToolList | None = None
     tool_choice: Annotated[str | Json | None, BeforeValidator(_choice)] = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
@@ -137,24 +126,18 @@ def parse_response(body: Mapping[str, Any], card: ModelCard | None, history: Seq
     for name, advice in _REFUSED.items():
         if body.get(name) is not None:
             raise UnsupportedParameter(f"{name} is not supported: {advice}", param=name, limit=advice)
-    for place, tool in enumerate(body.get("tools") or () if isinstance(body.get("tools"), list) else ()):
-        if isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function":
-            raise UnsupportedParameter(
-                f"tools[{place}].type must be function, got {tool['type'][:80]!r}: there are no hosted tools",
-                param=f"tools[{place}].type",
-                limit="function",
-                value=tool["type"][:80],
-            )
+    if isinstance(body.get("tools"), list):
+        body = {**body, "tools": without_web_search(body["tools"])}
     own = parse(ResponseBody, {name: value for name, value in body.items() if name in ResponseBody.model_fields})
     if own.background and own.store is False:
         raise InvalidRequest("background needs store: true", param="background", limit="store: true", value=True)
     messages = _messages(own.input, history)
     chat: Json = {_RENAMED.get(name, name): value for name, value in body.items() if name not in _OWN}
     chat["messages"] = [*([{"role": "system", "content": own.instructions}] if own.instructions else []), *messages]
-    if own.tools:
-        chat["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in own.tools
-        ]
+    functions, names = chat_tools(own.tools or ())
+    if functions:
+        chat["tools"] = functions
+    names = (*names, *NAMES)
     if own.tool_choice is not None and (own.tools or own.tool_choice != "auto"):
         chat["tool_choice"] = _tool_choice(own.tool_choice)
     if own.text is not None and own.text.format is not None and own.text.format.type != "text":
@@ -165,11 +148,11 @@ def parse_response(body: Mapping[str, Any], card: ModelCard | None, history: Seq
         chat.pop("top_logprobs", None)
     if own.reasoning is not None and own.reasoning.effort is not None:
         chat["reasoning_effort"] = own.reasoning.effort
-    with client_names(NAMES):
+    with client_names(names):
         generation = parse_chat(chat).request(card)
     return ResponseCall(
         generation=replace(
-            generation, endpoint="responses", grammar_field=client_name(generation.grammar_field, NAMES)
+            generation, endpoint="responses", grammar_field=client_name(generation.grammar_field, names)
         ),
         messages=tuple(messages),
         echo=_echo(own, body),
@@ -208,7 +191,7 @@ def _echo(own: ResponseBody, body: Mapping[str, Any]) -> Json:
         "temperature": body.get("temperature"),
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": own.tool_choice or "auto",
-        "tools": [{**_TOOL, **tool.model_dump(exclude_none=True)} for tool in own.tools or ()],
+        "tools": tools_json(own.tools or ()),
         "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": body.get("top_p"),
         "truncation": own.truncation or "disabled",
@@ -245,7 +228,8 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
         if last is None:
             last = {"role": "assistant", "content": ""}
             messages.append(last)
-        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        name = function_name(item.get("namespace"), item.get("name"))
+        function = {"name": name, "arguments": item.get("arguments") or "{}"}
         last.setdefault("tool_calls", []).append(
             {"id": str(item.get("call_id", "")), "type": "function", "function": function}
         )

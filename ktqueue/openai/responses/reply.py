@@ -13,6 +13,7 @@ from ktqueue.core.events import FinishReason, Usage
 from ktqueue.openai.chat import logprob_json
 from ktqueue.openai.choices import Delta
 from ktqueue.openai.endpoint import ReplyHead
+from ktqueue.openai.responses.tools import called_function, function_name
 from ktqueue.openai.tool_calls import call_id
 
 
@@ -114,7 +115,8 @@ class ResponseReply:
         name = f"{self._head.id.removeprefix('resp_')}_{place}"
         item: Json
         if isinstance(part, AnswerToolCall):
-            item = {"id": f"fc_{name}", "type": "function_call", "name": part.name, "arguments": ""}
+            function = called_function(self._echo.get("tools", ()), part.name)
+            item = {"id": f"fc_{name}", "type": "function_call", **function, "arguments": ""}
             item["call_id"] = call_id(self._head.id, 0, part)
         elif isinstance(part, AnswerReasoning):
             item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": []}
@@ -178,7 +180,10 @@ def assistant_message(response: Mapping[str, Any]) -> Json:
             {
                 "id": item["call_id"],
                 "type": "function",
-                "function": {"name": item["name"], "arguments": item["arguments"]},
+                "function": {
+                    "name": function_name(item.get("namespace"), item["name"]),
+                    "arguments": item["arguments"],
+                },
             }
             for item in calls
         ]
