@@ -391,7 +391,7 @@ class _Bytes:
 def _short(message: str) -> str:
     """The essence of the library's message, without the grammar that it quotes."""
     lines = [line.strip() for line in message.strip().splitlines()] or [""]
-    first = lines[0].removeprefix("ERROR: ")
+    first = lines[0].removeprefix("ERROR: ").replace("NoExtensionBias", "it allows no text")
     if first.endswith(":"):  # such as "regex parse error:", where the problem follows the quoted pattern
         first += "".join(f" {line[7:]}" for line in lines if line.startswith("error: "))
     return first if len(first) <= MAX_ERROR else first[:MAX_ERROR] + "..."

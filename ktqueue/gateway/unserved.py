@@ -50,9 +50,10 @@ UNSERVED_OF_OLLAMA: Mapping[str, str] = {
 
 
 class UnsupportedEndpoint(InvalidRequest):
-    """The path is an endpoint of other servers that ktqueue does not have. Not a 404: the client has no wrong URL."""
+    """The path is an endpoint of other servers that ktqueue does not have."""
 
     code = "unsupported_endpoint"
+    status = 404
 
 
 def unserved(path: str) -> UnsupportedEndpoint | None:

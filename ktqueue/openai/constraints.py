@@ -16,7 +16,7 @@ from ktqueue.answers.grammar_process import check_syntax
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
 from ktqueue.openai.json_schema import WHITESPACE, lark_of_schema
-from ktqueue.openai.validation import StrictBody
+from ktqueue.openai.validation import StrictBody, must_be
 
 MAX_CHOICES_LISTED = 1000
 MAX_PATTERN = 1 << 15  # characters
@@ -29,9 +29,16 @@ def _none_if_empty(value: Any) -> Any:
     return None if value is False or value in ("", [], {}) else value
 
 
+def _schema_or_text(value: Any) -> Any:
+    if value is None or isinstance(value, dict | str):
+        return value
+    raise must_be("a JSON schema, or its text", value)
+
+
 _Empty = BeforeValidator(_none_if_empty)
 OptionalText = Annotated[str | None, _Empty]
-OptionalSchema = Annotated[dict[str, Any] | str | None, _Empty]
+SchemaOrText = Annotated[dict[str, Any] | str | None, BeforeValidator(_schema_or_text)]
+OptionalSchema = Annotated[SchemaOrText, _Empty]
 OptionalChoices = Annotated[list[str] | None, _Empty]
 
 
@@ -59,7 +66,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: SchemaOrText = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None

@@ -39,7 +39,6 @@ ANNOTATIONS = frozenset(
 # Keywords that are not honoured, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
-    "nullable": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
@@ -173,6 +172,8 @@ def _prepared(schema: Any, param: str, pointer: str) -> Any:
         place = f"{pointer}/{_escaped(key)}"
         if key in _NEUTRAL and any(value == neutral and type(value) is type(neutral) for neutral in _NEUTRAL[key]):
             continue
+        if key == "nullable" and isinstance(value, bool):
+            continue
         if key not in HONOURED and key not in ANNOTATIONS:
             if key.startswith("x-") and key != "x-guidance":
                 continue
@@ -182,7 +183,7 @@ def _prepared(schema: Any, param: str, pointer: str) -> Any:
         copy[key] = _inner(key, value, lambda part, inner: _prepared(part, param, inner), place)
     if "format" in copy:
         _replace_format(copy, param, f"{pointer}/format")
-    return copy
+    return _or_null(copy) if schema.get("nullable") is True else copy
 
 
 def _inner(key: str, value: Any, prepare: Callable[[Any, str], Any], place: str) -> Any:
@@ -192,6 +193,14 @@ def _inner(key: str, value: Any, prepare: Callable[[Any, str], Any], place: str)
     if key in (*_LISTS, "items") and isinstance(value, list):
         return [prepare(part, f"{place}/{number}") for number, part in enumerate(value)]
     return prepare(value, place) if key in _SINGLE else value
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with null beside what it allows, as `nullable` of OpenAPI 3.0 asks."""
+    kinds = schema.get("type")
+    if "type" not in schema or {"enum", "const"} & set(schema):
+        return {"anyOf": [schema, {"type": "null"}]}
+    return {**schema, "type": [*(kinds if isinstance(kinds, list) else [kinds]), "null"]}
 
 
 def _replace_format(schema: dict[str, Any], param: str, place: str) -> None:

@@ -22,6 +22,8 @@ MODES = ("none", "auto", "required")
 def _checked_choice(value: Any) -> Any:
     if value is None or value in MODES:
         return value
+    if value == "any":  # Mistral's name
+        return "required"
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"type": "function", **value}  # huggingface_hub leaves the type out
     wanted = 'none, auto, required, {"type": "function", ...} or {"type": "allowed_tools", ...}'

@@ -44,6 +44,12 @@ def test_a_wrong_grammar_is_refused_with_the_place(grammar: str, reason: str) ->
         byte_compiler().compile(grammar)
 
 
+def test_a_grammar_without_texts_is_refused() -> None:
+    for grammar in ("start: start", 'start: %json {"$ref": "#"}'):
+        with pytest.raises(GrammarRefused, match="it allows no text"):
+            byte_compiler().compile(grammar)
+
+
 def test_gbnf_is_translated() -> None:
     lark = from_gbnf('root ::= "a" [0-9]+ ("x" | "y")?')
     matcher = byte_compiler().compile(lark)

@@ -196,7 +196,7 @@ async def test_models(http: httpx.AsyncClient, thinker: ScriptedWorker) -> None:
 @pytest.mark.parametrize("word", ["pull", "push", "create", "copy", "delete", "embed", "embeddings", "blobs/sha256:1"])
 async def test_what_is_not_served_is_refused_by_name(http: httpx.AsyncClient, word: str) -> None:
     response = await http.post(f"/api/{word}", json={})
-    assert response.status_code == 400
+    assert response.status_code == 404
     assert f"/api/{word} is not served" in response.json()["error"]
 
 

@@ -26,6 +26,6 @@ async def test_an_endpoint_that_is_not_served_is_refused_by_name(http: httpx.Asy
         path = form.format(word)
         response = await http.post(path, json={})
         error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_endpoint", "path"), path
+        assert (response.status_code, error["code"], error["param"]) == (404, "unsupported_endpoint", "path"), path
         assert path in error["message"]
         assert UNSERVED[word] in error["message"]

@@ -167,6 +167,8 @@ def test_two_constraints_are_refused() -> None:
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "only beside a JSON schema"),
         ({"guided_json": "{"}, "guided_json", "is not JSON"),
         ({"guided_json": "[1]"}, "guided_json", "which is an object"),
+        ({"guided_json": [1]}, "guided_json", r"a JSON schema, or its text, got \[1\]"),
+        ({"structured_outputs": {"json": 1}}, "structured_outputs.json", "a JSON schema, or its text, got 1"),
         ({"guided_choice": ["a", ""]}, "guided_choice", "empty text"),
         ({"guided_choice": ["a"] * 1001}, "guided_choice", "1 to 1000 texts"),
         ({"guided_regex": "a" * 40_000}, "guided_regex", "1 to 32768 characters, got 40000"),

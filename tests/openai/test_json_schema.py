@@ -70,7 +70,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("not", {"type": "string"}), ("if", {}), ("then", {}), ("else", {}), ("contains", {}), ("minContains", 1),
     ("maxContains", 1), ("uniqueItems", True), ("propertyNames", {"pattern": "a"}), ("dependentRequired", {}),
     ("dependentSchemas", {}), ("dependencies", {}), ("unevaluatedItems", False), ("unevaluatedProperties", False),
-    ("$dynamicRef", "#a"), ("$dynamicAnchor", "a"), ("$recursiveRef", "#"), ("nullable", True), ("x-guidance", {}),
+    ("$dynamicRef", "#a"), ("$dynamicAnchor", "a"), ("$recursiveRef", "#"), ("nullable", 1), ("x-guidance", {}),
     ("minimun", 3), ("lenient", True),
 ]  # fmt: skip
 
@@ -122,6 +122,14 @@ def test_an_annotation_changes_nothing(keyword: str) -> None:
 def test_a_property_may_have_the_name_of_a_keyword(name: str) -> None:
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
     assert accepts(schema, {name: 1}) and not accepts(schema, {name: "a"})
+
+
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": ["string"]}, {"enum": ["a"]}, {"anyOf": [{"const": "a"}]}])
+def test_nullable_allows_null_too(schema: dict[str, Any]) -> None:
+    whole = {"properties": {"a": {**schema, "nullable": True}, "b": {**schema, "nullable": False}}}
+    assert accepts(whole, {"a": None, "b": "a"}) and accepts(whole, {"a": "a"})
+    assert not accepts({"type": "object", **whole}, {"b": 5})
+    assert not accepts({"properties": {"b": {"type": "string", "nullable": False}}}, {"b": None})
 
 
 def test_a_keyword_that_asks_for_nothing_is_accepted() -> None:

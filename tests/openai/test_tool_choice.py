@@ -50,6 +50,7 @@ def test_a_named_function_is_the_only_one_in_the_grammar_and_is_called_once() ->
     assert request(**of_huggingface_hub).grammar == grammar
     every = {**fields, "tool_choice": "required"}
     assert request(**every, parallel_tool_calls=False).grammar != request(**every).grammar
+    assert request(**{**every, "tool_choice": "any"}).grammar == request(**every).grammar
 
 
 def test_only_allowed_functions_are_offered() -> None:

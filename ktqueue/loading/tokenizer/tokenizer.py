@@ -119,7 +119,7 @@ class Tokenizer:
                 check_text(text, max_model_len, self.longest_token, field)
                 self._check_beginning(text, max_model_len, field)
             special = request.prompt is not None if request.add_special_tokens is None else request.add_special_tokens
-            if request.suffix is None:
+            if request.suffix is None or (not request.suffix and self._gap is None):
                 token_ids = self._check_in_vocabulary(self.encode(text, special), field)
             else:
                 token_ids = self._around_gap(text, request.suffix, special)

@@ -57,6 +57,9 @@ def test_a_model_that_cannot_fill_gaps_says_so() -> None:
     with pytest.raises(InvalidRequest, match="suffix needs a model with tokens for filling in the middle") as caught:
         load_tokenizer("demo").encode_request(REQUEST)
     assert caught.value.param == "suffix"
+    plain = replace(REQUEST, suffix=None)
+    empty = load_tokenizer("demo").encode_request(replace(REQUEST, suffix=""))
+    assert empty.token_ids == load_tokenizer("demo").encode_request(plain).token_ids
 
 
 def test_spellings_of_bad_words() -> None:
