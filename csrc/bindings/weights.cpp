@@ -43,10 +43,11 @@ ExpertMatrices parse_matrices(const nb::tuple& packed, const char* name, std::ve
 }
 
 Activation parse_activation(const std::string& name) {
-    constexpr const char* kNames[] = {"silu", "gelu", "gelu_tanh", "swiglu_clamped"};
+    constexpr const char* kNames[] = {"silu", "gelu", "gelu_tanh", "swiglu_clamped", "silu_limited"};
     for (size_t i = 0; i < std::size(kNames); ++i)
         if (name == kNames[i]) return static_cast<Activation>(i);
-    throw std::invalid_argument("activation must be silu, gelu, gelu_tanh or swiglu_clamped, got '" + name + "'");
+    throw std::invalid_argument("activation must be silu, gelu, gelu_tanh, swiglu_clamped or silu_limited, got '" +
+                                name + "'");
 }
 
 Precision parse_precision(const std::string& activations) {

@@ -24,7 +24,7 @@ struct ExpertMatrices {
 
 struct ExpertOptions {
     Activation activation = Activation::Silu;
-    float alpha = 0, limit = 0;  // of SwigluClamped
+    float alpha = 0, limit = 0;  // of SwigluClamped, and SiluLimited's limit
     Precision precision = Precision::Fast;
     bool weighted_input = false;  // a slot adds expert(weight * x) instead of weight * expert(x)
 };

@@ -67,6 +67,16 @@ void gate_swiglu_clamped(const GateTask& task) {
     });
 }
 
+// Step-3.5: silu(g) is clamped from above, u from both sides. For NaN see gate_swiglu_clamped.
+void gate_silu_limited(const GateTask& task) {
+    const Wide negative = splat_wide(-task.limit);
+    for_lanes(task, [&](Wide g, Wide u) {
+        g = subtract(splat_wide(0.0f), maximum(negative, subtract(splat_wide(0.0f), multiply(g, sigmoid(g)))));
+        u = subtract(splat_wide(0.0f), maximum(negative, subtract(splat_wide(0.0f), maximum(negative, u))));
+        return multiply(g, u);
+    });
+}
+
 // ---- activation and rounding in one call, for many rows
 //
 // Activation and rounding are each one long chain of operations. No function is called between rows, and all rows pass

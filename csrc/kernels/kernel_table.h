@@ -35,11 +35,11 @@ using Bf16RowKernel = void (*)(const float* x, size_t columns, uint16_t* out);
 // 6, 1, 3, 5, 7. `columns` is a multiple of 32.
 using ShuffleKernel = void (*)(const float* x, size_t columns, float unit, uint16_t* out);
 
-enum class Activation : uint8_t { Silu, Gelu, GeluTanh, SwigluClamped };
+enum class Activation : uint8_t { Silu, Gelu, GeluTanh, SwigluClamped, SiluLimited };
 
 // out[16 b + i] = activation(gate[32 b + i]) * up[32 b + i] for each block b and i < 16. `up` is gate + 16 if panels of
 // gate and up alternate. SwigluClamped (gpt-oss) clamps gate from above to `limit` and up from both sides, then
-// computes gate * sigmoid(alpha * gate) * (up + 1).
+// computes gate * sigmoid(alpha * gate) * (up + 1). SiluLimited (Step-3.5) clamps silu(gate) and up so, and multiplies.
 struct GateTask {
     const float *gate, *up;
     float* out;
@@ -168,9 +168,9 @@ struct KernelTable {
     Bf16RowKernel bf16_row;
     ShuffleKernel shuffle;  // null if no block format has tiles
     MergeKernel merge;
-    GateKernel gate[4];                  // by Activation
-    ActivationKernel activate[4];        // by Activation, to slabs
-    ActivationKernel activate_tiles[4];  // by Activation, to shuffled rows; null as `shuffle`
+    GateKernel gate[5];                  // by Activation
+    ActivationKernel activate[5];        // by Activation, to slabs
+    ActivationKernel activate_tiles[5];  // by Activation, to shuffled rows; null as `shuffle`
     AttentionKernel attention;
     IndexKernel index_scores;
     ConvolutionKernel convolve;

@@ -310,6 +310,7 @@ void add_block_tiles(KernelTable& table, const size_t (&tokens)[kQuantCount]) {
     table.activate_tiles[1] = activate_tile_rows<gate_gelu>;
     table.activate_tiles[2] = activate_tile_rows<gate_gelu_tanh>;
     table.activate_tiles[3] = activate_tile_rows<gate_swiglu_clamped>;
+    table.activate_tiles[4] = activate_tile_rows<gate_silu_limited>;
 }
 
 }  // namespace

@@ -133,7 +133,8 @@ class Family:
     `rotated_key`: the published config key of the number of rotated columns, which transformers does not read. `text`:
     it may be the text model of a folder that also holds encoders, because a position for each token is all that it
     needs. `heads_differ`: layers may differ in the number and the size of their key/value heads. `window_heads`: layers
-    with a window have so many times the key/value heads that the config states. `normed_further`: a layer that predicts
+    with a window have so many times the key/value heads that the config states. `queries_differ`: the config has query
+    heads of layers. `normed_further`: a layer that predicts
     further tokens passes on the output of its last norm, not what goes into it. `aliases`: other model types of folders
     whose code computes the same for text, each with the fields that differ. `fixed`: config values that the code of
     such a type has, whatever config.json says.
@@ -166,6 +167,7 @@ class Family:
     text: bool = False
     heads_differ: bool = False
     window_heads: int = 1
+    queries_differ: bool = False
     normed_further: bool = False
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -218,6 +218,9 @@ OTHERS = (
             rope_lists=("short_mscale", "long_mscale"),
         ),
     ),
+    Family("Step-3.5-Flash, and the text of Step-3.7-Flash", "step3p5", "Step3p5ForCausalLM",
+        partly_rotated=True, text=True, queries_differ=True,
+    ),
     Family(
         "Seed-OSS", "seed_oss", "SeedOssForCausalLM",
         GgufLayout(

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -212,6 +213,9 @@ def _rows(prepared: PreparedModel) -> Iterable[ReportRow]:
                 both = checkpoint.part_quants(source)
                 parts = both and (loaded_format(both[0]), loaded_format(both[1]))
                 held_bytes = up_matrix_bytes(loaded_format(checkpoint.quant(source)), parts, shape)
+            if operator in (WHOLE, ON_BOTH_SIDES) and name.endswith(".v_proj"):  # see operators/padded_values.py
+                attention: Any = skeleton.get_submodule(name.removesuffix(".v_proj"))
+                held_bytes = held_bytes * attention.head_dim // getattr(attention, "v_head_dim", attention.head_dim)
             file_bytes = checkpoint.nbytes(source) if source == tensor else 0
             grouped.setdefault(key, []).append((checkpoint.quant(source), file_bytes, held_bytes))
             modules[key][-1] += held_bytes

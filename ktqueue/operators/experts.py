@@ -3,6 +3,7 @@
 It replaces any experts module of transformers whose gate the kernels compute. Knows no file.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from ktqueue.operators import native
 from ktqueue.operators.base import KernelOptions, Operator, kernel_options
-from ktqueue.operators.native import GateFacts
+from ktqueue.operators.native import SILU, GateFacts
 from ktqueue.operators.packed import ExpertWeights, ModuleWeights, PackedExperts
 
 __all__ = ["CpuExperts", "ExpertWeights", "PackedExperts"]
@@ -35,13 +36,15 @@ def activation_name(function: Callable[[torch.Tensor], torch.Tensor] | None) -> 
 
 def known_activations() -> str:
     """Return the names of the kernels' activations, for messages."""
-    return ", ".join((*_ACTIVATIONS, "gpt-oss's clamped SwiGLU"))
+    return ", ".join((*_ACTIVATIONS, "gpt-oss's clamped SwiGLU", "Step-3.5's limited SiLU"))
 
 
 def gate_facts(module: Any) -> GateFacts | None:
     """Return how an MLP or an experts module of transformers joins gate and up; None if no kernel computes it."""
     if type(module).__name__ == "GptOssExperts":
         return GateFacts("swiglu_clamped", float(module.alpha), float(module.limit))
+    if type(module).__name__ in ("Step3p7MLP", "Step3p7Experts") and activation_name(module.act_fn) == "silu":
+        return SILU if math.isinf(module.limit) else GateFacts("silu_limited", limit=float(module.limit))
     gate = getattr(type(module), "_apply_gate", None)
     if gate is not None and gate.__name__ != "_default_apply_gate":
         return None

@@ -62,11 +62,12 @@ class LayerFacts:
     weights; growth, period: a query at position p is multiplied by 1 + growth * log(1 + floor((p + 1) / period)).
 
     mlp: name below the layer of the dense MLP, if router is None; experts: of the module of the routed experts; gate:
-    of experts and MLP; shared: name below the layer of an expert that sees every token, or empty; shared_gate: that
-    expert has a gate. The other names below the layer are those of norms, or empty: mlp_norm: of the input of MLP and
-    experts; experts_norm: of the input of the routed experts, if it is another; shared_out_norm, experts_out_norm: of
-    what the shared expert and the routed ones return; attention_out_norm, mlp_out_norm: of what attention and MLP add
-    to the residual. out_scale: name below the layer of a factor of the residual after the layer, or empty.
+    of the MLP and the shared expert; routed_gate: of the routed experts; shared: name below the layer of an expert that
+    sees every token, or empty; shared_gate: that expert has a gate. The other names below the layer are those of norms,
+    or empty: mlp_norm: of the input of MLP and experts; experts_norm: of the input of the routed experts, if it is
+    another; shared_out_norm, experts_out_norm: of what the shared expert and the routed ones return;
+    attention_out_norm, mlp_out_norm: of what attention and MLP add to the residual. out_scale: name below the layer of
+    a factor of the residual after the layer, or empty.
     """
 
     name: str
@@ -77,6 +78,7 @@ class LayerFacts:
     sinks: bool
     router: RouterFacts | None
     gate: GateFacts
+    routed_gate: GateFacts
     shared: str = ""
     shared_gate: bool = False
     linear: LinearAttentionShape | None = None
@@ -102,7 +104,7 @@ class LayerFacts:
     @property
     def expert_gate(self) -> GateFacts:
         """The gate of the routed experts."""
-        return replace(self.gate, weighted_input=self.router is not None and self.router.weighted_input)
+        return replace(self.routed_gate, weighted_input=self.router is not None and self.router.weighted_input)
 
 
 class RotaryKinds(NamedTuple):
@@ -195,7 +197,7 @@ def _feed_forward(name: str, layer: Any) -> dict[str, Any]:
         }
     elif hasattr(mlp, "experts"):
         shared = next((child for child in _SHARED if getattr(mlp, child, None) is not None), "")
-        parts = [getattr(mlp, child) for child in ("experts", shared) if child]
+        parts = [getattr(mlp, child) for child in (shared, "experts") if child]
         found = {
             "router": _router(mlp, mlp_name),
             "experts": f"{mlp_name}.experts",
@@ -204,10 +206,10 @@ def _feed_forward(name: str, layer: Any) -> dict[str, Any]:
         }
     if hasattr(mlp, _POST):  # A.X-K1
         found["mlp_out_norm"] = f"{mlp_name}.{_POST}"
-    gates = {gate_facts(part) for part in parts}
-    if len(gates) != 1 or (gate := gates.pop()) is None:
+    gates = [gate_facts(part) for part in parts]
+    if None in gates:
         raise ValueError(f"the activation of {name} is not one of {known_activations()}")
-    return {**found, "gate": gate}
+    return {**found, "gate": gates[0], "routed_gate": gates[-1]}
 
 
 def _scaled_router(router: Any) -> RouterFacts:
@@ -243,8 +245,8 @@ def _router(mlp: Any, mlp_name: str) -> RouterFacts:
         facts = {"jitter": float(router.router_jitter_noise)}
     elif type(router).__name__ == "Llama4Router":
         facts = {"weighted_input": True}
-    elif type(router).__name__ == "LagunaTopKRouter":
-        if router.router_logit_softcapping:
+    elif type(router).__name__ in ("LagunaTopKRouter", "Step3p7TopKRouter"):
+        if getattr(router, "router_logit_softcapping", 0):
             raise ValueError(f"its routers limit their logits softly, to {router.router_logit_softcapping}")
         facts = {"scale": float(mlp.routed_scaling_factor)}
     return RouterFacts(

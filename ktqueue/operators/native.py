@@ -35,9 +35,9 @@ ISAS = ("scalar", "avx2", "avxvnni", "avx512", "amx")
 """Instruction sets that kernels are written for, slowest first. csrc/isa/ladder.cpp names the CPUs that have each."""
 SPIN_MICROSECONDS = 50
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped", "silu_limited"]
 """The activation of the gate. swiglu_clamped is gpt-oss's: min(g, limit) * sigmoid(alpha * g) * (clip(u, -limit, limit)
-+ 1)."""
++ 1). silu_limited is Step-3.5's: min(silu(g), limit) * clip(u, -limit, limit)."""
 ActivationType = Literal["int8", "float32"]
 """The type in which activations are multiplied: int8 with a scale per 32 columns, or float32. With F32, F16, BF16
 and FP8 weights int8 also means float32. On AMX it may mean bf16: see `tile_rows` and `set_batch_invariant`."""
@@ -48,9 +48,9 @@ class GateFacts:
     """How the gate and up of an MLP are joined.
 
     alpha, limit: of swiglu_clamped, which is gate * sigmoid(alpha * gate) * (up + 1) after gate is clamped to at most
-    limit and up to -limit .. limit. Source: GptOssExperts of transformers. weighted_input: the weight of a routed
-    expert multiplies its input, not its output (Llama 4). The products with gate and up are linear, so these are
-    multiplied instead, before their biases are added.
+    limit and up to -limit .. limit. Source: GptOssExperts of transformers. silu_limited has a limit too.
+    weighted_input: the weight of a routed expert multiplies its input, not its output (Llama 4). The products with gate
+    and up are linear, so these are multiplied instead, before their biases are added.
     """
 
     activation: ActivationName

@@ -37,6 +37,8 @@ def activate(name: str, gate: torch.Tensor, up: torch.Tensor, alpha: float, limi
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
     functional = torch.nn.functional
+    if name == "silu_limited":
+        return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     if name == "silu":
         return functional.silu(gate) * up
     return functional.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none") * up

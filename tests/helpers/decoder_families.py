@@ -9,6 +9,7 @@ from laguna_sizes import LAGUNA_SIZES
 from latent_families import GROWING, LATENT_FAMILIES, YARN
 from llama4_sizes import LLAMA4_SIZES
 from mimo_sizes import MIMO_SIZES
+from step_sizes import STEP_SIZES
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -114,6 +115,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {**MOE, "num_local_experts": 6, "head_dim": 32, "partial_rotary_factor": 0.5}),
     "bailing_moe_v2": ("bailing_moe_v2", {**SIGMOID, "head_dim": 32}),
     "mimo_v2_flash": ("mimo_v2_flash", MIMO_SIZES),
+    "step3p5": ("step3p5", STEP_SIZES),
     "laguna": ("laguna", LAGUNA_SIZES),
     "laguna with a gate for each number": (
         "laguna",

@@ -81,7 +81,7 @@ def test_instruction_sets_agree(quant: str, tokens: int, make_weights: MakeWeigh
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped", "silu_limited"])
 def test_each_activation_equals_float64_with_and_without_biases(
     activation: native.ActivationName,
     biased: bool,

@@ -94,6 +94,12 @@ def test_a_fused_product_with_a_float_part_is_reported_as_decoded(
     assert "dense matrices in F32 are decoded" in caplog.text
 
 
+def test_values_that_are_padded_to_the_width_of_keys_are_reported_so(make_model: Callable[..., Path]) -> None:
+    report = report_model(str(make_model("mimo_v2_flash", head_dim=32)))
+    keys, values = (next(row for row in report.rows if row.name.endswith(f".{part}_proj")) for part in "kv")
+    assert (values.file_bytes, values.device_bytes) == (keys.file_bytes // 2, keys.device_bytes)
+
+
 def test_requantised_embeddings_are_reported_in_their_loaded_format(tmp_path: Path) -> None:
     path = demo_with({"token_embd.weight": "Q5_0"}, tmp_path / "q5_0.gguf")
     (embedding,) = [row for row in report_model(path).rows if row.name == "model.embed_tokens"]

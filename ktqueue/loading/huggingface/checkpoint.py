@@ -31,6 +31,8 @@ from ktqueue.loading.huggingface.mimo import mimo_config
 from ktqueue.loading.huggingface.next_tokens import next_token_names
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
+from ktqueue.loading.huggingface.step import MODEL_TYPE as STEP_TYPE
+from ktqueue.loading.huggingface.step import step_tensors
 from ktqueue.loading.huggingface.transposed_experts import (
     BLOCKS,
     PARTS,
@@ -107,6 +109,8 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
                 raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
             if not _UNUSED.search(name):
                 tensors[name] = tensor
+    if config.get("model_type") == STEP_TYPE:
+        tensors = step_tensors(tensors, str(folder))
     scales: dict[str, CacheScale] = {}
     if quantisation is not None:
         scales = _stated_scales(str(folder), tensors)

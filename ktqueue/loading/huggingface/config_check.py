@@ -104,7 +104,8 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
             _check_count(layer.get(name), name, 1, source)
     for group in (values, *_rope_parameters(values)):
         for name, limits in _NUMBERS.items():
-            _check_number(group.get(name), name, limits, source)
+            for number in _of_layers(group, name):
+                _check_number(number, name, limits, source)
         for name in _OR_ZERO:
             _check_number(group.get(name) or None, name, _FACTOR, source)
         for name in ("short_factor", "long_factor"):
@@ -134,7 +135,8 @@ def check_config(config: Any, source: str) -> None:
         raise several_models(config.model_type, text.model_type, source)
     family = family_of_type(config.model_type)
     differing = {*(getattr(config, "per_layer_attributes", None) or ())}  # the config has no single value for them
-    if unknown := differing - ({*_HEADS} if family.heads_differ else set()):
+    known = {*_HEADS} if family.heads_differ else {"num_attention_heads"} if family.queries_differ else set()
+    if unknown := differing - known:
         raise CheckpointError(
             f"{source}: a {config.model_type} whose layers differ in {', '.join(sorted(unknown))} is not supported"
         )
@@ -149,7 +151,7 @@ def check_config(config: Any, source: str) -> None:
     for kv_heads in by_layer or [getattr(config, "num_key_value_heads", None)]:
         if heads and kv_heads and not family.latent and heads % kv_heads:
             raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
-    for layer_heads in getattr(config, _LAYER_HEADS, None) or ():
+    for layer_heads in query_heads(config):
         if not (isinstance(layer_heads, int) and layer_heads > 0) or layer_heads % config.num_key_value_heads:
             limit = f"multiples of num_key_value_heads, {config.num_key_value_heads}"
             raise _refusal(source, _LAYER_HEADS, limit, layer_heads)
@@ -177,6 +179,13 @@ def heads_by_layer(config: Any) -> list[tuple[int, int]]:
         return []
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     return [(layer.num_key_value_heads, layer.head_dim) for layer in layers]
+
+
+def query_heads(config: Any) -> list[Any]:
+    """Return the number of query heads of each layer; empty if the config has one for all."""
+    if "num_attention_heads" in (getattr(config, "per_layer_attributes", None) or ()):
+        return [config.per_layer_config[i].num_attention_heads for i in range(config.num_hidden_layers)]
+    return getattr(config, _LAYER_HEADS, None) or []
 
 
 def _check_window(config: Any, family: Family, source: str) -> None:
@@ -267,6 +276,13 @@ def _check_groups(config: Any, group_score: int, source: str) -> None:
         raise _refusal(source, "topk_group", f"from 1 to n_group, {groups}", used)
     if chosen > (most := experts // groups * used):
         raise _refusal(source, "num_experts_per_tok", f"at most {most}, the experts of topk_group groups", chosen)
+
+
+def _of_layers(group: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a value, or those of each layer, where a family has such lists."""
+    stated = group.get(name)
+    has_lists = name == "rope_theta" and family_of_type(group.get("model_type")).queries_differ
+    return stated if has_lists and isinstance(stated, list) else [stated]
 
 
 def _layer_values(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -116,6 +116,9 @@ def _parse(
     stated = str(layers) if layers is not None else count or str(config["num_hidden_layers"])
     if not (stated.isdecimal() and 1 <= int(stated) <= MAX_LAYERS):
         raise CheckpointError(f"{name}: layers must be a number from 1 to {MAX_LAYERS}, got {stated!r}")
+    own = SHAPES[shape]["num_hidden_layers"]
+    lists = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == own}  # by layer
+    config |= {key: [value[layer % own] for layer in range(int(stated))] for key, value in lists.items()}
     config["num_hidden_layers"] = int(stated)
     family = family_of_model_type(config["model_type"], name)
     metadata = {

@@ -13,9 +13,11 @@ from ktqueue.families.family import Family
 from ktqueue.loading.gguf.families import family_of_model_type
 from ktqueue.loading.gguf.library import ROW_VECTORS, TensorNameMap
 from ktqueue.loading.gguf.writer import TensorDescription
+from ktqueue.loading.huggingface.mimo import rope_by_kind
 from ktqueue.loading.skeleton import build_config, build_skeleton, tied_names
 from ktqueue.loading.weight_formats import BLOCKS
 
+_FULL, _WINDOW = "full_attention", "sliding_attention"
 # transformers configs by the name of the model with this shape. tiny, mid and tiny-latent are our own, for tests.
 _QWEN3 = {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}
 _DEEPSEEK = {
@@ -157,6 +159,37 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
+    "ling-mini-2.0": {
+        "model_type": "bailing_moe_v2", "rms_norm_eps": 1e-6, "rope_theta": 6e5, "partial_rotary_factor": 0.5,
+        "hidden_size": 2048, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 5120, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "vocab_size": 157184,
+        "max_position_embeddings": 32768,
+    },
+    "mimo-v2-flash": {
+        "model_type": "mimo_v2_flash", "rms_norm_eps": 1e-5, "hidden_size": 4096, "num_hidden_layers": 48,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+        "attention_value_scale": 0.707, "sliding_window": 128, "intermediate_size": 16384, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "vocab_size": 152576,
+        "max_position_embeddings": 262144, "rope_parameters": rope_by_kind(5e6, 1e4, {}),
+        "layer_types": [_FULL if i == 0 or i % 6 == 5 else _WINDOW for i in range(48)],
+    },
+    "laguna-xs.2": {
+        "model_type": "laguna", "rms_norm_eps": 1e-6, "hidden_size": 2048, "num_hidden_layers": 40,
+        "num_attention_heads": 48, "num_attention_heads_per_layer": [48, 64, 64, 64] * 10, "num_key_value_heads": 8,
+        "head_dim": 128, "sliding_window": 512, "intermediate_size": 8192, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "moe_routed_scaling_factor": 2.5, "vocab_size": 100352, "max_position_embeddings": 262144,
+        "layer_types": [_FULL, _WINDOW, _WINDOW, _WINDOW] * 10,
+        "rope_parameters": {
+            _FULL: {
+                "rope_type": "yarn", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192,
+                "beta_fast": 64.0, "beta_slow": 1.0, "partial_rotary_factor": 0.5,
+            },
+            _WINDOW: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
 }  # fmt: skip
 MIX = "Q4_K_M"  # llama.cpp's mix of Q4_K and Q6_K; any other quantisation is one format for all matrices
 ROUTER = "ffn_gate_inp"

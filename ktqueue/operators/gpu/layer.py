@@ -6,13 +6,14 @@ The output of a sublayer is not added to the residual at once: the kernel of the
 import torch
 from torch import nn
 
+from ktqueue.operators import reference
 from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.by_clusters import Projection
 from ktqueue.operators.gpu.attention.by_heads import HeadsPlan
 from ktqueue.operators.gpu.attention.triton import ClusterDecodePlan
 from ktqueue.operators.gpu.dense import DecodedLinear, DenseLinear, DenseWeights
 from ktqueue.operators.gpu.experts.step import PendingResidual, SharedExpert, StepExperts
-from ktqueue.operators.gpu.kernels.activation import gated
+from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS, gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
@@ -21,7 +22,7 @@ from ktqueue.operators.gpu.latent_layer import LatentSelfAttention, attention_pl
 from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear_attention import LinearAttentionShape
-from ktqueue.operators.native import ActivationName
+from ktqueue.operators.native import GateFacts
 from ktqueue.operators.step import ScoreOptions, StepContext
 
 
@@ -191,17 +192,20 @@ class LinearSelfAttention:
 class DenseMlp:
     """A gated MLP, with one product for gate and up."""
 
-    def __init__(self, module: str, activation: ActivationName, weights: DenseWeights) -> None:
-        self._activation: ActivationName = activation
+    def __init__(self, module: str, gate: GateFacts, weights: DenseWeights) -> None:
+        self._gate = gate
         self._gate_up = weights.linear(f"{module}.gate_proj", f"{module}.up_proj")
         self._down = weights.linear(f"{module}.down_proj")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        gate_up = self._gate_up
+        gate_up, activation = self._gate_up, self._gate.activation
+        if activation not in ACTIVATIONS:
+            gate, up = gate_up(x).chunk(2, dim=-1)
+            return self._down(reference.activate(activation, gate, up, self._gate.alpha, self._gate.limit))
         if isinstance(gate_up, DecodedLinear) and gate_up.bias is None:
-            return self._down(few_rows_gated(self._activation, x, gate_up.weight))
-        return self._down(gated(self._activation, gate_up(x)))
+            return self._down(few_rows_gated(activation, x, gate_up.weight))
+        return self._down(gated(activation, gate_up(x)))
 
 
 class DecoderLayer:
@@ -239,7 +243,7 @@ class DecoderLayer:
         self._mlp: DenseMlp | None = None
         self._shared: tuple[DenseMlp, DenseLinear | None] | None = None
         if routed is None:
-            self._mlp = DenseMlp(mlp, layer.gate.activation, weights)
+            self._mlp = DenseMlp(mlp, layer.gate, weights)
             return
         assert layer.router is not None
         router = f"{layer.name}.{layer.router.name}"
@@ -257,7 +261,7 @@ class DecoderLayer:
         if layer.shared:
             shared = f"{layer.name}.{layer.shared}"
             gate = weights.linear(f"{shared}_gate") if layer.shared_gate else None
-            self._shared = DenseMlp(shared, layer.gate.activation, weights), gate
+            self._shared = DenseMlp(shared, layer.gate, weights), gate
 
     @property
     def routes(self) -> bool:

@@ -75,6 +75,9 @@ std::pair<double, double> activate(const ExpertOptions& options, double gate, do
             return {clamped * sigmoid(options.alpha * clamped),
                     std::clamp<double>(up, -options.limit, options.limit) + 1};
         }
+        case Activation::SiluLimited:
+            return {std::min<double>(gate * sigmoid(gate), options.limit),
+                    std::clamp<double>(up, -options.limit, options.limit)};
     }
     throw std::logic_error("activation");
 }

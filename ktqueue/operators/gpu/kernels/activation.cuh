@@ -1,7 +1,7 @@
 // How rows of gate and up are joined: the twin of activation.py.
 #pragma once
 
-enum Activation { NONE, silu, gelu, gelu_tanh, swiglu_clamped };
+enum Activation { NONE, silu, gelu, gelu_tanh, swiglu_clamped, silu_limited };
 
 constexpr Activation activation = ACTIVATION;  // NONE: one matrix, otherwise gate and up
 
@@ -18,6 +18,11 @@ __device__ inline float join(float gate, float up) {
     up = up > LIMIT ? LIMIT : up;
     up = up < -LIMIT ? -LIMIT : up;
     return gate * sigmoid<is_rough>(ALPHA * gate) * (up + 1.0f);
+  } else if constexpr (activation == silu_limited) {
+    gate = gate * sigmoid<is_rough>(gate);
+    gate = gate > LIMIT ? LIMIT : gate;
+    up = up > LIMIT ? LIMIT : up;
+    return gate * (up < -LIMIT ? -LIMIT : up);
   } else if constexpr (activation == gelu) {
     return 0.5f * gate * (1.0f + erff(gate * 0.7071067811865476f)) * up;
   } else if constexpr (activation == gelu_tanh) {

@@ -7,7 +7,7 @@ from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl,
 from ktqueue.operators.native import ActivationName
 
 ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu", "gelu_tanh")
-"""Activations of a dense MLP's gate. Experts also have swiglu_clamped."""
+"""Activations of a dense MLP's gate. Experts also have swiglu_clamped and silu_limited."""
 
 _MOST_COLUMNS = 1024
 """Columns that one program computes."""
@@ -27,12 +27,17 @@ def activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def joined(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Join gate and up of an expert, float32: a native.ActivationName, with the numbers of swiglu_clamped."""
+    """Join gate and up of an expert, float32: a native.ActivationName, with its numbers."""
     if ACTIVATION == "swiglu_clamped":  # comparisons, so that NaN stays NaN
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up)
         result = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+    elif ACTIVATION == "silu_limited":
+        gate = activated(gate, "silu")
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, up)
+        result = gate * tl.where(up < -LIMIT, -LIMIT, up)
     else:
         result = activated(gate, ACTIVATION) * up
     return result

@@ -15,7 +15,8 @@ from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.packed import Bytes, ExpertWeights, PackedExperts
 
 WEIGHTED = native.GateFacts("silu", weighted_input=True)
-GATES = [*(native.GateFacts(name) for name in ACTIVATIONS), native.GateFacts("swiglu_clamped", 1.702, 1.5), WEIGHTED]
+CLAMPED, LIMITED = native.GateFacts("swiglu_clamped", 1.702, 1.5), native.GateFacts("silu_limited", limit=0.8)
+GATES = [*(native.GateFacts(name) for name in ACTIVATIONS), CLAMPED, LIMITED, WEIGHTED]
 """All ways to join gate and up that experts have."""
 
 
