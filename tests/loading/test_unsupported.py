@@ -65,7 +65,7 @@ def test_a_model_is_refused_by_its_layers() -> None:
 def test_a_file_is_refused_by_its_architecture() -> None:
     with pytest.raises(CheckpointError) as caught:
         family_of_metadata({"general.architecture": "step35"}, "file.gguf")
-    part = "a gate for each attention head, and limited gates"
+    part = "limited gates, which are read from its folder only"
     assert str(caught.value) == f"file.gguf: Step-3.5 is not supported: it has {part} (GGUF architecture 'step35')"
 
 
