@@ -46,6 +46,14 @@ async def lines_of(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     return [json.loads(line) for line in response.text.splitlines()]
 
 
+async def test_json_may_have_the_content_type_that_curl_sends(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    for path, body in ((CHAT, BODY), (GENERATE, PROMPT), ("/api/show", {"model": "tale"})):
+        for origin, status in ((None, 200), ("http://foreign.example", 403), (str(http.base_url).rstrip("/"), 200)):
+            headers = form if origin is None else {**form, "origin": origin}
+            assert (await http.post(path, content=json.dumps(body), headers=headers)).status_code == status, origin
+
+
 async def test_a_chat_is_a_stream_unless_it_says_otherwise(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     lines = await lines_of(http, CHAT, BODY)
     assert "".join(line["message"]["content"] for line in lines) == "Once upon a time"

@@ -124,7 +124,9 @@ def test_a_property_may_have_the_name_of_a_keyword(name: str) -> None:
     assert accepts(schema, {name: 1}) and not accepts(schema, {name: "a"})
 
 
-@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": ["string"]}, {"enum": ["a"]}, {"anyOf": [{"const": "a"}]}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "string"}, {"type": ["string"]}, {"enum": ["a"]}, {"anyOf": [{"const": "a"}]}]
+)
 def test_nullable_allows_null_too(schema: dict[str, Any]) -> None:
     whole = {"properties": {"a": {**schema, "nullable": True}, "b": {**schema, "nullable": False}}}
     assert accepts(whole, {"a": None, "b": "a"}) and accepts(whole, {"a": "a"})

@@ -17,6 +17,7 @@ from ktqueue.gateway.http.uploads import Uploads, too_large
 # aiohttp calls bytes an octet-stream, as LiteLLM does with Ollama's form. A web page may send none of these to another
 # origin without a preflight, in contrast to text/plain, forms and bodies without a type.
 JSON_TYPES = ("application/json", "application/octet-stream")
+FORM = "application/x-www-form-urlencoded"  # curl -d calls JSON so, and all examples of Ollama's API rely on that
 LARGE = 128 << 10  # bytes; a smaller body takes a few milliseconds
 
 Arguments = ParamSpec("Arguments")
@@ -71,16 +72,15 @@ class BodyReader:
 
     def _check_media_type(self, request: Request) -> None:
         content_type = request.headers.get("content-type")
-        if content_type is None:
-            check_origin(request.headers, self._cors_origins, "send JSON without a content type")
+        kind = (content_type or "").partition(";")[0].strip().lower()
+        if content_type is None or (kind == FORM and request.url.path.startswith("/api/")):
+            check_origin(request.headers, self._cors_origins, "send JSON without its content type")
             return
-        kind = content_type.partition(";")[0].strip().lower()
         if kind in JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json")):
             return
-        form = kind == "application/x-www-form-urlencoded"
-        hint = ": curl -d sends this unless told otherwise with -H 'content-type: application/json'" if form else ""
+        hint = ": curl -d sends this unless told otherwise with -H 'content-type: application/json'"
         raise UnsupportedMediaType(
-            f"content-type must be application/json, got {content_type[:80]!r}{hint}",
+            f"content-type must be application/json, got {content_type[:80]!r}{hint if kind == FORM else ''}",
             param="content-type",
             limit="application/json",
             value=content_type[:80],
