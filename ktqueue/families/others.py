@@ -218,7 +218,19 @@ OTHERS = (
             rope_lists=("short_mscale", "long_mscale"),
         ),
     ),
-    Family("Step-3.5-Flash, and the text of Step-3.7-Flash", "step3p5", "Step3p5ForCausalLM",
+    Family(
+        "Step-3.5-Flash, and the text of Step-3.7-Flash", "step3p5", "Step3p5ForCausalLM",
+        GgufLayout(
+            "step35",
+            (
+                *(entry for entry in ROUTED if "head_count" not in entry.key),
+                expert_count("n_routed_experts"), EXPERT_WIDTH, WIDTH, WINDOW,
+                MetadataField("share_expert_dim", "expert_shared_feed_forward_length"),
+                MetadataField("moe_router_scaling_factor", "expert_weights_scale", float, required=False, absent=1.0),
+            ),
+            (*LAYER, *QK_NORMS, "self_attn.g_proj", *EXPERTS, *SHARED_EXPERTS, *MLP), tensors=CORRECTION,
+            implied=UNBIASED, stated={"expert_weights_norm": True}, sigmoid=True, mlp_kinds=True, limits=True,
+        ),
         partly_rotated=True, text=True, queries_differ=True,
     ),
     Family(

@@ -56,7 +56,6 @@ UNSUPPORTED = (
     UnsupportedFamily("Qwen4-exp", f"{_SPARSE}, and {_STATE}", ("qwen4_exp", "qwen4_exp_text"), ("qwen4exp",)),
     UnsupportedFamily("RWKV", _STATE, ("rwkv7",), ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")),
     UnsupportedFamily("SmallThinker", "a router in front of attention", ("smallthinker",), ("smallthinker",)),
-    UnsupportedFamily("Step-3.5", "limited gates, which are read from its folder only", (), ("step35",)),
     UnsupportedFamily("Zamba", f"{_STATE} (Mamba)", ("zamba", "zamba2")),
     UnsupportedFamily("Zaya", "convolutions in attention", ("zaya",)),
 )  # fmt: skip

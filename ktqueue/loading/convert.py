@@ -227,7 +227,7 @@ def _parts(
     if family.layout.permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config["num_attention_heads" if name.endswith("q_proj.weight") else "num_key_value_heads"]
         return [(name, shape, lambda values: permute(values, heads))]  # into GGUF's rotary order
-    if family.layout.gemma and name.endswith("norm.weight"):
+    if (family.layout.gemma or family.layout.limits) and name.endswith("norm.weight"):
         return [(name, shape, lambda values: values + np.float32(1))]
     return [(name, shape, None)]
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from example_package import install_example
 from laguna_sizes import LAGUNA_SIZES
+from step_sizes import STEP_SIZES
 from tiny_tokenizer import write_tokenizer
 
 from ktqueue.loading.checkpoint import CheckpointTensor
@@ -57,6 +58,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": {**SIGMOID, "head_dim": 16, "pad_token_id": 0},
     "glm4_moe": {**SIGMOID, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     "bailing_moe_v2": {**SIGMOID, "head_dim": 32},
+    "step3p5": {
+        **STEP_SIZES, **WINDOWS, "mlp_layer_types": ["dense", "sparse"], "rope_theta": [1e4, 1e3],
+        "partial_rotary_factors": [0.5, 1.0], "swiglu_limits": [0.0, 0.3], "swiglu_limits_shared": [0.4, 0.5],
+    },
     "laguna": {
         **LAGUNA_SIZES, **WINDOWS, "num_attention_heads_per_layer": [4, 6], "mlp_layer_types": ["dense", "sparse"]
     },

@@ -140,7 +140,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tiny_gguf: Path, tmp_path:
         "afmoe, bailingmoe2, deepseek2, deepseek32, dots1, ernie4_5, ernie4_5-moe, exaone-moe, gemma2, gemma3, gemma4, "
         "glm-dsa, glm4moe, gpt-oss, granite, granitemoe, hunyuan-dense, hunyuan-moe, hy_v3, laguna, llama, llama4, "
         "mimo2, minimax-m2, mistral3, mistral4, olmoe, phi3, phimoe, qwen2, qwen2moe, qwen2vl, qwen3, qwen35, "
-        "qwen35moe, qwen3moe, qwen3next, qwen3vl, qwen3vlmoe, seed_oss"
+        "qwen35moe, qwen3moe, qwen3next, qwen3vl, qwen3vlmoe, seed_oss, step35"
     )
     with pytest.raises(CheckpointError, match=rf"'deepseek' is not supported; known: {known}$"):
         open_checkpoint(str(path))

@@ -33,7 +33,7 @@ EXACT = str(DEFAULT_RULES.with_name("exact.yaml"))  # CpuDecoder, activations fl
     [
         *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "minimax_m2", "gpt_oss", "mimo_v2_flash"),
         *("hunyuan_v1_moe", "ernie4_5_moe", "granitemoe", "exaone_moe", "gemma2", "gemma3_text", "llama4_text"),
-        *("phi3", "phimoe", "afmoe", "solar_open", "hy_v3", "gemma4_text", "bailing_moe_v2", "laguna"),
+        *("phi3", "phimoe", "afmoe", "solar_open", "hy_v3", "gemma4_text", "bailing_moe_v2", "laguna", "step3p5"),
     ],
 )
 @pytest.mark.parametrize("source", ["folder", "gguf"])

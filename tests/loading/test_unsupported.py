@@ -64,9 +64,9 @@ def test_a_model_is_refused_by_its_layers() -> None:
 
 def test_a_file_is_refused_by_its_architecture() -> None:
     with pytest.raises(CheckpointError) as caught:
-        family_of_metadata({"general.architecture": "step35"}, "file.gguf")
-    part = "limited gates, which are read from its folder only"
-    assert str(caught.value) == f"file.gguf: Step-3.5 is not supported: it has {part} (GGUF architecture 'step35')"
+        family_of_metadata({"general.architecture": "lfm2moe"}, "file.gguf")
+    part = "layers with a short convolution"
+    assert str(caught.value) == f"file.gguf: LFM2 is not supported: it has {part} (GGUF architecture 'lfm2moe')"
 
 
 def test_no_family_is_both_supported_and_refused() -> None:

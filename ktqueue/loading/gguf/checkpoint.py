@@ -31,6 +31,7 @@ from ktqueue.loading.gguf.rope import (
     parameters_of_lists,
     scale_of_lists,
 )
+from ktqueue.loading.gguf.step import adapt_step_tensors
 from ktqueue.loading.single_experts import stack_experts
 from ktqueue.loading.weight_formats import Bytes, Floats, tensor_bytes
 from ktqueue.operators.packed import ExpertWeights
@@ -119,6 +120,8 @@ def build_checkpoint(
         adapt_linear_tensors(path, tensors, config)
     if layout.gemma:
         adapt_gemma_tensors(tensors)
+    if layout.limits:
+        adapt_step_tensors(path, tensors, config)
     if family.heads_differ:
         adapt_gemma4_tensors(path, tensors, config)
     fused = family.linear or family.heads_differ or QKV in layout.modules

@@ -32,18 +32,10 @@ def split_fused_tensors(
 
     `attention`: also those of attention. `window_heads`: see Family. Raises CheckpointError.
     """
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kinds = config.get("layer_types") or ()
     for name in [name for name in tensors if "attn_qkv" in name or "gate_up_exps" in name]:
         if attention and (match := _FUSED_ATTENTION.fullmatch(name)):
             layer, ending = match.groups()
-            number, kv_heads = int(layer.removeprefix("blk.")), config.get("num_key_value_heads", heads)
-            kv_heads *= window_heads if kinds[number : number + 1] == ["sliding_attention"] else 1
-            value_dim = config.get("v_head_dim", head_dim)
-            listed = config.get("num_attention_heads_per_layer") or ()
-            query_heads = listed[number] if number < len(listed) else heads
-            rows = {"q": query_heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * value_dim}
+            rows = _attention_rows(config, int(layer.removeprefix("blk.")), window_heads)
             parts = _split_rows(path, tensors[name], list(rows.values()), axis=0)
             names = [f"{layer}.attn_{part}.{ending}" for part in rows]
         elif match := _FUSED_EXPERTS.fullmatch(name):
@@ -58,6 +50,19 @@ def split_fused_tensors(
         if both := tensors.keys() & {*names}:
             raise CheckpointError(f"{path}: tensor {name!r} holds the weights of {sorted(both)[0]!r} once more")
         tensors.update(zip(names, parts, strict=True))
+
+
+def _attention_rows(config: Mapping[str, Any], layer: int, window_heads: int) -> dict[str, int]:
+    """Return how many rows query, key and value have in a layer."""
+    heads, kinds = config["num_attention_heads"], config.get("layer_types") or ()
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads, query_heads = config.get("num_key_value_heads", heads), heads
+    if kinds[layer : layer + 1] == ["sliding_attention"]:
+        kv_heads *= window_heads
+        query_heads = config.get("num_sliding_attention_heads", heads)
+    if layer < len(listed := config.get("num_attention_heads_per_layer") or ()):
+        query_heads = listed[layer]
+    return {"q": query_heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * config.get("v_head_dim", head_dim)}
 
 
 def _split_rows(path: str, tensor: CheckpointTensor, rows: list[int], axis: int) -> list[CheckpointTensor]:

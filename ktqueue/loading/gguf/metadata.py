@@ -14,6 +14,7 @@ from ktqueue.loading.gguf.linear import linear_config, linear_metadata
 from ktqueue.loading.gguf.llama4 import check_llama4, llama4_config
 from ktqueue.loading.gguf.mimo import mimo_config, mimo_metadata
 from ktqueue.loading.gguf.rope import rope_from_metadata, rope_of_config, rope_to_metadata
+from ktqueue.loading.gguf.step import step_config, step_metadata
 
 MAX_LAYERS = 4096
 _MULTI_TOKEN_LAYERS = "nextn_predict_layers"
@@ -52,6 +53,8 @@ def config_from_metadata(family: Family, values: Mapping[str, Any], source: str)
         return config | mimo_config(metadata, config)
     if layout.heads_listed:
         return config | laguna_config(metadata, config)
+    if layout.limits:
+        return config | step_config(metadata, config)
     if layout.windows_listed:
         slides = metadata.flags(_WINDOW_PATTERN, config["num_hidden_layers"])
         config["layer_types"] = [_SLIDING if value else "full_attention" for value in slides]
@@ -123,7 +126,7 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
     if layout.gemma:
         metadata = gemma_metadata(layout.gemma, layout.architecture, config, source)
         config = plain_rope(layout.gemma, config)
-    elif not (family.heads_differ or family.window_heads > 1 or layout.heads_listed):
+    elif not (family.heads_differ or family.window_heads > 1 or layout.heads_listed or layout.limits):
         _check_windows(layout, config, source)
     if config.get("use_sliding_window"):
         raise CheckpointError(
@@ -145,6 +148,8 @@ def metadata_from_config(family: Family, config: Mapping[str, Any], source: str)
         return {**metadata, **mimo_metadata(layout.architecture, config, source)}
     if layout.heads_listed:
         return {**metadata, **laguna_metadata(layout.architecture, config, source)}
+    if layout.limits:
+        return {**metadata, **step_metadata(layout.architecture, config, source)}
     if family.chunked:
         check_llama4(layout.architecture, config, source)
     rope = rope_to_metadata(

@@ -61,7 +61,8 @@ def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen2_moe", "mixtral", "glm4_moe", "bailing_moe_v2", "mimo_v2_flash", "laguna", "gpt_oss", "llama"]
+    "model_type",
+    ["qwen2_moe", "mixtral", "glm4_moe", "bailing_moe_v2", "mimo_v2_flash", "laguna", "step3p5", "gpt_oss", "llama"],
 )
 def test_fused_tensors_are_the_same_model(model_type: str, parts_of: Callable[..., Parts]) -> None:
     metadata, tensors = parts_of(model_type)
