@@ -9,8 +9,9 @@ from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.kernels.expert_pairs import SortedPairs
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import dependent_launches
+from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Scoring
-from ktqueue.operators.gpu.kernels.some_rows_router import SOME_ROWS, some_rows_route
+from ktqueue.operators.gpu.kernels.some_rows_router import SOME_ROWS, ExpertRequests, some_rows_route
 
 from ..operators.gpu.kernels.comparing import check_rounded
 
@@ -72,6 +73,9 @@ def test_norm_router_and_lists(shape: Shape, tokens: int) -> None:
     offsets[3] = -1
     live = max(1, tokens - 3)
     live_tokens = torch.tensor([live], dtype=torch.int32, device="cuda")
+    record = ExpertRecord("Q4_K", "Q4_K", "Q6_K", 256, 64)
+    pool = torch.zeros(shape.experts * record.bytes, dtype=torch.uint8, device="cuda")
+    recent = torch.randint(0, 3, (shape.experts,), dtype=torch.int32, device="cuda")
     for has_lists, has_live in ((True, False), (True, True), (False, False)):
         counts = torch.zeros(shape.experts, dtype=torch.int32, device="cuda")
         x, rows, lists, routing = some_rows_route(
@@ -86,6 +90,7 @@ def test_norm_router_and_lists(shape: Shape, tokens: int) -> None:
             offsets=offsets if has_lists else None,
             live_tokens=live_tokens if has_live else None,
             counts=counts if has_live else None,
+            requests=ExpertRequests(pool, record, recent) if has_lists else None,
         )
         assert torch.equal(residual, before)
         assert not counters.any()
@@ -118,6 +123,7 @@ def test_norm_router_and_lists(shape: Shape, tokens: int) -> None:
             assert torch.equal(lists.sorted[:pairs].cpu(), twin.sorted[:pairs])
             assert torch.equal(lists.starts.cpu(), twin.starts)
             assert torch.equal(lists.counts.cpu(), twin.counts)
+            assert torch.equal(recent.cpu(), torch.bincount(ids.flatten().cpu(), minlength=shape.experts).int())
         if has_live:
             assert torch.equal(counts.cpu(), torch.bincount(ids.flatten().cpu(), minlength=shape.experts).int())
 

@@ -61,8 +61,12 @@ def test_captured_steps_equal_eager_ones(
     if share == 0.5:
         assert decoder.statistics()["expert_hit_rate"] > 0
     if share < 1:
-        statistics = decoder.statistics()
-        assert (statistics["expert_prediction_hits"] > 0) == (method == "flags")
+        with torch.inference_mode():
+            for i in range(20):  # the CPU predicts only while no request waits: seldom beside other processes
+                if decoder.statistics()["expert_prediction_hits"]:
+                    break
+                captured.step(dict.fromkeys(prompts, i % 3))
+        assert (decoder.statistics()["expert_prediction_hits"] > 0) == (method == "flags")
 
 
 @pytest.mark.parametrize(

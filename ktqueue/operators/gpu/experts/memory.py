@@ -38,6 +38,8 @@ class ResidentExperts(ExpertResidency):
         self._locations = [
             ExpertLocations(row, row, on_gpu, on_cpu, first=first) for row, first in zip(rows, firsts, strict=True)
         ]
+        shape = len(layers), max(self._experts, default=0)
+        self._recent = None if on_cpu else torch.zeros(shape, dtype=torch.int32, device=pool.memory.device)
 
     def locations(self, layer: int) -> ExpertLocations:
         """See ExpertResidency."""
@@ -46,6 +48,10 @@ class ResidentExperts(ExpertResidency):
     def use_counts(self, layer: int) -> torch.Tensor | None:
         """See ExpertResidency."""
         return None if self._placement is None else self._placement.counts[layer, : self._experts[layer]]
+
+    def recent_uses(self, layer: int) -> torch.Tensor | None:
+        """See ExpertResidency."""
+        return None if self._recent is None else self._recent[layer, : self._experts[layer]]
 
 
 class ExpertMemory:

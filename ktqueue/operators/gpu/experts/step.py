@@ -14,12 +14,12 @@ from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
 from ktqueue.operators.gpu.kernels import decoded_experts, expert_warpgroups
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs, SortedPairs
-from ktqueue.operators.gpu.kernels.expert_products import experts, rounds_each_pair, rounds_pairs
+from ktqueue.operators.gpu.kernels.expert_products import experts, reads_once, rounds_each_pair, rounds_pairs
 from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route, has_few_rows
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
-from ktqueue.operators.gpu.kernels.some_rows_router import MOST_CHOSEN, has_some_rows, some_rows_route
+from ktqueue.operators.gpu.kernels.some_rows_router import MOST_CHOSEN, ExpertRequests, has_some_rows, some_rows_route
 from ktqueue.operators.gpu.side_stream import SideStream
 
 _ROWS_WITH_SHARED = range(6, 17)
@@ -112,6 +112,10 @@ class ExpertResidency:
         """[experts] int32, to which the router adds each use; None: uses are not counted."""
         raise NotImplementedError
 
+    def recent_uses(self, layer: int) -> torch.Tensor | None:
+        """[experts] int32 for `ExpertRequests`, if all experts of the layer are in `memory`; None: some are not."""
+        return None
+
     def choose(self, layer: int, ids: torch.Tensor, cpu_ids: torch.Tensor) -> None:
         """Divide the experts that the router has chosen. Only for layers whose locations are not fixed.
 
@@ -141,13 +145,12 @@ class StepExperts:
     """All routed experts for one step.
 
     handoff: the way to the CPU's experts, needed if any expert may be there. first: the number of the first layer
-    there. predicts: while the CPU computes a layer,
-    the GPU guesses which experts the next layer will need. decoded: for a number of tokens, the memory in which a
-    layer's experts are decoded, [weights] in the compute type; None: packed experts are multiplied. choices: [layers,
-    tokens or more, experts_per_token] int32, receives the experts of each token. beside: where a shared expert is
-    computed while the GPU chooses and computes the others; None: behind them. counters: for steps of few rows, int32,
-    all 0 between launches; None: another step runs at the same time. warpgroups: the layers whose experts are never
-    decoded, since expert_warpgroups.py multiplies many pairs.
+    there. predicts: while the CPU computes a layer, the GPU guesses which experts the next layer will need. decoded:
+    for a number of tokens, the memory in which a layer's experts are decoded, [weights] in the compute type; None:
+    packed experts are multiplied. choices: [layers, tokens or more, experts_per_token] int32, receives the experts of
+    each token. beside: where a shared expert is computed while the GPU chooses and computes the others; None: behind
+    them. counters: for steps of few rows, int32, all 0 between launches; None: another step runs at the same time.
+    warpgroups: the layers whose experts are never decoded, since expert_warpgroups.py multiplies many pairs.
     """
 
     def __init__(
@@ -286,8 +289,9 @@ class StepExperts:
         sorts = not self._rounds_each_pair(index, residual)
         offsets = self._residency.locations(index).gate_up if sorts else None
         x, rows, lists, routing = some_rows_route(
-            residual, norm, router, bias, offsets=offsets, **self._choice(index, live_tokens)
-        )
+            residual, norm, router, bias,
+            offsets=offsets, requests=self._requests(index, residual), **self._choice(index, live_tokens),
+        )  # fmt: skip
         if shared is not None:
             shared = self.begin_shared(shared, x, None)
         if self._choices is not None:
@@ -296,6 +300,14 @@ class StepExperts:
         shared_output = (None, None) if shared is None else shared(x)
         self._residency.layer_done(index)
         return PendingResidual(None, partials, *shared_output)
+
+    def _requests(self, index: int, x: torch.Tensor) -> ExpertRequests | None:
+        """The experts that a step x [tokens, hidden] may request early; None: none, or that does not pay."""
+        layer, recent = self._layers[index], self._residency.recent_uses(index)
+        pairs = len(x) * layer.experts_per_token
+        if recent is None or not reads_once(layer.record, pairs, layer.experts, x, exact=layer.exact):
+            return None
+        return ExpertRequests(self._residency.memory, layer.record, recent)
 
     def _choice(self, index: int, live_tokens: torch.Tensor | None) -> dict[str, Any]:
         """How experts of layer `index` are chosen: arguments of few_rows_route and some_rows_route."""

@@ -122,6 +122,7 @@ def constants(facts: ProductFacts, tile: MatrixTile) -> dict[str, str | int]:
         "WARPS": tile.warps,
         "STAGES": tile.stages,
         "RUNS": int(tile.has_runs),
+        "READ_ONCE": int(tile.reads_once),
         "PROGRAMS": max(1, min(programs, _WARPS // tile.warps)),
     }
 

@@ -99,6 +99,16 @@ def rounds_pairs(
     return 0 < pairs <= _most_rounded(experts, matrices, tiles) and _may_round(record, x.dtype, exact)
 
 
+def reads_once(
+    record: ExpertRecord, pairs: int, experts: int, x: torch.Tensor, *, exact: bool, tiles: ExpertTiles = TILES
+) -> bool:
+    """Whether `experts` sorts the pairs of a step, and what it reads leaves the L2 cache before what was requested. Then
+    requests of experts pay (ADR 0083)."""
+    matrices = _fitting_matrices(record, pairs, experts, x.device, tiles)
+    few = rounds_each_pair(record, pairs, experts, x.dtype, exact=exact, tiles=tiles)
+    return matrices is not None and matrices.gate_up.reads_once and not few and _may_round(record, x.dtype, exact)
+
+
 def _fitting_matrices(
     record: ExpertRecord, pairs: int, experts: int, device: torch.device, tiles: ExpertTiles
 ) -> MatrixTiles | None:

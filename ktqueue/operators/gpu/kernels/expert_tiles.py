@@ -76,6 +76,11 @@ class MatrixTile(NamedTuple):
     has_runs: bool = True
     """Whether as many programs begin as fit, each with a run of work. Otherwise each expert has programs of its own."""
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether few experts have so many pairs that they are read again. Then they leave the L2 cache first."""
+        return self.pairs <= 8
+
 
 class MatrixTiles(NamedTuple):
     """Both products of expert_matrices.py."""

@@ -5,6 +5,8 @@
 // multiplied in any order, if both operands have the same. So lane 4g + t takes columns 8t .. 8t + 7 of a slab, 16
 // bytes of the rows g and g + 8, and of expert g. Each program chooses the experts of some rows, and gets their logits
 // from the others. The first program of the last cluster lists the pairs of each expert.
+//
+// Further clusters request experts that the last step has chosen, and end: see ExpertRequests.
 
 #include "bfloat16.cuh"
 
@@ -21,7 +23,7 @@ constexpr bool LISTS = SORTS || COUNTS_USES;                  // the first progr
 constexpr uint32_t ALL = 0xFFFFFFFF;
 #define INFINITE __int_as_float(0x7F800000)
 static_assert(HIDDEN % 32 == 0 && EXPERTS % (8 * PROGRAMS) == 0 && EXPERTS <= THREADS && CHOSEN <= 32);
-static_assert(TURNS <= WARPS && MOST_ROWS <= 64 && PROGRAMS <= 8);
+static_assert(TURNS <= WARPS && MOST_ROWS <= 64 && PROGRAMS <= 8 && (SORTS || REQUESTED == 0));
 
 __device__ inline float quad_sum(float x) {
   x += __shfl_xor_sync(ALL, x, 1);
@@ -107,7 +109,8 @@ struct Lists {  // see SortedPairs
 };
 
 // List the pairs of each expert, in order. chosen: the expert of each pair, or -1. By one program.
-__device__ inline void list_pairs(const int* chosen, const Lists& lists, bool is_here, int* uses, int warp, int lane) {
+__device__ inline void list_pairs(const int* chosen, const Lists& lists, bool is_here, int* uses, int* recent, int warp,
+                                  int lane) {
   __shared__ int starts_of[EXPERTS], totals[WARPS];
   __shared__ uint32_t users[2][EXPERTS];  // bit n: row n, or 32 + n, has chosen the expert
   const int expert = threadIdx.x;
@@ -131,6 +134,7 @@ __device__ inline void list_pairs(const int* chosen, const Lists& lists, bool is
     starts_of[expert] = end - count;
     if constexpr (SORTS) lists.starts[expert] = end - count, lists.counts[expert] = is_here ? count : 0;
     if constexpr (COUNTS_USES) uses[expert] += count;
+    if constexpr (REQUESTED > 0) recent[expert] = count;
   }
   if constexpr (!SORTS) return;
   __syncthreads();
@@ -143,11 +147,31 @@ __device__ inline void list_pairs(const int* chosen, const Lists& lists, bool is
   }
 }
 
+// Begin to bring experts that the last step has chosen to the L2 cache: REQUESTED bytes in all, of each of the LINES
+// that a record begins with, LINE_BYTES long, the first ones. By one of `programs`.
+__device__ inline void request_experts(const uint8_t* pool, const int64* offsets, const int* recent, int program,
+                                       int programs, int warp, int lane) {
+  int probable = 0;
+#pragma unroll
+  for (int first = 0; first < EXPERTS; first += 32)
+    probable += __popc(__ballot_sync(ALL, first + lane < EXPERTS && __ldcg(recent + first + lane) > 0));
+  const int bytes = min(LINE_BYTES, REQUESTED / max(1, probable * LINES)) / 128 * 128;
+  if (bytes == 0) return;
+  for (int i = program * WARPS + warp; i < EXPERTS * ((LINES + 31) / 32); i += programs * WARPS) {
+    const int expert = i % EXPERTS, line = i / EXPERTS * 32 + lane;
+    const int64 offset = offsets[expert];
+    if (offset < 0 || line >= LINES || __ldcg(recent + expert) == 0) continue;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pool + offset + int64(line) * LINE_BYTES),
+                 "r"(bytes)
+                 : "memory");
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRAMS, 1, 1)
     route_some_rows(const uint16_t* residual, const void* norm, const uint16_t* router, const uint16_t* bias,
                     const float* scales, uint16_t* rows_out, uint8_t* codes, float* code_scales, int* code_sums,
                     int64* ids, float* weights, const int64* offsets, int* sorted_pairs, int* starts, int* counts,
-                    const int* live_tokens, int* uses, int* counter, int rows) {
+                    const int* live_tokens, int* uses, int* counter, const uint8_t* pool, int* recent, int rows) {
   // The router's rows of this program, as lanes read them, and sums [WARPS][TILE_ROWS][PITCH].
   extern __shared__ __align__(16) uint8_t memory[];
   float* all_sums = reinterpret_cast<float*>(memory + CHUNKS * GROUPS * THREADS * 16);
@@ -160,6 +184,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRA
   const auto slab_of = [&](int c) { return warp + c * WARPS; };
   const auto exists = [&](int c) { return SLABS % WARPS == 0 || c < CHUNKS - 1 || slab_of(c) < SLABS; };
 
+  if (REQUESTED > 0 && blockIdx.y >= TILES) {
+    const int cluster = blockIdx.y - TILES, clusters = gridDim.y - TILES;
+    return request_experts(pool, offsets, recent, cluster * PROGRAMS + program, clusters * PROGRAMS, warp, lane);
+  }
   arrive();                                                        // this program has begun
   uint4* matrix = reinterpret_cast<uint4*>(memory) + threadIdx.x;  // a thread reads what it has copied itself
   uint4 factors[CHUNKS];
@@ -337,6 +365,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRA
       for (int i = threadIdx.x; i < MOST_ROWS * CHOSEN; i += THREADS)
         chosen[i] = i < rows * CHOSEN ? int(__ldcg(ids + i)) : -1;
     }
-    list_pairs(chosen, {sorted_pairs, starts, counts}, is_here, uses, warp, lane);
+    list_pairs(chosen, {sorted_pairs, starts, counts}, is_here, uses, recent, warp, lane);
   }
 }

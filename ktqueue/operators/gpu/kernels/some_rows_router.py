@@ -19,7 +19,7 @@ from ktqueue.operators.gpu.kernels.expert_pairs import SortedPairs
 from ktqueue.operators.gpu.kernels.few_rows_router import route_rows
 from ktqueue.operators.gpu.kernels.norm import RmsNorm
 from ktqueue.operators.gpu.kernels.operation import check_fits, launch_options
-from ktqueue.operators.gpu.kernels.panel_layout import SLAB
+from ktqueue.operators.gpu.kernels.panel_layout import SLAB, ExpertRecord, panel_count
 from ktqueue.operators.gpu.kernels.router import SIGMOID_SUM_FLOOR, Routing, Scoring
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -35,10 +35,32 @@ MOST_CHOSEN = 16
 """Experts of a token."""
 _LARGEST_PROGRAM = 227 << 10
 """Shared memory of a program on Hopper."""
+_REQUEST_CLUSTERS = 8
+_MOST_REQUESTED = 28 << 20
+"""Bytes of experts. An H200 reads as many in 7 us, and its cache holds 50 MiB."""
+
+
+class ExpertRequests(NamedTuple):
+    """Experts that a launch requests from memory before it knows which ones its rows choose: those of the last step.
+
+    Little is read from memory until then, and the next product finds some of what it needs in the L2 cache. pool,
+    record: as of ExpertPairs; gate and up are of one format. recent: [experts] int32, how many rows of the last step
+    chose each, which the launch replaces by this step's.
+    """
+
+    pool: torch.Tensor
+    record: ExpertRecord
+    recent: torch.Tensor
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """The panels of gate and up, and the bytes of one."""
+        return 2 * panel_count(self.record.intermediate), self.record.gate_panel_bytes
 
 
 class RouterFacts(NamedTuple):
-    """What the kernel is compiled for. tiles: of 16 rows. The rest: see `some_rows_route`."""
+    """What the kernel is compiled for. tiles: of 16 rows. lines, requested: of requests, and their bytes in all. The
+    rest: see `some_rows_route`."""
 
     experts: int
     hidden: int
@@ -54,6 +76,8 @@ class RouterFacts(NamedTuple):
     sorts: bool = False
     has_live: bool = False
     counts_uses: bool = False
+    lines: tuple[int, int] = (0, 0)
+    requested: int = 0
 
 
 def programs_of(experts: int) -> int:
@@ -70,6 +94,12 @@ def shared_bytes(experts: int, hidden: int) -> int:
 def _own_bytes(experts: int) -> int:
     """Shared memory for what the kernel declares, at most, and for the GPU itself."""
     return (1 << 10) + 4 * (_WARPS * _TILE_ROWS + SOME_ROWS * MOST_CHOSEN + (_TILE_ROWS + 3) * experts + 32)
+
+
+@cache
+def _requested_bytes(device: torch.device) -> int:
+    """A little more than half of a smaller cache."""
+    return int(min(_MOST_REQUESTED, torch.cuda.get_device_properties(device).L2_cache_size * 9 // 16))
 
 
 def has_some_rows(residual: torch.Tensor, router: torch.Tensor, norm: torch.Tensor, scoring: Scoring) -> bool:
@@ -98,18 +128,20 @@ def some_rows_route(
     offsets: torch.Tensor | None,
     live_tokens: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    requests: ExpertRequests | None = None,
 ) -> tuple[torch.Tensor, Int8Rows, SortedPairs | None, Routing]:
     """Norm the residual [tokens, hidden] and choose the experts of each token. Returns the normed rows, the same in
     int8, the pairs by expert, and the choice.
 
     Takes what `has_some_rows` says, and up to 16 experts of a token. offsets [experts] int64: those of ExpertPairs;
-    None: pairs are not sorted. The rest: see `few_rows_route`. counters: one. Raises ValueError for shapes that do not
-    fit.
+    None: pairs are not sorted. requests: only with offsets. The rest: see `few_rows_route`. counters: one. Raises
+    ValueError for shapes that do not fit.
     """
     (tokens, hidden), experts = residual.shape, len(router)
     fits = has_some_rows(residual, router, norm.weight, scoring) and residual.is_contiguous()
     fits &= router.is_contiguous() and router.shape[1] == hidden and norm.weight.shape == (hidden,)
     fits &= bias is None or (bias.shape == (experts,) and bias.dtype == residual.dtype)
+    fits &= requests is None or (offsets is not None and requests.recent.shape == (experts,))
     fits &= counters.dtype == torch.int32 and 0 < experts_per_token <= min(experts, MOST_CHOSEN)
     check_fits(fits, "some_rows_route", residual=residual, norm=norm.weight, router=router, counters=counters)
     device, pairs = residual.device, tokens * experts_per_token
@@ -118,7 +150,10 @@ def some_rows_route(
             residual, norm, router, bias, experts_per_token,
             renormalise=renormalise, scoring=scoring, live_tokens=live_tokens, counts=counts,
         )  # fmt: skip
-        return x, rows, None if offsets is None else SortedPairs.of(routing.ids, offsets), routing
+        sorted_pairs = None if offsets is None else SortedPairs.of(routing.ids, offsets)
+        if requests is not None and sorted_pairs is not None:
+            requests.recent.copy_(sorted_pairs.counts)
+        return x, rows, sorted_pairs, routing
     x, rows = torch.empty_like(residual), Int8Rows.empty(tokens, hidden, device)
     routing = Routing(
         torch.empty(tokens, experts_per_token, dtype=torch.int64, device=device),
@@ -131,14 +166,19 @@ def some_rows_route(
         scoring.scales is not None, bias is not None, norm.weight.dtype == torch.float32, offsets is not None,
         live_tokens is not None, counts is not None,
     )  # fmt: skip
+    clusters = tiles
+    if requests is not None:
+        clusters += _REQUEST_CLUSTERS
+        facts = facts._replace(lines=requests.lines, requested=_requested_bytes(device))
     none = counters  # stands for tensors that the kernel does not read
     _kernel(facts).launch(
-        (programs_of(experts), tiles),
+        (programs_of(experts), clusters),
         [
             residual, norm.weight, router, none if bias is None else bias,
             none if scoring.scales is None else scoring.scales, x, rows.codes, rows.scales, rows.sums, routing.ids,
             routing.weights, none if offsets is None else offsets, *lists,
-            none if live_tokens is None else live_tokens, none if counts is None else counts, counters, tokens,
+            none if live_tokens is None else live_tokens, none if counts is None else counts, counters,
+            *((none, none) if requests is None else (requests.pool, requests.recent)), tokens,
         ],
         early=launch_options()["WAITS"],
     )  # fmt: skip
@@ -164,6 +204,9 @@ def constants(facts: RouterFacts) -> dict[str, str | int]:
         "SORTS": int(facts.sorts),
         "HAS_LIVE": int(facts.has_live),
         "COUNTS_USES": int(facts.counts_uses),
+        "LINES": facts.lines[0],
+        "LINE_BYTES": facts.lines[1],
+        "REQUESTED": facts.requested,
     }
 
 

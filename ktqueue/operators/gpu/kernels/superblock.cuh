@@ -40,9 +40,25 @@ constexpr int SLOT_BYTES = (SUPERBLOCK_BYTES + 127) / 128 * 128;  // of a superb
 // In shared memory, 16 bytes of a superblock lie where their reads by half a warp touch each bank once.
 __device__ inline int place_of_byte(int at) { return at ^ ((at >> 2) & 32); }
 
+#ifndef READ_ONCE  // whether few superblocks are read twice
+#define READ_ONCE 0
+#endif
+
+// What is read so leaves the L2 cache before all else.
+__device__ inline unsigned long long first_to_leave() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Begin to copy 16 bytes to shared memory.
 __device__ inline void copy(uint32_t to, const uint8_t* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  if constexpr (READ_ONCE)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "l"(first_to_leave())
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // A warp begins to copy BYTES of a superblock, a multiple of 16. `to` and `from` are where the lane's first 16 bytes

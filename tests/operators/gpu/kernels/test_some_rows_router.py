@@ -17,6 +17,7 @@ from ktqueue.operators.gpu.kernels.router import PLAIN, Scoring, route
 from ktqueue.operators.gpu.kernels.some_rows_router import (
     MOST_CHOSEN,
     SOME_ROWS,
+    ExpertRequests,
     RouterFacts,
     constants,
     has_some_rows,
@@ -42,9 +43,11 @@ def test_twin() -> None:
     norm, offsets = RmsNorm(torch.rand(64).bfloat16(), 1e-6), torch.arange(16)
     bias, live, counters = torch.randn(16).bfloat16(), torch.tensor([5], dtype=torch.int32), torch.zeros(1).int()
     before = residual.clone()
+    record, recent = ExpertRecord("Q4_K", "Q4_K", "Q6_K", 256, 96), torch.full((16,), 7, dtype=torch.int32)
+    requests = ExpertRequests(torch.empty(0), record, recent)
     x, rows, lists, routing = some_rows_route(
         residual, norm, router, bias, 4,
-        counters=counters, renormalise=True, scoring=PLAIN, offsets=offsets, live_tokens=live,
+        counters=counters, renormalise=True, scoring=PLAIN, offsets=offsets, live_tokens=live, requests=requests,
     )  # fmt: skip
     assert torch.equal(residual, before)
     assert torch.equal(x, add_rms_norm(residual, *norm))
@@ -53,10 +56,17 @@ def test_twin() -> None:
     assert torch.equal(routing.ids, expected.ids)
     assert lists is not None
     assert lists.counts.sum() == 20
+    assert torch.equal(recent, lists.counts)
+    assert requests.lines == (12, record.down_start // 12)
     with pytest.raises(ValueError, match="some_rows_route"):
         some_rows_route(
             residual.float(), norm, router, bias, 4,
             counters=counters, renormalise=True, scoring=PLAIN, offsets=None,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="some_rows_route"):
+        some_rows_route(
+            residual, norm, router, bias, 4,
+            counters=counters, renormalise=True, scoring=PLAIN, offsets=None, requests=requests,
         )  # fmt: skip
 
 
@@ -106,6 +116,8 @@ def test_programs_share_experts() -> None:
     "facts",
     [
         RouterFacts(128, 2048, 8, 4, renormalise=True, epsilon=1e-6, sorts=True, has_live=True),
+        RouterFacts(128, 2048, 8, 1, True, 1e-6, sorts=True, lines=(96, 18432), requested=28 << 20),
+        RouterFacts(40, 2048, 8, 1, True, 1e-6, sorts=True, lines=(176, 18432), requested=28 << 20),
         RouterFacts(64, 2048, 6, 1, renormalise=False, epsilon=1e-6),
         RouterFacts(128, 4096, 8, 1, renormalise=True, epsilon=1e-6, sigmoid=True, has_scales=True, counts_uses=True),
         RouterFacts(32, 2880, 4, 2, renormalise=True, epsilon=1e-5, has_bias=True, float_norm=True, sorts=True),
