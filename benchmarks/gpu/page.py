@@ -200,7 +200,8 @@ def trials(result: dict[str, Any]) -> list[str]:
     prefill: Columns = {
         "trial": "{trial}", "prompt": "{tokens}", "tok/s": "{tokens_per_second:.0f}", "median": "{median_ms:.0f} ms",
     }  # fmt: skip
-    lines += ["", *table(prefill, _of_runs(result, "prefill"), words=1)]
+    if prompts := _of_runs(result, "prefill"):
+        lines += ["", *table(prefill, prompts, words=1)]
     if traced := _of_runs(result, "traced"):
         parts: Columns = {part: f"{{ms[{part}]:.2f}}" for part in traced[0]["ms"]}
         columns: Columns = {"trial": "{trial}", "rows": "{rows}", "step": "{step_ms:.2f}", "kernels": "{kernels:.0f}"}

@@ -102,7 +102,7 @@ def rounds_pairs(
 def reads_once(
     record: ExpertRecord, pairs: int, experts: int, x: torch.Tensor, *, exact: bool, tiles: ExpertTiles = TILES
 ) -> bool:
-    """Whether `experts` sorts the pairs of a step, and what it reads leaves the L2 cache before what was requested. Then
+    """Whether `experts` sorts the pairs of a step, and what it reads leaves the L2 cache before all else. Then early
     requests of experts pay (ADR 0083)."""
     matrices = _fitting_matrices(record, pairs, experts, x.device, tiles)
     few = rounds_each_pair(record, pairs, experts, x.dtype, exact=exact, tiles=tiles)
