@@ -172,7 +172,7 @@ class Jobs:
                 self._config.max_queued_bytes,
                 limit_argument(limits, cost),
                 "" if request.webhook is None else 1,
-                "" if request.prompt_only else " ".join(prefix_hashes(request)),
+                "" if request.prompt_only else " ".join(prefix_hashes(request, tenant)),
                 encode_request(summary_of(stored)),
                 f"{round(self._config.memory_share * 1000)} {round(self._config.tenant_memory_share * 1000)}",
                 milliseconds(keep),

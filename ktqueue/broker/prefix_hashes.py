@@ -11,15 +11,19 @@ from hashlib import blake2b
 
 from ktqueue.core.codec import dumps
 from ktqueue.core.request import GenerationRequest
+from ktqueue.core.tenants import DEFAULT_TENANT
 
 LENGTHS = tuple(1024 << step for step in range(7))  # bytes: 1 KiB to 64 KiB
 DIGEST_BYTES = 8
 
 
-def prefix_hashes(request: GenerationRequest) -> list[str]:
-    """A hash in hexadecimal digits for each of LENGTHS that the prompt reaches, the shortest first."""
+def prefix_hashes(request: GenerationRequest, tenant: str = DEFAULT_TENANT) -> list[str]:
+    """A hash in hexadecimal digits for each of LENGTHS that the prompt reaches, the shortest first.
+
+    Those of another tenant differ, because tenants do not find each other's prefixes.
+    """
     hashes: list[str] = []
-    digest = blake2b(digest_size=DIGEST_BYTES)
+    digest = blake2b(digest_size=DIGEST_BYTES, key=b"" if tenant == DEFAULT_TENANT else tenant.encode())
     done = 0
     for piece in _pieces(request):
         rest = memoryview(piece)

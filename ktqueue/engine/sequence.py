@@ -6,6 +6,7 @@ Knows nothing of scheduling, of tensors or of sampling.
 from collections.abc import Sequence as Many
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from ktqueue.answers.grammar import Matcher
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import JobClass, SamplingParams
-from ktqueue.core.tenants import NOBODY, Owner
+from ktqueue.core.tenants import DEFAULT_TENANT, NOBODY, Owner
 from ktqueue.engine.detokenizer import Detokenizer
 from ktqueue.engine.logit_edits import LogitEdits
 from ktqueue.engine.lookup import Lookup
@@ -21,7 +22,7 @@ from ktqueue.engine.noise import stream
 from ktqueue.engine.pages import page_digest
 from ktqueue.engine.sampler import GREEDY_BELOW
 
-_ROOTS = {False: b"", True: b"rotated for long sequences"}  # what the digest of a first page follows
+_ROOTS = {False: b"", True: b"rotated for long sequences"}
 _NO_POSITIONS = range(0)
 NO_SLOT = -1
 """In place of a slot of `States`: a sequence without tokens, or without a planned step."""
@@ -249,9 +250,17 @@ class Sequence:
         digests = self.known_digests
         while len(digests) < pages:
             start = len(digests) * page_size
-            parent = digests[-1] if digests else _ROOTS[self.rotary_offset > 0]
+            parent = digests[-1] if digests else _root(self.rotary_offset > 0, self.request.owner.tenant)
             digests.append(page_digest(parent, self.tokens[start : start + page_size]))
         return digests[:pages]
+
+
+def _root(is_rotated: bool, tenant: str) -> bytes:
+    """What the digest of a first page follows. Each tenant has its own, so its pages are found by nobody else."""
+    root = _ROOTS[is_rotated]
+    if tenant in ("", DEFAULT_TENANT):
+        return root
+    return blake2b(tenant.encode(), digest_size=16, key=root).digest()
 
 
 def _expects_likeliest(sampling: SamplingParams, edits: LogitEdits | None) -> bool:

@@ -219,7 +219,7 @@ REFUSED: Mapping[str, FieldRefusal] = {
     "adapter_id": _empty("there are no adapters"),
     "lora": _empty("there are no adapters"),
     "lora_path": _empty("there are no adapters"),
-    "cache_salt": _empty("the cache is shared by all requests"),
+    "cache_salt": _empty("each tenant has pages of its own"),
     "kv_transfer_params": _empty("the cache is not moved"),
     "session_params": _empty("use X-Conversation-Id"),
     "vllm_xargs": _empty("there are no extensions"),

@@ -50,6 +50,7 @@ def test_prefix_hashes_are_equal_as_far_as_the_prompts_are() -> None:
     request = GenerationRequest(model="tale", prompt="a" * 5_000)
     longer = GenerationRequest(model="tale", prompt="a" * 5_000 + "b" * 100_000)
     assert len(prefix_hashes(request)) == 3
+    assert not set(prefix_hashes(request, "acme")) & {*prefix_hashes(request), *prefix_hashes(request, "other")}
     assert prefix_hashes(longer)[:3] == prefix_hashes(request)
     assert len(prefix_hashes(longer)) == len(set(prefix_hashes(longer))) == len(LENGTHS) == 7
     late = GenerationRequest(model="tale", prompt="a" * 3_000 + "b" * 3_000)

@@ -9,6 +9,7 @@ import pytest
 from ktqueue.core.errors import ContextLengthExceeded, InvalidRequest
 from ktqueue.core.events import FinishReason
 from ktqueue.core.request import SamplingParams
+from ktqueue.core.tenants import NOBODY, Owner
 from ktqueue.engine.engine import Engine
 from ktqueue.engine.outputs import EmittedChoice
 
@@ -58,6 +59,18 @@ def test_a_prefix_is_reused_but_never_the_last_token(
     result = run(engine)["chat", 0]
     assert result.token_ids == greedy(longer, 3)
     assert result.usage.cached_tokens == 8  # 10 were computed: two full pages
+
+
+def test_pages_of_a_tenant_are_found_by_nobody_else(
+    model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any
+) -> None:
+    engine = make_engine(model, vocabulary)
+    owners = (NOBODY, Owner("default"), Owner("a"), Owner("a", "another caller", 3), Owner("b"), Owner("a"), NOBODY)
+    cached = []
+    for number, owner in enumerate(owners):
+        engine.add(f"r{number}", PROMPT[:9], SamplingParams(max_tokens=1), owner=owner)
+        cached.append(run(engine)[f"r{number}", 0].usage.cached_tokens)
+    assert cached == [0, 8, 0, 8, 0, 8, 8]
 
 
 def test_equal_pages_of_different_prefixes_are_different(

@@ -14,6 +14,12 @@ PROMPTS: dict[str, Mutation] = {
         "            pass\n",
         (f"{ENGINE}::test_each_token_of_the_prompt_has_its_log_probability",),
     ),
+    "a tenant finds the prompts of others in the cache": Mutation(
+        "ktqueue/engine/sequence.py",
+        'if tenant in ("", DEFAULT_TENANT):',
+        "if tenant is not None:",
+        ("tests/engine/test_engine.py::test_pages_of_a_tenant_are_found_by_nobody_else",),
+    ),
     "a retry reads states of the failed step": Mutation(
         "ktqueue/engine/scheduler.py",
         "ranked[0 if self._rows.states and len(ranked) > 1 else half :]",

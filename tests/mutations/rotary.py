@@ -20,7 +20,7 @@ ROTARY: dict[str, Mutation] = {
     ),
     "pages are shared between short and long sequences": Mutation(
         "ktqueue/engine/sequence.py",
-        "_ROOTS[self.rotary_offset > 0]",
+        "_ROOTS[is_rotated]",
         "_ROOTS[False]",
         (f"{LENGTH}[exact on cpu]",),
     ),
