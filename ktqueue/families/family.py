@@ -64,11 +64,12 @@ class GgufLayout:
     sees all keys, the others a window; 0: all see all. `stated`: metadata that never differs, and that llama.cpp needs.
     `bare_tensors`: names of `tensors` have no ending in files. `mlp_kinds`: the config lists the layers with experts,
     which files only have. `windows_listed`: files say which layers have one. `heads_listed`: they list the query heads
-    of layers. `limits`: and the limits of gates (Step-3.5). `two_parts`: the matrix that makes keys and values from
-    latents is in two parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have an indexer; the
-    others share the choice of the layer before. `tiled`: linear attention has its value heads in turns, see
-    loading/gguf/linear.py. `next_tokens`: files may have layers behind the model's own that predict further tokens.
-    `yarn_scale`: files have mscale_all_dim of yarn, beside an mscale of 1. `gemma`: the family is a Gemma.
+    of layers. `limits`: and the limits of gates (Step-3.5). `fused_attention`: query, key and value are written as one
+    matrix, because llama.cpp reads no other. `two_parts`: the matrix that makes keys and values from latents is in two
+    parts, see loading/gguf/latent.py. `shared_choices`: files say which layers have an indexer; the others share the
+    choice of the layer before. `tiled`: linear attention has its value heads in turns, see loading/gguf/linear.py.
+    `next_tokens`: files may have layers behind the model's own that predict further tokens. `yarn_scale`: files have
+    mscale_all_dim of yarn, beside an mscale of 1. `gemma`: the family is a Gemma.
     """
 
     architecture: str
@@ -93,6 +94,7 @@ class GgufLayout:
     window_period: int = 0
     windows_listed: bool = False
     heads_listed: bool = False
+    fused_attention: bool = False
     limits: bool = False
     two_parts: bool = False
     shared_choices: bool = False

@@ -11,7 +11,10 @@ _OF_DENSE_LAYERS = {"leading_dense_block_count": 0, "feed_forward_length": 10_24
 GLM = (
     Family(
         "Ling 2.0, Ring 2.0", "bailing_moe_v2", "BailingMoeV2ForCausalLM",
-        replace(SIGMOID_LAYOUT, architecture="bailingmoe2", names="dots1", implied={**UNBIASED, "use_qk_norm": True}),
+        replace(
+            SIGMOID_LAYOUT, architecture="bailingmoe2", names="dots1", fused_attention=True,
+            implied={**UNBIASED, "use_qk_norm": True},
+        ),
         partly_rotated=True,
     ),
     Family(

@@ -41,6 +41,7 @@ _SIZES = (
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_value_head_dim"),
 )
 """Config keys of sizes that are read beside those of the layout's fields."""
+_QUERY, _BEHIND_QUERY = "q_proj.weight", ("k_proj.weight", "v_proj.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,10 @@ def _output_tensors(
     modules = checkpoint.expert_modules()
     fused = {f"{module}.{part}{ending}" for module in modules for part in (GATE_UP, DOWN) for ending in ("", BIAS)}
     for name in checkpoint.names():
-        if name in fused:
+        if name in fused or (layout.fused_attention and name.endswith(_BEHIND_QUERY)):
+            continue
+        if layout.fused_attention and name.endswith(_QUERY):
+            yield _fused_attention(checkpoint, name, find(name), types)
             continue
         for part, shape, change in _parts(name, checkpoint.shape(name), family, config):
             in_float32 = len(shape) == 1 or part.endswith((*ROUTERS, *ROW_VECTORS, CONVOLUTION))
@@ -198,6 +202,19 @@ def _output_tensors(
             if stack.bias is not None:
                 read = partial(np.copy, stack.bias)
                 yield _OutputTensor(find(f"{module}.{part}_proj.bias"), "F32", stack.bias.shape, read)
+
+
+def _fused_attention(checkpoint: Checkpoint, name: str, query: str, types: dict[str, str]) -> _OutputTensor:
+    """Return query, key and value as one tensor. name, query: of the matrix of queries, here and in files."""
+    parts = [name, *(name.removesuffix(_QUERY) + part for part in _BEHIND_QUERY)]
+    shapes = [checkpoint.shape(part) for part in parts]
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def values() -> Floats:
+        return np.concatenate([_values(checkpoint, part, None) for part in parts])
+
+    quant = fitting_format(types.get("dense", "F16"), shape[-1])
+    return _OutputTensor(query.replace(".attn_q.", ".attn_qkv."), quant, shape, values)
 
 
 def _rope_factors(config: dict[str, Any], source: str) -> Iterator[_OutputTensor]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from decoder_families import feed
 from rope_parameters import LLAMA3_ROPE
 
 from ktqueue.core.errors import CheckpointError
@@ -45,6 +46,17 @@ def test_one_file_carries_config_tokenizer_template_and_licence(tiny: Path, tmp_
         assert got[key] == wanted[key], key
     assert got["num_local_experts"] == 8 and got["vocab_size"] == 384 and got["eos_token_id"] == 382
     assert load_tokenizer(str(target)).chat_template == load_tokenizer(str(tiny)).chat_template
+
+
+def test_query_key_and_value_of_a_ling_are_one_tensor(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """llama.cpp reads no other files of this architecture."""
+    folder, target = make_model("bailing_moe_v2"), tmp_path / "model.gguf"
+    convert(folder, target, experts="f32", dense="f32")
+    shapes = {tensor.name: tensor.shape for tensor in read_header(target).tensors}
+    assert shapes["blk.1.attn_qkv.weight"] == ((4 + 2 * 2) * 32, 64)
+    assert not any(".attn_q." in name or ".attn_k." in name for name in shapes)
+    published, converted = (load_model(str(path)).module for path in (folder, target))
+    assert torch.equal(*(torch.cat([*feed(module).values()]) for module in (published, converted)))
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}])
