@@ -349,7 +349,9 @@ def load_prepared(prepared: PreparedModel, progress: Progress | None = None) -> 
     prepared.checkpoint.close()
     module.eval()
     if not isinstance(module, Operator):
-        rehearse(module, kv_layout(prepared.config, 1, prepared.dtype), prepared.checkpoint.path)
+        is_rounded = any(item.options.get("activations") != "float32" for item in prepared.plan.replacements)
+        layout = kv_layout(prepared.config, 1, prepared.dtype)
+        rehearse(module, layout, prepared.checkpoint.path, is_rounded=is_rounded)
     return LoadedModel(
         module, prepared.config, facts, prepared.dtype, attention, prepared.plan, prepared.packages, stated
     )

@@ -25,7 +25,7 @@ from ktqueue.operators.step import ScoreOptions, StepContext
 _TOKENS, _POSITIONS = (1, 2, 1), (1, 0, 1)
 _EQUAL_ROWS = (0, 2)
 _TOLERANCES = {torch.float32: 1e-3}  # relative to the largest number
-_HALF_TOLERANCE = 3e-2  # of bfloat16 and float16
+_HALF_TOLERANCE = 3e-2  # of bfloat16 and float16, and where operators round activations to int8
 _SEED, _STRIDE = 7, 7919
 _MAX_DISTINCT = 1 << 20  # the numbers of a larger tensor share memory
 
@@ -37,9 +37,10 @@ class _RecordingAttention:
     own key, so the result is the token's value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_rounded: bool) -> None:
         self.layers: Counter[int] = Counter()
         self.differs = False
+        self._is_rounded = is_rounded
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. Raises ValueError if keys and queries differ in width."""
@@ -48,15 +49,24 @@ class _RecordingAttention:
             raise ValueError(f"a query has {query.shape[2]} dimensions, a key of the cache {heads.head_dim}")
         self.layers[layer] += 1
         keys, values = kv.keys[layer][:, 0], kv.values[layer][:, 0]  # one token per page
-        self.differs |= not all(_is_same_row(states[[*_EQUAL_ROWS]]) for states in (query, keys, values))
+        for states in (query, keys, values):
+            self.compare(states[[*_EQUAL_ROWS]])
         return values.repeat_interleave(query.shape[1] // heads.kv_heads, dim=1).to(query.dtype)
 
+    def compare(self, rows: torch.Tensor) -> None:
+        """Note whether two rows, [2, ...], differ by more than rounding, which depends on the shape of a product."""
+        tolerance = _HALF_TOLERANCE if self._is_rounded else _TOLERANCES.get(rows.dtype, _HALF_TOLERANCE)
+        first, second = rows.float()
+        bound = tolerance * float(first.abs().max())
+        self.differs |= not torch.allclose(first, second, rtol=0, atol=bound, equal_nan=True)
 
-def rehearse(module: nn.Module, layout: KVLayout, source: str) -> None:
+
+def rehearse(module: nn.Module, layout: KVLayout, source: str, *, is_rounded: bool = False) -> None:
     """Run one step of three rows on the device of the module's first parameter.
 
     Two rows have the same token at the same position in different sequences; the row between them has another token.
-    The logits of the two are requested. Raises CheckpointError
+    The logits of the two are requested. `is_rounded`: operators round activations to int8, which makes more of a small
+    difference. Raises CheckpointError
 
     - if that fails,
     - if a layer does not attend exactly once: it would keep something else between steps, or nothing, or leave in the
@@ -67,7 +77,7 @@ def rehearse(module: nn.Module, layout: KVLayout, source: str) -> None:
     tokens, positions = (torch.tensor([values], device=device) for values in (_TOKENS, _POSITIONS))
     rows = torch.arange(len(_TOKENS), device=device)
     equal_rows = torch.tensor(_EQUAL_ROWS, device=device)
-    recorder = _RecordingAttention()
+    recorder = _RecordingAttention(is_rounded=is_rounded)
     step = StepContext(
         torch.arange(len(_TOKENS) + 1, dtype=torch.int32, device=device),
         torch.ones(len(_TOKENS), dtype=torch.int32, device=device),
@@ -84,7 +94,7 @@ def rehearse(module: nn.Module, layout: KVLayout, source: str) -> None:
             logits = out.logits[0]
             if len(logits) != len(equal_rows):
                 raise ValueError(f"{len(equal_rows)} rows of logits were requested, got {len(logits)}")
-            recorder.differs |= not _is_same_row(logits)
+            recorder.compare(logits)
     except Exception as error:  # a model is a program and can fail in any way
         raise CheckpointError(f"{source}: {name} cannot be run: {type(error).__name__}: {error}") from error
     for layer in range(layout.layers):
@@ -98,13 +108,6 @@ def rehearse(module: nn.Module, layout: KVLayout, source: str) -> None:
             f"{source}: {name} cannot be run: the numbers of a token depend on its row in the step, but must depend "
             f"only on its sequence and position"
         )
-
-
-def _is_same_row(rows: torch.Tensor) -> bool:
-    """Whether the two rows of [2, ...] are equal, except for rounding that depends on the shape of a product."""
-    tolerance = _TOLERANCES.get(rows.dtype, _HALF_TOLERANCE)
-    first, second = rows.float()
-    return torch.allclose(first, second, rtol=0, atol=tolerance * float(first.abs().max()), equal_nan=True)
 
 
 class DummyLinear(nn.Module):

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ktqueue.core.errors import CheckpointError, RuleError
 from ktqueue.loading.load import kv_layout, load_model
 from ktqueue.loading.model_report import report_model
 from ktqueue.loading.plan import make_plan
-from ktqueue.loading.rehearsal import dummy_values, rehearse_without_weights
+from ktqueue.loading.rehearsal import dummy_values, rehearse, rehearse_without_weights
 from ktqueue.loading.rules import DEFAULT_RULES, load_rules
 from ktqueue.loading.skeleton import build_config, build_skeleton
+from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.registry import OPERATORS
+from ktqueue.operators.step import DecoderOutput, ScoreOptions, StepContext
 
 KEEP = "- match: {class: 'ForCausalLM$'}\n  replace: {op: default}\n"
 
@@ -74,6 +77,28 @@ def test_models_that_can_run_are_not_refused(model_type: str, make_model: Callab
     for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float16)):
         assert report_model(folder, device=device, dtype=dtype).refusal is None
     assert report_model(folder, rules=str(DEFAULT_RULES.with_name("modules.yaml"))).refusal is None
+
+
+class Noisy(nn.Module):
+    """Multiplies the last of three rows by 1.0025, as if rounding to int8 had made more of another rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1.0, 1.0, 1.0025]))
+
+    def forward(self, *, step: StepContext, **_: Any) -> DecoderOutput:
+        states = torch.arange(1.0, 9.0).expand(3, 1, 8) * self.factor[:, None, None]
+        assert step.attention is not None
+        step.attention.attend(0, states, step.kv, ScoreOptions(1.0, 0))
+        return DecoderOutput(states[[0, 2], 0][None])
+
+
+def test_rounded_activations_are_no_dependence_on_the_row() -> None:
+    """A Laguna in IQ4_XS was refused: torch multiplies the rows of a step by different kernels."""
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_size=1, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match="the numbers of a token depend on its row in the step"):
+        rehearse(Noisy(), layout, "model")
+    rehearse(Noisy(), layout, "model", is_rounded=True)
 
 
 def test_a_model_of_real_size_takes_no_memory(tmp_path: Path) -> None:
