@@ -190,6 +190,8 @@ class AnswerParser(Parser):
         if marker := _begins_with(self._buffer, (*self._tools.ends, *self._tools.sections)):
             self._buffer = self._buffer[len(marker) :]
             return True
+        if final and any(mark.startswith(self._buffer) for mark in self._tools.ends):
+            self._buffer = ""  # `max_tokens` has cut the end of the call
         if not self._buffer or (not final and any(mark.startswith(self._buffer) for mark in markers)):
             return False
         self._after_call = False

@@ -155,6 +155,9 @@ CASES = {
     "a call that was cut off": Case(
         "tool_call", '<tool_call>{"name": "w", "arguments": {"a": [1, ', (call("w", '{"a": [1, '),)
     ),
+    "a call whose end was cut off": Case(
+        "tool_call", '<tool_call>{"name": "w", "arguments": {}}\n</tool_', (call("w", "{}"),)
+    ),
     "a call that was cut off before its name": Case(
         "tool_call", 'x <tool_call>{"nam', (AnswerText('x <tool_call>{"nam'),)
     ),
