@@ -48,6 +48,10 @@ class TestText:
         for answer in (plain, streamed):
             assert answer["outputTokens"] == 48 and answer["finishReason"] == "length"
 
+    def test_conversation_by_responses_refers_to_its_items(self, returned: dict[str, Any]) -> None:
+        answer = returned["conversation"]
+        assert answer["text"] and answer["kinds"] == ["user", "item_reference", "user"]
+
     def test_completion(self, returned: dict[str, Any]) -> None:
         assert returned["completion"]
 

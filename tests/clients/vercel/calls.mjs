@@ -1,4 +1,5 @@
 // Calls a server through the AI SDK and writes what the SDK returned as one JSON object: a result or an error by name.
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
@@ -44,6 +45,15 @@ const checks = {
     const parts = await all(result.textStream);
     const { outputTokens } = await result.usage;
     return { parts, outputTokens, finishReason: await result.finishReason };
+  },
+  async conversation() {
+    const model = createOpenAI({ baseURL, apiKey })(name);
+    const asked = { role: "user", content: prompt };
+    const { response } = await generateText({ ...options, model, messages: [asked], maxOutputTokens: 16 });
+    const messages = [asked, ...response.messages, asked];
+    const { text, request } = await generateText({ ...options, model, messages, maxOutputTokens: 16 });
+    const { input } = typeof request.body === "string" ? JSON.parse(request.body) : request.body;
+    return { text, kinds: input.map((item) => item.type ?? item.role) };
   },
   async completion() {
     const model = server.completionModel(name);
