@@ -41,6 +41,7 @@ from ktqueue.operators.base import Operator
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.attention.expanded import EXPANDED_BYTES
+from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts.decoding import MEMORY_SHARE
 from ktqueue.operators.gpu.experts.streaming import AREAS
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
@@ -163,7 +164,7 @@ def prepare_gpu(
 
 def planner_of(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> AttentionPlanner:
     """Make the attention planner of a model on a device. Raises ConfigError."""
-    facts = model.attention
+    facts, module = model.attention, model.module
     try:
         return make_planner(
             layout,
@@ -174,6 +175,7 @@ def planner_of(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> At
             cap=facts.cap,
             chunk=facts.chunk,
             layer_heads=facts.layer_heads,
+            prompts_by_warpgroups=isinstance(module, GpuDecoder) and module.trials.prompts_by_warpgroups,
             device=config.device,
             dtype=model.dtype,
             backend=config.attention_backend,

@@ -46,6 +46,7 @@ def make_planner(
     cap: float = 0.0,
     chunk: int = 0,
     layer_heads: Sequence[int] = (),
+    prompts_by_warpgroups: bool = False,
 ) -> AttentionPlanner:
     """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none). If layers
     differ in their heads, `windows` and `sinks` say something of each layer, and each kind of heads has its own
@@ -53,8 +54,9 @@ def make_planner(
 
     `scaling` multiplies the scores. sinks: whether the softmax of each head has a further score. cap: see ScoreOptions.
     chunk: of the layers that have chunks; 0: none has. `dtype` is that of the queries; None: that of the cache, or
-    bfloat16 for a float8 cache. On a GPU, all kernels are compiled and run once here. Raises ValueError with the reason
-    for a backend that is not available; "auto" logs a warning and takes the next one.
+    bfloat16 for a float8 cache. prompts_by_warpgroups: see Trials. On a GPU, all kernels are compiled and run once
+    here. Raises ValueError with the reason for a backend that is not available; "auto" logs a warning and takes the
+    next one.
     """
     if backend not in get_args(BackendName):
         raise ValueError(f"attention backend is {backend!r}; known are {', '.join(get_args(BackendName))}")
@@ -77,6 +79,7 @@ def make_planner(
                 sinks=own_sinks,
                 cap=cap,
                 chunk=chunk,
+                prompts_by_warpgroups=prompts_by_warpgroups,
             )
             planners.append(one)
         return HeadsPlanner(planners, kinds)
@@ -92,6 +95,7 @@ def make_planner(
         sinks=any(sinks),
         cap=cap,
         chunk=chunk,
+        prompts_by_warpgroups=prompts_by_warpgroups,
     )
     on_gpu = is_gpu(device)
     if backend == "torch" or (backend == "auto" and not on_gpu):
@@ -104,8 +108,9 @@ def make_planner(
             others = _warmed_up(_flashinfer(shape), shape)
             if backend == "flashinfer" or shape.layout.dtype.itemsize == 1:
                 return others
-            prompts = has_large_shared_memory(device) and not others.reads_prompts_fast
             ours = _warmed_up(TritonPlanner(shape), shape)
+            prompts = has_large_shared_memory(device) and not others.reads_prompts_fast
+            prompts = prompts or ours.counter is not None
             return StepsPlanner(ours, others, prompts=prompts, one_launch=by_clusters.fits(shape))
         except Exception as error:  # the library, its compiler and its bindings have their own exceptions
             if backend == "flashinfer":

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ktqueue.operators.gpu.attention import by_clusters
+from ktqueue.operators.gpu.attention import by_clusters, by_warpgroups
 from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
 from ktqueue.operators.gpu.attention.page_lists import (
     Indices,
@@ -28,14 +28,22 @@ from ktqueue.operators.step import ScoreOptions, StepContext
 
 
 class TritonPlan:
-    """Attends for one step by index arrays on the device. `tiles`: those of rows with several tokens."""
+    """Attends for one step by index arrays on the device. `tiles`: those of rows with several tokens. counter: of
+    by_warpgroups.attend, which then has the tiles."""
 
     _results = staticmethod(torch.empty_like)  # of the queries
 
-    def __init__(self, tables: Tables, decode: DecodeRows | None, tiles: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        decode: DecodeRows | None,
+        tiles: torch.Tensor | None,
+        counter: torch.Tensor | None = None,
+    ) -> None:
         self.tables = tables
         self.decode_rows = decode
         self._tiles = tiles
+        self._counter = counter
 
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]."""
@@ -44,7 +52,9 @@ class TritonPlan:
         keys, values, scale = kv.keys[layer], kv.values[layer], kv.layout.scale(layer)
         if self.decode_rows is not None:
             decode(query, keys, values, self.tables, self.decode_rows, out, options, scale)
-        if self._tiles is not None:
+        if self._tiles is not None and self._counter is not None:
+            by_warpgroups.attend(query, keys, values, self.tables, self._tiles, out, options, self._counter)
+        elif self._tiles is not None:
             prefill(query, keys, values, self.tables, self._tiles, out, options, scale)
         return out
 
@@ -122,7 +132,7 @@ class TritonPromptPlan(TritonPlan):
         self._staging.write(arrays)
         at = self._staging.device
         tables = Tables(**{name: at[name] for name in ("page_starts", "contexts", "pages", "query_starts")})
-        super().__init__(tables, None, at["tiles"])
+        super().__init__(tables, None, at["tiles"], planner.counter)
 
     @property
     def bytes(self) -> int:
@@ -168,6 +178,11 @@ class TritonPlanner:
         self.device = torch.device(shape.device)
         self._workspace = SharedWorkspace(self.device)
         self._index_bytes = 0
+        self.counter: torch.Tensor | None = None
+        """Of by_warpgroups.attend. None: prompts have the Triton kernel."""
+        if shape.prompts_by_warpgroups and by_warpgroups.fits(shape):
+            with torch.inference_mode(False):  # so that it can be written in any mode
+                self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.processors = 4
         if is_gpu(self.device):
             self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -191,7 +206,7 @@ class TritonPlanner:
         if len(single):
             decode = self.decode_rows(len(single), rows, int(lists.contexts[single].max()))
         on_device = flat_tiles.view(-1, 2) if len(tiles) else None
-        return TritonPlan(tables, decode, on_device)
+        return TritonPlan(tables, decode, on_device, self.counter)
 
     def another(self) -> Self:
         """See AttentionPlanner."""

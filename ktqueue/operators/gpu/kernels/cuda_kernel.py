@@ -96,6 +96,12 @@ def kept_code(
     return code
 
 
+def _argument(value: torch.Tensor | int | bytes) -> Any:
+    if isinstance(value, bytes):
+        return ctypes.create_string_buffer(value, len(value))
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr())
+
+
 class CudaKernel:
     """A kernel of `source`, compiled at its first launch and loaded to the current device.
 
@@ -135,8 +141,11 @@ class CudaKernel:
         # All of it that can be had: otherwise the driver may leave room for fewer programs than fit.
         self._check(self._driver.cuFuncSetAttribute(self._kernel.func, _SHARED_CARVEOUT, 100))
 
-    def launch(self, grid: tuple[int, int], arguments: Sequence[torch.Tensor | int], *, early: bool = False) -> None:
-        """Launch `grid` programs in torch's current stream. arguments: contiguous tensors, as pointers, and int32.
+    def launch(
+        self, grid: tuple[int, int], arguments: Sequence[torch.Tensor | int | bytes], *, early: bool = False
+    ) -> None:
+        """Launch `grid` programs in torch's current stream. arguments: contiguous tensors, as pointers, int32, and
+        structures, as bytes.
 
         early: the kernel before may still run. Then the kernel must wait for it by itself. Inside
         `compiled_side_by_side` a kernel that is not compiled yet begins to be, in a thread, and nothing runs.
@@ -146,9 +155,7 @@ class CudaKernel:
                 self.compile_in(*beside)
                 return
             self._load()
-        values = [
-            ctypes.c_int(value) if isinstance(value, int) else ctypes.c_void_p(value.data_ptr()) for value in arguments
-        ]
+        values = [_argument(value) for value in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attribute = _Attribute(id=_EARLY, value=1)
         config = _Launch(
