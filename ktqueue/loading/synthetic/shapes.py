@@ -175,6 +175,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 262144, "rope_parameters": rope_by_kind(5e6, 1e4, {}),
         "layer_types": [_FULL if i == 0 or i % 6 == 5 else _WINDOW for i in range(48)],
     },
+    "step-3.5-flash": {
+        "model_type": "step3p5", "rms_norm_eps": 1e-5, "hidden_size": 4096, "num_hidden_layers": 45,
+        "num_attention_heads": 64, "num_sliding_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "sliding_window": 512, "intermediate_size": 11264, "n_routed_experts": 288, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280, "share_expert_dim": 1280, "moe_router_scaling_factor": 3.0,
+        "vocab_size": 128896, "max_position_embeddings": 262144,
+        "layer_types": [_WINDOW if i % 4 else _FULL for i in range(45)],
+        "swiglu_limits": [0.0] * 43 + [7.0] * 2, "swiglu_limits_shared": [0.0] * 43 + [16.0] * 2,
+        "rope_parameters": {
+            _FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            _WINDOW: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
     "laguna-xs.2": {
         "model_type": "laguna", "rms_norm_eps": 1e-6, "hidden_size": 2048, "num_hidden_layers": 40,
         "num_attention_heads": 48, "num_attention_heads_per_layer": [48, 64, 64, 64] * 10, "num_key_value_heads": 8,

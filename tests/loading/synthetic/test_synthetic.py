@@ -136,6 +136,7 @@ def test_the_sizes_of_real_models_are_theirs() -> None:
         ("qwen3-next-80b-a3b", 80),
         ("llama-4-maverick", 400),
         ("mimo-v2-flash", 309),
+        ("step-3.5-flash", 196),
     ):
         weights = sum(math.prod(tensor.shape) for tensor in tensors_of(SHAPES[shape], "Q8_0"))
         assert weights / 1e9 == pytest.approx(billions, rel=0.02)
