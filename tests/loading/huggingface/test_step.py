@@ -73,6 +73,23 @@ def test_a_published_folder_computes_what_transformers_does(with_encoder: bool, 
         assert (found[name] - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
+def test_experts_in_fp8_have_scales_for_each(folder: Path) -> None:
+    """Of blocks of 128 by 128: [experts, 1, 1] here."""
+    tensors = load_file(folder / "model.safetensors")
+    expected = open_folder(folder).decode("model.layers.1.mlp.experts.gate_up_proj", torch.float32)
+    for part in ("gate", "up", "down"):
+        name = f"model.layers.1.moe.{part}_proj.weight"
+        scales = tensors[name].abs().amax((1, 2), keepdim=True) / 448
+        tensors |= {name: (tensors[name] / scales).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = open_folder(folder).decode("model.layers.1.mlp.experts.gate_up_proj", torch.float32)
+    assert (found - expected).abs().amax((1, 2)).lt(expected.abs().amax((1, 2)) / 16).all()
+    assert not torch.equal(found, expected)
+
+
 def test_a_matrix_of_experts_of_other_dimensions_is_refused(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.moe.up_proj.weight"
