@@ -16,12 +16,13 @@ from ktqueue.openai.endpoint import Endpoint
 from ktqueue.openai.errors import error_body
 from ktqueue.openai.prompt_endpoints import PROMPT_ENDPOINTS as OPENAI_PROMPT_ENDPOINTS
 from ktqueue.openai.prompt_endpoints import PromptEndpoint
+from ktqueue.openai.responses.body import INPUT_TOKENS
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     **openai.ENDPOINTS,
     **{endpoint.path: endpoint for endpoint in (MESSAGES, ollama.CHAT, ollama.GENERATE)},
 }
-PROMPT_ENDPOINTS: tuple[PromptEndpoint, ...] = (*OPENAI_PROMPT_ENDPOINTS, COUNT_TOKENS)
+PROMPT_ENDPOINTS: tuple[PromptEndpoint, ...] = (*OPENAI_PROMPT_ENDPOINTS, INPUT_TOKENS, COUNT_TOKENS)
 DESCRIPTIONS: tuple[Description, ...] = (*ANTHROPIC_DESCRIPTIONS, *OLLAMA_DESCRIPTIONS)
 
 

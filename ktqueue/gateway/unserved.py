@@ -27,7 +27,6 @@ UNSERVED: Mapping[str, str] = {
     "threads": "use /v1/chat/completions",
     "conversations": "send the whole conversation, or previous_response_id",
     "responses/compact": "send the whole conversation, or previous_response_id",
-    "responses/input_tokens": "use /tokenize, or /v1/messages/count_tokens",
     "vector_stores": "ktqueue stores no documents",
     "containers": "ktqueue runs no programs",
     "messages/batches": "use /v1/batches with the endpoint /v1/messages",

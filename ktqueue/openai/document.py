@@ -34,6 +34,7 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     shapes.TextCompletion,
     shapes.Tokens,
     shapes.PromptText,
+    shapes.InputTokens,
     shapes.ModelList,
     shapes.Model,
     shapes.Job,
@@ -238,8 +239,10 @@ def _response_paths() -> Json:
     cancel = _get("cancelResponse", "Cancel a response.", shapes.ResponseObject)
     items = _get("listInputItems", "List the items of a response's conversation.", None, ("400", *_READ))
     items["parameters"] = _order_after_limit(100)
+    count = _post("countInputTokens", "Tokens of its prompt.", [ResponseBody], shapes.InputTokens, is_job=False)
     return {
         "/v1/responses": {"post": create},
+        "/v1/responses/input_tokens": {"post": count},
         "/v1/responses/{response_id}": {"get": get, "delete": delete, "parameters": name},
         "/v1/responses/{response_id}/cancel": {"post": cancel, "parameters": name},
         "/v1/responses/{response_id}/input_items": {"get": items, "parameters": name},

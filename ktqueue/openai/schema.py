@@ -246,6 +246,13 @@ class PromptText(Shape):
     content: str | None = None
 
 
+class InputTokens(Shape):
+    """The number of tokens of a response's prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseObject(Shape):
     """A response of /v1/responses."""
 

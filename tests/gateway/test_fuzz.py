@@ -15,7 +15,8 @@ from ktqueue.openai.jobs import parse_job
 
 PATHS = {
     "/v1/chat/completions": "ChatBody", "/v1/completions": "CompletionBody", "/v1/jobs": "GenerationBody",
-    "/v1/responses": "ResponseBody", "/v1/messages": "MessagesBody", "/v1/messages/count_tokens": "CountBody",
+    "/v1/responses": "ResponseBody", "/v1/responses/input_tokens": "ResponseBody",
+    "/v1/messages": "MessagesBody", "/v1/messages/count_tokens": "CountBody",
     "/api/chat": "OllamaChatBody", "/api/generate": "OllamaGenerateBody", "/tokenize": "TokenizeBody",
 }  # fmt: skip
 BASES: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from scripted_worker import ScriptedWorker, Step, ended, logprob, token
 from served_gateway import Conforms, ServeWith
 
 from ktqueue.broker.lease import Claim
-from ktqueue.core.events import FinishReason
+from ktqueue.core.events import FinishReason, PromptPart
 from ktqueue.core.tenants import TenantConfig, hash_of
 
 PATH = "/v1/responses"
@@ -274,6 +274,20 @@ async def test_what_is_not_stored_cannot_be_found(http: httpx.AsyncClient, worke
     assert (await http.get(f"{PATH}/{response['id']}")).status_code == 404
     refused = await http.post(PATH, json={**BODY, "previous_response_id": response["id"]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+async def test_tokens_of_the_input_are_counted(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    async def script(claim: Claim) -> AsyncIterator[Step]:
+        assert claim.request.prompt_only
+        yield {"prompt": PromptPart(token_ids=(1, 2, 3, 4), text="abcd")}
+        yield ended(claim)
+
+    worker.script = script
+    counted = await http.post(f"{PATH}/input_tokens", json={**BODY, "instructions": "Be brief"})
+    assert (counted.status_code, counted.json()) == (200, {"object": "response.input_tokens", "input_tokens": 4})
+    for field in ({"previous_response_id": "resp_1"}, {"conversation": "conv_1"}, {"max_output_tokens": "x"}):
+        refused = await http.post(f"{PATH}/input_tokens", json={**BODY, **field})
+        assert (refused.status_code, [refused.json()["error"]["param"]]) == (400, list(field))
 
 
 async def test_a_response_belongs_to_its_tenant(serve_with: ServeWith, worker: ScriptedWorker) -> None:

@@ -19,6 +19,7 @@ from ktqueue.openai.chat import parse_chat
 from ktqueue.openai.client_names import Names, client_name, client_names
 from ktqueue.openai.common_fields import Metadata, shallow
 from ktqueue.openai.errors import UnsupportedParameter
+from ktqueue.openai.prompt_endpoints import PromptCall, PromptEndpoint
 from ktqueue.openai.responses.tools import ToolList, chat_tools, function_name, tools_json, without_web_search
 from ktqueue.openai.validation import StrictBody, must_be, parse
 
@@ -161,6 +162,22 @@ def parse_response(body: Mapping[str, Any], card: ModelCard | None, history: Seq
         background=bool(own.background),
         digest=card.digest if card else "",
     )
+
+
+def parse_input_tokens(body: Mapping[str, Any], card: ModelCard | None) -> PromptCall:
+    """The body of a response to the number of tokens of its prompt. Raises InvalidRequest."""
+    if body.get("previous_response_id") is not None:
+        advice = "send the whole conversation"
+        raise UnsupportedParameter(
+            f"previous_response_id is not supported here: {advice}", param="previous_response_id", limit=advice
+        )
+    return PromptCall(
+        parse_response(body, card).generation,
+        lambda prompt: {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)},
+    )
+
+
+INPUT_TOKENS = PromptEndpoint("/v1/responses/input_tokens", parse_input_tokens, NAMES)
 
 
 def _tool_choice(choice: str | Json) -> str | Json:
