@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from ktqueue.broker.jobs import JobRecord
 from ktqueue.broker.responses import StoredResponse
-from ktqueue.core.errors import InvalidRequest, JobNotFound, KtqueueError
+from ktqueue.core.codec import dumps
+from ktqueue.core.errors import InvalidRequest, JobNotFound, KtqueueError, RequestTooLarge
 from ktqueue.core.events import JobState, TokenEvent
 from ktqueue.core.model_card import SHORT_DIGEST, ModelCard
 from ktqueue.core.short_repr import short_repr
@@ -248,8 +249,15 @@ async def _history(request: Request, previous: str) -> list[dict[str, Any]]:
 
 
 async def _resolve_references(request: Request, items: list[Any]) -> None:
-    """Put stored items in the place of references to them. Raises ResponseNotFound."""
-    stored: dict[str, dict[str, Any]] = {}  # the items of each response by their ids
+    """Put stored items in the place of references to them.
+
+    Together they may have as many bytes as a body, however often one is named. Raises ResponseNotFound and
+    RequestTooLarge.
+    """
+    gateway: Gateway = request.app.state.gateway
+    limit = gateway.config.gateway.max_body_bytes
+    size = 0
+    stored: dict[str, dict[str, tuple[Any, int]]] = {}  # the items of each response by their ids, with their bytes
     for place, reference in enumerate(items):
         if not is_reference(reference):
             continue
@@ -264,17 +272,24 @@ async def _resolve_references(request: Request, items: list[Any]) -> None:
                 param=f"input[{place}].id",
                 value=shown,
             )
-        items[place] = stored[name][item_id]
+        items[place], item_bytes = stored[name][item_id]
+        size += item_bytes
+        if size > limit:
+            message = f"the items that input refers to must have at most {limit} bytes (gateway.max_body_bytes)"
+            raise RequestTooLarge(message, param="input", limit=limit, value=size)
 
 
-async def _items(request: Request, name: str) -> dict[str, Any]:
-    """The items before the answer and in the answer of a response, by their ids. `name`: its id without the prefix."""
+async def _items(request: Request, name: str) -> dict[str, tuple[Any, int]]:
+    """The items before the answer and in the answer of a response, by their ids, and the bytes of each.
+
+    `name`: its id without the prefix.
+    """
     gateway: Gateway = request.app.state.gateway
     stored = await gateway.broker.responses.find(tenant_of(request).name, PREFIX + name) if name else None
     if stored is None:
         return {}
     answer = stored.answer or await _answer(request, PREFIX + name, stored)
-    return {item["id"]: item for item in [*items_of(stored.messages, name), *answer["output"]]}
+    return {item["id"]: (item, len(dumps(item))) for item in [*items_of(stored.messages, name), *answer["output"]]}
 
 
 def _not_found(response_id: str, param: str) -> ResponseNotFound:

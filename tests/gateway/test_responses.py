@@ -206,6 +206,19 @@ async def test_a_reference_to_an_item_that_is_not_stored_is_refused(
     assert len(worker.claims) == 3
 
 
+async def test_references_add_up_to_no_more_than_a_body(serve_with: ServeWith, worker: ScriptedWorker) -> None:
+    async with serve_with(max_body_bytes=100_000) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        made = (await http.post(PATH, json={**BODY, "input": "x" * 20_000})).json()
+        (asked,) = (await http.get(f"{PATH}/{made['id']}/input_items")).json()["data"]
+        for count, status in ((4, 200), (5, 413), (1_000, 413)):
+            references = [{"type": "item_reference", "id": asked["id"]}] * count
+            answer = await http.post(PATH, json={**BODY, "input": references})
+            assert answer.status_code == status
+            if status == 413:
+                error = answer.json()["error"]
+                assert (error["param"], error["limit"]) == ("input", 100_000) and error["value"] < 130_000
+
+
 async def test_the_items_of_a_conversation_are_listed_as_they_came(
     http: httpx.AsyncClient, worker: ScriptedWorker, conforms: Conforms
 ) -> None:
@@ -306,6 +319,7 @@ async def test_a_response_belongs_to_its_tenant(serve_with: ServeWith, worker: S
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL, {"type": "file_search"}]}, "tools[1].type"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL] * 65}] * 2}, "tools"),
         (
             {"tools": [TOOL, {"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "b"}]}]},
             "tools.1.tools.0.type",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ktqueue.core.codec import Json
+from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai.client_names import Names
 from ktqueue.openai.common_fields import shallow
 from ktqueue.openai.errors import UnsupportedParameter
@@ -65,10 +66,13 @@ def without_web_search(tools: Sequence[Any]) -> list[Any]:
 
 
 def chat_tools(tools: Sequence[OfferedTool]) -> tuple[list[Json], Names]:
-    """The tools of a chat body, and how errors name their fields."""
+    """The tools of a chat body, and how errors name their fields. Raises InvalidRequest if they are too many."""
     functions: list[Json] = []
     names: list[tuple[str, str]] = []
     for where, namespace, tool in _functions(tools):
+        if len(functions) == MAX_TOOLS:
+            message = f"tools must have at most {MAX_TOOLS} functions, also in namespaces"
+            raise InvalidRequest(message, param="tools", limit=MAX_TOOLS, value=MAX_TOOLS + 1)
         names.append((rf"tools(\[{len(functions)}\]|\.{len(functions)})\.function", where))
         fields = tool.model_dump(exclude={"type", "tools"}, exclude_none=True)
         functions.append({"type": "function", "function": {**fields, "name": function_name(namespace, tool.name)}})
