@@ -126,7 +126,7 @@ long: $(VENV)/dev.stamp ## The long tests: installations that start, die and sta
 	@$(BIN)/python -m pytest $(PROCESSES) -m long $(ARGS)
 
 compiled: $(VENV)/nvrtc.stamp ## GPU kernels compile for an H200, without a GPU
-	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m compiled tests/operators/gpu $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 600 -m compiled tests/operators/gpu $(ARGS)
 
 installed: $(VENV)/dev.stamp ## Wheels, and every block of README and docs as printed, with ktqueue installed from its wheels
 	@$(BIN)/python -m pytest --numprocesses 2 --dist load -m installed $(ARGS)
