@@ -5,13 +5,13 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.families.table import FAMILIES
+from ktqueue.families.table import FAMILIES, family_of_type
 from ktqueue.loading.huggingface.own_models import register_own_models
 from ktqueue.loading.installed import FAMILIES as ENTRIES
 from ktqueue.loading.installed import describe
 from ktqueue.loading.packaged_families import packaged_family
 
-__all__ = ["CAUSAL_MODELS", "config_class_of"]
+__all__ = ["CAUSAL_MODELS", "base_prefix", "config_class_of"]
 
 register_own_models()
 for known in FAMILIES:  # Mistral 4 is missing; AutoModelForCausalLM reads the same table
@@ -46,3 +46,17 @@ def config_class_of(model_type: object, source: str) -> type[transformers.Pretra
     except ValueError as error:  # the model names another config class
         raise CheckpointError(f"{where}: {error}") from error
     return family.config
+
+
+def base_prefix(model_type: object) -> str:
+    """Return the name of the module that has everything but the head, such as `model`; empty for an unknown type.
+
+    Raises CheckpointError if a package brings the family, and it cannot be used.
+    """
+    if not isinstance(model_type, str):
+        return ""
+    if family_of_type(model_type).model_type:
+        return "model"
+    family = packaged_family(model_type)
+    model = getattr(transformers, CAUSAL_MODELS.get(model_type, ""), None) if family is None else family.model
+    return getattr(model, "base_model_prefix", "")

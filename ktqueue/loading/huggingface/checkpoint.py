@@ -33,6 +33,7 @@ from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.huggingface.quantised_tensors import join_quantised
 from ktqueue.loading.huggingface.step import MODEL_TYPE as STEP_TYPE
 from ktqueue.loading.huggingface.step import step_tensors
+from ktqueue.loading.huggingface.text_part import OUTSIDE_BASE, missing_prefix, text_part
 from ktqueue.loading.huggingface.transposed_experts import (
     BLOCKS,
     PARTS,
@@ -65,10 +66,6 @@ _OTHERS = {
     ),
 }
 """Files of weights that are not read, and why."""
-_STATED_OUTSIDE = ("quantization_config", "tie_word_embeddings")
-_UNCHANGED = ("lm_head.", "mtp.", "model.layers.", "model.embed_tokens.", "model.norm.")  # the last ones: Qwen2.5-VL
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""), *((name, name) for name in _UNCHANGED))
-"""Beginnings of names in a folder that also has encoders of images or sounds, and in its text model."""
 _CACHE_SCALE = re.compile(r"(.+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?(kv|k|v)_scale|(k|v)_proj\.output_scale)")
 """Scales of a float8 cache. compressed-tensors: `self_attn.k_scale`; ModelOpt: `self_attn.k_proj.k_scale`; Quark:
 `self_attn.k_proj.output_scale`; the same with v. An older name for both is `self_attn.kv_scale`."""
@@ -97,18 +94,21 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     maps: list[Bytes] = []
     next_token_name = next_token_names(config)
     module_name = module_name_function(config)
+    stored: list[tuple[Path, CheckpointTensor, str]] = []
     for file in weight_files(folder):
         maps.append(map_file(file))
-        for tensor in _read(file, maps[-1], raw=quantisation is not None):
-            if (found := text_name(tensor.name)) is None:
-                continue
-            if ((layer_name := next_token_name(found)) is not None) != next_tokens:
-                continue
-            name = module_name(layer_name or found)
-            if name in tensors:
-                raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
-            if not _UNUSED.search(name):
-                tensors[name] = tensor
+        read = _read(file, maps[-1], raw=quantisation is not None)
+        stored += [(file, tensor, name) for tensor in read if (name := text_name(tensor.name)) is not None]
+    prefix = missing_prefix([name for _, _, name in stored], config.get("model_type"))
+    for file, tensor, found in stored:
+        whole = found if found.startswith(OUTSIDE_BASE) else prefix + found
+        if ((layer_name := next_token_name(whole)) is not None) != next_tokens:
+            continue
+        name = module_name(layer_name or whole)
+        if name in tensors:
+            raise CheckpointError(f"{file}: tensor {tensor.name!r} appears twice")
+        if not _UNUSED.search(name):
+            tensors[name] = tensor
     if config.get("model_type") == STEP_TYPE:
         tensors = step_tensors(tensors, str(folder))
     scales: dict[str, CacheScale] = {}
@@ -141,26 +141,6 @@ def _equal_in_all_layers(config: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a config states once for each layer, if all layers have the same: Hunyuan-A13B's."""
     lists = {name: stated for name in _BY_LAYER if isinstance(stated := config.get(name), list)}
     return {name: stated[0] for name, stated in lists.items() if stated and stated.count(stated[0]) == len(stated)}
-
-
-def text_part(config: dict[str, Any]) -> tuple[dict[str, Any], Callable[[str], str | None]]:
-    """Return the config of the text model, and a function for tensors' names: None for those of other parts.
-
-    Requests have text only, so encoders of images or sounds are never read. A folder of one model, or with a text
-    model that is not known to compute the same alone, is returned as it is.
-    """
-    text = config.get("text_config")
-    if text is None and "vision_config" in config and family_of_type(config.get("model_type")).text:  # Qwen2.5-VL
-        return {name: value for name, value in config.items() if name != "vision_config"}, _name_in_text_model
-    if not isinstance(text, dict) or not family_of_type(text.get("model_type")).text or "num_hidden_layers" in config:
-        return config, lambda name: name
-    outside = {name: config[name] for name in _STATED_OUTSIDE if name in config}
-    return {**text, **outside}, _name_in_text_model  # what the whole states counts, as in transformers
-
-
-def _name_in_text_model(name: str) -> str | None:
-    found = next(((old, new) for old, new in _PREFIXES if name.startswith(old)), None)
-    return None if found is None else found[1] + name.removeprefix(found[0])
 
 
 def _stated_scales(source: str, tensors: Mapping[str, CheckpointTensor]) -> dict[str, CacheScale]:

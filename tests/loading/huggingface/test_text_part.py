@@ -1,12 +1,17 @@
-"""A folder with an encoder of images: its text model is served, and computes what the whole computes for text."""
+"""A folder with an encoder of images: its text model is served, and computes what the whole computes for text.
+
+A folder without a head: its model is served if the head is tied.
+"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from checkpoint_files import write_folder
 from decoder_families import COMMON, LINEAR, MOE, SIGMOID, answers, feed
 from latent_families import GROWING
 from llama4_sizes import LLAMA4_SIZES
@@ -14,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from ktqueue.core.errors import CheckpointError
 from ktqueue.families.table import family_of_type
-from ktqueue.loading.huggingface.checkpoint import text_part
+from ktqueue.loading.huggingface.text_part import text_part
 from ktqueue.loading.load import load_model
 
+WEIGHTS = "model.safetensors"
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 LLAMA4_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 QWEN3_VISION = {**VISION, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
@@ -82,7 +88,7 @@ def test_the_text_model_of_a_folder_is_served(whole: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize("whole", ["Qwen3VLMoe"], indirect=True)
 def test_experts_are_read_as_they_are_published(whole: Any, tmp_path: Path) -> None:
     """Transposed. transformers 5 saves them as its modules have them."""
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / WEIGHTS
     save_file({name: x.mT.contiguous() if "experts" in name else x for name, x in load_file(file).items()}, file)
     assert_equal(tmp_path, whole)
 
@@ -97,17 +103,46 @@ def test_a_config_may_have_its_text_model_beside_the_encoder(whole: Any, tmp_pat
     assert_equal(tmp_path, whole)
 
 
-def test_other_spellings_of_the_prefix_are_read(whole: Any, tmp_path: Path) -> None:
-    """Kimi-K2.5 and older folders. Tensors that predict further tokens are left out."""
-    file = tmp_path / "model.safetensors"
+@pytest.mark.parametrize("spelling", ["language_model.model.", "language_model."])
+def test_other_spellings_of_the_prefix_are_read(spelling: str, whole: Any, tmp_path: Path) -> None:
+    """Kimi-K2.5 and older folders; models without their head. Tensors that predict further tokens are left out."""
+    file = tmp_path / WEIGHTS
     tensors = {
-        name.replace("model.language_model.", "language_model.model.").replace("lm_head.", "language_model.lm_head."): x
+        name.replace("model.language_model.", spelling).replace("lm_head.", "language_model.lm_head."): x
         for name, x in load_file(file).items()
     }
     tensors["mtp.layers.0.mlp.experts.1.up_proj.weight"] = torch.zeros(2, 2)
     tensors["mtp.norm.weight"] = torch.zeros(2)
     save_file(tensors, file)
     assert_equal(tmp_path, whole)
+
+
+@pytest.mark.parametrize("spelling", ["language_model.model.", "language_model."])
+def test_a_text_model_may_keep_the_names_that_it_had_in_the_whole(spelling: str, whole: Any, tmp_path: Path) -> None:
+    file, config = tmp_path / WEIGHTS, tmp_path / "config.json"
+    tensors = {name: x for name, x in load_file(file).items() if "visual" not in name}
+    save_file({name.replace("model.language_model.", spelling): x for name, x in tensors.items()}, file)
+    config.write_text(json.dumps(json.loads(config.read_text())["text_config"]))
+    assert_equal(tmp_path, whole)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2", "llama4_text", "gpt2", "gpt_neox"])
+def test_a_model_saved_without_its_head_is_read(
+    family: str, make_model: Callable[..., Path], tmp_path: Path, assert_equals_transformers: Callable[..., None]
+) -> None:
+    folder = write_folder(tmp_path / "base", source := make_model(family, tie_word_embeddings=True), {})
+    tensors = load_file(source / WEIGHTS)
+    save_file({name.partition(".")[2]: x for name, x in tensors.items() if "lm_head" not in name}, folder / WEIGHTS)
+    assert_equals_transformers(load_model(str(folder)), source)
+
+
+def test_a_head_that_is_missing_is_named(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = load_file(make_model("llama") / WEIGHTS)
+    base = {name.removeprefix("model."): x for name, x in tensors.items() if name != "lm_head.weight"}
+    folder = write_folder(tmp_path / "base", make_model("llama"), base)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(folder))
+    assert str(caught.value) == f"{folder} does not fit its model: missing: lm_head.weight"
 
 
 def test_values_outside_the_text_config_count(whole: Any, tmp_path: Path) -> None:
