@@ -312,7 +312,7 @@ def around_warpgroups(tokens: int) -> None:
     ids, rows = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, 2048, dtype=torch.bfloat16)
     pairs = ExpertPairs(ids, ids[:16].flatten(), ids, RECORD)
     sort_pairs(pairs)
-    expert_warpgroups.add_pairs(pairs, expert_warpgroups.in_kernel_order(rows), ids.float())
+    expert_warpgroups.in_kernel_order(rows)
 
 
 def expert_tiles() -> None:

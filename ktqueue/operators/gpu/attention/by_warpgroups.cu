@@ -159,7 +159,7 @@ __device__ __forceinline__ void copy_jobs(const Map* key_map, const Map* value_m
   Job job = next();
   for (int number = 0;; number++) {
     const int place = number % QUERY_SLOTS;
-    wait(barriers.query_empty + 8 * place, number / QUERY_SLOTS + 1);
+    wait_for_turn(barriers.query_empty + 8 * place, number / QUERY_SLOTS + 1);
     announce(job, places + place, query, queries_at + place * OPERAND, barriers.query_full + 8 * place, thread);
     if (job.live == 0) break;
     const Job later = next();
@@ -174,10 +174,10 @@ __device__ __forceinline__ void copy_jobs(const Map* key_map, const Map* value_m
     for (int block = job.first; block < blocks; block++) {
       const int now = page, at = ring.stage() * OPERAND, barrier = 8 * ring.stage();
       if (block + 1 < blocks) page = page_of(block + 1);
-      wait(barriers.key_empty + barrier, ring.parity() + 1);
+      wait_for_turn(barriers.key_empty + barrier, ring.parity() + 1);
       copy_block<false>(keys_at + at, key_map, values, barriers.key_full + barrier, now, block, end, job.head,
                         page_stride, slot_stride, thread);
-      wait(barriers.value_empty + barrier, ring.parity() + 1);
+      wait_for_turn(barriers.value_empty + barrier, ring.parity() + 1);
       copy_block<true>(values_at + at, value_map, values, barriers.value_full + barrier, now, block, end, job.head,
                        page_stride, slot_stride, thread);
       ring.number++;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_jobs(const Job* jobs, const float* sink
   Ring key = {0}, value = {0};
   for (int number = 0;; number++) {
     const int place = number % QUERY_SLOTS;
-    wait(barriers.query_full + 8 * place, number / QUERY_SLOTS);
+    wait_for_turn(barriers.query_full + 8 * place, number / QUERY_SLOTS);
     show_to_tensor_cores();
     const Job job = jobs[place];
     if (job.live == 0) break;
@@ -266,7 +266,7 @@ __device__ __forceinline__ void multiply_jobs(const Job* jobs, const float* sink
       for (int i = 0; i < BLOCK / 4; i++) weights[i] = rounded(scores[2 * i], scores[2 * i + 1]);
     };
 
-    wait(barriers.key_full + 8 * key.stage(), key.parity());
+    wait_for_turn(barriers.key_full + 8 * key.stage(), key.parity());
     hold(scores);
     begin_products();
     begin_scores(scores, own, keys + key.stage() * (OPERAND / 16));
@@ -278,12 +278,12 @@ __device__ __forceinline__ void multiply_jobs(const Job* jobs, const float* sink
     round_weights();
 #pragma unroll 1
     for (int block = job.first + 1; block < blocks; block++) {
-      wait(barriers.key_full + 8 * key.stage(), key.parity());
+      wait_for_turn(barriers.key_full + 8 * key.stage(), key.parity());
       hold(scores);
       hold(sums);
       begin_products();
       begin_scores(scores, own, keys + key.stage() * (OPERAND / 16));
-      wait(barriers.value_full + 8 * value.stage(), value.parity());
+      wait_for_turn(barriers.value_full + 8 * value.stage(), value.parity());
       begin_products();
       begin_values(sums, weights, values + value.stage() * (OPERAND / 16));
       wait_for_products<1>();
@@ -302,7 +302,7 @@ __device__ __forceinline__ void multiply_jobs(const Job* jobs, const float* sink
       }
     }
     if (lane == 0) arrive(barriers.query_empty + 8 * place);
-    wait(barriers.value_full + 8 * value.stage(), value.parity());
+    wait_for_turn(barriers.value_full + 8 * value.stage(), value.parity());
     hold(sums);
     begin_products();
     begin_values(sums, weights, values + value.stage() * (OPERAND / 16));

@@ -14,16 +14,16 @@ __device__ inline float power_of_two(float x) {
   return y;
 }
 __device__ inline uint32_t rounded(float low, float high) {
-  uint32_t both;
 #if IS_BFLOAT16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return two_bfloat16(low, high);
 #else
+  uint32_t both;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
   return both;
+#endif
 }
 
-struct Rows {  // of a lane: g and g + 8
+struct Rows {                // of a lane: g and g + 8
   float level[2], total[2];  // weights are 2 ** (score - level); total: of this lane's keys
   int position[2];
 };

@@ -15,7 +15,7 @@ from ktqueue.operators.gpu.experts.decoding import random_step
 from ktqueue.operators.gpu.experts.step import RoutedLayer
 from ktqueue.operators.gpu.kernels import expert_products, expert_warpgroups
 from ktqueue.operators.gpu.kernels.expert_pairs import MOST_READ_BY_EACH
-from ktqueue.operators.gpu.kernels.expert_warpgroups import NARROW, kernel_for
+from ktqueue.operators.gpu.kernels.expert_warpgroups import NARROW, WarpgroupKernel, kernel_for
 from ktqueue.operators.gpu.settings import Trials
 
 logger = logging.getLogger(__name__)
@@ -64,14 +64,14 @@ def _run_once(layer: RoutedLayer, pool: torch.Tensor, dtype: torch.dtype, max_to
     """Multiply random tokens, as many as steps may have, so that no prompt waits for the compiler: packed experts in
     powers of two, and warpgroups with both ways to sort pairs and by each kernel. And one token more, since Triton
     compiles a kernel again for sizes that are no multiple of 16."""
-    done: set[tuple[bool, bool, str]] = set()
+    done: set[tuple[bool, bool, WarpgroupKernel]] = set()
     powers = [2**power + more for power in range(max_tokens.bit_length()) for more in (0, 1)]
     for tokens in (*powers, max_tokens):
         step = random_step(layer, pool, tokens, dtype) if tokens <= max_tokens else None
         if step is None:
             continue
         pairs = tokens * layer.experts_per_token
-        kind = pairs > MOST_READ_BY_EACH, tokens % 2 == 0, kernel_for(pairs, layer.experts).name
+        kind = pairs > MOST_READ_BY_EACH, tokens % 2 == 0, kernel_for(pairs, layer.experts)
         if not expert_warpgroups.pays(pairs, layer.experts):
             expert_products.experts(*step, layer.gate, exact=layer.exact)
         elif kind not in done:

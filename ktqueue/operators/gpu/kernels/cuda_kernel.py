@@ -6,6 +6,7 @@ early (see operation.py). Compiling needs no GPU and may run in threads.
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from functools import cache, partial
@@ -69,6 +70,15 @@ def _nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}")
 
 
+def _with_headers(source: Path) -> list[Path]:
+    """The source and all headers of ours that it includes, also by way of others."""
+    found = [source.resolve()]
+    for path in found:
+        included = [(path.parent / name).resolve() for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M)]
+        found += [header for header in dict.fromkeys(included) if header not in found]
+    return found
+
+
 def kept_code(
     source: Path,
     options: Sequence[str],
@@ -82,7 +92,7 @@ def kept_code(
     compiler = compiler or _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     compiler.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
+    texts = [path.read_text() for path in _with_headers(source)]
     parts = [*texts, *options, architecture, f"{major.value}.{minor.value}"]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     kept, name = triton.runtime.cache.get_cache_manager(key), f"{source.stem}.cubin"

@@ -1,12 +1,11 @@
-"""Products of many tokens with packed experts on Hopper's tensor cores: how two kernels in CUDA C++ are launched.
+"""Products of many tokens with packed experts on Hopper's tensor cores: how expert_warpgroups.cu is launched.
 
-Weights are decoded to bfloat16 between shared memory and the tensor cores: again for every 128 pairs (of a token and
-an expert) of an expert, or for every 256 by the wide kernel. So nothing decoded is written to memory, as
+Weights are decoded to bfloat16 between shared memory and the tensor cores: again for every 288 pairs (of a token and an
+expert) of an expert, or for every 128 where experts have few. So nothing decoded is written to memory, as
 decoded_experts.py does it. Gate and up are joined in float32; the rows between both products and those of down are
-rounded to bfloat16. The weighted sum is float32 and in the order of a token's slots. Both kernels add in the same
-order, so a pair has the same bits by both.
+rounded to bfloat16. A pair has the same bits beside any others.
 
-The kernels are CUDA C++, since Triton cannot say which weights a lane of a warp has. Knows no layer and no placement.
+The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp has. Knows no layer and no placement.
 """
 
 from collections.abc import Iterable
@@ -26,45 +25,49 @@ from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl,
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 
-_CHUNK_COLUMNS, _STAGES = 64, 2  # as in the sources
+SOURCE = Path(__file__).with_suffix(".cu")
+NAME = "multiply_many"
+_THREADS = 384
+_CHUNK_COLUMNS, _PANELS, _STAGES, _INFOS, _EXCHANGED_BYTES = 64, 8, 2, 3, 1 << 14  # as in the source
+_CHUNK_SLOTS = 5, 4, 3
+"""Chunks of x in shared memory. The first number that fits is taken."""
 _ARCHITECTURE = "90a"
 _LINE_BYTES = 128
 _SHARED_BYTES = 227 << 10
 """That a program may have on Hopper."""
-_MOST_COLUMNS = 1024
-"""Columns that one program adds."""
 _ROW_STEP = 256
-"""A matrix has a multiple of so many rows. The wide kernel could do with 128."""
+"""A matrix has a multiple of so many rows and columns, which are whole superblocks."""
 _WORDS = 1024
 """Of 4 bytes, that a program puts in the order of the kernel."""
 LEAST_PAIRS = 20
 """Of an expert, on average, from which on this is faster than int8 matrices (ADR 0076)."""
-LEAST_WIDE_PAIRS = 384
-"""Of an expert, on average, from which on the wide kernel is faster than the narrow one (ADR 0076)."""
+LEAST_WIDE_PAIRS = 100
+"""Of an expert, on average, from which on `WIDE` is faster than `NARROW` (ADR 0086)."""
 
 
 class WarpgroupKernel(NamedTuple):
-    """A source of products by warpgroups. pairs: of an expert that are multiplied by weights that are decoded once.
+    """The kernel for some numbers of columns, each a multiple of 16 up to 288, in ascending order.
 
-    threads, panels: of a program. slots: the numbers of chunks of x in shared memory from which the first that fits is
-    taken. exchanged_bytes: shared memory in which gate and up meet.
+    A list of an expert's pairs is multiplied by the fewest `widths` that it needs. With five of them, registers would
+    not suffice. takes_jobs: whether a program that is done takes the next job. Otherwise each has every 132nd, which is
+    faster where jobs are short.
     """
 
-    source: Path
-    name: str
-    pairs: int
-    threads: int
-    panels: int
-    slots: tuple[int, ...]
-    exchanged_bytes: int
+    widths: tuple[int, ...]
+    takes_jobs: bool
+
+    @property
+    def pairs(self) -> int:
+        """Of an expert, that are multiplied by weights that are decoded once."""
+        return self.widths[-1]
 
     def shared_bytes(self, facts: ProductFacts) -> tuple[int, int]:
         """Chunks of x in shared memory, and its bytes beside what the source declares. Raises ValueError if a program
         cannot have so much."""
         slot = -(-panel_layout.superblock_bytes(facts.quant) // _LINE_BYTES) * _LINE_BYTES
-        others = self.panels * _STAGES * slot + (self.exchanged_bytes if facts.gate else 0)
-        own = 4 * facts.experts + 3 * (4 * self.pairs + 16) + 128 + 1024
-        for slots in self.slots:
+        others = _PANELS * _STAGES * slot + (_EXCHANGED_BYTES if facts.gate else 0)
+        own = 4 * facts.experts + _INFOS * (8 * self.pairs + 16) + 128 + 1024
+        for slots in _CHUNK_SLOTS:
             needed = slots * self.pairs * 2 * _CHUNK_COLUMNS + others
             if needed + own <= _SHARED_BYTES:
                 return slots, needed
@@ -72,12 +75,16 @@ class WarpgroupKernel(NamedTuple):
 
     def constants(self, facts: ProductFacts) -> dict[str, str | int]:
         """The constants of the source, by name."""
-        return product_constants(facts) | {"PAIRS": self.pairs, "CHUNK_SLOTS": self.shared_bytes(facts)[0]}
+        return product_constants(facts) | {
+            "PAIRS": self.pairs,
+            "WIDTHS": ",".join(map(str, self.widths)),
+            "TAKES_JOBS": int(self.takes_jobs),
+            "CHUNK_SLOTS": self.shared_bytes(facts)[0],
+        }
 
 
-_FOLDER = Path(__file__).parent
-NARROW = WarpgroupKernel(_FOLDER / "expert_warpgroups.cu", "multiply_many", 128, 256, 16, (5,), 0)
-WIDE = WarpgroupKernel(_FOLDER / "expert_wide_warpgroups.cu", "multiply_very_many", 256, 384, 8, (5, 4), 1 << 14)
+NARROW = WarpgroupKernel((32, 64, 96, 128), takes_jobs=False)
+WIDE = WarpgroupKernel((128, 192, 256, 288), takes_jobs=True)
 
 
 def kernel_for(pairs: int, experts: int) -> WarpgroupKernel:
@@ -105,15 +112,17 @@ def can_multiply(record: ExpertRecord, dtype: torch.dtype, device: torch.device)
 @cache
 def _kernel(kernel: WarpgroupKernel, facts: ProductFacts) -> CudaKernel:
     known, shared = options(kernel.constants(facts)), kernel.shared_bytes(facts)[1]
-    return CudaKernel(kernel.source, known, kernel.name, kernel.threads, shared, _ARCHITECTURE)
+    return CudaKernel(SOURCE, known, NAME, _THREADS, shared, _ARCHITECTURE)
 
 
 def product_facts(record: ExpertRecord, experts: int, gate: GateFacts, *, biased: bool) -> list[ProductFacts]:
     """Those of both products of a layer."""
-    of_gate = ProductFacts(
-        record.gate, experts, record.hidden, record.intermediate, gate, biased, bool(gate.weighted_input)
-    )
-    return [of_gate, ProductFacts(record.down, experts, record.intermediate, record.hidden, None)]
+    hidden, intermediate = record.hidden, record.intermediate
+    weighs_x = bool(gate.weighted_input)
+    return [
+        ProductFacts(record.gate, experts, hidden, intermediate, gate, biased, weighs_x),
+        ProductFacts(record.down, experts, intermediate, hidden, None, biased, not weighs_x),
+    ]
 
 
 def compile_products(products: Iterable[tuple[WarpgroupKernel, ProductFacts]]) -> None:
@@ -126,8 +135,8 @@ def compile_products(products: Iterable[tuple[WarpgroupKernel, ProductFacts]]) -
 def experts(
     pairs: ExpertPairs, down_offsets: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, gate: GateFacts
 ) -> torch.Tensor:
-    """Return the sum over slots of weight * expert(x), or of expert(weight * x) if the gate says so: [tokens, 1,
-    hidden] float32. Skipped pairs add nothing.
+    """Return weight * expert(x) of each pair, or expert(weight * x) if the gate says so: [tokens, slots, hidden] of x's
+    dtype. Rows of skipped pairs are zero.
 
     Arguments as in expert_products.experts, x bfloat16 on a GPU. Raises ValueError for shapes that do not fit.
     """
@@ -137,22 +146,24 @@ def experts(
     weights = weights.contiguous()
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
     mid = x.new_empty(tokens, slots, record.intermediate)
-    products = x.new_empty(tokens * slots, record.hidden)
+    partials = x.new_empty(tokens, slots, record.hidden)
     down_pairs = pairs._replace(offsets=down_offsets)
+    rows = mid.view(tokens * slots, -1)
     if runs_kernel(x):
         lists = sort_pairs(pairs)
         kernel = kernel_for(tokens * slots, pairs.offsets.numel())
-        biases = None if pairs.biases is None else (pairs.biases.gate, pairs.biases.up)
-        rows = mid.view(tokens * slots, -1)
-        _launch(kernel, pairs, lists, in_kernel_order(x), record.gate, rows, gate, of_input, biases)
-        _launch(kernel, down_pairs, lists, mid, record.down, products, None, None, None, start=record.down_start)
+        counters = torch.zeros(2, 1, dtype=torch.int32, device=x.device) if kernel.takes_jobs else (lists.counts,) * 2
+        _launch(kernel, pairs, lists, counters[0], in_kernel_order(x), record.gate, mid, gate, of_input)
+        _launch(
+            kernel, down_pairs, lists, counters[1], rows, record.down, partials, None, of_output,
+            start=record.down_start,
+        )  # fmt: skip
     else:
         expert_products.gate_up_twin(pairs, x, gate, mid, of_input)
-        partials = torch.empty(tokens, slots, record.hidden)
-        rows = mid.view(tokens * slots, -1)
-        expert_products.down_twin(down_pairs._replace(biases=None), rows, None, partials)
-        products.copy_(partials.view(products.shape))
-    return add_pairs(pairs, products, of_output)
+        exact = torch.empty(tokens, slots, record.hidden)
+        expert_products.down_twin(down_pairs, rows, of_output, exact)
+        partials.copy_(exact)
+    return partials
 
 
 def in_kernel_order(x: torch.Tensor) -> torch.Tensor:
@@ -179,83 +190,24 @@ def _launch(
     kernel: WarpgroupKernel,
     pairs: ExpertPairs,
     lists: SortedPairs,
+    counter: torch.Tensor,
     x: torch.Tensor,
     quant: str,
     out: torch.Tensor,
     gate: GateFacts | None,
     weights: torch.Tensor | None,
-    biases: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     start: int = 0,
 ) -> None:
-    experts, columns, rows = pairs.offsets.numel(), x.shape[-1], out.shape[1]
-    facts = ProductFacts(quant, experts, columns, rows, gate, biases is not None, weights is not None)
+    experts, columns, rows = pairs.offsets.numel(), x.shape[-1], out.shape[-1]
+    known = pairs.biases
+    biases = (out, out) if known is None else (known.gate, known.up) if gate else (known.down, known.down)
+    facts = ProductFacts(quant, experts, columns, rows, gate, known is not None, weights is not None)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     _kernel(kernel, facts).launch(
         (programs, 1),
         [
-            pairs.pool, pairs.offsets, x, out if weights is None else weights, *(biases or (out, out)), out, *lists,
-            pairs.ids.shape[1], start,
+            pairs.pool, pairs.offsets, pairs.ids, x, out if weights is None else weights, *biases, out, *lists,
+            counter, pairs.ids.numel(), pairs.ids.shape[1], start,
         ],
     )  # fmt: skip
-
-
-@triton.jit
-def _add_pairs(
-    products,  # [tokens, SLOTS, HIDDEN]
-    ids,  # [tokens, SLOTS]
-    offsets,
-    pair_weights,  # [tokens, SLOTS] float32
-    bias,  # [experts, HIDDEN] float32 or None
-    out,  # [tokens, HIDDEN] float32
-    SLOTS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program for BLOCK columns of a token."""
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(SLOTS):
-        pair = token * SLOTS + slot
-        expert = tl.load(ids + pair)
-        used = (expert >= 0) & (tl.load(offsets + tl.maximum(expert, 0)) >= 0)
-        inside = (n < HIDDEN) & used
-        value = tl.load(products + pair * HIDDEN + n, mask=inside, other=0.0).to(tl.float32)
-        if bias is not None:
-            value += tl.load(bias + expert * HIDDEN + n, mask=inside, other=0.0)
-        if WEIGHTED:
-            value = tl.where(inside, value * tl.load(pair_weights + pair), 0.0)  # of a skipped pair it may be NaN
-        total += value
-    tl.store(out + token * HIDDEN + n, total, mask=n < HIDDEN)
-
-
-def add_pairs(pairs: ExpertPairs, products: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Add weight * (product + bias) over the slots of each token: [tokens, 1, hidden] float32.
-
-    products: [pairs, hidden], undefined for skipped pairs; weights: [tokens, k] float32; None: all 1.
-    """
-    tokens, slots = pairs.ids.shape
-    hidden, bias = products.shape[1], None if pairs.biases is None else pairs.biases.down
-    out = torch.empty(tokens, 1, hidden, device=products.device)
-    if runs_kernel(products) and tokens:
-        block = min(triton.next_power_of_2(hidden), _MOST_COLUMNS)
-        _add_pairs[(tokens, triton.cdiv(hidden, block))](
-            products, pairs.ids, pairs.offsets, out if weights is None else weights, bias, out,
-            SLOTS=slots,
-            WEIGHTED=weights is not None,
-            HIDDEN=hidden,
-            BLOCK=block,
-            num_warps=max(block // 256, 1),
-        )  # fmt: skip
-        return out
-    used = (pairs.ids >= 0) & (pairs.offsets[pairs.ids.clamp(min=0)] >= 0)
-    terms = torch.zeros(tokens, slots, hidden)
-    terms[used] = products.view(terms.shape)[used].float() + (0.0 if bias is None else bias[pairs.ids[used]])
-    if weights is not None:
-        terms[used] *= weights[used][:, None]
-    out.zero_()
-    for slot in range(slots):
-        out[:, 0] += terms[:, slot]
-    return out

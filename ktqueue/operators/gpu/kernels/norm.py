@@ -74,7 +74,8 @@ def _add_rms_norm(
     if partials is not None:
         total = tl.zeros([BLOCK], tl.float32)
         for slot in tl.static_range(SLOTS):  # unrolled: all loads start before the first result is needed
-            total += tl.load(partials + (token * SLOTS + slot) * HIDDEN + column, mask=inside, other=0.0)
+            part = tl.load(partials + (token * SLOTS + slot) * HIDDEN + column, mask=inside, other=0.0)
+            total += part.to(tl.float32)
         x += total
     if shared is not None:
         shared_row = tl.load(shared + element, mask=inside, other=0.0).to(tl.float32)
@@ -115,7 +116,7 @@ def add_rms_norm(
 
     residual [tokens, hidden]; weight [hidden] of an RMSNorm, or [2, hidden], weights and biases of a LayerNorm; added,
     shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a gate, only with `shared` (without it, all of
-    `shared` is added): any float dtype. partials [tokens, slots, hidden] float32. Returns [tokens, hidden] in the dtype
+    `shared` is added), partials [tokens, slots, hidden]: any float dtype. Returns [tokens, hidden] in the dtype
     of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype. The sum is float32 and rounded
     once; then it is multiplied by `scale` and rounded again (Gemma 4), unless that is 1. The norm is that of the
     rounded sum: rounded, then multiplied by the weight (transformers' LlamaRMSNorm and its copies). A LayerNorm is
@@ -126,7 +127,7 @@ def add_rms_norm(
     fits = weight.shape in (shape[1:], (2, *shape[1:])) and all(
         x is None or x.shape == shape for x in (added, shared, copy)
     )
-    fits &= partials is None or (partials.shape[::2] == shape and partials.dtype == torch.float32)
+    fits &= partials is None or partials.shape[::2] == shape
     fits &= shared_gate is None or (shared is not None and shared_gate.numel() == shape[0])
     check_fits(fits, "add_rms_norm", residual=residual, weight=weight, added=added, partials=partials, copy=copy)
     if runs_kernel(residual):
@@ -150,7 +151,7 @@ def add_rms_norm(
     if added is not None:
         total = total + added.float()
     if partials is not None:
-        total = total + partials.sum(1)
+        total = total + partials.float().sum(1)
     if shared is not None:
         gate = 1.0 if shared_gate is None else shared_gate.float().sigmoid().view(-1, 1)
         total = total + gate * shared.float()

@@ -15,7 +15,7 @@ from ktqueue.operators.native import SILU, ExpertLayer
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "kernels"), [(39, set()), (40, {NARROW}), (767, {NARROW}), (800, {NARROW, WIDE})]
+    ("max_tokens", "kernels"), [(39, set()), (40, {NARROW}), (199, {NARROW}), (200, {NARROW, WIDE})]
 )
 def test_kernels_of_the_longest_step_are_compiled_and_run(
     max_tokens: int, kernels: set[WarpgroupKernel], monkeypatch: pytest.MonkeyPatch
