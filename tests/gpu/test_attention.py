@@ -11,8 +11,6 @@ import torch
 from ktqueue.operators import reference
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
-from ktqueue.operators.gpu.attention.by_steps import reads_prompts
-from ktqueue.operators.gpu.attention.flashinfer import FlashInferPlanner
 from ktqueue.operators.kv_cache import CacheScale, KVCache, KVLayout
 from ktqueue.operators.step import AttentionPlan, ScoreOptions, StepContext
 
@@ -161,24 +159,6 @@ def test_eager_steps(
     with no_waiting():
         got = plans.plan(step).attend(0, query, kv, ScoreOptions(head_dim**-0.5, window))
     same(got, step, query, head_dim**-0.5, window)
-
-
-@pytest.mark.parametrize("kind", STEPS)
-def test_flashinfer_s_kernels_for_hopper(kind: str) -> None:
-    """They read prompts, and rows beside them, if they are compiled. The others serve all other steps."""
-    layout = KVLayout(layers=1, kv_heads=4, head_dim=128, page_size=16, dtype=torch.bfloat16)
-    plans = planner(layout, "flashinfer", 32, torch.bfloat16, {0})
-    assert isinstance(plans, FlashInferPlanner)
-    if not plans.reads_prompts_fast:
-        pytest.skip("they are not compiled: the package flashinfer-jit-cache has them")
-    kv = random_cache(layout, 400)
-    step = make_step(kv, *STEPS[kind])
-    plan = plans.plan(step)
-    assert (plan._wrappers is plans._prompts) == reads_prompts(step) == (kind not in ("decode", "mixed"))
-    query = torch.randn(len(step.slot_mapping), 32, 128, device="cuda").to(torch.bfloat16)
-    with no_waiting():
-        got = plan.attend(0, query, kv, ScoreOptions(128**-0.5))
-    same(got, step, query, 128**-0.5, 0)
 
 
 @pytest.mark.parametrize("window", [0, 128])

@@ -12,10 +12,10 @@ from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import SamplingParams
 from ktqueue.loading.load import load_model
 from ktqueue.operators import reference
+from ktqueue.operators.gpu.attention import by_warpgroups
 from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
 from ktqueue.operators.gpu.device import has_warpgroups
-from ktqueue.operators.gpu.settings import Trials
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import ScoreOptions, StepContext
 
@@ -69,7 +69,6 @@ def make(sizes: tuple[int, int, int, int], dtype: torch.dtype, pages: int) -> tu
     planner = TritonPlanner(
         AttentionShape(
             layout=layout, heads=heads, scaling=head_dim**-0.5, windows=(0,), device="cuda", dtype=dtype,
-            prompts_by_warpgroups=True,
         )
     )  # fmt: skip
     assert planner.counter is not None
@@ -160,8 +159,10 @@ def test_a_graph_follows_updates() -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_model_says_about_the_same(graphs: bool, by_decoder: str, tmp_path: Path) -> None:
-    """Log probabilities of prompts, of one step and of several, captured and eager, beside those without the trial."""
+def test_a_model_says_about_the_same(
+    graphs: bool, by_decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log probabilities of prompts, of one step and of several, captured and eager, beside those by Triton."""
     torch.manual_seed(0)
     config: Any = Qwen3Config(
         vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -170,10 +171,10 @@ def test_a_model_says_about_the_same(graphs: bool, by_decoder: str, tmp_path: Pa
     kind: Any = Qwen3ForCausalLM
     kind(config).float().save_pretrained(tmp_path)
     prompts = [[(7 * i + 13 * row) % 500 for i in range(length)] for row, length in enumerate((3, 40, 200, 130, 64))]
-    found = []
+    found, fits = [], by_warpgroups.fits
     for tried in (False, True, True):
         model = load_model(str(tmp_path), rules=by_decoder, device="cuda", dtype=torch.bfloat16)
-        model.module.trials = Trials(prompts_by_warpgroups=tried)  # type: ignore[assignment]
+        monkeypatch.setattr(by_warpgroups, "fits", fits if tried else lambda _: False)
         settings = EngineConfig(
             device="cuda", max_num_seqs=12, max_num_batched_tokens=96, dtype="bfloat16", num_pages=200,
             cuda_graphs=graphs,

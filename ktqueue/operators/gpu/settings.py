@@ -11,12 +11,10 @@ class Trials:
 
     shared_beside_experts: in decode steps a second stream computes shared experts (side_stream.py). warpgroups: on
     Hopper, long steps decode experts on the way to the tensor cores (experts/warpgroups.py), not before.
-    prompts_by_warpgroups: on Hopper, prompts have the kernel of attention/by_warpgroups.py; not yet in use.
     """
 
     shared_beside_experts: bool = True
     warpgroups: bool = True
-    prompts_by_warpgroups: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

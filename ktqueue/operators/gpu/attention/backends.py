@@ -1,9 +1,9 @@
 """Which attention backend plans the steps of a model: FlashInfer first, our Triton kernels second, torch on a CPU.
 
 On an H200, FlashInfer is faster for many keys from 16 rows on and for float8 caches, Triton for short decode steps. So
-beside FlashInfer, captured steps of few rows have Triton's kernels, unless the cache is float8. So have steps that read
-prompts, unless FlashInfer's kernels for Hopper (FlashAttention 3) are compiled. Triton also serves what FlashInfer
-lacks: float32, latents, other head sizes. The figures are in docs/architecture.md.
+beside FlashInfer, captured steps of few rows have our kernels, unless the cache is float8, and so have steps that read
+prompts. Ours also serve what FlashInfer lacks: float32, latents, other head sizes. The figures are in
+docs/architecture.md.
 """
 
 import logging
@@ -46,7 +46,6 @@ def make_planner(
     cap: float = 0.0,
     chunk: int = 0,
     layer_heads: Sequence[int] = (),
-    prompts_by_warpgroups: bool = False,
 ) -> AttentionPlanner:
     """Make the planner of a model with `heads` query heads whose layers have the sliding `windows` (0: none). If layers
     differ in their heads, `windows` and `sinks` say something of each layer, and each kind of heads has its own
@@ -54,7 +53,7 @@ def make_planner(
 
     `scaling` multiplies the scores. sinks: whether the softmax of each head has a further score. cap: see ScoreOptions.
     chunk: of the layers that have chunks; 0: none has. `dtype` is that of the queries; None: that of the cache, or
-    bfloat16 for a float8 cache. prompts_by_warpgroups: see Trials. On a GPU, all kernels are compiled and run once
+    bfloat16 for a float8 cache. On a GPU, all kernels are compiled and run once
     here. Raises ValueError with the reason for a backend that is not available; "auto" logs a warning and takes the
     next one.
     """
@@ -79,7 +78,6 @@ def make_planner(
                 sinks=own_sinks,
                 cap=cap,
                 chunk=chunk,
-                prompts_by_warpgroups=prompts_by_warpgroups,
             )
             planners.append(one)
         return HeadsPlanner(planners, kinds)
@@ -95,7 +93,6 @@ def make_planner(
         sinks=any(sinks),
         cap=cap,
         chunk=chunk,
-        prompts_by_warpgroups=prompts_by_warpgroups,
     )
     on_gpu = is_gpu(device)
     if backend == "torch" or (backend == "auto" and not on_gpu):
@@ -109,8 +106,7 @@ def make_planner(
             if backend == "flashinfer" or shape.layout.dtype.itemsize == 1:
                 return others
             ours = _warmed_up(TritonPlanner(shape), shape)
-            prompts = has_large_shared_memory(device) and not others.reads_prompts_fast
-            prompts = prompts or ours.counter is not None
+            prompts = has_large_shared_memory(device)
             return StepsPlanner(ours, others, prompts=prompts, one_launch=by_clusters.fits(shape))
         except Exception as error:  # the library, its compiler and its bindings have their own exceptions
             if backend == "flashinfer":

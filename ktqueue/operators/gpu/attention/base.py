@@ -90,8 +90,6 @@ class AttentionShape:
     """The soft limit of scores: see ScoreOptions."""
     chunk: int = 0
     """Of the layers that attend within chunks: see ScoreOptions. 0: none does."""
-    prompts_by_warpgroups: bool = False
-    """See Trials."""
 
 
 class SharedWorkspace:

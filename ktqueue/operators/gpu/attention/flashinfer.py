@@ -1,10 +1,9 @@
 """FlashInfer's paged attention behind our planners. It compiles its kernels for the device when first used.
 
-Eager steps use its prefill kernels for any mix of rows. Those that mostly read prompts use FlashAttention 3 on Hopper,
-if it is compiled. That takes half an hour of a CPU; the package flashinfer-jit-cache has it. Captured decode steps use
-the first kernels in their CUDA graph form, with one wrapper per row bucket and window. Captured steps with prompts use
-our Triton kernel, whose grid does not follow from lengths. Plans are made from host arrays: lengths are never read back
-from the device, and all copies from pinned memory are asynchronous.
+Eager steps use its prefill kernels for any mix of rows. Captured decode steps use them in their CUDA graph form, with
+one wrapper per row bucket and window. Captured steps with prompts use kernels of ours, whose grid does not follow from
+lengths. Plans are made from host arrays: lengths are never read back from the device, and all copies from pinned memory
+are asynchronous.
 """
 
 import os
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 
 from ktqueue.operators.gpu.attention.base import AttentionShape, SharedWorkspace
-from ktqueue.operators.gpu.attention.by_steps import reads_prompts
 from ktqueue.operators.gpu.attention.page_lists import (
     PageLists,
     check_decode_step,
@@ -150,15 +148,7 @@ class FlashInferPlanner:
         tile = 128 if layout.head_dim < 256 else 64
         with torch.inference_mode(False):
             partial = self._partial_results.take(self._partial_bytes(self._most_parts(), tile))
-            self._prefill = {window: Wrapper(self._prefill_wrapper(partial, "fa2")) for window in shape.windows}
-            self._prompts: dict[int, Wrapper] = {}
-            if all(self._is_compiled("fa3", window) for window in shape.windows):
-                self._prompts = {window: Wrapper(self._prefill_wrapper(partial, "fa3")) for window in shape.windows}
-
-    @property
-    def reads_prompts_fast(self) -> bool:
-        """Whether prompts are read by kernels for this GPU."""
-        return bool(self._prompts)
+            self._prefill = {window: Wrapper(self._prefill_wrapper(partial)) for window in shape.windows}
 
     @property
     def workspace_bytes(self) -> int:
@@ -172,8 +162,7 @@ class FlashInferPlanner:
         arrays = [starts, lists.starts, lists.pages, lists.last, lists.contexts]
         pinned, offsets = staged(arrays, self._device)
         queries, firsts, pages, last, contexts = views_of(pinned, arrays, offsets)
-        wrappers = self._prompts if self._prompts and reads_prompts(host) else self._prefill
-        for window, wrapper in wrappers.items():
+        for window, wrapper in self._prefill.items():
             wrapper.plan(
                 queries,
                 firsts,
@@ -185,7 +174,7 @@ class FlashInferPlanner:
                 max_token_per_sequence=int(np.diff(starts).max()),
                 **self._options[window],
             )
-        return FlashInferPlan(wrappers, self._shape)
+        return FlashInferPlan(self._prefill, self._shape)
 
     def another(self) -> "FlashInferPlanner":
         """See AttentionPlanner."""
@@ -230,23 +219,8 @@ class FlashInferPlanner:
         self._plan_bytes += plan.bytes
         return plan
 
-    def _is_compiled(self, kernels: str, window: int) -> bool:
-        """Whether `kernels` can read prompts of this model, and are compiled."""
-        shape, layout = self._shape, self._shape.layout
-        if torch.cuda.get_device_capability(self._device)[0] != 9 or layout.dtype != shape.dtype:
-            return False
-        from flashinfer.jit import env
-        from flashinfer.jit.attention.modules import get_batch_prefill_uri
-
-        types = (shape.dtype, layout.dtype, shape.dtype, torch.int32)
-        name = get_batch_prefill_uri(
-            kernels, *types, layout.head_dim, layout.head_dim, 0, window > 0, shape.cap > 0, False
-        )
-        folders = (env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR)
-        return any((folder / name / f"{name}.so").is_file() for folder in folders)
-
-    def _prefill_wrapper(self, partial: torch.Tensor, kernels: str) -> Any:
-        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(partial, kv_layout="NHD", backend=kernels)
+    def _prefill_wrapper(self, partial: torch.Tensor) -> Any:
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(partial, kv_layout="NHD", backend="fa2")
         self._plan_bytes += 8 << 20  # allocated by the wrapper itself
         return wrapper
 

@@ -180,7 +180,7 @@ class TritonPlanner:
         self._index_bytes = 0
         self.counter: torch.Tensor | None = None
         """Of by_warpgroups.attend. None: prompts have the Triton kernel."""
-        if shape.prompts_by_warpgroups and by_warpgroups.fits(shape):
+        if by_warpgroups.fits(shape):
             with torch.inference_mode(False):  # so that it can be written in any mode
                 self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.processors = 4

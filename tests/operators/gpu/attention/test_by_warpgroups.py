@@ -86,8 +86,8 @@ def test_constants_name_what_the_source_needs() -> None:
     assert constants(facts._replace(cap=0.0))["CAP"] != "float(0.0)", "the source divides by it"
 
 
-@pytest.mark.parametrize("is_tried", [True, False])
-def test_prompts_have_it_if_it_is_tried(is_tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fits", [True, False])
+def test_prompts_have_it_if_it_fits(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager ones and captured ones; each planner has a counter of its own."""
     seen: list[tuple[str, torch.Tensor | None, int]] = []
 
@@ -98,19 +98,19 @@ def test_prompts_have_it_if_it_is_tried(is_tried: bool, monkeypatch: pytest.Monk
 
         return attend
 
-    monkeypatch.setattr(by_warpgroups, "fits", lambda _: True)
+    monkeypatch.setattr(by_warpgroups, "fits", lambda _: fits)
     monkeypatch.setattr(by_warpgroups, "attend", noted("warpgroups"))
     monkeypatch.setattr(triton, "prefill", noted("triton"))
     monkeypatch.setattr(triton, "decode", lambda *_: None)
     kv = make_cache(kv_heads=2, head_dim=16, page_size=16, dtype=torch.float32)
     step = make_step(kv, *MIXED)
-    planner = triton.TritonPlanner(replace(make_shape(kv, 8), prompts_by_warpgroups=is_tried))
+    planner = triton.TritonPlanner(make_shape(kv, 8))
     other = planner.another()
-    assert (planner.counter is not None) == (other.counter is not None) == is_tried
+    assert (planner.counter is not None) == (other.counter is not None) == fits
     captured = planner.prompt_plan(8, 40, 8)
     captured.update(step)
     for plan in (planner.plan(step), captured, other.plan(step)):
         plan.attend(0, random_query(step, 8), kv, ScoreOptions(0.2))
-    assert [name for name, *_ in seen] == ["warpgroups" if is_tried else "triton"] * 3
+    assert [name for name, *_ in seen] == ["warpgroups" if fits else "triton"] * 3
     counters = [counter.data_ptr() for _, counter, _ in seen if counter is not None]
-    assert not is_tried or counters[0] == counters[1] != counters[2]
+    assert not fits or counters[0] == counters[1] != counters[2]
