@@ -9,6 +9,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ktqueue.engine.prompt_logprobs import PromptRows
@@ -40,6 +41,28 @@ class Batch:
         return self.step.context_lengths.shape[0] == self.input_ids.shape[1] == self.scored.shape[0]
 
 
+class Numbers:
+    """Numbers that come one by one or many at once."""
+
+    def __init__(self) -> None:
+        self._arrays: list[npt.NDArray[np.int64]] = []
+        self._single: list[int] = []
+
+    def append(self, number: int) -> None:
+        """Add one."""
+        self._single.append(number)
+
+    def extend(self, numbers: npt.ArrayLike) -> None:
+        """Add many. An array is neither copied nor taken apart until `array`."""
+        self._arrays += [np.array(self._single, dtype=np.int64), np.asarray(numbers, dtype=np.int64)]
+        self._single = []
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """All of them: [numbers], an array of its own."""
+        rest = np.array(self._single, dtype=np.int64)
+        return np.concatenate([*self._arrays, rest]) if self._arrays else rest
+
+
 class BatchBuilder:
     """Builds batches whose keys and values are written to `kv`.
 
@@ -61,9 +84,7 @@ class BatchBuilder:
         apart = drafts if drafts and self._drafts_apart else {}
         height = len(rows) + sum(map(len, apart.values()))
         table = np.zeros((height, max(sequence.page_count for sequence in rows)), dtype=np.int32)
-        input_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
+        input_ids, positions, slots = Numbers(), Numbers(), Numbers()
         starts: list[int] = [0]
         contexts: list[int] = []
         scored: list[int] = []
@@ -78,11 +99,11 @@ class BatchBuilder:
             if count == 1 and context >= sequence.length and sequence.samples:  # most rows: it decodes
                 table[len(contexts), :pages] = sequence.pages[:pages]
                 next_rows.append(len(scored))
-                scored.append(len(input_ids))
+                scored.append(starts[-1])
                 input_ids.append(sequence.tokens.item(first))  # Python's numbers make arrays faster than numpy's do
                 positions.append(first + sequence.rotary_offset)
                 slots.append(sequence.pages.item(first // page_size) * page_size + first % page_size)
-                starts.append(len(input_ids))
+                starts.append(starts[-1] + 1)
                 contexts.append(context)
                 if has_states:
                     sources.append(_source(sequence))
@@ -94,10 +115,11 @@ class BatchBuilder:
             row = table[first_row]
             drafted = drafts.get(sequence, ()) if drafts else ()
             computed = np.arange(first, context)
-            input_ids += sequence.tokens[first : context - len(drafted)].tolist()
-            input_ids += drafted
-            positions += (computed + sequence.rotary_offset).tolist()
-            slots += (row[computed // page_size] * page_size + computed % page_size).tolist()
+            input_ids.extend(sequence.tokens[first : context - len(drafted)])
+            if drafted:
+                input_ids.extend(drafted)
+            positions.extend(computed + sequence.rotary_offset)
+            slots.extend(row[computed // page_size] * page_size + computed % page_size)
             if positions_of_prompt := sequence.scored_positions(count):
                 start = starts[-1] - first
                 prompts.append(
@@ -106,26 +128,27 @@ class BatchBuilder:
                     )
                 )
                 scored += [start + position for position in positions_of_prompt]
+            end = starts[-1] + count
             for later in range(more_rows, -1, -1):
-                starts.append(len(input_ids) - later)
+                starts.append(end - later)
                 contexts.append(context - later)
             if has_states:
                 sources.append(_source(sequence))
                 targets += [sequence.next_state, *sequence.draft_states]
                 sources += targets[len(sources) - 1 : -1] if more_rows else []
             if context >= sequence.length and sequence.samples:
-                for place in range(len(input_ids) - len(drafted) - 1, len(input_ids)):
+                for place in range(end - len(drafted) - 1, end):
                     next_rows.append(len(scored))
                     scored.append(place)
         return Batch(
-            input_ids=torch.from_numpy(np.array([input_ids], dtype=np.int64)),
-            position_ids=torch.from_numpy(np.array([positions], dtype=np.int64)),
+            input_ids=torch.from_numpy(input_ids.array()[None]),
+            position_ids=torch.from_numpy(positions.array()[None]),
             scored=torch.from_numpy(np.array(scored, dtype=np.int64)),
             step=StepContext(
                 query_starts=torch.from_numpy(np.array(starts, dtype=np.int32)),
                 context_lengths=torch.from_numpy(np.array(contexts, dtype=np.int32)),
                 page_table=torch.from_numpy(table),
-                slot_mapping=torch.from_numpy(np.array(slots, dtype=np.int64)),
+                slot_mapping=torch.from_numpy(slots.array()),
                 kv=self._kv,
                 state_sources=_slots(sources),
                 state_targets=_slots(targets),

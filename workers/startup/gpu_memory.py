@@ -41,8 +41,8 @@ from ktqueue.operators.base import Operator
 from ktqueue.operators.gpu.attention.backends import make_planner
 from ktqueue.operators.gpu.attention.base import AttentionPlanner
 from ktqueue.operators.gpu.attention.expanded import EXPANDED_BYTES
-from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts.decoding import MEMORY_SHARE
+from ktqueue.operators.gpu.experts.memory import captured_tokens
 from ktqueue.operators.gpu.experts.streaming import AREAS
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
 from ktqueue.operators.gpu.settings import GpuSettings
@@ -164,7 +164,7 @@ def prepare_gpu(
 
 def planner_of(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> AttentionPlanner:
     """Make the attention planner of a model on a device. Raises ConfigError."""
-    facts, module = model.attention, model.module
+    facts = model.attention
     try:
         return make_planner(
             layout,
@@ -175,7 +175,6 @@ def planner_of(model: LoadedModel, layout: KVLayout, config: EngineConfig) -> At
             cap=facts.cap,
             chunk=facts.chunk,
             layer_heads=facts.layer_heads,
-            prompts_by_warpgroups=isinstance(module, GpuDecoder) and module.trials.prompts_by_warpgroups,
             device=config.device,
             dtype=model.dtype,
             backend=config.attention_backend,
@@ -286,7 +285,7 @@ def plan_before_loading(
             + estimate_selection(captured, vocabulary)
             + (_decoded_bytes(report, config, device_bytes) if decodes and not packed else 0),
             graphs=_graph_bytes(
-                config, step, vocabulary, _captured_prompts(report, config), latents=report.caches_latents
+                config, step, vocabulary, _captured_prompts(report, config, device_bytes), latents=report.caches_latents
             ),
             states=slots_for(rows, drafts=config.drafts) * report.state_bytes,
         ),
@@ -328,10 +327,11 @@ def _hands_over(report: ModelReport, config: EngineConfig) -> bool:
     return _placed_bytes(report, config) < report.movable_bytes
 
 
-def _captured_prompts(report: ModelReport, config: EngineConfig) -> list[int]:
+def _captured_prompts(report: ModelReport, config: EngineConfig, device_bytes: int) -> list[int]:
     """Tokens of the steps with prompts that may be captured. GpuDecoder's are, if no expert is on the CPU."""
     captures = config.cuda_graphs and report.position_bytes and not report.state_bytes
-    return prompt_buckets_up_to(config.step_tokens) if captures and not _hands_over(report, config) else []
+    most = min(config.step_tokens, captured_tokens(report.hidden, report.experts_per_token, device_bytes))
+    return prompt_buckets_up_to(most) if captures and not _hands_over(report, config) else []
 
 
 def _placed_bytes(report: ModelReport, config: EngineConfig) -> int:

@@ -23,7 +23,7 @@ ROWS = 16
 MOST_KEYS = 16384
 """Most keys of a row. A row that decodes reads all its keys in turn, where an eager plan splits them. With more keys
 this takes as long as the launches that are saved: see docs/adr/0077."""
-_SIZES = (32, 64, 128, 256, 512, 1024, 1536, 2048)
+_SIZES = (32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 def prompt_buckets_up_to(tokens: int) -> list[int]:

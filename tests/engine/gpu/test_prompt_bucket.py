@@ -36,12 +36,16 @@ def capturing(make_model: Any) -> Any:
     return made
 
 
+LARGE = [3072, 4096, 6144, 8192]
+
+
 def test_captured_token_counts_rise_up_to_the_limit() -> None:
     assert prompt_buckets_up_to(0) == prompt_buckets_up_to(ROWS) == []
     assert prompt_buckets_up_to(20) == [20]
     assert prompt_buckets_up_to(256) == [32, 64, 128, 256]
     assert prompt_buckets_up_to(300) == [32, 64, 128, 256, 300]
-    assert prompt_buckets_up_to(8192) == prompt_buckets_up_to(2048) == [32, 64, 128, 256, 512, 1024, 1536, 2048]
+    assert prompt_buckets_up_to(2048) == [32, 64, 128, 256, 512, 1024, 1536, 2048]
+    assert prompt_buckets_up_to(9000) == prompt_buckets_up_to(8192) == [*prompt_buckets_up_to(2048), *LARGE]
 
 
 @pytest.mark.parametrize("pages", [400, 18])

@@ -17,6 +17,7 @@ from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.base import AttentionPlanner, AttentionShape
 from ktqueue.operators.gpu.attention.latent import LatentPlanner
 from ktqueue.operators.gpu.decoder import GpuDecoder
+from ktqueue.operators.gpu.experts.memory import captured_tokens
 from ktqueue.operators.kv_cache import KVCache, KVLayout
 from ktqueue.operators.step import StepContext
 
@@ -121,3 +122,10 @@ def test_replayed_steps_may_decode_experts(
     assert median(found) < 0.1 if device == "cuda" else max(found) < 2e-5
     assert {*decoded_pairs} == {48} or not decoder._experts._decoded
     assert decoder._experts._decoded or device == "cuda", "an H200 has a grouped product, other GPUs may not"
+
+
+def test_captured_prompts_take_a_hundredth_of_the_memory() -> None:
+    """Of an H200, of a card with 80 GB and of one with 24, for Qwen3-30B-A3B and DeepSeek-V3."""
+    sizes = 141 * 10**9, 80 << 30, 24 << 30
+    assert [captured_tokens(2048, 8, size) for size in sizes] == [9562, 5825, 2048]
+    assert [captured_tokens(7168, 8, size) for size in sizes] == [2732, 2048, 2048]

@@ -18,7 +18,7 @@ from ktqueue.loading.load import LoadedModel, load_model
 from ktqueue.loading.model_report import report_model
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.handoff.handoff import pinned_bytes
-from ktqueue.operators.gpu.settings import GpuSettings, Trials
+from ktqueue.operators.gpu.settings import GpuSettings
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.workers.startup import gpu_memory
 from ktqueue.workers.startup.gpu_memory import host_memory_before_loading, log_memory, plan_before_loading, prepare_gpu
@@ -188,22 +188,6 @@ def test_the_planned_expert_memory_is_what_the_model_takes(placed: int, streamin
     assert plan.use.experts == pytest.approx(taken, abs=0.2 * MIB)
     tables = 9000 * decoder.facts.layers[0].head_dim * 4
     assert (plan.use.experts == tables) == (placed == 0 and streaming == "off")
-
-
-@pytest.mark.parametrize("op", ["GpuDecoder", "CpuExperts"])
-def test_the_planner_has_the_trials_of_the_model(op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = tmp_path / "rules.yaml"
-    kind = "ForCausalLM" if op == "GpuDecoder" else "Experts"
-    rules.write_text(f"- match: {{class: '{kind}$'}}\n  replace: {{op: {op}}}\n")
-    asked: list[bool] = []
-    monkeypatch.setattr(gpu_memory, "make_planner", lambda *_, **given: asked.append(given["prompts_by_warpgroups"]))
-    model = load_model("demo", rules=str(rules))
-    for tried in (False, True):
-        if op == "GpuDecoder":
-            assert isinstance(model.module, GpuDecoder)
-            model.module.trials = Trials(prompts_by_warpgroups=tried)
-        gpu_memory.planner_of(model, model.kv_layout(16), CONFIG)
-    assert asked == [False, op == "GpuDecoder"]
 
 
 @pytest.mark.parametrize("placed", [0, 5 * MIB])

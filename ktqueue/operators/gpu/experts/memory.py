@@ -1,5 +1,6 @@
 """ExpertMemory: everything that the routed experts of a model need on a device, from the first step to the last."""
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from ktqueue.core.expert_work import ExpertUses, ExpertWork
 from ktqueue.operators.gpu.copy_stream import CopyStream
+from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.experts.decoding import DecodedExperts
 from ktqueue.operators.gpu.experts.fetching import FetchedExperts, FetchedShares
 from ktqueue.operators.gpu.experts.placement import Placement
@@ -22,6 +24,15 @@ from ktqueue.operators.gpu.kernels.expert_int8 import down_counters
 from ktqueue.operators.gpu.kernels.linear import FEW_ROWS
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 from ktqueue.operators.gpu.side_stream import SideStream
+
+_ALWAYS_CAPTURED, _CAPTURED_SHARE = 2048, 0.01
+
+
+def captured_tokens(hidden: int, experts_per_token: int, device_bytes: int) -> int:
+    """Tokens of the largest step with prompts that is captured on a GPU with so much memory: 2,048, or more if their
+    tensors take at most a hundredth of it. These are ten float32 rows of a token, and one of each of its experts."""
+    token_bytes = 4 * hidden * (10 + experts_per_token)
+    return max(_ALWAYS_CAPTURED, int(_CAPTURED_SHARE * device_bytes) // token_bytes)
 
 
 class ResidentExperts(ExpertResidency):
@@ -92,7 +103,7 @@ class ExpertMemory:
             others, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
         )
         self.handoff: Handoff | None = None
-        self._max_tokens = settings.max_tokens
+        self._max_tokens, self._hidden = settings.max_tokens, hidden
         self._shared_handoff = handoff
         self._first = 0  # number of the first layer in the hand-off
         self.choices: torch.Tensor | None = None
@@ -271,9 +282,14 @@ class ExpertMemory:
 
     @property
     def most_captured_tokens(self) -> int:
-        """Tokens of the largest step with prompts that may be captured. 0: none, because the CPU has some of the
-        experts."""
-        return self._max_tokens if self.handoff is None else 0
+        """Tokens of the largest step with prompts that may be captured: see `captured_tokens`. 0: none, because the CPU
+        has some of the experts."""
+        if self.handoff is not None:
+            return 0
+        device = self._pool.memory.device
+        total = torch.cuda.get_device_properties(device).total_memory if is_gpu(device) else sys.maxsize
+        slots = max((layer.experts_per_token for layer in self._layers), default=0)  # a dense model has no such layers
+        return min(self._max_tokens, captured_tokens(self._hidden, slots, total))
 
     def streams(self, tokens: int) -> bool:
         """Whether a step of `tokens` tokens that is not captured may stream."""
