@@ -28,10 +28,10 @@ PARTS = {  # by words of a kernel's name; the first that fits
     "over the bus": ("_fetch_kernel", "_divide_kernel"),
     "experts": (
         *("_experts_kernel", "_of_pair", "multiply_experts", "_prepare_kernel", "_panels_kernel", "_sort_kernel"),
-        *("multiply_many", "_order_words", "_count_blocks", "_add_blocks", "_place_pairs", "_add_pairs"),
+        *("multiply_many", "_order_words", "_count_blocks", "_add_blocks", "_place_pairs"),
         *("_decode_experts", "_join_rows", "_add_slots", "GroupProblemShape", "grouped_gemm"),
     ),
-    "attention": ("flashinfer", "Batch", "MergeStates", "_decode_split", "_decode_join", "_latent_", "attend_to_rows"),
+    "attention": ("flashinfer", "Batch", "MergeStates", "_decode_split", "_decode_join", "_latent_", "attend_to_"),
     "norms, rotary, router": ("_add_rms_norm", "_gated", "_qk_norm_rope_append", "_route", "route_some_rows"),
     "matrices": (
         *("_few_rows", "multiply_panels", "_decode_kernel"),
