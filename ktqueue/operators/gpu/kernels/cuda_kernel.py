@@ -6,6 +6,7 @@ early (see operation.py). Compiling needs no GPU and may run in threads.
 
 import ctypes
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from ktqueue.operators.gpu.kernels.operation import compilation, triton
+
+logger = logging.getLogger(__name__)
 
 _SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -42,20 +45,28 @@ class _Launch(ctypes.Structure):
 
 
 def machine_code(source: Path, options: Sequence[str], architecture: str, compiler: ctypes.CDLL) -> bytes:
-    """Compile for a GPU of `architecture`, such as "90a". compiler: NVRTC. Raises RuntimeError with its words."""
+    """Compile for a GPU of `architecture`, such as "90a". compiler: NVRTC. Raises RuntimeError with its words. Logs a
+    warning if products of warpgroups will wait for each other, which no result would show."""
     words = [f"--gpu-architecture=sm_{architecture}", f"-I{source.parent}", *options]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     name = source.name.encode()
+
+    def words_of_compiler() -> str:
+        compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetProgramLog(program, log)
+        return log.value.decode()
+
     status = compiler.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), name, 0, None, None)
     if status:
         raise RuntimeError(f"NVRTC error {status} before it compiles {source.name}")
     try:
         array = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
         if compiler.nvrtcCompileProgram(program, len(words), array):
-            compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            compiler.nvrtcGetProgramLog(program, log)
-            raise RuntimeError(f"{source.name} does not compile:\n{log.value.decode()}")
+            raise RuntimeError(f"{source.name} does not compile:\n{words_of_compiler()}")
+        for line in words_of_compiler().splitlines():
+            if "are serialized" in line:
+                logger.warning("%s is slower than it could be: %s", source.name, line)
         compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
         code = ctypes.create_string_buffer(size.value)
         compiler.nvrtcGetCUBIN(program, code)

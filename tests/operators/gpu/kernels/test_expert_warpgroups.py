@@ -109,13 +109,24 @@ def test_every_format_compiles(quant: str, compiler: ctypes.CDLL) -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_every_gate_compiles(kernel: WarpgroupKernel, compiler: ctypes.CDLL) -> None:
-    """SILU for all pairs, and the others for few."""
+def test_every_gate_compiles(kernel: WarpgroupKernel, compiler: ctypes.CDLL, caplog: pytest.LogCaptureFixture) -> None:
+    """SILU for all pairs, and the others for few. There are registers enough that no product waits for another."""
     assert SILU in GATES
     for gate in GATES:
         size = kernel if gate == SILU else WarpgroupKernel((64,), takes_jobs=True)
         facts = ProductFacts("Q4_K", 128, 512, 256, gate, True, gate.weighted_input)
         assert NAME.encode() in machine_code(SOURCE, options(size.constants(facts)), "90a", compiler)
+    assert not caplog.records
+
+
+@pytest.mark.compiled
+def test_products_that_wait_are_noticed(compiler: ctypes.CDLL, caplog: pytest.LogCaptureFixture) -> None:
+    """Seven widths need more registers than there are."""
+    widths = 64, 128, 192, 240, 256, 272, 288
+    known = WarpgroupKernel(widths, takes_jobs=True).constants(ProductFacts("Q8_0", 8, 256, 256, None))
+    machine_code(SOURCE, options(known), "90a", compiler)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("expert_warpgroups.cu is slower than it could be: ")
 
 
 @pytest.mark.parametrize("quant", QUANTS)
