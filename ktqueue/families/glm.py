@@ -15,7 +15,7 @@ GLM = (
             SIGMOID_LAYOUT, architecture="bailingmoe2", names="dots1", fused_attention=True,
             implied={**UNBIASED, "use_qk_norm": True},
         ),
-        partly_rotated=True,
+        partly_rotated=True, group_score=2,
     ),
     Family(
         "GLM-4.5, 4.6, 4.7, 4.5-Air", "glm4_moe", "Glm4MoeForCausalLM",
@@ -23,7 +23,8 @@ GLM = (
             "attention_bias": "model.layers.0.self_attn.q_proj.bias",
             "use_qk_norm": "model.layers.0.self_attn.q_norm.weight",
         }),
-        partly_rotated=True, text=True, aliases={"glm4v_moe_text": {"fixed": {"use_qk_norm": False}}},
+        partly_rotated=True, group_score=2, text=True,
+        aliases={"glm4v_moe_text": {"fixed": {"use_qk_norm": False}}},
     ),
     Family(
         "GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", replace(V3_LAYOUT, loaded_as="deepseek_v3"),
@@ -41,6 +42,6 @@ GLM = (
             fields=tuple(entry for entry in SIGMOID_LAYOUT.fields if entry.key not in _OF_DENSE_LAYERS),
             stated=_OF_DENSE_LAYERS,
         ),
-        partly_rotated=True,
+        partly_rotated=True, group_score=2,
     ),
 )  # fmt: skip

@@ -66,6 +66,7 @@ OTHERS = (
     Family(
         "dots.llm1", "dots1", "Dots1ForCausalLM",
         replace(SIGMOID_LAYOUT, architecture="dots1", implied={**UNBIASED, "sliding_window": None}),
+        group_score=2,
     ),
     Family(
         "ERNIE 4.5, dense", "ernie4_5", "Ernie4_5ForCausalLM",
@@ -96,7 +97,7 @@ OTHERS = (
                 MetadataField("num_shared_experts", "expert_shared_count"),
             ),
         ),
-        windows_rotated=True,
+        windows_rotated=True, group_score=2,
     ),
     Family(
         "gpt-oss", "gpt_oss", "GptOssForCausalLM",
@@ -182,7 +183,7 @@ OTHERS = (
             (*LAYER, *EXPERTS, *MLP), tensors=("self_attn.sinks", "mlp.gate.e_score_correction_bias"),
             implied={**UNBIASED, "norm_topk_prob": True}, sigmoid=True, mlp_kinds=True,
         ),
-        partly_rotated=True, window_heads=2,
+        partly_rotated=True, window_heads=2, group_score=2,
     ),
     Family(
         "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM",

@@ -18,9 +18,11 @@ from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS, config_clas
 from ktqueue.loading.huggingface.config_check import (
     DERIVED_KEY,
     check_config,
+    check_nulls,
     check_values,
     ignored_keys,
     several_models,
+    stated_values,
 )
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
@@ -50,7 +52,8 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     if key and values.get(key) and values.get("head_dim"):
         values = {"partial_rotary_factor": values[key] / values["head_dim"], **values}
     try:
-        values = Config._decode_special_floats(dict(values))  # transformers encodes infinity and NaN, which JSON lacks
+        values = stated_values(values, config_class)
+        values = Config._decode_special_floats(values)  # transformers encodes infinity and NaN, which JSON lacks
         config: Config = config_class.from_dict(dict(values))
         if ignored := ignored_keys(values, config_class):
             config = config_class.from_dict({name: value for name, value in values.items() if name not in ignored})
@@ -58,7 +61,7 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
                 if hasattr(config, name):  # derived from other keys; the stated value has precedence
                     setattr(config, name, values[name])
     except Exception as error:  # each config class validates differently
-        raise CheckpointError(f"{source}: the config is not valid: {error}") from error
+        raise CheckpointError(f"{source}: the config is not valid: {error.__cause__ or error}") from error
     check_config(config, source)
     config.output_router_logits = False  # otherwise every forward collects them for a training loss
     config.use_cache = False
@@ -79,6 +82,7 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
     except KeyError as error:  # a name that transformers does not know: activations, rotary embeddings
         raise _unknown_value(config, error, source) from error
     except Exception as error:  # each model fails in its own way on a wrong config
+        check_nulls(config, source)
         raise CheckpointError(f"{source}: no model can be built from the config: {error}") from error
     _check_kind(model, config, source)
     _check_heads(model, config, source)

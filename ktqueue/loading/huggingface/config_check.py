@@ -81,6 +81,7 @@ _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 DERIVED_KEY = "num_key_value_heads"
 """A key that GPTBigCode's config derives from another key. Its model uses the derived value, even if a file has it."""
 _HEADS, _LAYER_HEADS = ("head_dim", "num_key_value_heads"), "num_attention_heads_per_layer"
+_TYPES = ("dtype", "torch_dtype")
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
 
 
@@ -119,6 +120,27 @@ def ignored_keys(values: Mapping[str, Any], config_class: type) -> set[str]:
     transformers keeps all keys of a file, also those that the config class does not define.
     """
     return {name for name in _IGNORED if name in values and not hasattr(config_class, name)}
+
+
+def stated_values(values: Mapping[str, Any], config_class: type) -> dict[str, Any]:
+    """Return the values of a config file without those that state nothing.
+
+    These are null or {} for a key that the config class does not define, and the type of the weights, which the tensors
+    have. Nulls stay where a default would give wrong angles or masks. rope_scaling is the old name of rope_parameters.
+    """
+    known = {name for name in values if hasattr(config_class, name)} - {"rope_scaling"} | {"rope_theta", *_CAUSAL}
+    stating = {name: value for name, value in values.items() if value not in (None, {}) or name in known}
+    return {name: value for name, value in stating.items() if name not in _TYPES}
+
+
+def check_nulls(config: Any, source: str) -> None:
+    """Check that a transformers config has numbers where no model can be built without. Raises CheckpointError."""
+    for name in _HEADS:
+        if vars(config).get(name, 1) is None:
+            raise _refusal(source, name, f"a whole number from 1 to {_MOST}", None)
+    if any(rope.get("rope_theta", 1) is None for rope in _rope_parameters(vars(config))):
+        least, most = _NUMBERS["rope_theta"]
+        raise _refusal(source, "rope_theta", f"a number from {least:g} to {most:g}", None)
 
 
 def several_models(model_type: object, text_type: object, source: str) -> CheckpointError:
@@ -266,13 +288,13 @@ def _check_groups(config: Any, group_score: int, source: str) -> None:
         raise _refusal(source, "topk_method", "greedy or group_limited_greedy", method)
     if method == "greedy":
         return
-    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
-    groups, used = config.n_group or 0, config.topk_group or 0
-    if groups < 1 or experts % groups:
-        raise _refusal(source, "n_group", f"a divisor of n_routed_experts, {experts}", groups)
+    name = "n_routed_experts" if hasattr(config, "n_routed_experts") else "num_experts"
+    experts, chosen, groups, used = getattr(config, name), config.num_experts_per_tok, config.n_group, config.topk_group
+    if not groups or groups < 1 or experts % groups:
+        raise _refusal(source, "n_group", f"a divisor of {name}, {experts}", groups)
     if experts < groups * group_score:
         raise _refusal(source, "n_group", f"below {experts}, since a group needs at least two experts", groups)
-    if not 1 <= used <= groups:
+    if not used or not 1 <= used <= groups:
         raise _refusal(source, "topk_group", f"from 1 to n_group, {groups}", used)
     if chosen > (most := experts // groups * used):
         raise _refusal(source, "num_experts_per_tok", f"at most {most}, the experts of topk_group groups", chosen)
