@@ -29,8 +29,8 @@ _ROWS_WITH_SHARED = range(6, 17)
 class PendingResidual(NamedTuple):
     """Results of a sublayer that are not added to the residual yet. The next norm adds them (see add_rms_norm).
 
-    added, shared: [tokens, hidden] and shared_gate: [tokens, 1], of any float type; partials: [tokens, slots, hidden]
-    float32. experts_norm: of the sum of `added` and `partials`; norm: of the sum of all, which then is what is added;
+    added, shared: [tokens, hidden], shared_gate: [tokens, 1] and partials: [tokens, slots, hidden], of any float type.
+    experts_norm: of the sum of `added` and `partials`; norm: of the sum of all, which then is what is added;
     None: there is none. scale: factor of the residual after the addition.
     """
 
@@ -374,8 +374,9 @@ class StepExperts:
         *,
         added_to: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """The GPU's half of a layer: [tokens, experts_per_token, hidden] float32, or [tokens, 1, hidden] if they are
-        added. None: it has none of the experts. rows, lists: see expert_products.experts. added_to: see `add_to`."""
+        """The GPU's half of a layer, float32 or of x's dtype: [tokens, experts_per_token, hidden], or [tokens, 1,
+        hidden] if they are added. None: it has none of the experts. rows, lists: see expert_products.experts. added_to:
+        see `add_to`."""
         layer, residency = self._layers[index], self._residency
         locations = residency.locations(index)
         if not locations.on_gpu:

@@ -75,7 +75,8 @@ def test_the_kernel_equals_its_twin(tokens: int, hidden: int, slots: int, dtype:
         "copy": torch.zeros(tokens, hidden),
         "scale": 0.7,
     }
-    for options, weight in itertools.product((nothing, everything), (pair[0], pair, pair[0].float())):
+    rounded = {**everything, "partials": torch.randn(tokens, slots, hidden).bfloat16()}
+    for options, weight in itertools.product((nothing, everything, rounded), (pair[0], pair, pair[0].float())):
         ours, twin = clones({"residual": residual, **options}), clones({"residual": residual, **options})
         normed = by_kernel(add_rms_norm, weight=weight, epsilon=1e-6, **ours)
         assert_same(normed, add_rms_norm(weight=weight, epsilon=1e-6, **twin))
