@@ -156,8 +156,8 @@ class Checkpoint:
     """A model's config and weights, by transformers name.
 
     `files` are the maps that `tensors` and `experts` view. `cache_scales`: what the files state for a float8 cache, by
-    the name of the layer's module. Raises CheckpointError if the gate and up weights of a
-    module differ in shape.
+    the name of the layer's module. `prefix`: what the names in the files lack at the beginning. Raises CheckpointError
+    if the gate and up weights of a module differ in shape.
     """
 
     def __init__(
@@ -168,8 +168,10 @@ class Checkpoint:
         experts: Mapping[str, ExpertWeights],
         files: Iterable[Bytes],
         cache_scales: Mapping[str, CacheScale] | None = None,
+        prefix: str = "",
     ) -> None:
         self.path = path
+        self._prefix = prefix
         self.cache_scales = cache_scales or {}
         self._files = list(files)
         self._config = config
@@ -177,7 +179,7 @@ class Checkpoint:
         self._experts = dict(experts)
         family = family_of_type(config.get("model_type"))
         self._transposed, self._in_turns = family.transposed_experts, family.experts_in_turns
-        for module, weights in experts.items():
+        for module, weights in ((self.stored_name(name), found) for name, found in experts.items()):
             gate, up = ([len(stack.data), stack.rows, stack.columns] for stack in (weights.gate, weights.up))
             if gate != up:  # `shape` assumes so
                 raise CheckpointError(f"{path}: {module}: gate is {gate}, up is {up}; they must have the same shape")
@@ -196,6 +198,10 @@ class Checkpoint:
             endings = ("",) if weights.down.bias is None else ("", BIAS)
             fused += [f"{module}.{part}{ending}" for part in (GATE_UP, DOWN) for ending in endings]
         return [*self._tensors, *fused]
+
+    def stored_name(self, name: str) -> str:
+        """Return a name without the beginning that the names in the files lack, for messages."""
+        return name.removeprefix(self._prefix)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the tensor's shape. Raises CheckpointError for an unknown name."""
@@ -254,7 +260,9 @@ class Checkpoint:
         """Return a two-dimensional tensor as stored, rows in transformers' order. Raises CheckpointError."""
         tensor = self._tensor(name)
         if len(tensor.shape) != 2:
-            raise CheckpointError(f"{self.path}: {name} has the shape {list(tensor.shape)}, expected a matrix")
+            raise CheckpointError(
+                f"{self.path}: {self.stored_name(name)} has the shape {list(tensor.shape)}, expected a matrix"
+            )
         return tensor.packed_matrix()
 
     def experts(self, module: str) -> ExpertWeights:
@@ -262,7 +270,7 @@ class Checkpoint:
         try:
             return requantise_experts(self._experts[module])
         except KeyError:
-            raise CheckpointError(f"{self.path}: no expert weights for {module}") from None
+            raise CheckpointError(f"{self.path}: no expert weights for {self.stored_name(module)}") from None
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same numbers. Raises CheckpointError for an unknown name."""
@@ -301,7 +309,7 @@ class Checkpoint:
         try:
             return self._tensors[name]
         except KeyError:
-            raise CheckpointError(f"{self.path}: no tensor for {name}") from None
+            raise CheckpointError(f"{self.path}: no tensor for {self.stored_name(name)}") from None
 
     def _fused(self, name: str) -> tuple[ExpertWeights, str] | None:
         module, _, part = name.rpartition(".")

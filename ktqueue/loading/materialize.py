@@ -25,12 +25,12 @@ def check_tensors(model: nn.Module, checkpoint: Checkpoint) -> None:
     wanted = {name: _checkpoint_shape(tensor) for name, tensor in model.state_dict().items() if name not in tied}
     present = set(checkpoint.names())
     problems = [
-        *_listed("missing", sorted(wanted.keys() - present)),
-        *_listed("surplus", sorted(present - wanted.keys())),
+        *_listed("missing", sorted(map(checkpoint.stored_name, wanted.keys() - present))),
+        *_listed("surplus", sorted(map(checkpoint.stored_name, present - wanted.keys()))),
         *_listed(
             "of the wrong shape",
             [
-                f"{name} (stored {list(checkpoint.shape(name))}, needed {list(shape)})"
+                f"{checkpoint.stored_name(name)} (stored {list(checkpoint.shape(name))}, needed {list(shape)})"
                 for name, shape in wanted.items()
                 if name in present and checkpoint.shape(name) != shape
             ],
@@ -89,9 +89,10 @@ def _load(operator: Operator, weights: "CheckpointWeights", checkpoint: Checkpoi
         raise
     except Exception as error:  # an operator of a package can fail in any way
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise CheckpointError(f"{checkpoint.path}: {weights.latest}: {kind}{error}") from error
+        raise CheckpointError(f"{checkpoint.path}: {checkpoint.stored_name(weights.latest)}: {kind}{error}") from error
     if left := weights.names():
-        problem = "; ".join(_listed(f"not taken by {type(operator).__name__}", left))
+        names = [checkpoint.stored_name(name) for name in left]
+        problem = "; ".join(_listed(f"not taken by {type(operator).__name__}", names))
         raise CheckpointError(f"{checkpoint.path}: {problem}")
 
 

@@ -19,17 +19,23 @@ from ktqueue.loading.huggingface.config_check import (
     DERIVED_KEY,
     check_config,
     check_nulls,
+    check_rope,
     check_values,
     ignored_keys,
+    rope_parameters,
     several_models,
     stated_values,
 )
+from ktqueue.loading.huggingface.config_faults import find_fault
 from ktqueue.loading.huggingface.quantisation import read_quantisation
 from ktqueue.loading.unsupported import check_model_type
 from ktqueue.operators import attention
 from ktqueue.operators.rotary import rotary_kinds, rotary_pairs, separate_lengths
 
 Config = transformers.PretrainedConfig
+_USABLE = f"one that transformers {transformers.__version__} can use"
+_UNCLEAR = (AttributeError, TypeError, IndexError, ArithmeticError)
+"""Errors of config classes that may name no value."""
 
 
 def build_config(values: Mapping[str, Any], source: str) -> Config:
@@ -47,7 +53,7 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
         known = ", ".join(known.model_type for known in FAMILIES if known.latent)
         raise CheckpointError(f"{source}: multi-head latent attention is supported for {known}, not for {model_type}")
     read_quantisation(values, source)
-    check_values(values, source)
+    check_values(values, source, config_class.attribute_map)
     key = family.rotated_key
     if key and values.get(key) and values.get("head_dim"):
         values = {"partial_rotary_factor": values[key] / values["head_dim"], **values}
@@ -61,7 +67,9 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
                 if hasattr(config, name):  # derived from other keys; the stated value has precedence
                     setattr(config, name, values[name])
     except Exception as error:  # each config class validates differently
-        raise CheckpointError(f"{source}: the config is not valid: {error.__cause__ or error}") from error
+        check_rope(values, source)
+        fault = isinstance(error, _UNCLEAR) and find_fault(values, config_class.from_dict, _USABLE, source)
+        raise fault or CheckpointError(f"{source}: the config is not valid: {error.__cause__ or error}") from error
     check_config(config, source)
     config.output_router_logits = False  # otherwise every forward collects them for a training loss
     config.use_cache = False
@@ -75,15 +83,21 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
     """
     transformers.AttentionInterface.register(attention.NAME, attention.paged_attention)
     try:
-        with torch.device("meta"), no_init_weights():
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=attention.NAME, dtype=dtype
-            )
-    except KeyError as error:  # a name that transformers does not know: activations, rotary embeddings
-        raise _unknown_value(config, error, source) from error
+        model = _build(config, dtype)
     except Exception as error:  # each model fails in its own way on a wrong config
+        if unknown := _unknown_value(config, error, source):
+            raise unknown from error
         check_nulls(config, source)
-        raise CheckpointError(f"{source}: no model can be built from the config: {error}") from error
+        fault = find_fault(
+            config.to_dict(),
+            lambda values: _build(type(config).from_dict(values), dtype),
+            _USABLE,
+            source,
+            only_void=True,
+        )
+        raise fault or CheckpointError(
+            f"{source}: no model can be built from the config: {type(error).__name__}: {error}"
+        ) from error
     _check_kind(model, config, source)
     _check_heads(model, config, source)
     _keep_in_float32(model, dtype)
@@ -105,22 +119,24 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(kept)
 
 
-def _unknown_value(config: Config, error: KeyError, source: str) -> CheckpointError:
-    """Return the error that names the config field whose value is unknown to transformers."""
+def _unknown_value(config: Config, error: Exception, source: str) -> CheckpointError | None:
+    """Return the error that names the config field whose value is unknown to transformers, if that is the reason."""
     value = next(iter(error.args), None)
+    if not isinstance(error, KeyError):
+        return None
     if value == attention.NAME:
         return CheckpointError(
             f"{source}: a {config.model_type} uses its own kind of attention, which is not supported"
         )
     fields = config.to_dict()
-    groups = [field for field in fields.values() if isinstance(field, dict)]  # such as rotary parameters
-    for name, stated in (pair for group in (*groups, fields) for pair in group.items()):
-        if type(stated) is type(value) and stated == value:
-            limit = f"one that transformers {transformers.__version__} knows"
-            return CheckpointError(
-                f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=str(value)
-            )
-    return CheckpointError(f"{source}: no model can be built from the config: KeyError: {error}")
+    for group in (*rope_parameters(fields), fields):
+        for name, stated in group.items():
+            if type(stated) is type(value) and stated == value and (stated or group is not fields):
+                limit = f"one that transformers {transformers.__version__} knows"
+                return CheckpointError(
+                    f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=str(value)
+                )
+    return None
 
 
 def _check_kind(model: Any, config: Config, source: str) -> None:
@@ -172,11 +188,15 @@ def _check_heads(model: nn.Module, config: Any, source: str) -> None:
 
 def build_original(config: Config) -> nn.Module:
     """Build the model on the meta device in float32, with transformers' own attention over whole sequences."""
+    return _build(config, torch.float32, "eager").eval().requires_grad_(False)
+
+
+def _build(config: Config, dtype: torch.dtype, attention_name: str = attention.NAME) -> nn.Module:
     with torch.device("meta"), no_init_weights():
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation="eager", dtype=torch.float32
+            config, attn_implementation=attention_name, dtype=dtype
         )
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def build_random(values: Mapping[str, Any]) -> nn.Module:

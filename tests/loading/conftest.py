@@ -1,5 +1,6 @@
 """Tiny random models of each family, saved as transformers saves them, each with a tokenizer."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -162,6 +163,20 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """changed(model_type, **config) -> a folder with the weights of make_model and another config."""
+
+    def change(model_type: str, **changes: Any) -> Path:
+        folder = make_model(model_type)
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        return tmp_path
+
+    return change
 
 
 @pytest.fixture(scope="session")

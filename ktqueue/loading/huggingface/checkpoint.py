@@ -118,7 +118,7 @@ def open_folder(folder: Path, *, next_tokens: bool = False) -> Checkpoint:
     if is_ling(config):
         tensors = ling_tensors(tensors, config, str(folder))
     dense, experts = _group(folder, tensors, family)
-    return Checkpoint(str(folder), config, dense, experts, maps, scales)
+    return Checkpoint(str(folder), config, dense, experts, maps, scales, prefix)
 
 
 def _without_alias(config: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -76,6 +76,12 @@ _OR_ZERO = ("alpha", "mscale", "mscale_all_dim", "attn_logit_softcapping", "llam
 """Numbers within _FACTOR that may also be 0, for none."""
 _KINDS = ("full_attention", "sliding_attention")
 """The kinds of layers that our attention computes. Others attend to other keys, or keep other state between steps."""
+_NEEDED = {
+    **dict.fromkeys(("linear", "dynamic"), ("factor",)),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("original_max_position_embeddings",),
+}
+"""Numbers that types of rotary embeddings need. Each is missing or stated, but never null."""
 _CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
 """Values that every model must have, because transformers' masks depend on them."""
 DERIVED_KEY = "num_key_value_heads"
@@ -85,12 +91,13 @@ _TYPES = ("dtype", "torch_dtype")
 _IGNORED = ("sliding_window", "layer_types", "rope_interleave", DERIVED_KEY)
 
 
-def check_values(values: Mapping[str, Any], source: str) -> None:
+def check_values(values: Mapping[str, Any], source: str, spellings: Mapping[str, str] | None = None) -> None:
     """Check the numbers of a config file one by one, by their names in the file. None means transformers' default.
 
-    Raises CheckpointError that names a value that no model can have.
+    spellings: the keys of a model type for our names of them, where they differ. Raises CheckpointError that names a
+    value that no model can have.
     """
-    for name in _COUNTS:
+    for name in (*_COUNTS, *(own for name, own in (spellings or {}).items() if name in _COUNTS)):
         _check_count(values.get(name), name, 1, source)
     for name, most in _MOST_OF.items():
         _check_count(values.get(name), name, 1, source, most)
@@ -100,13 +107,18 @@ def check_values(values: Mapping[str, Any], source: str) -> None:
         stated = values.get(name)
         for width in stated if isinstance(stated, list) else (stated,):
             _check_count(width, name, 0, source)
-    for layer in _layer_values(values):
-        for name in _HEADS:
-            _check_count(layer.get(name), name, 1, source)
-    for group in (values, *_rope_parameters(values)):
+    for layer in _layer_values(values, source):
+        for name in (*_HEADS, "num_attention_heads"):
+            _check_count(layer.get(name, 1), name, 1, source, may_be_null=False)
+    for layers in _KINDS:
+        for rope in rope_parameters(values):
+            if not isinstance(rope.get(layers), dict | None):
+                raise _refusal(source, f"rope_parameters.{layers}", "an object", rope[layers])
+    for group in (values, *rope_parameters(values)):
+        needed = _NEEDED.get(kind, ()) if isinstance(kind := group.get("rope_type"), str) else ()
         for name, limits in _NUMBERS.items():
             for number in _of_layers(group, name):
-                _check_number(number, name, limits, source)
+                _check_number(number, name, limits, source, may_be_null=name not in needed or name not in group)
         for name in _OR_ZERO:
             _check_number(group.get(name) or None, name, _FACTOR, source)
         for name in ("short_factor", "long_factor"):
@@ -135,12 +147,23 @@ def stated_values(values: Mapping[str, Any], config_class: type) -> dict[str, An
 
 def check_nulls(config: Any, source: str) -> None:
     """Check that a transformers config has numbers where no model can be built without. Raises CheckpointError."""
-    for name in _HEADS:
-        if vars(config).get(name, 1) is None:
-            raise _refusal(source, name, f"a whole number from 1 to {_MOST}", None)
-    if any(rope.get("rope_theta", 1) is None for rope in _rope_parameters(vars(config))):
-        least, most = _NUMBERS["rope_theta"]
-        raise _refusal(source, "rope_theta", f"a number from {least:g} to {most:g}", None)
+    for name in (*_HEADS, "n_shared_experts"):
+        _check_count(vars(config).get(name, 1), name, 1 if name in _HEADS else 0, source, may_be_null=False)
+    for rope in rope_parameters(vars(config)):
+        _check_number(rope.get("rope_theta", 1), "rope_theta", _NUMBERS["rope_theta"], source, may_be_null=False)
+
+
+def check_rope(values: Mapping[str, Any], source: str, *, by_kind: bool = False) -> None:
+    """Check that every kind of layers has rotary parameters, if one has its own. Raises CheckpointError.
+
+    values: of a config file, or of a config. by_kind: the kinds have their own in any case.
+    """
+    rope, kinds = values.get("rope_parameters"), values.get("layer_types")
+    if not isinstance(rope, dict) or not isinstance(kinds, list) or not (by_kind or {*_KINDS} & rope.keys()):
+        return
+    for kind in _KINDS:
+        if kind in kinds and not isinstance(rope.get(kind), dict):
+            raise _refusal(source, f"rope_parameters.{kind}", "an object", rope.get(kind))
 
 
 def several_models(model_type: object, text_type: object, source: str) -> CheckpointError:
@@ -153,6 +176,10 @@ def several_models(model_type: object, text_type: object, source: str) -> Checkp
 
 def check_config(config: Any, source: str) -> None:
     """Check how the numbers of a transformers config fit together. Raises CheckpointError."""
+    if any(isinstance(rope, dict) for rope in (getattr(type(config)(), "rope_parameters", None) or {}).values()):
+        check_rope(vars(config), source, by_kind=True)
+        for rope in list(rope_parameters(vars(config)))[1:]:
+            _check_number(rope.get("rope_theta"), "rope_theta", _NUMBERS["rope_theta"], source, may_be_null=False)
     if getattr(config, "num_hidden_layers", None) is None and (text := getattr(config, "text_config", None)):
         raise several_models(config.model_type, text.model_type, source)
     family = family_of_type(config.model_type)
@@ -168,10 +195,13 @@ def check_config(config: Any, source: str) -> None:
         stated = getattr(config, name, causal)
         if bool(stated) is not causal and not (family.heads_differ and stated == "vision"):  # text has no images
             raise _refusal(source, name, f"{causal}, for attention to be causal", stated)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = getattr(config, "num_attention_heads", 1)
+    _check_count(
+        heads, config.attribute_map.get("num_attention_heads", "num_attention_heads"), 1, source, may_be_null=False
+    )
     by_layer: list[Any] = [kv_heads for kv_heads, _ in heads_by_layer(config)]
     for kv_heads in by_layer or [getattr(config, "num_key_value_heads", None)]:
-        if heads and kv_heads and not family.latent and heads % kv_heads:
+        if kv_heads and not family.latent and heads % kv_heads:
             raise _refusal(source, "num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}", heads)
     for layer_heads in query_heads(config):
         if not (isinstance(layer_heads, int) and layer_heads > 0) or layer_heads % config.num_key_value_heads:
@@ -290,6 +320,7 @@ def _check_groups(config: Any, group_score: int, source: str) -> None:
         return
     name = "n_routed_experts" if hasattr(config, "n_routed_experts") else "num_experts"
     experts, chosen, groups, used = getattr(config, name), config.num_experts_per_tok, config.n_group, config.topk_group
+    _check_count(experts, name, 1, source, may_be_null=False)
     if not groups or groups < 1 or experts % groups:
         raise _refusal(source, "n_group", f"a divisor of {name}, {experts}", groups)
     if experts < groups * group_score:
@@ -307,24 +338,29 @@ def _of_layers(group: Mapping[str, Any], name: str) -> list[Any]:
     return stated if has_lists and isinstance(stated, list) else [stated]
 
 
-def _layer_values(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _layer_values(values: Mapping[str, Any], source: str) -> Iterator[Mapping[str, Any]]:
     """Yield the values of a config file that single layers have."""
-    by_layer = values.get("per_layer_config")
-    yield from (layer for layer in by_layer.values() if isinstance(layer, dict)) if isinstance(by_layer, dict) else ()
+    by_layer = values.get("per_layer_config") or {}
+    for group in (by_layer, *(by_layer.values() if isinstance(by_layer, dict) else ())):
+        if not isinstance(group, dict):
+            raise _refusal(source, "per_layer_config", "an object with one for each layer", group)
+    yield from by_layer.values()
 
 
-def _check_count(value: Any, name: str, least: int, source: str, most: int = _MOST) -> None:
-    if value is not None and not (type(value) is int and least <= value <= most):
+def _check_count(
+    value: Any, name: str, least: int, source: str, most: int = _MOST, *, may_be_null: bool = True
+) -> None:
+    if not ((value is None and may_be_null) or (type(value) is int and least <= value <= most)):
         raise _refusal(source, name, f"a whole number from {least} to {most}", value)
 
 
-def _check_number(value: Any, name: str, limits: tuple[float, float], source: str) -> None:
+def _check_number(value: Any, name: str, limits: tuple[float, float], source: str, *, may_be_null: bool = True) -> None:
     least, most = limits
-    if value is not None and not (type(value) in (int, float) and least <= value <= most):
+    if not ((value is None and may_be_null) or (type(value) in (int, float) and least <= value <= most)):
         raise _refusal(source, name, f"a number from {least:g} to {most:g}", value)
 
 
-def _rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield all groups of rotary parameters: one for all layers, or one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := values.get(name), dict):

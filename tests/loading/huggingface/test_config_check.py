@@ -24,20 +24,6 @@ LENGTH = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.fixture
-def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """changed(model_type, **config) -> a folder with the weights of make_model and another config."""
-
-    def change(model_type: str, **changes: Any) -> Path:
-        folder = make_model(model_type)
-        config = json.loads((folder / "config.json").read_text()) | changes
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-        return tmp_path
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("model_type", "name", "value", "limit"),
     [

@@ -145,6 +145,22 @@ def test_a_head_that_is_missing_is_named(make_model: Callable[..., Path], tmp_pa
     assert str(caught.value) == f"{folder} does not fit its model: missing: lm_head.weight"
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_tensors_are_named_as_in_the_files(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = load_file(make_model(family, tie_word_embeddings=True) / WEIGHTS)
+    base = {name.partition(".")[2]: x for name, x in tensors.items() if "lm_head" not in name}
+    norm = next(name for name in base if name in ("norm.weight", "ln_f.weight"))
+    matrix = next(name for name in base if name.endswith(("q_proj.weight", "c_attn.weight")))
+    base["layers.0.more"] = base.pop(norm)
+    base[matrix] = (rows := base[matrix])[:-1]
+    folder = write_folder(tmp_path / "base", make_model(family, tie_word_embeddings=True), base)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(str(folder))
+    problem = f"{matrix} (stored {[len(rows) - 1, rows.shape[1]]}, needed {[*rows.shape]})"
+    expected = f"missing: {norm}; surplus: layers.0.more; of the wrong shape: {problem}"
+    assert str(caught.value) == f"{folder} does not fit its model: {expected}"
+
+
 def test_values_outside_the_text_config_count(whole: Any, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     found, rename = text_part({**config, "tie_word_embeddings": True, "quantization_config": {"quant_method": "fp8"}})
