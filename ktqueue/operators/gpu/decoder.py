@@ -25,13 +25,14 @@ from ktqueue.operators.gpu.cache_bounds import CacheBound, cache_bounds
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE, DenseType, DenseWeights
 from ktqueue.operators.gpu.device import launches_dependents
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
-from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer, StepExperts
+from ktqueue.operators.gpu.experts.step import RoutedLayer, StepExperts
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.kernels.operation import dependent_launches
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.gpu.layer import DecoderLayer
 from ktqueue.operators.gpu.next_token_layer import GpuNextTokenLayer
+from ktqueue.operators.gpu.pending_residual import PendingResidual
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.layer_facts import LayerFacts, RouterFacts

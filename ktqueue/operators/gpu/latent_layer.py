@@ -6,8 +6,8 @@ from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.attention.latent import LatentPlan, expansion_of
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.dense import DenseWeights
-from ktqueue.operators.gpu.experts.step import PendingResidual
 from ktqueue.operators.gpu.kernels.rope import Rotary
+from ktqueue.operators.gpu.pending_residual import PendingResidual
 from ktqueue.operators.indexer import Indexer, KeyChoice, attend_to_choice
 from ktqueue.operators.latent_shape import (
     LatentShape,

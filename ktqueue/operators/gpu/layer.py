@@ -12,13 +12,14 @@ from ktqueue.operators.gpu.attention.by_clusters import Projection
 from ktqueue.operators.gpu.attention.by_heads import HeadsPlan
 from ktqueue.operators.gpu.attention.triton import ClusterDecodePlan
 from ktqueue.operators.gpu.dense import DecodedLinear, DenseLinear, DenseWeights
-from ktqueue.operators.gpu.experts.step import PendingResidual, SharedExpert, StepExperts
+from ktqueue.operators.gpu.experts.step import SharedExpert, StepExperts
 from ktqueue.operators.gpu.kernels.activation import ACTIVATIONS, gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import Rotary, qk_norm_rope_append
 from ktqueue.operators.gpu.latent_layer import LatentSelfAttention, attention_plan
+from ktqueue.operators.gpu.pending_residual import PendingResidual
 from ktqueue.operators.indexer import KeyChoice
 from ktqueue.operators.layer_facts import LayerFacts
 from ktqueue.operators.linear_attention import LinearAttentionShape
@@ -295,7 +296,9 @@ class DecoderLayer:
             return PendingResidual(added=self._mlp(x), norm=self._out_norm, scale=self._out_scale)
         assert self._routed is not None
         buffers = experts.cpu_buffers(self._routed, len(residual))
-        x = projected.add_to(residual, self._norm, self._epsilon, copy=None if buffers is None else buffers.x)
+        ordered = experts.ordered_rows(self._routed, residual)
+        copy = None if buffers is None else buffers.x
+        x = projected.add_to(residual, self._norm, self._epsilon, copy=copy, ordered=ordered)
         shared: SharedExpert | None = None
         if self._shared:
             shared = lambda x: self._shared_expert(x, residual)  # noqa: E731
@@ -308,6 +311,7 @@ class DecoderLayer:
             few_rows_linear(router_x, self._router, self._router_bias, dtype=torch.float32),
             live,
             buffers=buffers,
+            ordered=ordered,
             shared=shared,
             next_logits=self._next_logits if self._next else None,
         )

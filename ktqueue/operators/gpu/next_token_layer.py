@@ -14,11 +14,12 @@ from ktqueue.operators.decoder_facts import DecoderFacts
 from ktqueue.operators.gpu.cache_bounds import CacheBound
 from ktqueue.operators.gpu.dense import DenseLinear
 from ktqueue.operators.gpu.experts.memory import ExpertMemory
-from ktqueue.operators.gpu.experts.step import PendingResidual, RoutedLayer
+from ktqueue.operators.gpu.experts.step import RoutedLayer
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.kernels.rope import Rotary
 from ktqueue.operators.gpu.layer import DecoderLayer
+from ktqueue.operators.gpu.pending_residual import PendingResidual
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 from ktqueue.operators.step import DecoderOutput, StepContext
 

@@ -23,7 +23,7 @@ from ktqueue.operators.gpu.attention.expanded_prompts import KeyTiles, expand_ke
 from ktqueue.operators.gpu.attention.index_scores import index_scores
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.attention.triton_blocks import DecodeRows, Tables
-from ktqueue.operators.gpu.kernels import decoded_experts, expert_few_pairs, expert_int8, expert_warpgroups, fetch
+from ktqueue.operators.gpu.kernels import decoded_experts, expert_few_pairs, expert_int8, fetch
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.candidates import Filters, draw_from_candidates
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs, sort_pairs
@@ -31,7 +31,7 @@ from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route
 from ktqueue.operators.gpu.kernels.greedy import greedy
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.linear_attention import StateRows, linear_attention
-from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
+from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm, in_order
 from ktqueue.operators.gpu.kernels.operation import dependent_launches, kernels_on_any_device
 from ktqueue.operators.gpu.kernels.panel_layout import FLOAT_PRODUCTS, ExpertRecord
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
@@ -92,6 +92,7 @@ def between_matrices() -> None:
         }
         for options in (nothing, everything, {**everything, "shared_gate": None, "scale": 0.5}):
             add_rms_norm(rows, rows[0], 1e-6, **options)
+        add_rms_norm(rows, rows[0], 1e-6, added=rows, ordered=rows if dtype == torch.bfloat16 else None)
     for activation in ("silu", "gelu", "gelu_tanh"):
         gated(activation, torch.zeros(2, 6144, dtype=torch.bfloat16))
 
@@ -312,7 +313,7 @@ def around_warpgroups(tokens: int) -> None:
     ids, rows = torch.zeros(tokens, SLOTS, dtype=torch.int64), torch.zeros(tokens, 2048, dtype=torch.bfloat16)
     pairs = ExpertPairs(ids, ids[:16].flatten(), ids, RECORD)
     sort_pairs(pairs)
-    expert_warpgroups.in_kernel_order(rows)
+    in_order(rows)
 
 
 def expert_tiles() -> None:

@@ -14,10 +14,11 @@ from ktqueue.operators.gpu import layer as layer_module
 from ktqueue.operators.gpu.attention.base import AttentionShape
 from ktqueue.operators.gpu.attention.latent_inputs import latent_query_append
 from ktqueue.operators.gpu.attention.triton import TritonPlanner
-from ktqueue.operators.gpu.experts.step import PendingResidual, StepExperts
+from ktqueue.operators.gpu.experts.step import StepExperts
 from ktqueue.operators.gpu.kernels.activation import gated
 from ktqueue.operators.gpu.kernels.linear import few_rows_gated, few_rows_linear
 from ktqueue.operators.gpu.kernels.operation import kernels_on_any_device
+from ktqueue.operators.gpu.pending_residual import PendingResidual
 from ktqueue.operators.gpu.settings import Trials
 from ktqueue.operators.gpu.side_stream import SideStream
 from ktqueue.operators.kv_cache import KVLayout, store

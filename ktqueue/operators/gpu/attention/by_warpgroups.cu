@@ -314,11 +314,19 @@ __device__ __forceinline__ void multiply_jobs(const Job* jobs, const float* sink
   }
 }
 
+// Rows of out from `first` on are zeros.
+__device__ inline void clear_rows(uint16_t* out, int first, int tokens) {
+  for (int token = first + blockIdx.x; token < tokens; token += gridDim.x) {
+    uint4* row = reinterpret_cast<uint4*>(out + int64(token) * HEADS * HEAD_DIM);
+    for (int i = threadIdx.x; i < HEADS * HEAD_DIM / 8; i += MULTIPLYING + COPYING) row[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + COPYING, 1)
     attend_to_prompts(const __grid_constant__ Map key_map, const __grid_constant__ Map value_map, const uint16_t* query,
                       const uint16_t* values, const int* tiles, const int* query_starts, const int* page_starts,
                       const int* pages, const int* contexts, const float* sinks, uint16_t* out, int* counter, int jobs,
-                      int page_stride, int slot_stride, int outside) {
+                      int page_stride, int slot_stride, int outside, int rows, int tokens) {
   extern __shared__ __align__(1024) uint8_t memory[];  // queries, keys, values
   __shared__ Job places[QUERY_SLOTS], taken;
   __shared__ __align__(8) uint64 barrier[4 * STAGES + 2 * QUERY_SLOTS];
@@ -340,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + COPYING, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  clear_rows(out, query_starts[rows], tokens);
   __syncthreads();
   if (threadIdx.x >= MULTIPLYING) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

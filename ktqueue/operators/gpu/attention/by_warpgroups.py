@@ -119,6 +119,7 @@ def attend(
     counter: torch.Tensor,
 ) -> None:
     """Attend for the tokens of `tiles`: see triton_prefill.prefill, whose tiles have as many. Takes what `fits` says.
+    Tokens behind those of the last row get zeros.
 
     counter: [1] int32, 0 between launches; only one of them runs at a time. Raises ValueError without query_starts.
     """
@@ -137,5 +138,5 @@ def attend(
     _kernel(facts).launch(
         (programs, 1),
         [*maps, query, values, tiles, tables.query_starts, tables.page_starts, tables.pages, tables.contexts, sinks,
-         out, counter, jobs, *values.stride()[:2], len(keys)],
+         out, counter, jobs, *values.stride()[:2], len(keys), len(tables.query_starts) - 1, len(query)],
     )  # fmt: skip

@@ -31,7 +31,7 @@ class TritonPlan:
     """Attends for one step by index arrays on the device. `tiles`: those of rows with several tokens. counter: of
     by_warpgroups.attend, which then has the tiles."""
 
-    _results = staticmethod(torch.empty_like)  # of the queries
+    _pads = False  # whether a step may have tokens of no row
 
     def __init__(
         self,
@@ -48,7 +48,9 @@ class TritonPlan:
     def attend(self, layer: int, query: torch.Tensor, kv: KVCache, options: ScoreOptions) -> torch.Tensor:
         """See AttentionPlan. query [tokens, heads, head_dim]."""
         query = query.contiguous()
-        out = self._results(query)
+        # Padding tokens must not get what memory held before. Warpgroups clear theirs.
+        pads = self._pads and self._counter is None
+        out = torch.zeros_like(query) if pads else torch.empty_like(query)
         keys, values, scale = kv.keys[layer], kv.values[layer], kv.layout.scale(layer)
         if self.decode_rows is not None:
             decode(query, keys, values, self.tables, self.decode_rows, out, options, scale)
@@ -118,7 +120,7 @@ class TritonPromptPlan(TritonPlan):
     keys.
     """
 
-    _results = staticmethod(torch.zeros_like)  # padding tokens have no row, but must not get what memory held before
+    _pads = True
     _least = 1  # tokens of a row that has tiles
 
     def __init__(self, planner: "TritonPlanner", rows: int, tokens: int, max_pages: int, page_size: int) -> None:

@@ -128,8 +128,9 @@ def _capture(
     def run() -> None:
         for index, scores in enumerate(logits):
             buffers = experts.cpu_buffers(index, len(residual))
-            x = add_rms_norm(residual, norm, 1e-6, copy=None if buffers is None else buffers.x)
-            experts.run(index, x, scores, None, buffers=buffers)
+            ordered = experts.ordered_rows(index, residual)
+            x = add_rms_norm(residual, norm, 1e-6, copy=None if buffers is None else buffers.x, ordered=ordered)
+            experts.run(index, x, scores, None, buffers=buffers, ordered=ordered)
 
     run()  # compiles
     torch.cuda.synchronize(residual.device)

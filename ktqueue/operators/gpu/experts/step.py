@@ -5,7 +5,7 @@ Both work at the same time. This module knows where the experts are, not who dec
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,48 +16,15 @@ from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertBiases, ExpertPairs, SortedPairs
 from ktqueue.operators.gpu.kernels.expert_products import experts, reads_once, rounds_each_pair, rounds_pairs
 from ktqueue.operators.gpu.kernels.few_rows_router import few_rows_route, has_few_rows
-from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
+from ktqueue.operators.gpu.kernels.norm import RmsNorm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
 from ktqueue.operators.gpu.kernels.some_rows_router import MOST_CHOSEN, ExpertRequests, has_some_rows, some_rows_route
+from ktqueue.operators.gpu.pending_residual import PendingResidual
 from ktqueue.operators.gpu.side_stream import SideStream
 
 _ROWS_WITH_SHARED = range(6, 17)
 """Rows of a step for which one launch pays up to the experts, beside a shared one (ADR 0081)."""
-
-
-class PendingResidual(NamedTuple):
-    """Results of a sublayer that are not added to the residual yet. The next norm adds them (see add_rms_norm).
-
-    added, shared: [tokens, hidden], shared_gate: [tokens, 1] and partials: [tokens, slots, hidden], of any float type.
-    experts_norm: of the sum of `added` and `partials`; norm: of the sum of all, which then is what is added;
-    None: there is none. scale: factor of the residual after the addition.
-    """
-
-    added: torch.Tensor | None = None
-    partials: torch.Tensor | None = None
-    shared: torch.Tensor | None = None
-    shared_gate: torch.Tensor | None = None
-    norm: torch.Tensor | None = None
-    experts_norm: torch.Tensor | None = None
-    scale: float = 1.0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to add."""
-        return self.added is None and self.partials is None and self.shared is None
-
-    def add_to(
-        self, residual: torch.Tensor, norm: torch.Tensor, epsilon: float, *, copy: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add the results to the residual [tokens, hidden] in place. Returns the RMSNorm of the sum, also in `copy`."""
-        parts: dict[str, Any] = {name: getattr(self, name) for name in ("added", "partials", "shared", "shared_gate")}
-        if self.experts_norm is not None:
-            experts = {name: parts.pop(name) for name in ("added", "partials")}
-            parts["added"] = add_rms_norm(torch.zeros_like(residual), self.experts_norm, epsilon, **experts)
-        if self.norm is not None:
-            parts = {"added": add_rms_norm(torch.zeros_like(residual), self.norm, epsilon, **parts)}
-        return add_rms_norm(residual, norm, epsilon, **parts, copy=copy, scale=self.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +154,17 @@ class StepExperts:
             return None
         return self._handoff.buffers(tokens)
 
+    def ordered_rows(self, index: int, residual: torch.Tensor) -> torch.Tensor | None:
+        """Memory for the input of layer `index`, like the residual [tokens, hidden], in the order of warpgroups; None:
+        they do not multiply it. The kernel that computes the input also writes it there."""
+        return torch.empty_like(residual) if self._by_warpgroups(index, len(residual)) else None
+
+    def _by_warpgroups(self, index: int, tokens: int) -> bool:
+        """Whether warpgroups multiply so many tokens by the layer's experts on the GPU."""
+        layer = self._layers[index]
+        pays = index in self._warpgroups and expert_warpgroups.pays(tokens * layer.experts_per_token, layer.experts)
+        return pays and self._residency.locations(index).on_gpu
+
     def begin_shared(self, shared: SharedExpert, x: torch.Tensor, buffers: HandoffBuffers | None) -> SharedExpert:
         """Begin the shared expert of x [tokens, hidden] now, if it does not wait for the CPU to begin: see
         `cpu_buffers`. Returns what `run` is given as `shared`; until then the shared expert must not be needed."""
@@ -200,14 +178,15 @@ class StepExperts:
         live_tokens: torch.Tensor | None,
         *,
         buffers: HandoffBuffers | None,
+        ordered: torch.Tensor | None,
         shared: SharedExpert | None = None,
         next_logits: NextLogits | None = None,
     ) -> PendingResidual:
         """x [tokens, hidden] and the router's logits [tokens, experts] -> the output of the experts of layer `index`.
 
-        `live_tokens`: see StepContext. `buffers`: from `cpu_buffers`, with x in them. `shared` is computed on the GPU
-        while the CPU works. `next_logits`: given if the next layer has routed experts too. The CPU's result is not
-        copied: `added` is the memory that the CPU writes to.
+        `live_tokens`: see StepContext. `buffers`, `ordered`: from `cpu_buffers` and `ordered_rows`, with x in them.
+        `shared` is computed on the GPU while the CPU works. `next_logits`: given if the next layer has routed experts
+        too. The CPU's result is not copied: `added` is the memory that the CPU writes to.
         """
         on_cpu = self._handoff if buffers is not None else None
         for_cpu = None if buffers is None else (buffers.cpu_ids, buffers.weights)
@@ -220,7 +199,7 @@ class StepExperts:
         predicts = self._predicts and next_logits is not None
         if on_cpu is not None:
             on_cpu.request(self._first + index, len(x), predicts=predicts)
-        partials = self._compute_on_gpu(index, x, routing, rows)
+        partials = self._compute_on_gpu(index, x, routing, rows, ordered=ordered)
         shared_output = (None, None) if shared is None else shared(x)
         if on_cpu is not None and buffers is not None:
             if predicts and next_logits is not None:
@@ -373,10 +352,11 @@ class StepExperts:
         lists: SortedPairs | None = None,
         *,
         added_to: torch.Tensor | None = None,
+        ordered: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """The GPU's half of a layer, float32 or of x's dtype: [tokens, experts_per_token, hidden], or [tokens, 1,
-        hidden] if they are added. None: it has none of the experts. rows, lists: see expert_products.experts. added_to:
-        see `add_to`."""
+        hidden] if they are added. None: it has none of the experts. rows, lists: see expert_products.experts. added_to,
+        ordered: see `add_to` and `run`."""
         layer, residency = self._layers[index], self._residency
         locations = residency.locations(index)
         if not locations.on_gpu:
@@ -385,10 +365,9 @@ class StepExperts:
         pairs = ExpertPairs(
             residency.memory, locations.gate_up, routing.ids, layer.record, layer.biases, locations.first
         )
-        by_warpgroups = index in self._warpgroups
-        memory = None if self._decoded is None or by_warpgroups else self._decoded(len(x))
-        if by_warpgroups and expert_warpgroups.pays(routing.ids.numel(), layer.experts):
-            partials = expert_warpgroups.experts(pairs, locations.down, x, routing.weights, layer.gate)
+        memory = None if self._decoded is None or index in self._warpgroups else self._decoded(len(x))
+        if self._by_warpgroups(index, len(x)):
+            partials = expert_warpgroups.experts(pairs, locations.down, x, routing.weights, layer.gate, ordered)
         elif memory is not None:
             partials = decoded_experts.experts(pairs, locations.down, x, routing.weights, layer.gate, memory)
         else:

@@ -14,7 +14,7 @@ SORTED_AT_ONCE = 2048
 """Pairs that a program of the sort reads at a time."""
 MOST_READ_BY_EACH = 8192
 """Pairs up to which a program for each expert reads them all, in one launch. More are sorted block by block."""
-_BLOCK, _BLOCKS_AT_ONCE = 128, 1024
+_BLOCK, _BLOCKS_AT_ONCE = 32, 1024
 
 
 class ExpertBiases(NamedTuple):
@@ -170,7 +170,7 @@ def sort_pairs(pairs: ExpertPairs) -> SortedPairs:
         return lists
     blocks = triton.cdiv(number, _BLOCK)
     width = triton.next_power_of_2(experts)
-    shape = {"BLOCK": _BLOCK, "EXPERTS": width, "num_warps": max(4, width // 32)}
+    shape = {"BLOCK": _BLOCK, "EXPERTS": width, "num_warps": max(1, width // 128)}
     counts = torch.empty(blocks + 1, experts, dtype=torch.int32, device=pairs.ids.device)
     totals = counts[blocks]
     _count_blocks[(blocks,)](pairs.ids, number, experts, counts, **shape)

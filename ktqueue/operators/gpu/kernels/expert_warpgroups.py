@@ -21,7 +21,8 @@ from ktqueue.operators.gpu.kernels import expert_products, panel_layout
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.expert_matrices import ProductFacts, options, product_constants
 from ktqueue.operators.gpu.kernels.expert_pairs import ExpertPairs, SortedPairs, sort_pairs
-from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel, tl, triton
+from ktqueue.operators.gpu.kernels.norm import in_order
+from ktqueue.operators.gpu.kernels.operation import check_fits, runs_kernel
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.native import GateFacts
 
@@ -37,8 +38,6 @@ _SHARED_BYTES = 227 << 10
 """That a program may have on Hopper."""
 _ROW_STEP = 256
 """A matrix has a multiple of so many rows and columns, which are whole superblocks."""
-_WORDS = 1024
-"""Of 4 bytes, that a program puts in the order of the kernel."""
 LEAST_PAIRS = 20
 """Of an expert, on average, from which on this is faster than int8 matrices (ADR 0076)."""
 LEAST_WIDE_PAIRS = 100
@@ -133,12 +132,18 @@ def compile_products(products: Iterable[tuple[WarpgroupKernel, ProductFacts]]) -
 
 
 def experts(
-    pairs: ExpertPairs, down_offsets: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, gate: GateFacts
+    pairs: ExpertPairs,
+    down_offsets: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    gate: GateFacts,
+    ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return weight * expert(x) of each pair, or expert(weight * x) if the gate says so: [tokens, slots, hidden] of x's
     dtype. Rows of skipped pairs are zero.
 
-    Arguments as in expert_products.experts, x bfloat16 on a GPU. Raises ValueError for shapes that do not fit.
+    Arguments as in expert_products.experts, x bfloat16 on a GPU. ordered: x as of norm.in_order, if it is known.
+    Raises ValueError for shapes that do not fit.
     """
     record, (tokens, slots) = pairs.record, pairs.ids.shape
     fits = len(x) == tokens and x.shape[1] == record.hidden and pairs.ids.is_contiguous()
@@ -153,7 +158,8 @@ def experts(
         lists = sort_pairs(pairs)
         kernel = kernel_for(tokens * slots, pairs.offsets.numel())
         counters = torch.zeros(2, 1, dtype=torch.int32, device=x.device) if kernel.takes_jobs else (lists.counts,) * 2
-        _launch(kernel, pairs, lists, counters[0], in_kernel_order(x), record.gate, mid, gate, of_input)
+        ordered = in_order(x) if ordered is None else ordered
+        _launch(kernel, pairs, lists, counters[0], ordered, record.gate, mid, gate, of_input)
         _launch(
             kernel, down_pairs, lists, counters[1], rows, record.down, partials, None, of_output,
             start=record.down_start,
@@ -164,26 +170,6 @@ def experts(
         expert_products.down_twin(down_pairs, rows, of_output, exact)
         partials.copy_(exact)
     return partials
-
-
-def in_kernel_order(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, columns] of 2 bytes -> the same, of each 32 columns 8t + 4s + 2h + e at 16s + 8h + 2t + e."""
-    words = x.contiguous().view(torch.int32)
-    if not runs_kernel(x):
-        return words.view(-1, 4, 2, 2).permute(0, 2, 3, 1).reshape(words.shape).view(x.dtype)
-    out = torch.empty_like(words)
-    if words.numel():
-        _order_words[(triton.cdiv(words.numel(), _WORDS),)](words, out, words.numel(), BLOCK=_WORDS)
-    return out.view(x.dtype)
-
-
-@triton.jit
-def _order_words(x, out, words, BLOCK: tl.constexpr):
-    """One program for BLOCK words of two columns."""
-    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = word < words
-    source = word // 16 * 16 + word % 4 * 4 + word // 8 % 2 * 2 + word // 4 % 2
-    tl.store(out + word, tl.load(x + source, mask=inside), mask=inside)
 
 
 def _launch(

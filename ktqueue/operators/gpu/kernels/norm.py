@@ -18,6 +18,8 @@ from ktqueue.operators.gpu.kernels.operation import (
     wait_for_previous,
 )
 
+_WORDS = 1024
+"""Of two columns, that a program puts in order."""
 _COLUMNS_OF_A_WARP = 128
 """Four of each thread, since what it loads of all slots is on its way at once."""
 
@@ -38,6 +40,32 @@ def weighted(x, factors, dtype: tl.constexpr, ROUNDS: tl.constexpr):
 
 
 @triton.jit
+def word_in_order(word):
+    """Where `in_order` writes a word of two columns."""
+    return word // 16 * 16 + word // 2 % 2 * 8 + word % 2 * 4 + word // 4 % 4
+
+
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, columns] of 2 bytes -> the same, of each 32 columns 8t + 4s + 2h + e at 16s + 8h + 2t + e: the order of
+    expert_warpgroups.cu."""
+    words = x.contiguous().view(torch.int32)
+    if not runs_kernel(x):
+        return words.view(-1, 4, 2, 2).permute(0, 2, 3, 1).reshape(words.shape).view(x.dtype)
+    out = torch.empty_like(words)
+    if words.numel():
+        _order_words[(triton.cdiv(words.numel(), _WORDS),)](words, out, words.numel(), BLOCK=_WORDS)
+    return out.view(x.dtype)
+
+
+@triton.jit
+def _order_words(x, out, words, BLOCK: tl.constexpr):
+    """One program for BLOCK words."""
+    word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < words
+    tl.store(out + word_in_order(word), tl.load(x + word, mask=inside), mask=inside)
+
+
+@triton.jit
 def _add_rms_norm(
     residual,
     weight,
@@ -47,6 +75,7 @@ def _add_rms_norm(
     shared_gate,
     normed,
     copy,
+    ordered,
     epsilon,
     scale,
     FROM_HOST: tl.constexpr,
@@ -58,7 +87,7 @@ def _add_rms_norm(
     WAITS: tl.constexpr,
 ):
     """One program per token. LAYER: the norm is a LayerNorm. FROM_HOST: `added` is in host memory and is read past the
-    caches. The CPU has just written it, and L2 may still hold the old contents."""
+    caches. The CPU has just written it, and L2 may still hold the old contents. ordered: words of two numbers."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -98,6 +127,12 @@ def _add_rms_norm(
     tl.store(normed + element, result, mask=inside)
     if copy is not None:
         tl.store(copy + element, result.to(tl.float32).to(copy.dtype.element_ty), mask=inside)
+    if ordered is not None:
+        word = tl.arange(0, BLOCK // 2)
+        halves = tl.reshape(result.to(tl.uint16, bitcast=True).to(tl.uint32), (BLOCK // 2, 2))
+        low, high = tl.split(halves)
+        place = token * (HIDDEN // 2) + word_in_order(word)
+        tl.store(ordered + place, (low | high << 16).to(tl.int32, bitcast=True), mask=word < HIDDEN // 2)
 
 
 def add_rms_norm(
@@ -110,6 +145,7 @@ def add_rms_norm(
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
+    ordered: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
     """Add `added` + sum(`partials`) + sigmoid(`shared_gate`) * `shared` to the residual IN PLACE; return its norm.
@@ -117,7 +153,8 @@ def add_rms_norm(
     residual [tokens, hidden]; weight [hidden] of an RMSNorm, or [2, hidden], weights and biases of a LayerNorm; added,
     shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a gate, only with `shared` (without it, all of
     `shared` is added), partials [tokens, slots, hidden]: any float dtype. Returns [tokens, hidden] in the dtype
-    of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype. The sum is float32 and rounded
+    of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype, and as of `in_order` to `ordered`,
+    which is like the residual, whose numbers then have 2 bytes. The sum is float32 and rounded
     once; then it is multiplied by `scale` and rounded again (Gemma 4), unless that is 1. The norm is that of the
     rounded sum: rounded, then multiplied by the weight (transformers' LlamaRMSNorm and its copies). A LayerNorm is
     rounded once. `added` and `copy` may be in pinned host memory. All must be contiguous.
@@ -125,8 +162,9 @@ def add_rms_norm(
     """
     shape = residual.shape
     fits = weight.shape in (shape[1:], (2, *shape[1:])) and all(
-        x is None or x.shape == shape for x in (added, shared, copy)
+        x is None or x.shape == shape for x in (added, shared, copy, ordered)
     )
+    fits &= ordered is None or (ordered.dtype == residual.dtype and residual.itemsize == 2 and shape[1] % 32 == 0)
     fits &= partials is None or partials.shape[::2] == shape
     fits &= shared_gate is None or (shared is not None and shared_gate.numel() == shape[0])
     check_fits(fits, "add_rms_norm", residual=residual, weight=weight, added=added, partials=partials, copy=copy)
@@ -136,7 +174,8 @@ def add_rms_norm(
         block = triton.next_power_of_2(hidden)
         if tokens:
             _add_rms_norm[(tokens,)](
-                residual, weight, added, partials, shared, shared_gate, normed, copy, epsilon, scale,
+                residual, weight, added, partials, shared, shared_gate, normed, copy,
+                None if ordered is None else ordered.view(torch.int32), epsilon, scale,
                 FROM_HOST=added is not None and not is_gpu(added.device),
                 SLOTS=0 if partials is None else partials.shape[1],
                 HIDDEN=hidden,
@@ -165,6 +204,8 @@ def add_rms_norm(
     )
     if copy is not None:
         copy.copy_(normed)
+    if ordered is not None:
+        ordered.copy_(in_order(normed))
     return normed
 
 

@@ -40,16 +40,6 @@ def test_the_twin_equals_packed_experts(gate: GateFacts, random_weights: Callabl
     assert (found - expected).abs().max() <= BOUND * expected.abs().max()
 
 
-def test_columns_are_in_the_order_of_the_kernel() -> None:
-    x = torch.arange(64.0).bfloat16().view(1, 64)
-    found = by_twin(expert_warpgroups.in_kernel_order, x)[0].tolist()
-    assert found[:16] == [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]
-    assert found[16:20] == [4, 5, 12, 13] and found[32:34] == [32, 33] and sorted(found) == x[0].tolist()
-    many = torch.randn(9, 288).bfloat16()
-    twin, kernel = (run(expert_warpgroups.in_kernel_order, many) for run in (by_twin, by_kernel))
-    assert twin.equal(kernel)
-
-
 @pytest.mark.parametrize("experts", [3, 40])
 def test_many_pairs_are_sorted_block_by_block(experts: int) -> None:
     """Those of an expert stay in order. Some pairs have no expert, one expert has none, and one is on the CPU."""

@@ -1,15 +1,16 @@
 """Residual sum and RMSNorm: the twin computes what the modules of transformers do, the kernel what the twin does."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from ktqueue.operators.gpu.kernels.norm import add_rms_norm
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm, in_order
 
-from ..interpreted import by_kernel
+from ..interpreted import by_kernel, by_twin
 from .comparing import DTYPES, assert_same, clones
 
 
@@ -83,3 +84,29 @@ def test_the_kernel_equals_its_twin(tokens: int, hidden: int, slots: int, dtype:
         assert_same(ours["residual"], twin["residual"])
         if options["copy"] is not None:
             assert_same(ours["copy"], normed.float())
+
+
+def test_columns_are_in_the_order_of_warpgroups() -> None:
+    x = torch.arange(64.0).bfloat16().view(1, 64)
+    found = by_twin(in_order, x)[0].tolist()
+    assert found[:16] == [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]
+    assert found[16:20] == [4, 5, 12, 13] and found[32:34] == [32, 33] and sorted(found) == x[0].tolist()
+    many = torch.randn(9, 288).bfloat16()
+    twin, kernel = (run(in_order, many) for run in (by_twin, by_kernel))
+    assert twin.equal(kernel)
+
+
+@pytest.mark.parametrize("run", [by_twin, by_kernel])
+@pytest.mark.parametrize("hidden", [64, 96])
+def test_rows_are_also_written_in_order(run: Callable[..., torch.Tensor], hidden: int) -> None:
+    residual, weight = torch.randn(5, hidden).bfloat16(), torch.randn(hidden).bfloat16()
+    ordered = torch.full_like(residual, torch.nan)
+    normed = run(add_rms_norm, residual, weight, 1e-6, ordered=ordered)
+    assert ordered.equal(by_twin(in_order, normed))
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(48, torch.bfloat16), (64, torch.float32)])
+def test_only_whole_slabs_of_two_bytes_have_an_order(columns: int, dtype: torch.dtype) -> None:
+    rows = torch.zeros(2, columns, dtype=dtype)
+    with pytest.raises(ValueError, match="add_rms_norm"):
+        add_rms_norm(rows, rows[0], 1e-6, ordered=rows.clone())
