@@ -27,6 +27,8 @@ CONVOLUTION = "linear_attn.conv1d.weight"
 Change = Callable[[Floats], Floats]
 _SECTIONS = (11, 11, 10)  # pairs of columns of a head that a position in time, height and width turns, if not stated
 _INTERVAL = 4  # every fourth layer has keys and values, if a file does not say
+_LIST = "attention.recurrent_layers"
+"""Whether each layer has linear attention. Newer files list it, and may state an interval that is not theirs."""
 _NORM = re.compile(
     r"(output_norm|blk\.\d+\.((attn|post_attention|attn_q|attn_k|nextn\.shared_head)_norm|nextn\.[eh]norm))\.weight"
 )
@@ -43,11 +45,15 @@ def linear_config(layout: GgufLayout, metadata: ModelMetadata, config: Mapping[s
     inner, heads = metadata.integer("ssm.inner_size"), int(config["linear_num_value_heads"])
     if inner % heads:
         raise metadata.error("ssm.inner_size", f"{inner} must be a multiple of the {heads} value heads")
-    interval = metadata.count("full_attention_interval") or _INTERVAL
     layers = int(config["num_hidden_layers"])
-    if interval > layers:
-        raise metadata.error("full_attention_interval", f"{interval} is above the {layers} layers")
-    kinds = ["full_attention" if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(layers)]
+    if _LIST in metadata:  # it has precedence, as in llama.cpp
+        are_linear = metadata.flags(_LIST, layers)
+    else:
+        interval = metadata.count("full_attention_interval") or _INTERVAL
+        if interval > layers:
+            raise metadata.error("full_attention_interval", f"{interval} is above the {layers} layers")
+        are_linear = [(i + 1) % interval != 0 for i in range(layers)]
+    kinds = [LINEAR_ATTENTION if is_linear else "full_attention" for is_linear in are_linear]
     return {"linear_value_head_dim": inner // heads, "layer_types": kinds, TILED: layout.tiled}
 
 

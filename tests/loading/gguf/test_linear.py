@@ -129,7 +129,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         writer = gguf.GGUFWriter(path, architecture)
         kind = DENSE_KEYS if architecture == "qwen35" else EXPERT_KEYS
         for key, value in {**KEYS, **kind, **changes}.items():
-            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{architecture}.{key}", value)
+            add: Any = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            (writer.add_array if isinstance(value, list) else add)(f"{architecture}.{key}", value)
         tiled = architecture.startswith("qwen35")
         for name, x in model.state_dict().items():
             for target, tensor in renamed(name, x, tiled=tiled):
@@ -155,7 +156,7 @@ def renamed(name: str, x: torch.Tensor, *, tiled: bool) -> list[tuple[str, torch
     return [(f"blk.{layer}.{NAMES[rest]}", x[0] if rest.endswith("shared_expert_gate.weight") else x)]
 
 
-def make(model_type: str, **changes: int) -> Any:
+def make(model_type: str, **changes: Any) -> Any:
     torch.manual_seed(5)
     factory: Any = transformers.AutoModelForCausalLM
     make_config: Any = transformers.CONFIG_MAPPING[model_type]
@@ -183,15 +184,30 @@ def test_logits_equal_those_of_transformers(model_type: str, architecture: str, 
         assert (found[name] - logits).abs().max() < 3e-4 * logits.abs().max()
 
 
+@KINDS
+def test_a_list_of_layers_has_precedence_over_the_interval(
+    model_type: str, architecture: str, write: Callable[..., Path]
+) -> None:
+    """llama.cpp's converter lists them for every folder whose config has layer_types. The list may be longer."""
+    kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    model = make(model_type, layer_types=kinds)
+    are_linear = [False, True, True, False, False]
+    loaded = load_model(str(write(model, architecture, **{"attention.recurrent_layers": are_linear})))
+    expected, found = answers(model), feed(loaded.module)
+    for name, logits in expected.items():
+        assert (found[name] - logits).abs().max() < 3e-4 * logits.abs().max()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"attention.recurrent_layers": [True]}, r"recurrent_layers must be true or false for each of 4 layers"),
         ({"ssm.inner_size": 130}, r"qwen3next\.ssm\.inner_size 130 must be a multiple of the 6 value heads"),
         ({"full_attention_interval": 9}, r"full_attention_interval 9 is above the 4 layers"),
         ({"ssm.group_count": 4}, r"ssm_ba\.weight' is \[12, 64\], 12 rows for 4 key heads expected"),
     ],
 )
-def test_wrong_metadata_is_refused(changes: dict[str, int], message: str, write: Callable[..., Path]) -> None:
+def test_wrong_metadata_is_refused(changes: dict[str, Any], message: str, write: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_model(str(write(make("qwen3_next"), "qwen3next", **changes)))
 
