@@ -38,15 +38,16 @@ def decode(loaded: LoadedGpuModel, rows: int, turns: int) -> dict[str, Any]:
     }
 
 
-def prefill(loaded: LoadedGpuModel, tokens: int, turns: int) -> dict[str, Any]:
-    """Prompts alone, after a first one that compiles."""
-    measured = measure_prefill(loaded.engine, loaded.prompts(turns + 1, tokens))
+def prefill(loaded: LoadedGpuModel, tokens: int, turns: int, pause: float = 0.0) -> dict[str, Any]:
+    """Prompts alone, after a first one that compiles. pause: seconds before each."""
+    measured = measure_prefill(loaded.engine, loaded.prompts(turns + 1, tokens), pause)
     return {"tokens": tokens, "tokens_per_second": tokens / measured.fastest, "median_ms": 1e3 * measured.seconds}
 
 
 def main() -> None:
     parser = gpu_command_line(__doc__, rows="1,4,16,64")
     parser.add_argument("--prefill", type=integers, default="512,2048,8192", help="tokens of prompts that run alone")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each of them, in which the GPU rests")
     parser.add_argument("--trials", default=",".join(NAMES), help="one after the other")
     parser.add_argument("--turns", type=int, default=3, help="of each point; the best counts")
     parser.add_argument("--traced", type=integers, default="1,64", help="rows of steps that are traced")
@@ -71,7 +72,7 @@ def main() -> None:
             run["decode"].append(figure)
             sys.stderr.write(f"{run['trial']}: {figure}\n")
         for tokens in arguments.prefill:
-            figure = prefill(loaded, tokens, arguments.turns)
+            figure = prefill(loaded, tokens, arguments.turns, arguments.pause)
             run["prefill"].append(figure)
             sys.stderr.write(f"{run['trial']}: {figure}\n")
         for rows in arguments.traced:

@@ -111,10 +111,11 @@ def measure_decode(
     )
 
 
-def measure_prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> Prefill:
-    """Read the prompts one after another, each to its first token."""
+def measure_prefill(engine: Engine, prompts: Sequence[Sequence[int]], pause: float = 0.0) -> Prefill:
+    """Read the prompts one after another, each to its first token. pause: seconds before each."""
     seconds = []
     for prompt in prompts:
+        time.sleep(pause)
         began = time.perf_counter()
         start(engine, [prompt], 1, {})
         seconds.append(time.perf_counter() - began)
