@@ -54,6 +54,14 @@ _DEEPSEEK_V3 = PreTokenizer(
         "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
     )
 )
+_AFMOE = PreTokenizer(  # llama.cpp's: digits by three from the right
+    (
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+        "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+        "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+        _DEEPSEEK_V3.patterns[-1],
+    )
+)
 _BAILING = PreTokenizer(
     (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
 )
@@ -100,8 +108,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "midm-2.0", "pixtral"), _LLAMA3
     ),
-    **dict.fromkeys(("chatglm-bpe", "dbrx", "glm4", "smaug-bpe"), PreTokenizer((_THREE_DIGITS,))),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "glm4", "glm5", "smaug-bpe"), PreTokenizer((_THREE_DIGITS,))),
     **dict.fromkeys(("gpt-4o", "kanana2", "llama4"), _GPT_4O),
+    "afmoe": _AFMOE,
     "minimax-m2": PreTokenizer(_GPT_4O.patterns),
     "tekken": _TEKKEN,
     **dict.fromkeys(("cohere2moe", "tiny_aya"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT_4O.patterns))),

@@ -145,6 +145,14 @@ def test_a_sentence_piece_vocabulary_equals_its_definition(tmp_path: Path) -> No
     assert ours.eos_token_ids == {2} and ours.chat_template is None
 
 
+def test_digits_of_trinity_are_split_by_three_from_the_right() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    library.split_as(tokenizer, PRE_TOKENIZERS["afmoe"])
+    pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("x1 12 1234567 89b")]
+    assert pieces == ["x", "1", "Ġ", "12", "Ġ", "1", "234", "567", "Ġ", "89", "b"]
+    assert PRE_TOKENIZERS["glm5"] == PRE_TOKENIZERS["glm4"]
+
+
 @pytest.mark.parametrize("name", sorted({split: name for name, split in PRE_TOKENIZERS.items()}.values()))
 def test_text_is_split_as_by_another_library(name: str) -> None:
     splits = PRE_TOKENIZERS[name]
