@@ -17,7 +17,7 @@ from ktqueue.cli.flags import AsJson, CommonFlags, EngineFlags, GatewayFlags, ex
 from ktqueue.cli.terminal.console import escaped, results, table, write_json
 from ktqueue.cli.terminal.failures import ExitCode
 from ktqueue.core.config import Config, EngineConfig
-from ktqueue.core.errors import KtqueueError, Unavailable
+from ktqueue.core.errors import ConfigError, KtqueueError, Unavailable
 from ktqueue.core.hub_model import PREFIX, parse
 from ktqueue.core.units import format_bytes
 
@@ -255,14 +255,11 @@ async def _served(broker: "Broker") -> tuple[int, list[str]]:
 
 
 def _port(config: Config) -> Finding:
-    import socket
+    from ktqueue.core.listeners import PortTaken, listen
 
-    host, port = config.gateway.host, config.gateway.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            fact = f"{host}:{port}: {error.strerror}"
-            return Finding("port", Level.WARN, fact, "a gateway may be running there; else choose another --port")
-    return Finding("port", Level.OK, f"{host}:{port} is free")
+    try:
+        listen(config.gateway).close()
+    except ConfigError as error:
+        other = "a gateway may be running there; else " * isinstance(error, PortTaken)
+        return Finding("port", Level.WARN, error.message, f"{other}choose another {error.param}")
+    return Finding("port", Level.OK, f"{config.gateway.host}:{config.gateway.port} is free")

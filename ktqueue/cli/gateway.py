@@ -16,5 +16,5 @@ def gateway(common: CommonFlags, gateway: GatewayFlags, profile: ProfileFlags) -
     set_up_logging(config.log)
     try:
         serve(config)
-    except SystemExit as end:  # uvicorn has logged the reason
+    except SystemExit as end:  # the application could not start, which uvicorn has logged
         raise typer.Exit(ExitCode.FAILED if end.code else ExitCode.OK) from end

@@ -10,6 +10,7 @@ import os
 import sys
 
 from ktqueue.core.errors import ConfigError, KtqueueError
+from ktqueue.core.listeners import PortTaken
 from ktqueue.core.logs import configure_process
 from ktqueue.gateway.serve import serve
 
@@ -18,4 +19,5 @@ if __name__ == "__main__":
         serve(configure_process(os.environ))
     except KtqueueError as error:
         logging.getLogger("ktqueue.gateway").error("%s", error.message)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)  # as a worker: after 2 a restart would not help
+        is_final = isinstance(error, ConfigError) and not isinstance(error, PortTaken)
+        sys.exit(2 if is_final else 1)  # as a worker: after 2 a restart would not help

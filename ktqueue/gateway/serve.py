@@ -4,7 +4,6 @@ import asyncio
 import logging
 import resource
 import socket
-import sys
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -15,6 +14,7 @@ import uvicorn
 from ktqueue.broker.broker import Broker
 from ktqueue.core import garbage
 from ktqueue.core.config import Config, GatewayConfig
+from ktqueue.core.listeners import BACKLOG, listen
 from ktqueue.gateway.app import create_app
 from ktqueue.gateway.gateway import Gateway
 from ktqueue.gateway.http.connections import MAX_OVERFLOW, Connections
@@ -25,7 +25,6 @@ from ktqueue.gateway.http.uvicorn_internals import check_uvicorn
 
 OTHER_FILES = 256  # open files that are not client connections: Redis, logs, libraries
 PROBE_CONNECTIONS = 64  # on the port for probes
-ADDRESS_IN_USE = 3  # exit code, as uvicorn's own
 logger = logging.getLogger(__name__)
 
 
@@ -41,24 +40,24 @@ class GatewayServer(uvicorn.Server):
         self.connections = connections  # without those of the port for probes
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, also on the port for probes if there is one. Ends the process with 3 if a port cannot be used."""
-        await super().startup(sockets)
-        settings = self.gateway.config.gateway
-        if settings.probe_port is None or self.should_exit:
-            return
+        """Listen, also on the port for probes if there is one. Raises ConfigError, before the application starts."""
+        listeners = listen(self.gateway.config.gateway)
+        try:
+            await super().startup(listeners.main)
+        except BaseException:
+            listeners.close()
+            raise
         protocol = partial(
             _protocol(self.gateway, Connections(PROBE_CONNECTIONS), probes_only=True),
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        try:
-            loop = asyncio.get_running_loop()
-            self.servers.append(await loop.create_server(protocol, settings.host, settings.probe_port))
-        except OSError as error:
-            logger.error("cannot listen on gateway.probe_port %d: %s", settings.probe_port, error)
-            await self.lifespan.shutdown()
-            sys.exit(ADDRESS_IN_USE)
+        loop = asyncio.get_running_loop()
+        for listener in listeners.probes:
+            self.servers.append(await loop.create_server(protocol, sock=listener, backlog=BACKLOG))
+        for listener in (*listeners.main, *listeners.probes):
+            logger.info("listening on %s:%d", *listener.getsockname()[:2])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the stop, or end it at once. Unlike with the parent class, the process exits with 0."""
@@ -110,10 +109,7 @@ def _protocol(gateway: Gateway, connections: Connections, *, probes_only: bool) 
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises Unavailable or ConfigError if there is no usable broker.
-
-    Ends the process with 3 if it cannot listen on the address.
-    """
+    """Serve until SIGTERM or SIGINT. Raises Unavailable or ConfigError: no usable broker, or no usable address."""
     asyncio.run(_check_broker(config))
     warn_without_keys(config.gateway)
     server = build_server(_within_files(config))

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -43,8 +44,9 @@ def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redi
         batch = ktqueue("batch", "run", "in.jsonl", "-o", "out.jsonl", "--redis-url", redis_url)
         assert batch.returncode == 0, batch.stderr
         taken = ktqueue("gateway", "--redis-url", redis_url, "--port", port)
-        assert taken.returncode == 1
-        assert "address already in use" in taken.stderr
+        assert taken.returncode == 2
+        reason = f"cannot listen on gateway.host 127.0.0.1, gateway.port {port}: Address already in use"
+        assert taken.stderr.endswith(f"ktqueue: the gateway {reason}\n")
     finally:
         worker.send_signal(signal.SIGINT)
         gateway.send_signal(signal.SIGINT)
@@ -54,6 +56,16 @@ def test_a_gateway_and_a_worker_find_each_other(start: Start, ktqueue: Run, redi
     assert "drained" in worker_log
     assert made["key"] not in gateway_out + gateway_log + worker_log
     assert "loading: 18" in worker_log
+
+
+def test_a_port_for_probes_that_is_taken_is_an_error_in_one_line(ktqueue: Run, redis_url: str) -> None:
+    port, taken = free_ports(2)
+    with socket.create_server(("127.0.0.1", taken)):
+        env = {"KTQUEUE_GATEWAY_PROBE_PORT": str(taken)}
+        done = ktqueue("gateway", "--redis-url", redis_url, "--port", port, env=env)
+    assert done.returncode == 2
+    assert f"gateway.probe_port {taken}: Address already in use" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_without_redis_both_fail_at_once(ktqueue: Run) -> None:

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -22,7 +22,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.broker.models import process_name
 from ktqueue.broker.redis.state_folder import PRIVATE_UMASK, StateFolder
 from ktqueue.core.config import ENVIRONMENT_PREFIX, STANDALONE, Config, config_environment
-from ktqueue.core.errors import ConfigError
+from ktqueue.core.listeners import listen
 from ktqueue.workers.exit_codes import UNUSABLE
 from ktqueue.workers.supervision.child import LONGEST_PAUSE_SECONDS, QUICK_DEATH_SECONDS, Child, ProcessFailed
 from ktqueue.workers.supervision.fork_client import COMMAND as FORK_SERVER_COMMAND
@@ -168,7 +168,8 @@ class Supervisor:
 
     def _complete_config(self) -> None:
         """Choose the gateway's port and each worker's share of CPU threads and memory."""
-        port = _claim_port(self.config.gateway.host, self.config.gateway.port)
+        with closing(listen(self.config.gateway)) as listeners:
+            port = listeners.port
         engine = self.config.engine
         if engine.threads is None and self._count > 1:
             engine = replace(engine, threads=max(1, _physical_cores() // self._count))
@@ -335,16 +336,3 @@ def _physical_cores() -> int:
         )
     except OSError:
         return len(cpus)
-
-
-def _claim_port(host: str, port: int) -> int:
-    """Return the port if it is free, or any free port if it is 0. Raises ConfigError."""
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-            return int(listener.getsockname()[1])
-    except OSError as error:
-        raise ConfigError(
-            f"the gateway cannot listen on gateway.host {host}, gateway.port {port}: {error.strerror}",
-            param="gateway.port",
-            value=port,
-        ) from error

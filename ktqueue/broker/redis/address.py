@@ -162,7 +162,7 @@ def _endpoint(text: str, default_port: int) -> RedisEndpoint:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise _fault(f"{text!r} is not host:port") from error
-    if not host and text:
+    if port == 0 or (text and not host):  # redis-py takes port 0 for the path of a socket
         raise _fault(f"{text!r} is not host:port")
     return RedisEndpoint(unquote(host or "localhost"), default_port if port is None else port)
 

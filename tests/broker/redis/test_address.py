@@ -37,6 +37,7 @@ def test_urls_are_parsed(tmp_path: Path) -> None:
         ("unix+sentinel://h/tales", "must start with"),
         ("redis://a,b", "several hosts"),
         ("redis://:secret@h:99999", "not host:port"),
+        ("redis://h:0", "not host:port"),
         ("redis://h/abc", "database"),
         ("redis+sentinel://:secret@h", "name of the service"),
         ("redis+cluster://h/1", "database 0 only"),
