@@ -16,6 +16,7 @@ from ktqueue.operators.gpu.experts.step import RoutedLayer
 from ktqueue.operators.gpu.kernels import expert_products, expert_warpgroups
 from ktqueue.operators.gpu.kernels.expert_pairs import MOST_READ_BY_EACH
 from ktqueue.operators.gpu.kernels.expert_warpgroups import NARROW, WarpgroupKernel, kernel_for
+from ktqueue.operators.gpu.kernels.norm import add_rms_norm
 from ktqueue.operators.gpu.settings import Trials
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ def _kind(layer: RoutedLayer) -> tuple[object, ...]:
 def _run_once(layer: RoutedLayer, pool: torch.Tensor, dtype: torch.dtype, max_tokens: int) -> None:
     """Multiply random tokens, as many as steps may have, so that no prompt waits for the compiler: packed experts in
     powers of two, and warpgroups with both ways to sort pairs and by each kernel. And one token more, since Triton
-    compiles a kernel again for sizes that are no multiple of 16."""
+    compiles a kernel again for sizes that are no multiple of 16. And the norm before them, with a copy for the CPU or
+    without."""
     done: set[tuple[bool, bool, WarpgroupKernel]] = set()
     powers = [2**power + more for power in range(max_tokens.bit_length()) for more in (0, 1)]
     for tokens in (*powers, max_tokens):
@@ -77,3 +79,6 @@ def _run_once(layer: RoutedLayer, pool: torch.Tensor, dtype: torch.dtype, max_to
         elif kind not in done:
             done.add(kind)
             expert_warpgroups.experts(*step, layer.gate)
+            x = step[2]
+            for copy in (None, x.float()):
+                add_rms_norm(x, x[0], 1e-6, added=x, copy=copy, ordered=torch.empty_like(x))

@@ -27,6 +27,7 @@ def test_kernels_of_the_longest_step_are_compiled_and_run(
     )
     compiled: set[tuple[WarpgroupKernel, str]] = set()
     run: set[WarpgroupKernel] = set()
+    copied: set[torch.dtype | None] = set()
 
     def compile_products(products: Any) -> None:
         assert not run
@@ -37,8 +38,15 @@ def test_kernels_of_the_longest_step_are_compiled_and_run(
     monkeypatch.setattr(expert_warpgroups, "compile_products", compile_products)
     monkeypatch.setattr(expert_warpgroups, "experts", lambda pairs, *_: run.add(kernel_for(pairs.ids.numel(), 4)))
     monkeypatch.setattr(expert_products, "experts", lambda *_, **__: None)
+
+    def add_rms_norm(x: torch.Tensor, *_: Any, copy: torch.Tensor | None, ordered: torch.Tensor, **__: Any) -> None:
+        assert ordered.shape == x.shape and ordered.dtype == x.dtype
+        copied.add(None if copy is None else copy.dtype)
+
+    monkeypatch.setattr(warpgroups, "add_rms_norm", add_rms_norm)
     pool = torch.zeros(record.bytes, dtype=torch.uint8)
     chosen = warpgroups.prepare_warpgroups([layer, layer], pool, torch.bfloat16, max_tokens, Trials())
     assert chosen == {0, 1}
     assert run == kernels
+    assert copied == ({None, torch.float32} if kernels else set())
     assert compiled == {(kernel, quant) for kernel in kernels for quant in ("Q4_K", "Q6_K")}
