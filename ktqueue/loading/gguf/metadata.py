@@ -101,7 +101,10 @@ def _field_value(entry: MetadataField, metadata: ModelMetadata) -> int | float |
 
 def _rotary_part(family: Family, metadata: ModelMetadata, config: Mapping[str, Any]) -> float:
     """Return the part of a head that rotary embeddings turn: 1, or less in the families that have such a config."""
-    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head_width = config.get("head_dim") or width // heads
+    if not head_width:
+        raise metadata.error("embedding_length", f"must be at least the {heads} heads, got {width}")
     rotary_width = metadata.count("rope.dimension_count") or head_width
     partial = family.partly_rotated and rotary_width < head_width and rotary_width % 2 == 0
     if rotary_width != head_width and not partial:

@@ -176,7 +176,8 @@ def several_models(model_type: object, text_type: object, source: str) -> Checkp
 
 def check_config(config: Any, source: str) -> None:
     """Check how the numbers of a transformers config fit together. Raises CheckpointError."""
-    if any(isinstance(rope, dict) for rope in (getattr(type(config)(), "rope_parameters", None) or {}).values()):
+    default = None if config.has_no_defaults_at_init else type(config)()
+    if any(isinstance(rope, dict) for rope in (getattr(default, "rope_parameters", None) or {}).values()):
         check_rope(vars(config), source, by_kind=True)
         for rope in list(rope_parameters(vars(config)))[1:]:
             _check_number(rope.get("rope_theta"), "rope_theta", _NUMBERS["rope_theta"], source, may_be_null=False)

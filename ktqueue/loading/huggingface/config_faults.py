@@ -21,8 +21,8 @@ def find_fault(
     """Return the error that names the one value without which `attempt` succeeds; None if there is no such value.
 
     values: of a config file. attempt: makes something from such values, or fails. limit: what the value must be.
-    only_void: outside of groups, try no
-    values but those that are null, empty or not above 0, because an attempt takes time.
+    only_void: outside of groups, try no values but those that are null, empty or not above 0, because an attempt takes
+    time.
     """
     for path, stated in _stated(values):
         if only_void and len(path) == 1 and stated and not (isinstance(stated, int | float) and stated < 0):

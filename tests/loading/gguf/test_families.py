@@ -114,6 +114,7 @@ def test_gpt_oss_scores_experts_by_the_softmax_of_the_chosen(parts_of: Callable[
         ("glm4_moe", {"glm4moe.rope.dimension_count": 64}, "must be the width of a head, 32, got 64"),
         ("glm4_moe", {"glm4moe.leading_dense_block_count": -1}, "leading_dense_block_count must be a positive number"),
         ("qwen3_moe", {"qwen3moe.rope.dimension_count": 16}, "must be the width of a head, 32, got 16"),
+        ("olmoe", {"olmoe.embedding_length": 3}, "embedding_length must be at least the 4 heads, got 3"),
     ],
 )
 def test_wrong_metadata_is_refused(
