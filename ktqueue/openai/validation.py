@@ -106,6 +106,8 @@ def explain(detail: ErrorDetails, names: Mapping[str, str]) -> InvalidRequest:
     else:
         describe = _EXPECTED.get(detail["type"])
         expected = describe(context) if describe else detail["msg"]
+        if detail["type"] == "int_type" and type(detail["input"]) is float and abs(detail["input"]) >= 1 << 63:
+            expected = "an integer of at most 64 bits"  # the reader of JSON makes a larger one a float
     value = context["shown"] if detail["type"] == "ktqueue" else short_repr(detail["input"])
     bounds = [context[key] for key in ("ge", "gt", "le", "lt", "min_length", "max_length") if key in context]
     limit = bounds[0] if bounds else expected

@@ -187,6 +187,8 @@ async def test_a_wrong_field_of_a_completion_is_named(http: httpx.AsyncClient, w
 async def test_errors_name_exact_limits(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
     for change, words in (
         ({"seed": 2**63}, f"at most {2**63 - 1}, got {2**63}"),
+        ({"seed": 2**64}, "an integer of at most 64 bits"),
+        ({"seed": -(2**63) - 1}, "an integer of at most 64 bits"),
         ({"top_k": 2**31}, f"at most {2**31 - 1}, got"),
         ({"temperature": 3}, "at most 2, got 3"),
         ({"expires_in": 1e9}, "at most 31622400, got"),

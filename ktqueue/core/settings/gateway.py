@@ -21,7 +21,7 @@ class GatewayConfig:
     port: int = setting(
         8000,
         "Port to listen on.",
-        details="0 takes any free port under `ktqueue up`.",
+        details="0: any free port, which the log names.",
         at_most=65535,
         metavar="N",
         panel="Gateway",
