@@ -29,7 +29,7 @@ log=$folder/$1-$$.log
 [[ " $* " == *" -d "* ]] && touch "$folder/detached"
 setsid "$real" "$@" > "$log" 2>&1 < /dev/null &
 echo $! | tee -a "$folder/all" > "$folder/$1"
-serves() {{ grep -qiwE 'ready|serving|running' "$log"; }}
+serves() {{ grep -qiwE 'ready|serving|running|listening' "$log"; }}
 until serves; do
   [ -e "/proc/$!/exe" ] || serves || {{ cat "$log" >&2; exit 1; }}
   sleep 0.1

@@ -46,11 +46,11 @@ def word_in_order(word):
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, columns] of 2 bytes -> the same, of each 32 columns 8t + 4s + 2h + e at 16s + 8h + 2t + e: the order of
-    expert_warpgroups.cu."""
-    words = x.contiguous().view(torch.int32)
+    """x [rows, columns] -> the same, of each 32 columns 8t + 4s + 2h + e at 16s + 8h + 2t + e: the order of
+    expert_warpgroups.cu. On a GPU, numbers have 2 bytes."""
     if not runs_kernel(x):
-        return words.view(-1, 4, 2, 2).permute(0, 2, 3, 1).reshape(words.shape).view(x.dtype)
+        return x.reshape(-1, 4, 2, 2, 2).permute(0, 2, 3, 1, 4).reshape(x.shape)
+    words = x.contiguous().view(torch.int32)
     out = torch.empty_like(words)
     if words.numel():
         _order_words[(triton.cdiv(words.numel(), _WORDS),)](words, out, words.numel(), BLOCK=_WORDS)
@@ -154,7 +154,7 @@ def add_rms_norm(
     shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a gate, only with `shared` (without it, all of
     `shared` is added), partials [tokens, slots, hidden]: any float dtype. Returns [tokens, hidden] in the dtype
     of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype, and as of `in_order` to `ordered`,
-    which is like the residual, whose numbers then have 2 bytes. The sum is float32 and rounded
+    which is like the residual. The sum is float32 and rounded
     once; then it is multiplied by `scale` and rounded again (Gemma 4), unless that is 1. The norm is that of the
     rounded sum: rounded, then multiplied by the weight (transformers' LlamaRMSNorm and its copies). A LayerNorm is
     rounded once. `added` and `copy` may be in pinned host memory. All must be contiguous.
@@ -164,7 +164,8 @@ def add_rms_norm(
     fits = weight.shape in (shape[1:], (2, *shape[1:])) and all(
         x is None or x.shape == shape for x in (added, shared, copy, ordered)
     )
-    fits &= ordered is None or (ordered.dtype == residual.dtype and residual.itemsize == 2 and shape[1] % 32 == 0)
+    fits &= ordered is None or (ordered.dtype == residual.dtype and shape[1] % 32 == 0)
+    fits &= ordered is None or residual.itemsize == 2 or not runs_kernel(residual)
     fits &= partials is None or partials.shape[::2] == shape
     fits &= shared_gate is None or (shared is not None and shared_gate.numel() == shape[0])
     check_fits(fits, "add_rms_norm", residual=residual, weight=weight, added=added, partials=partials, copy=copy)

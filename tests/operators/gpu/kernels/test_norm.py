@@ -109,4 +109,4 @@ def test_rows_are_also_written_in_order(run: Callable[..., torch.Tensor], hidden
 def test_only_whole_slabs_of_two_bytes_have_an_order(columns: int, dtype: torch.dtype) -> None:
     rows = torch.zeros(2, columns, dtype=dtype)
     with pytest.raises(ValueError, match="add_rms_norm"):
-        add_rms_norm(rows, rows[0], 1e-6, ordered=rows.clone())
+        by_kernel(add_rms_norm, rows, rows[0], 1e-6, ordered=rows.clone())
