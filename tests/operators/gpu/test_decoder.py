@@ -20,6 +20,7 @@ from decoder_families import (
 from latent_families import LATENT_FAMILIES
 
 from ktqueue.operators.decoder import CpuDecoder
+from ktqueue.operators.gpu import pending_residual
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts import step as step_module
 from ktqueue.operators.gpu.handoff.handoff import Handoff, HandoffBuffers
@@ -238,7 +239,7 @@ def test_norms_and_router_use_the_memory_of_the_hand_off(
 
     def note_norm(*arguments: Any, **options: Any) -> Any:
         for name in ("copy", "added"):
-            if options[name] is not None:
+            if options.get(name) is not None:
                 places[name].append(options[name].data_ptr())
         return add_rms_norm(*arguments, **options)
 
@@ -248,7 +249,7 @@ def test_norms_and_router_use_the_memory_of_the_hand_off(
         return route(*arguments, **options)
 
     monkeypatch.setattr(Handoff, "buffers", note_buffers)
-    monkeypatch.setattr(step_module, "add_rms_norm", note_norm)
+    monkeypatch.setattr(pending_residual, "add_rms_norm", note_norm)
     monkeypatch.setattr(step_module, "route", note_router)
     model = make_model("qwen2_moe")
     decoder = make_decoder(model, expert_memory_bytes=50_000)
