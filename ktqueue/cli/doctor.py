@@ -260,6 +260,8 @@ def _port(config: Config) -> Finding:
     try:
         listen(config.gateway).close()
     except ConfigError as error:
-        other = "a gateway may be running there; else " * isinstance(error, PortTaken)
-        return Finding("port", Level.WARN, error.message, f"{other}choose another {error.param}")
+        advice = f"choose another {error.param}"
+        if isinstance(error, PortTaken):
+            advice = f"a gateway may be running there; else {advice}"
+        return Finding("port", Level.WARN, error.message, advice)
     return Finding("port", Level.OK, f"{config.gateway.host}:{config.gateway.port} is free")

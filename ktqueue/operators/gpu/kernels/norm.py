@@ -153,11 +153,11 @@ def add_rms_norm(
     residual [tokens, hidden]; weight [hidden] of an RMSNorm, or [2, hidden], weights and biases of a LayerNorm; added,
     shared [tokens, hidden]; shared_gate [tokens, 1], the logit of a gate, only with `shared` (without it, all of
     `shared` is added), partials [tokens, slots, hidden]: any float dtype. Returns [tokens, hidden] in the dtype
-    of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype, and as of `in_order` to `ordered`,
-    which is like the residual. The sum is float32 and rounded
-    once; then it is multiplied by `scale` and rounded again (Gemma 4), unless that is 1. The norm is that of the
-    rounded sum: rounded, then multiplied by the weight (transformers' LlamaRMSNorm and its copies). A LayerNorm is
-    rounded once. `added` and `copy` may be in pinned host memory. All must be contiguous.
+    of `residual`, and also writes it to `copy` [tokens, hidden] of any float dtype. ordered: like the residual,
+    gets the norm with its columns as of `in_order`. The sum is float32 and rounded once; then it is multiplied by
+    `scale` and rounded again (Gemma 4), unless that is 1. The norm is that of the rounded sum: rounded, then multiplied
+    by the weight (transformers' LlamaRMSNorm and its copies). A LayerNorm is rounded once. `added` and `copy` may be in
+    pinned host memory. All must be contiguous.
     Raises ValueError for shapes that do not fit.
     """
     shape = residual.shape
