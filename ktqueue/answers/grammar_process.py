@@ -10,6 +10,7 @@ grammar and whether only to read it. It is answered by one line on standard outp
 
 import atexit
 import functools
+import re
 import resource
 import sys
 import threading
@@ -34,6 +35,9 @@ CPU_SECONDS = 2  # of one grammar; those of real schemas take milliseconds
 WALL_SECONDS = 20.0  # of one grammar, on a machine that is also busy with other work
 STACK_BYTES = 1 << 20  # half of what the worker's threads have at least: 2 MiB where the main thread has no limit
 REMEMBERED = 1024  # verdicts
+_COUNT = re.compile(r"[{,](\d{10,})(?=[,}])")  # a large number of repetitions
+# The library's words for a count that is too large in a pattern or in a rule, and the largest possible one.
+_MOST_REPETITIONS = {"decimal literal invalid": (1 << 32) - 1, "number too large to fit": (1 << 31) - 1}
 _UNKNOWN_TOKEN = "unknown special token"  # the library's words; only a model's vocabulary has such tokens
 
 
@@ -84,7 +88,17 @@ class GrammarProcesses:
         except NoAnswer:
             memory, stack = f"{MEMORY_BYTES >> 20} MiB", f"{STACK_BYTES >> 20} MiB of stack"
             verdict = f"it takes more than {CPU_SECONDS} seconds, {memory}, or {stack} to compile"
-        return verdict
+        return _explained(verdict, grammar)
+
+
+def _explained(reason: str, grammar: str) -> str:
+    """The library's reason, or a clearer one where it does not say what is wrong."""
+    for words, most in _MOST_REPETITIONS.items():
+        if words in reason:
+            counts = (count.lstrip("0") for count in _COUNT.findall(grammar))
+            large = next((count for count in counts if len(count) > 10 or int(count) > most), "more")
+            return f"a part may be repeated at most {most} times, got {large[:40]}"
+    return reason
 
 
 def check_syntax(grammar: str) -> None:

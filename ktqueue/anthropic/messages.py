@@ -26,8 +26,8 @@ from ktqueue.openai.validation import StrictBody, parse
 PATH = "/v1/messages"
 NAMES: Names = (
     (r"response_format(\.json_schema)?", "output_config.format"),
-    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
-    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"(tools\.\d+)\.function\.parameters", r"\1.input_schema"),
+    (r"(tools\.\d+)\.function", r"\1"),
     (r"reasoning_effort", "output_config.effort"),
     *CHAT_NAMES,
 )

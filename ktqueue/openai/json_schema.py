@@ -18,6 +18,8 @@ from ktqueue.openai.validation import is_deeper
 
 MAX_SCHEMA_DEPTH = 100  # levels of lists and objects
 MAX_SCHEMA = 1 << 19  # characters of its JSON
+MAX_COUNT = (1 << 32) - 1  # what a repetition in the library's patterns can count
+MAX_BOUND = 10**18  # beyond 64 bits the library has no pattern of a range
 SEARCH_SECONDS = 0.2  # for the place of a problem
 WHITESPACE = r"( |\r?\n[ \t]{0,32})"  # one space, or a new line with its indentation: no answer ends in endless spaces
 
@@ -60,6 +62,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _NAMING = frozenset(("$ref", "anyOf", "oneOf", "properties"))  # keywords that may name properties of an object
 _OPENING = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
+_COUNTS = frozenset(("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"))
+_BOUNDS = frozenset(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"))
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 
 
@@ -163,7 +167,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
 def _prepared(schema: Any, param: str, pointer: str) -> Any:
     """A copy of a schema without keywords that ask for nothing, and with our patterns of formats.
 
-    Raises InvalidRequest for a keyword that is not honoured.
+    Raises InvalidRequest for a keyword that is not honoured, and for a number out of range.
     """
     if not isinstance(schema, dict):
         return schema
@@ -178,6 +182,8 @@ def _prepared(schema: Any, param: str, pointer: str) -> Any:
             if key.startswith("x-") and key != "x-guidance":
                 continue
             raise _wrong(param, place, f"is not supported{_hint(key)}")
+        if key in _COUNTS or key in _BOUNDS:
+            value = _number(key, value, param, place)
         if key == "minProperties":
             _check_min_properties(schema, param, place)
         copy[key] = _inner(key, value, lambda part, inner: _prepared(part, param, inner), place)
@@ -214,6 +220,16 @@ def _replace_format(schema: dict[str, Any], param: str, place: str) -> None:
             schema["allOf"] = [*schema.get("allOf", []), pattern]
         else:
             schema |= pattern
+
+
+def _number(key: str, value: Any, param: str, place: str) -> int | float:
+    """The value of a keyword that is a number. A count may be written as 2.0, which JSON schemas call an integer."""
+    kind, least, most = ("an integer", 0, MAX_COUNT) if key in _COUNTS else ("a number", -MAX_BOUND, MAX_BOUND)
+    if type(value) in (int, float) and least <= value <= most and (key in _BOUNDS or value == int(value)):
+        return int(value) if key in _COUNTS else value
+    shown = short_repr(value)
+    message = f"{param}#{place} must be {kind} from {least} to {most}, got {shown}"
+    raise InvalidRequest(message, param=param, limit=most, value=shown)
 
 
 def _check_min_properties(schema: Mapping[str, Any], param: str, place: str) -> None:

@@ -92,9 +92,10 @@ def offer_tools(
 ) -> OfferedTools:  # fmt: skip
     """What a request offers. `answer`: the grammar of an answer without calls. `field`: the client's name for tools.
 
-    Raises InvalidRequest for a choice of functions that are not offered, for a strict schema that cannot be honoured,
-    and UnsupportedParameter if the calls of this model could not be read.
+    Raises InvalidRequest for two functions of one name, for a choice of functions that are not offered, for a strict
+    schema that cannot be honoured, and UnsupportedParameter if the calls of this model could not be read.
     """
+    _check_names(tools, field)
     mode, names = _wish(choice)
     parallel = parallel and not (isinstance(choice, Mapping) and choice["type"] == "function")  # OpenAI: exactly one
     if not tools:
@@ -166,12 +167,30 @@ def _wish(choice: str | Mapping[str, Any] | None) -> tuple[str, set[str] | None]
     return ("required" if _inner(choice, "allowed_tools").get("mode") == "required" else "auto"), names
 
 
+def _check_names(tools: Sequence[ToolDefinition], field: str) -> None:
+    """Refuse different functions of one name, since a call could not say which it means.
+
+    Anthropic, DeepSeek and Gemini refuse equal ones too. OpenAI does not, and frameworks send them.
+    """
+    first: dict[str, ToolDefinition] = {}
+    for index, tool in enumerate(tools):
+        name = tool.function.name
+        if first.setdefault(name, tool) != tool:
+            wanted = "a name that no other function has"
+            raise InvalidRequest.must_be(f"{_place(field, index)}.name", wanted, name[:100])
+
+
+def _place(field: str, index: int) -> str:
+    """The field of a function. `field`: tools, or functions in OpenAI's old form."""
+    return f"{field}.{index}" if field == "functions" else f"{field}.{index}.function"
+
+
 class _Schemas:
     """Makes grammars of the functions' schemas. One that is not strict may be honoured in part."""
 
     def __init__(self, tools: Sequence[ToolDefinition], field: str) -> None:
         self._places = {
-            tool.function.name: (f"{field}.{index}.function.parameters", bool(tool.function.strict))
+            tool.function.name: (f"{_place(field, index)}.parameters", bool(tool.function.strict))
             for index, tool in enumerate(tools)
         }
 

@@ -1,5 +1,6 @@
 """Errors name fields as the client has sent them, at the endpoints of each API."""
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -49,3 +50,34 @@ async def test_a_wrong_schema_is_refused_under_the_name_of_its_field(
     error = response.json()["error"]
     assert response.status_code == 400
     assert (error if path.startswith("/api") else error["message"]).startswith(f"{param}#/properties/a"), error
+
+
+LOOK, OTHER = {"name": "look"}, {"name": "look", "description": "Another one."}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "wrapped", "param"),
+    [
+        ("/v1/chat/completions", "tools", lambda tool: {"type": "function", "function": tool}, "tools.1.function.name"),
+        ("/v1/chat/completions", "functions", lambda tool: tool, "functions.1.name"),
+        ("/v1/responses", "tools", lambda tool: {"type": "function", **tool}, "tools[1].name"),
+        ("/v1/messages", "tools", lambda tool: {**tool, "input_schema": {}}, "tools.1.name"),
+    ],
+)
+async def test_different_functions_of_one_name_are_refused_and_equal_ones_are_not(
+    http: httpx.AsyncClient, caller: ScriptedWorker, path: str, field: str, wrapped: Callable[[Any], Any], param: str
+) -> None:
+    body = {"model": "tale", **(MESSAGE if path != "/v1/responses" else {"input": "Hi"})}
+    refused = await http.post(path, json={**body, field: [wrapped(LOOK), wrapped(OTHER)]})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["value"]) == (400, param, "look")
+    assert error["message"] == f"{param} must be a name that no other function has, got 'look'"
+    assert (await http.post(path, json={**body, field: [wrapped(LOOK), wrapped(LOOK)]})).status_code == 200
+
+
+async def test_a_wrong_tool_of_anthropic_is_refused_under_the_name_of_its_schema(
+    http: httpx.AsyncClient, caller: ScriptedWorker
+) -> None:
+    tool = {"name": "look", "input_schema": {"type": "object", "not": {}}, "strict": True}
+    refused = await http.post("/v1/messages", json={"model": "tale", **MESSAGE, "tools": [tool]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools.0.input_schema")

@@ -146,7 +146,7 @@ async def test_functions_of_a_namespace_are_called(http: httpx.AsyncClient, call
     for claim in caller.claims[1:]:
         _, answer, _ = claim.request.messages or ()
         assert answer["tool_calls"][0]["function"]["name"] == "crm__weather"
-    wrong = {**TOOL, "parameters": {"type": "object", "not": {}}, "strict": True}
+    wrong = {**TOOL, "name": "wrong", "parameters": {"type": "object", "not": {}}, "strict": True}
     for tools, param in (
         ([space, wrong], "tools[1]"),
         ([TOOL, {**space, "tools": [TOOL, wrong]}], "tools[1].tools[1]"),

@@ -173,6 +173,8 @@ def test_two_constraints_are_refused() -> None:
         ({"guided_choice": ["a"] * 1001}, "guided_choice", "1 to 1000 texts"),
         ({"guided_regex": "a" * 40_000}, "guided_regex", "1 to 32768 characters, got 40000"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "a{0004294967296}"}, "guided_regex", "repeated at most 4294967295 times, got 4294967296"),
+        ({"grammar": 'start: "a"{1,3000000000}'}, "grammar", "repeated at most 2147483647 times, got 3000000000"),
         ({"grammar": "root ::= other"}, "grammar", "other"),
         ({"grammar": "start: ("}, "grammar", r"1\(9\)"),
         ({"grammar": "a" * 300_000}, "grammar", "1 to 262144 characters"),

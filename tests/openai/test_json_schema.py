@@ -165,11 +165,33 @@ def test_a_pattern_and_a_date_hold_together() -> None:
         ({"type": "object", "required": ["a", "b"], "minProperties": 3}, "must be at most 2"),
         ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "Unsatisfiable"),
         ({"enum": ["x" * 600_000]}, "must have at most 524288 characters"),
+        (
+            {"items": {"maxLength": 10**12}},
+            "p#/items/maxLength must be an integer from 0 to 4294967295, got 1000000000000",
+        ),
+        ({"minItems": 1e30}, r"p#/minItems must be an integer from 0 to 4294967295, got 1e\+30"),
+        ({"minLength": True}, "p#/minLength must be an integer from 0 to 4294967295, got True"),
+        ({"maxProperties": 1.5}, "p#/maxProperties must be an integer from 0 to 4294967295, got 1.5"),
+        ({"maxItems": 10**5000}, "p#/maxItems must be an integer .*, got an integer of 16610 bits"),
+        ({"type": "number", "maximum": 1e308}, r"p#/maximum must be a number from -10{18} to 10{18}, got 1e\+308"),
+        ({"minimum": "x"}, r"p#/minimum must be a number from -10{18} to 10{18}, got 'x'"),
+        (
+            {"items": {"pattern": "a{2,5000000000}"}},
+            "p#/items cannot be used: a part may be repeated at most 4294967295 times, got 5000000000",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_the_place(schema: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         lark_of_schema(schema, "p")
+
+
+def test_the_largest_numbers_are_honoured() -> None:
+    assert accepts({"type": "string", "maxLength": 4294967295, "minLength": 2.0}, "ab")
+    assert not accepts({"type": "string", "minLength": 2.0}, "a")
+    bounds = {"minimum": -(10**18), "maximum": 1e18}
+    assert accepts({"type": "number", **bounds}, 10**18) and accepts({"type": "integer", **bounds}, -(10**18))
+    assert not accepts({"type": "number", **bounds}, 1.1e18) and accepts({"type": "array", "maxItems": 10**9}, [])
 
 
 def test_a_deep_schema_is_refused() -> None:

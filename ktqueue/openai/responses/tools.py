@@ -73,7 +73,7 @@ def chat_tools(tools: Sequence[OfferedTool]) -> tuple[list[Json], Names]:
         if len(functions) == MAX_TOOLS:
             message = f"tools must have at most {MAX_TOOLS} functions, also in namespaces"
             raise InvalidRequest(message, param="tools", limit=MAX_TOOLS, value=MAX_TOOLS + 1)
-        names.append((rf"tools(\[{len(functions)}\]|\.{len(functions)})\.function", where))
+        names.append((rf"tools\.{len(functions)}\.function", where))
         fields = tool.model_dump(exclude={"type", "tools"}, exclude_none=True)
         functions.append({"type": "function", "function": {**fields, "name": function_name(namespace, tool.name)}})
     return functions, names
