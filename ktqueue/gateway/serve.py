@@ -4,6 +4,7 @@ import asyncio
 import logging
 import resource
 import socket
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -39,14 +40,18 @@ class GatewayServer(uvicorn.Server):
         self.gateway = gateway
         self.connections = connections  # without those of the port for probes
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, also on the port for probes if there is one, and serve until the stop.
+
+        Raises ConfigError if it cannot listen, before anything has started or is logged.
+        """
+        with closing(listen(self.gateway.config.gateway)) as self._listeners:
+            warn_without_keys(self.gateway.config.gateway)
+            await super().serve(self._listeners.main)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, also on the port for probes if there is one. Raises ConfigError, before the application starts."""
-        listeners = listen(self.gateway.config.gateway)
-        try:
-            await super().startup(listeners.main)
-        except BaseException:
-            listeners.close()
-            raise
+        """Start the application, and accept connections."""
+        await super().startup(sockets)
         protocol = partial(
             _protocol(self.gateway, Connections(PROBE_CONNECTIONS), probes_only=True),
             config=self.config,
@@ -54,9 +59,9 @@ class GatewayServer(uvicorn.Server):
             app_state=self.lifespan.state,
         )
         loop = asyncio.get_running_loop()
-        for listener in listeners.probes:
+        for listener in self._listeners.probes:
             self.servers.append(await loop.create_server(protocol, sock=listener, backlog=BACKLOG))
-        for listener in (*listeners.main, *listeners.probes):
+        for listener in (*self._listeners.main, *self._listeners.probes):
             logger.info("listening on %s:%d", *listener.getsockname()[:2])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -111,7 +116,6 @@ def _protocol(gateway: Gateway, connections: Connections, *, probes_only: bool) 
 def serve(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises Unavailable or ConfigError: no usable broker, or no usable address."""
     asyncio.run(_check_broker(config))
-    warn_without_keys(config.gateway)
     server = build_server(_within_files(config))
     garbage.settle()  # collecting present objects again and again took a fifth of the time
     server.run()

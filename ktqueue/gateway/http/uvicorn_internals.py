@@ -30,8 +30,8 @@ INTERNALS: Mapping[type, tuple[str, ...]] = {
     FlowControl: ("pause_reading", "resume_reading", "write_paused"),
     ServerState: ("default_headers",),
     uvicorn.Server: (
-        "startup", "shutdown", "handle_exit", "run", "config", "force_exit", "lifespan", "server_state", "servers",
-        "should_exit", "started",
+        "startup", "shutdown", "handle_exit", "serve", "run", "config", "force_exit", "lifespan", "server_state",
+        "servers", "should_exit", "started",
     ),
 }  # fmt: skip
 
