@@ -5,9 +5,10 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from verbs import tree
+from verbs import flag_table, tree
 
 from ktqueue.broker.scripts import PRELUDES
 from ktqueue.cli.config import reference
@@ -48,6 +49,23 @@ def test_every_verb_is_documented() -> None:
     page = (REFERENCE / "cli.md").read_text()
     documented = set(re.findall(r"^\| `ktqueue ([a-z ]+)` \|", page, re.MULTILINE))
     assert documented == {" ".join(path) for path in tree()}
+
+
+def test_the_table_of_flags_is_made_from_the_command_line() -> None:
+    assert (REFERENCE / "cli.md").read_text().endswith("\n\n" + flag_table()), "run `python tests/helpers/verbs.py`"
+
+
+def test_every_code_of_a_faulty_batch_is_documented() -> None:
+    place_of_code = {"refuse": 0, "fault": 1}
+    known: set[Any] = set()
+    for path in (ROOT / "ktqueue" / "batches").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            place = place_of_code.get(getattr(called, "id", getattr(called, "attr", "")))
+            if isinstance(node, ast.Call) and place is not None:
+                known |= {part.value for part in node.args[place : place + 1] if isinstance(part, ast.Constant)}
+    page = (REFERENCE / "http-api.md").read_text().partition("whose file is faulty:")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", page)) == known
 
 
 def test_tests_named_in_documents_exist() -> None:

@@ -75,10 +75,18 @@ def experts(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write JSON to a file; - is standard output, without tables."),
     ] = None,
-    num_experts: Annotated[int, typer.Option(min=1, max=65536, metavar="N", rich_help_panel=_SHAPE)] = 128,
-    experts_per_token: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_SHAPE)] = 8,
-    hidden_size: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_SHAPE)] = 2048,
-    intermediate_size: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_SHAPE)] = 768,
+    num_experts: Annotated[
+        int, typer.Option(min=1, max=65536, metavar="N", help="Experts of the layer.", rich_help_panel=_SHAPE)
+    ] = 128,
+    experts_per_token: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Experts that a token uses.", rich_help_panel=_SHAPE)
+    ] = 8,
+    hidden_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Values of a token.", rich_help_panel=_SHAPE)
+    ] = 2048,
+    intermediate_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Values inside an expert.", rich_help_panel=_SHAPE)
+    ] = 768,
 ) -> None:
     """Measure memory, arithmetic and the expert kernels: each format, rows per expert, instruction set.
 
