@@ -12,8 +12,8 @@ def check_tokens(count: int, max_model_len: int, param: str = "prompt", *, at_le
     """
     if count + 1 > max_model_len:
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {max_model_len} tokens. However, the prompt has "
-            f"{'at least ' if at_least else ''}{count} tokens and leaves no room for a completion.",
+            f"This model's maximum context length is {max_model_len} tokens. However, {'at least ' if at_least else ''}"
+            f"{count} tokens are in the {param}, which leaves no room for a completion.",
             param=param,
             limit=max_model_len,
             value=count,

@@ -121,7 +121,7 @@ class FunctionDefinition(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    name: str
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="true: arguments match the schema.")

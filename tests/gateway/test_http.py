@@ -154,6 +154,43 @@ async def test_http_1_0_clients_get_no_chunks(url: str, worker: ScriptedWorker) 
     assert int(headers["content-length"]) == len(answer)
 
 
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize("framing", ["content-length", "chunked"])
+@pytest.mark.parametrize("size", [7, 10_000])
+async def test_an_offer_of_another_protocol_is_declined(
+    url: str, worker: ScriptedWorker, framing: str, size: int
+) -> None:
+    """Java's client offers HTTP/2 in its first request. What follows the request is not a part of its body."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(BODY).encode()
+    lines = b"content-length: %d" % len(data)
+    if framing == "chunked":
+        lines, data = b"transfer-encoding: chunked", b"9\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (
+            data[:9], len(data) - 9, data[9:],
+        )  # fmt: skip
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % CHAT.encode()
+    sent = head + OFFER + lines + b"\r\n\r\n" + data
+    if size > len(sent):
+        sent += head + b"content-length: 2\r\n\r\n{}"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for start in range(0, len(sent), size):
+        writer.write(sent[start : start + size])
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answer and b"Once upon a time" in answer
+
+
+async def test_a_websocket_is_declined(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    offer = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    answer = await http.get("/v1/models", headers=offer)
+    assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+
+
 async def test_a_missing_model_means_the_only_one(
     http: httpx.AsyncClient, worker: ScriptedWorker, broker: Broker
 ) -> None:

@@ -93,6 +93,7 @@ def engine(
             for place, length in enumerate(lengths):
                 bar.update(rounds * len(row_counts) + place, note=f"prompt of {length}")
                 filled.append(measure_prefill(built.engine, prompts(rounds + 1, length, size)))
+            bar.update(rounds * len(row_counts) + len(lengths))
     finally:  # an interrupted run shows the figures that it has
         built.engine.close()
         for record in (writer, routing):

@@ -7,6 +7,7 @@ since anybody could fill the disk with it; everything is counted.
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httptools
@@ -158,8 +159,9 @@ class LimitedProtocol(HttpToolsProtocol):
         settings = self._settings
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            self._ignores_input = True  # what follows is in another protocol
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_body_without_upgrade()
+            self._parse(piece[upgrade.args[0] :])
         except httptools.HttpParserError:
             if not self._ignores_input:
                 self._refuse(self._fault or MalformedRequest("the input is not an HTTP/1.1 request"))
@@ -172,6 +174,26 @@ class LimitedProtocol(HttpToolsProtocol):
                 and not self.cycle.response_complete
             ):
                 self._refuse(too_large(self._body_wire_bytes, self._max_body_bytes))
+
+    def _read_body_without_upgrade(self) -> None:
+        """Go on with HTTP/1.1 where a client offers another protocol, as Java's does in the first request.
+
+        The parser would take its body for the other protocol. Another one reads it, and this is the last request.
+        """
+        body = SimpleNamespace(
+            on_header=self.on_header,
+            on_body=self.on_body,
+            on_chunk_header=self.on_chunk_header,
+            on_message_complete=self._on_last_message_complete,
+        )
+        self.parser = httptools.HttpRequestParser(body)
+        framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
+        self._parse(memoryview(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % header for header in framing)))
+
+    def _on_last_message_complete(self) -> None:
+        self.on_message_complete()
+        self._ignores_input = True
+        raise _StopParsing
 
     def on_message_begin(self) -> None:
         """The first byte of a request has arrived."""
@@ -240,8 +262,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
 
     def on_message_complete(self) -> None:
-        """The whole request has arrived."""
+        """The whole request has arrived, unless the parser takes its body for another protocol."""
         self._unparsed_bytes = 0
+        if self.parser.should_upgrade():
+            return
         self._in_body = False
         self._connections.linger(self, on=False)
         super().on_message_complete()
