@@ -127,6 +127,20 @@ class CheckpointTensor:
         return out.view(self.shape)
 
 
+def check_packed(path: Any, places: Iterable[tuple[int, int, str]], start: int, alignment: int = 1) -> int:
+    """Check that the tensors of a file share no bytes, and have none between them but for `alignment`.
+
+    llama.cpp and the safetensors library refuse other files too: a wrong type, shape or offset leads to one.
+    places: each tensor's first byte, the byte behind it, and its name. start: where the first begins. Returns the byte
+    behind the last. Raises CheckpointError.
+    """
+    for begin, end, name in sorted(places):
+        if begin != start:
+            raise CheckpointError(f"{path}: corrupt: tensor {name!r} must begin at byte {start}, got {begin}")
+        start = end + -end % alignment
+    return start
+
+
 def unpermute_packed(data: Bytes, heads: int, size: int) -> Bytes:
     """Do what `unpermute` does with packed rows of `size` bytes, each of which is packed by itself. Returns a copy."""
     pairs = data.reshape(heads, -1, 2, size)

@@ -3,7 +3,8 @@
 **Longrope** has two lists of divisors. transformers uses the long one if any position of a forward call is beyond the
 model's original length, so a row's angles depend on other rows. Here each sequence has angles of its own: positions of
 sequences that use the long list begin at the original length, as if they followed all positions of the short one. See
-docs/adr/0047.
+docs/adr/0047. Phi-3.5-MoE's scales follow the lists, as in Microsoft's modeling_phimoe.py (short_mscale, long_mscale),
+whose long list transformers 5.17 never uses.
 """
 
 from collections.abc import Mapping

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.families.family import GgufLayout
 from ktqueue.families.parts import QKV
-from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor
+from ktqueue.loading.checkpoint import Checkpoint, CheckpointTensor, check_packed
 from ktqueue.loading.gguf.families import family_of_metadata
 from ktqueue.loading.gguf.gemma import adapt_gemma_tensors
 from ktqueue.loading.gguf.gemma4 import adapt_gemma4_tensors
@@ -70,14 +71,18 @@ def read_parts(path: Path) -> list[GgufHeader]:
             raise CheckpointError(f"{part}: part {number} of {count} is missing")
         header = read_header(part)
         if header.metadata.get("split.no", number - 1) != number - 1:
-            raise CheckpointError(f"{part}: the header says part {header.metadata['split.no']!r}, counted from 0")
+            raise CheckpointError(
+                f"{part}: the header says part {short_repr(header.metadata['split.no'])}, counted from 0"
+            )
         parts.append(header)
     if not parts:
         raise CheckpointError(f"{path}: the file name says that the model has 0 parts")
     stated_count = parts[0].metadata.get("split.tensors.count")
     found_count = sum(len(part.tensors) for part in parts)
     if stated_count is not None and stated_count != found_count:
-        raise CheckpointError(f"{path}: the parts hold {found_count} tensors, but the header says {stated_count!r}")
+        raise CheckpointError(
+            f"{path}: the parts hold {found_count} tensors, but the header says {short_repr(stated_count)}"
+        )
     return parts
 
 
@@ -154,6 +159,9 @@ def _file_tensors(path: Path, parts: list[GgufHeader]) -> dict[str, CheckpointTe
             tensors[info.name] = CheckpointTensor.from_file(
                 part.path, info.name, quant, info.shape, info.offset, part.data
             )
+        alignment = part.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        places = [(info.offset, info.offset + tensors[info.name].nbytes, info.name) for info in part.tensors]
+        check_packed(part.path, places, min((begin for begin, _, _ in places), default=0), alignment)
     return tensors
 
 

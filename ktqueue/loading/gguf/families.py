@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.families.family import EXPERT_KEY, Family
 from ktqueue.families.table import FAMILIES, family_of_type
 from ktqueue.loading.gguf.header import ModelMetadata
@@ -31,7 +32,9 @@ def family_of_metadata(metadata: Mapping[str, Any], source: str) -> Family:
     if not candidates:
         check_architecture(architecture, source)
         known = ", ".join(sorted({name for family in _IN_FILES for name in _architectures(family)}))
-        raise CheckpointError(f"{source}: GGUF architecture {architecture!r} is not supported; known: {known}")
+        raise CheckpointError(
+            f"{source}: GGUF architecture {short_repr(architecture)} is not supported; known: {known}"
+        )
     layouts = [family.layout for family in candidates]
     stated = ModelMetadata(architecture, metadata, source)
     routed, gating = bool(stated.get(EXPERT_KEY)), stated.count("expert_gating_func")

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.loading.mapped_file import map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
-MAX_NAME = 64 << 10  # bytes; real keys and tensor names are much shorter
+MAX_NAME = 1 << 10  # bytes; real keys and tensor names are much shorter
 DEFAULT_ALIGNMENT = 32
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -65,14 +66,14 @@ def read_header(path: Path) -> GgufHeader:
     entry_count = cursor.count("the metadata count", 13)  # key length, type, one byte
     metadata: dict[str, Any] = {}
     for _ in range(entry_count):
-        key = cursor.string("a metadata key", MAX_NAME)
+        key = cursor.name("a metadata key")
         if key in metadata:
             raise CheckpointError(f"{path}: metadata key {key!r} appears twice")
         metadata[key] = cursor.value(f"metadata {key}", cursor.unsigned(f"the type of metadata {key}", 4))
     tensor_infos = [_tensor(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
-        raise CheckpointError(f"{path}: general.alignment must be a power of two, got {alignment!r}")
+        raise CheckpointError(f"{path}: general.alignment must be a power of two, got {short_repr(alignment)}")
     start = (cursor.position + alignment - 1) // alignment * alignment
     tensors = []
     names = set()
@@ -87,7 +88,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _tensor(cursor: "_Cursor") -> TensorInfo:
-    name = cursor.string("a tensor name", MAX_NAME)
+    name = cursor.name("a tensor name")
     dimensions = cursor.unsigned(f"the dimensions of tensor {name}", 4)
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         raise CheckpointError(
@@ -125,6 +126,13 @@ class _Cursor:
         if number * smallest > left:
             raise CheckpointError(f"{self.path}: truncated or corrupt: {what} is {number}, but {left} bytes are left")
         return number
+
+    def name(self, what: str) -> str:
+        """Read a string that messages may show as it is."""
+        name = self.string(what, MAX_NAME)
+        if not name.isprintable():
+            raise CheckpointError(f"{self.path}: corrupt: {what} is not printable: {short_repr(name)}")
+        return name
 
     def string(self, what: str, limit: int | None = None) -> str:
         size = self.count(f"the length of {what}", 1)
@@ -232,7 +240,7 @@ class ModelMetadata:
         elif is_valid:
             is_valid = 0 < value < 1e30
         if not is_valid:
-            raise self.error(name, f"must be a positive number, got {value!r}")
+            raise self.error(name, f"must be a positive number, got {short_repr(value)}")
         return int(value) if kind is int else float(value)
 
     def error(self, name: str, problem: str, **facts: int) -> CheckpointError:

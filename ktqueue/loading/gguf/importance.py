@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.loading.checkpoint import CheckpointTensor
 from ktqueue.loading.gguf.header import MAGIC, read_header
 from ktqueue.loading.gguf.library import type_name
@@ -111,7 +112,9 @@ def write_importance(path: Path, sums: Mapping[str, ColumnSums], *, text: str, c
 def _means_of_gguf(path: Path) -> dict[str, Floats]:
     header = read_header(path)
     if (kind := header.metadata.get("general.type")) != "imatrix":
-        raise CheckpointError(f"{path}: not an importance matrix: general.type is {kind!r}", param="importance")
+        raise CheckpointError(
+            f"{path}: not an importance matrix: general.type is {short_repr(kind)}", param="importance"
+        )
     stored = {}
     for info in header.tensors:
         if info.name.endswith(_PLAIN_SUMS):

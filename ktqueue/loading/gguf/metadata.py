@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.families.family import Family, GgufLayout, MetadataField
 from ktqueue.loading.gguf.gemma import gemma_config, gemma_metadata, plain_rope
 from ktqueue.loading.gguf.gemma4 import gemma4_config, gemma4_metadata
@@ -34,7 +35,7 @@ def config_from_metadata(family: Family, values: Mapping[str, Any], source: str)
     never_differ = {**layout.stated, **({_WINDOW_PATTERN: layout.window_period} if is_period else {})}
     for name, value in never_differ.items():
         if (stated := metadata.get(name, value)) != value:
-            raise metadata.error(name, f"must be {value!r}, got {stated!r}")
+            raise metadata.error(name, f"must be {value!r}, got {short_repr(stated)}")
     for entry in layout.fields:
         if entry.key not in metadata:
             if entry.required:
@@ -94,7 +95,7 @@ def _field_value(entry: MetadataField, metadata: ModelMetadata) -> int | float |
     value = metadata.get(entry.key)
     if entry.kind is bool:
         if not isinstance(value, bool):
-            raise metadata.error(entry.key, f"must be true or false, got {value!r}")
+            raise metadata.error(entry.key, f"must be true or false, got {short_repr(value)}")
         return value
     return metadata.count(entry.key) if entry.least == 0 else metadata.checked(entry.key, value, entry.kind)
 

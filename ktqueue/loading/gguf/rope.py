@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.loading.gguf.header import ModelMetadata
 from ktqueue.loading.weight_formats import Floats
 
@@ -56,11 +57,13 @@ def rope_from_metadata(
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", _ROPE_THETA)}
     scaling_type = metadata.get("rope.scaling.type", "none")
     if scaling_type not in (*_HARMLESS,):  # a tuple: the value may be of an unhashable type
-        raise metadata.error("rope.scaling.type", f"{scaling_type!r} is not supported; known: {', '.join(_HARMLESS)}")
+        raise metadata.error(
+            "rope.scaling.type", f"{short_repr(scaling_type)} is not supported; known: {', '.join(_HARMLESS)}"
+        )
     factors = _FACTORS[1:] if lists else _FACTORS
     for name, no_effect in (*((name, (1.0,)) for name in factors), (_EXTRAPOLATION, _HARMLESS[scaling_type])):
         if name in metadata and (stated := metadata.get(name)) not in no_effect:
-            raise metadata.error(name, f"{stated!r} is not supported")
+            raise metadata.error(name, f"{short_repr(stated)} is not supported")
     if scaling_type != "none":
         rope["rope_type"] = scaling_type
         rope["factor"] = metadata.number("rope.scaling.factor")

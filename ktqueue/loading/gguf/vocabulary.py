@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 
 _IDS = {
     "bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad",
@@ -80,7 +81,9 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
 
     model = get("model", str)
     if model not in (known := ("gpt2", "llama", "gemma4")):
-        raise CheckpointError(f"{source}: tokenizer.ggml.model {model!r} is not supported; known: {', '.join(known)}")
+        raise CheckpointError(
+            f"{source}: tokenizer.ggml.model {short_repr(model)} is not supported; known: {', '.join(known)}"
+        )
     tokens = strings("tokens")
     kinds = get("token_type", list, [TokenKind.NORMAL] * len(tokens))
     scores = get("scores", list, [])

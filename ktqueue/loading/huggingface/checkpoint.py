@@ -21,7 +21,7 @@ from ktqueue.core.errors import CheckpointError
 from ktqueue.core.short_repr import short_repr
 from ktqueue.families.family import Family
 from ktqueue.families.table import family_of_type
-from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor
+from ktqueue.loading.checkpoint import DOWN, GATE_UP, Checkpoint, CheckpointTensor, check_packed
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS
 from ktqueue.loading.huggingface.fused_experts import split_experts
 from ktqueue.loading.huggingface.hub_files import MODELOPT_FILE
@@ -50,11 +50,12 @@ from ktqueue.operators.kv_cache import CacheScale
 from ktqueue.operators.packed import ExpertWeights, PackedExperts
 
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
-MAX_DIMENSIONS, MAX_DTYPE = 8, 64  # of a tensor's shape, and characters of its type; more would only be damage
+MAX_DIMENSIONS, MAX_NAME, MAX_DTYPE = 8, 1024, 64  # of a shape, characters of a name and of a type; more is damage
 _EXPERT = re.compile(
     r"(?P<module>.+\.experts)\.(?P<index>[0-9]{1,9})\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
 _PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_SHARD = re.compile(r"[^/]{1,240}\.safetensors")
 _UNUSED = re.compile(r"rotary_emb\.inv_freq$")
 """Frequencies in old files, which are always computed."""
 _BY_LAYER = ("num_experts", "moe_topk")
@@ -181,8 +182,10 @@ def weight_files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map must map tensor names to files")
     names = sorted(set(weight_map.values()))
-    if wrong := [name for name in names if Path(name).name != name or not name.isprintable()]:
-        raise CheckpointError(f"{index}: weight_map must name files of this folder, got {short_repr(wrong[0])}")
+    if wrong := [name for name in names if not (_SHARD.fullmatch(name) and name.isprintable())]:
+        raise CheckpointError(
+            f"{index}: weight_map must name .safetensors files of this folder, got {short_repr(wrong[0])}"
+        )
     return [folder / name for name in names]
 
 
@@ -204,15 +207,24 @@ def _read(path: Path, file: Bytes, *, raw: bool) -> list[CheckpointTensor]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: corrupt header: expected a JSON object")
     header.pop("__metadata__", None)
-    return [_tensor(path, name, entry, 8 + size, file, raw) for name, entry in header.items()]
+    tensors = [_tensor(path, name, entry, 8 + size, file, raw) for name, entry in header.items()]
+    places = [(*(8 + size + offset for offset in entry["data_offsets"]), name) for name, entry in header.items()]
+    end = check_packed(path, places, 8 + size)
+    if end != file.size:
+        raise CheckpointError(f"{path}: corrupt: the file has {file.size} bytes, but its tensors end at {end}")
+    return tensors
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int, file: Any, raw: bool) -> CheckpointTensor:
+    if not (0 < len(name) <= MAX_NAME and name.isprintable()):
+        raise CheckpointError(
+            f"{path}: corrupt: a tensor's name must have 1 to {MAX_NAME} printable characters, got {short_repr(name)}"
+        )
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         all_integers = all(type(n) is int for n in (*shape, begin, end))  # JSON's true is an int to isinstance
         is_valid = all_integers and min(shape, default=1) >= 0 and isinstance(dtype, str)
-        is_valid = is_valid and len(shape) <= MAX_DIMENSIONS and len(dtype) <= MAX_DTYPE
+        is_valid = is_valid and len(shape) <= MAX_DIMENSIONS and len(dtype) <= MAX_DTYPE and dtype.isidentifier()
     except (KeyError, TypeError, ValueError):
         is_valid = False
     if not is_valid:

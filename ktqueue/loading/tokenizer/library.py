@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
+from ktqueue.core.short_repr import short_repr
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from ktqueue.loading.tokenizer.tiktoken_file import merges_of_ranks
@@ -20,6 +21,7 @@ Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
 CUT_CHARACTERS = 64  # at the end of a beginning; the following text may compose with them (NFC)
 MAX_GROWTH = 64  # times that a normaliser may make a text longer; the library aborts the process if memory is short
+MAX_MESSAGE = 300  # characters of the library, which repeats the value of a wrong field
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
 _PROBE = "a \xe9 \u65e5"  # characters of one, two and three bytes
 _FOUND_IN_TEXT = (TokenKind.NORMAL, TokenKind.USER_DEFINED)  # the kinds of pieces that SentencePiece finds in a text
@@ -36,7 +38,7 @@ def from_json(path: Path, document: Mapping[str, Any]) -> Model:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {str(error)[:MAX_MESSAGE]}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _try(tokenizer, str(path))
@@ -179,7 +181,7 @@ def _byte_level(data: VocabularyData, source: str) -> Model:
     pre = PRE_TOKENIZERS.get(data.pre)
     if pre is None:
         known = ", ".join(PRE_TOKENIZERS)
-        raise CheckpointError(f"{source}: tokenizer.ggml.pre {data.pre!r} is not supported; known: {known}")
+        raise CheckpointError(f"{source}: tokenizer.ggml.pre {short_repr(data.pre)} is not supported; known: {known}")
     tokenizer = tokenizers.Tokenizer(models.BPE(_vocabulary(data), _merges(data), ignore_merges=pre.whole_words))
     split_as(tokenizer, pre)
     return tokenizer

@@ -1,13 +1,14 @@
 """A damaged model file raises a CheckpointError that names the file, or gives a model that loads."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
 from ktqueue.core.errors import CheckpointError
-from ktqueue.loading.gguf.header import read_header
-from ktqueue.loading.load import load_model
+from ktqueue.loading.gguf.header import ModelMetadata, read_header
+from ktqueue.loading.load import load_model, open_checkpoint
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
 
 
@@ -104,6 +105,65 @@ def test_a_flipped_safetensors_header_is_an_error_or_a_model(tiny: Path, tmp_pat
         damaged[rng.randrange(header)] ^= 1 << rng.randrange(8)
         (tmp_path / "model.safetensors").write_bytes(damaged)
         _try(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "words"),
+    [
+        ("lm_head.weight", "data_offsets", "those of model.embed_tokens.weight", r"must begin at byte \d+, got \d+"),
+        ("lm_head.weight", "name", "lm_head.weight", r"the file has \d+ bytes, but its tensors end at \d+"),
+        ("model.norm.weight", "name", "a\n\x1b[31m", r"1 to 1024 printable characters, got 'a\\n\\x1b\[31m'"),
+        ("model.norm.weight", "name", "9" * 5_000, r"1 to 1024 printable characters, got '999"),
+        ("model.norm.weight", "dtype", "F32\0", r"corrupt header entry of tensor 'model.norm.weight'"),
+    ],
+)
+def test_a_safetensors_header_that_lies_is_refused(
+    name: str, field: str, value: str, words: str, tiny: Path, tmp_path: Path
+) -> None:
+    """The safetensors library refuses these files too. Bytes after the last tensor belong to none."""
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    raw = (tiny / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    if field == "name":
+        header[value] = header.pop(name)
+    else:
+        header[name][field] = header["model.embed_tokens.weight"][field] if field == "data_offsets" else value
+    text = json.dumps(header).encode()
+    data = raw[start:] + b"more" * ((field, value) == ("name", name))
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        open_checkpoint(str(tmp_path))
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("offset", (0).to_bytes(8, "little"), r"tensor '[a-z0-9_.]+' must begin at byte \d+, got \d+"),
+        ("type", (1).to_bytes(4, "little"), r"tensor '[a-z0-9_.]+' must begin at byte \d+, got \d+"),
+        ("name", b"output_norm\x1bweight", r"a tensor name is not printable: 'output_norm\\x1bweight'"),
+    ],
+)
+def test_a_gguf_tensor_that_lies_is_refused(
+    field: str, value: bytes, words: str, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    """llama.cpp refuses tensors with a gap between them, or shared bytes, too. This one is F32 and has 256 bytes."""
+    raw = bytearray(tiny_gguf.read_bytes())
+    name = raw.index(b"output_norm.weight")
+    place = {"name": name, "type": name + 18 + 4 + 8, "offset": name + 18 + 4 + 8 + 4}[field]
+    raw[place : place + len(value)] = value
+    (path := tmp_path / "lies.gguf").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=f"lies.gguf: corrupt: {words}"):
+        open_checkpoint(str(path))
+
+
+def test_a_long_value_is_shortened_in_messages() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^here: metadata key a\.b must be a positive number, got 'xxx"
+    ) as caught:
+        ModelMetadata("a", {"a.b": "x" * 100_000}, "here").integer("b")
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])

@@ -321,6 +321,15 @@ def test_a_normaliser_that_may_make_a_text_huge_is_refused(tiny: Path, tmp_path:
         load_tokenizer(str(tmp_path))
 
 
+def test_a_long_value_is_cut_in_messages(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document | {"version": "x" * 100_000}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: Unknown tokenizer version 'xxx") as caught:
+        load_tokenizer(str(tmp_path))
+    assert len(str(caught.value)) < 500
+
+
 def test_a_text_config_that_is_no_object_is_ignored(tiny: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
