@@ -79,7 +79,7 @@ def chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     template = settings.get("chat_template")
     named: dict[Any, Any] = {"default": template}
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
     elif template is None:
         named = {"default": optional_json(folder / LEGACY_TEMPLATE).get("chat_template")}
     for name, path in (("default", "chat_template.jinja"), ("tool_use", TOOL_TEMPLATE)):

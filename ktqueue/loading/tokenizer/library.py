@@ -1,5 +1,6 @@
 """Builds and runs tokenizers of the tokenizers library, from plain vocabulary data or from a tokenizer.json."""
 
+import base64
 import json
 import math
 import os
@@ -31,13 +32,15 @@ def from_json(path: Path, document: Mapping[str, Any]) -> Model:
     """Load a tokenizer.json, whose content is `document`, without truncation and padding. Raises CheckpointError."""
     try:  # before the library, which normalises added tokens
         growth = math.prod(map(_growth, _flat(document.get("normalizer"))))
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the normalizer is damaged: {error!r}") from error
     if growth > MAX_GROWTH:
         raise CheckpointError(f"{path}: the normalizer may make a text {growth:.0f} times longer; at most {MAX_GROWTH}")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises Exception itself, and panics that are none
         raise CheckpointError(f"{path}: {str(error)[:MAX_MESSAGE]}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -129,7 +132,21 @@ def _growth(part: dict[str, Any]) -> float:
             return max(1.0, len(part["content"].encode()) / max(1, len(replaced.encode())))
         case "Prepend":
             return max(1.0, len(part["prepend"].encode()))
+        case "Precompiled":
+            _check_charsmap(base64.b64decode(part["precompiled_charsmap"]))
     return 1.0
+
+
+def _check_charsmap(charsmap: bytes) -> None:
+    """Check SentencePiece's compiled map of characters: the bytes of a trie, the trie, and texts that end with a zero.
+
+    Raises ValueError: the library would allocate as much as it states, and abort the process if memory is short.
+    """
+    size = int.from_bytes(charsmap[:4], "little")
+    if not 0 < size <= len(charsmap) - 4:
+        raise ValueError(f"its charsmap of {len(charsmap)} bytes states a trie of {size}")
+    if (longest := max(map(len, charsmap[4 + size :].split(b"\0")))) > MAX_GROWTH:
+        raise ValueError(f"its charsmap has a text of {longest} bytes; at most {MAX_GROWTH}")
 
 
 def _keeps_text(part: dict[str, Any]) -> bool:
@@ -226,6 +243,7 @@ def _sentence_piece(data: VocabularyData) -> Model:
         )
     steps: list[normalizers.Normalizer] = []
     if data.charsmap:
+        _check_charsmap(data.charsmap)
         steps.append(normalizers.Precompiled(data.charsmap))
     if data.collapse_spaces:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]

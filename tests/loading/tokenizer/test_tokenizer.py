@@ -1,5 +1,6 @@
 """Tokenizers: ids as from the models' own tokenizers, exact bytes, requests to ids, errors by field."""
 
+import base64
 import json
 import lzma
 import random
@@ -9,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Regex, normalizers
@@ -321,13 +323,37 @@ def test_a_normaliser_that_may_make_a_text_huge_is_refused(tiny: Path, tmp_path:
         load_tokenizer(str(tmp_path))
 
 
-def test_a_long_value_is_cut_in_messages(tiny: Path, tmp_path: Path) -> None:
+def charsmap(data: bytes) -> dict[str, Any]:
+    return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": "x" * 100_000}, "Unknown tokenizer version 'xxx"),
+        (charsmap(b"\xff" * 300), r"the normalizer is damaged: .*charsmap of 300 bytes states a trie of 4294967295"),
+        (charsmap(bytes(300)), r"the normalizer is damaged: .*charsmap of 300 bytes states a trie of 0"),
+        (charsmap(b"\4\0\0\0trie" + b"x" * 65), r"the normalizer is damaged: .*a text of 65 bytes; at most 64"),
+        (charsmap(b"\3\0\0\0tri"), "index out of bounds"),
+    ],
+)
+def test_a_damaged_tokenizer_file_is_one_short_error(
+    changes: dict[str, Any], words: str, tiny: Path, tmp_path: Path
+) -> None:
+    """The library panics, or allocates the size that is stated."""
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
     document = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document | {"version": "x" * 100_000}))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: Unknown tokenizer version 'xxx") as caught:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document | changes))
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json: .*{words}") as caught:
         load_tokenizer(str(tmp_path))
     assert len(str(caught.value)) < 500
+
+
+def test_a_name_of_a_template_that_is_no_text_is_ignored(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    named = [{"name": [], "template": "wrong"}, {"name": "default", "template": "right"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "right"
 
 
 def test_a_text_config_that_is_no_object_is_ignored(tiny: Path, tmp_path: Path) -> None:
