@@ -4,6 +4,7 @@ import reprlib
 from typing import Any
 
 MAX_CHARACTERS = 80
+MAX_TEXT = 400
 
 
 class _ShortRepr(reprlib.Repr):
@@ -25,3 +26,9 @@ def short_repr(value: Any) -> str:
     """Return the repr of a value, shortened to 80 characters."""
     text = _SHORT_REPR.repr(value[:MAX_CHARACTERS] if isinstance(value, str) else value)
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."
+
+
+def short_text(error: object) -> str:
+    """Return the beginning of another library's message, which may repeat a value of any size, without control
+    characters."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in str(error)[:MAX_TEXT])

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import MAX_TEXT, short_repr, short_text
 from ktqueue.families.table import BY_CLASS, FAMILIES, family_of_type
 from ktqueue.loading.huggingface.causal_models import CAUSAL_MODELS, config_class_of
 from ktqueue.loading.huggingface.config_check import (
@@ -69,7 +70,9 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     except Exception as error:  # each config class validates differently
         check_rope(values, source)
         fault = isinstance(error, _UNCLEAR) and find_fault(values, config_class.from_dict, _USABLE, source)
-        raise fault or CheckpointError(f"{source}: the config is not valid: {error.__cause__ or error}") from error
+        raise fault or CheckpointError(
+            f"{source}: the config is not valid: {short_text(error.__cause__ or error)}"
+        ) from error
     check_config(config, source)
     config.output_router_logits = False  # otherwise every forward collects them for a training loss
     config.use_cache = False
@@ -96,7 +99,7 @@ def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module
             only_void=True,
         )
         raise fault or CheckpointError(
-            f"{source}: no model can be built from the config: {type(error).__name__}: {error}"
+            f"{source}: no model can be built from the config: {type(error).__name__}: {short_text(error)}"
         ) from error
     _check_kind(model, config, source)
     _check_heads(model, config, source)
@@ -133,8 +136,12 @@ def _unknown_value(config: Config, error: Exception, source: str) -> CheckpointE
         for name, stated in group.items():
             if type(stated) is type(value) and stated == value and (stated or group is not fields):
                 limit = f"one that transformers {transformers.__version__} knows"
+                shown = short_repr(value)
                 return CheckpointError(
-                    f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=str(value)
+                    f"{source}: {name} must be {limit}, got {shown}",
+                    param=name,
+                    limit=limit,
+                    value=str(value)[:MAX_TEXT],
                 )
     return None
 

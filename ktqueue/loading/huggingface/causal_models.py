@@ -5,6 +5,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.families.table import FAMILIES, family_of_type
 from ktqueue.loading.huggingface.own_models import register_own_models
 from ktqueue.loading.installed import FAMILIES as ENTRIES
@@ -27,7 +28,7 @@ def config_class_of(model_type: object, source: str) -> type[transformers.Pretra
     family = packaged_family(model_type) if isinstance(model_type, str) else None
     if not isinstance(model_type, str) or (family is None and model_type not in transformers.CONFIG_MAPPING):
         raise CheckpointError(
-            f"{source}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
+            f"{source}: model_type {short_repr(model_type)} is unknown to transformers {transformers.__version__}"
         )
     if family is None or family.config is None:
         if model_type not in CAUSAL_MODELS:

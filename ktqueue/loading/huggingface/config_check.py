@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import MAX_CHARACTERS, short_repr
 from ktqueue.families.family import Family
 from ktqueue.families.table import family_of_type
 
@@ -370,5 +371,6 @@ def rope_parameters(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _refusal(source: str, name: str, limit: str, value: Any) -> CheckpointError:
-    shown = value if isinstance(value, int | float | str) else repr(value)
-    return CheckpointError(f"{source}: {name} must be {limit}, got {value!r}", param=name, limit=limit, value=shown)
+    shown = short_repr(value)
+    plain = value[:MAX_CHARACTERS] if isinstance(value, str) else value if isinstance(value, int | float) else shown
+    return CheckpointError(f"{source}: {name} must be {limit}, got {shown}", param=name, limit=limit, value=plain)

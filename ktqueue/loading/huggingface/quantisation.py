@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import MAX_CHARACTERS, short_repr, short_text
 from ktqueue.families.table import family_of_type
 from ktqueue.loading.storage_format import StorageFormat, packaged_formats
 
@@ -193,11 +194,11 @@ def _block(value: Any) -> tuple[int, int] | None:
 def _method(value: Any) -> str:
     """Return the name of the method, and the bits of a weight if they are known."""
     if not isinstance(value, Mapping):
-        return repr(value)
+        return short_repr(value)
     name = value.get("quant_method") or value.get("quant_algo")
     if name is None and (value.get("load_in_4bit") or value.get("load_in_8bit")):
         name = "bitsandbytes"
-    shown = METHODS.get(str(name).lower(), str(name)) if name else "an unnamed method"
+    shown = METHODS.get(str(name).lower(), short_text(name)[:MAX_CHARACTERS]) if name else "an unnamed method"
     bits = value.get("bits") or value.get("w_bit") or (4 if value.get("load_in_4bit") else None)
     bits = bits or (8 if value.get("load_in_8bit") else None)
     return f"{shown} in {bits} bits" if isinstance(bits, int) else shown

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ktqueue.core.errors import CheckpointError, InvalidRequest
-from ktqueue.core.short_repr import short_repr
+from ktqueue.core.short_repr import short_repr, short_text
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from ktqueue.loading.tokenizer.tiktoken_file import merges_of_ranks
@@ -22,7 +22,6 @@ Model = tokenizers.Tokenizer
 SPACE = "\u2581"  # SentencePiece's visible space
 CUT_CHARACTERS = 64  # at the end of a beginning; the following text may compose with them (NFC)
 MAX_GROWTH = 64  # times that a normaliser may make a text longer; the library aborts the process if memory is short
-MAX_MESSAGE = 300  # characters of the library, which repeats the value of a wrong field
 MAX_PIECE = 512  # characters; longer pieces of a SentencePiece vocabulary are never built by merging
 _PROBE = "a \xe9 \u65e5"  # characters of one, two and three bytes
 _FOUND_IN_TEXT = (TokenKind.NORMAL, TokenKind.USER_DEFINED)  # the kinds of pieces that SentencePiece finds in a text
@@ -41,7 +40,7 @@ def from_json(path: Path, document: Mapping[str, Any]) -> Model:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises Exception itself, and panics that are none
-        raise CheckpointError(f"{path}: {str(error)[:MAX_MESSAGE]}") from error
+        raise CheckpointError(f"{path}: {short_text(error)}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _try(tokenizer, str(path))

@@ -9,6 +9,7 @@ from pathlib import Path
 from ktqueue.core.errors import CheckpointError, InvalidRequest
 from ktqueue.core.prompt_size import check_text, check_token_ids, check_tokens
 from ktqueue.core.request import GenerationRequest
+from ktqueue.core.short_repr import short_repr
 from ktqueue.loading.gguf.checkpoint import read_parts
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData, byte_alphabet, from_metadata
 from ktqueue.loading.json_file import optional_json
@@ -262,7 +263,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     text = config.get("text_config")
     size = (text if isinstance(text, dict) and text else config).get("vocab_size")
     if size is not None and (type(size) is not int or size < 1):
-        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {size!r}")
+        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be a positive number, got {short_repr(size)}")
     if (plain := files.plain_vocabulary(folder, size or 0)) is not None:
         return from_data(plain, str(folder))
     file = files.read_tokenizer(folder)

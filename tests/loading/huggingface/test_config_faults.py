@@ -1,5 +1,6 @@
 """Values of a config that no model can be made with are named, even if transformers does not name them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,13 @@ def test_values_that_no_model_can_be_built_from_are_named(
     with pytest.raises(CheckpointError, match=f"^folder: {name} must be ") as caught:
         build_skeleton(build_config({"model_type": model_type, **values}, "folder"), torch.float32, "folder")
     assert (caught.value.param, caught.value.limit) == (name, limit)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "model_type", "quantization_config", "bos_token_id", "hidden_act"])
+def test_a_long_value_is_shortened(name: str, changed: Callable[..., Path]) -> None:
+    folder = changed("qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: "x" * 100_000}))
+    with pytest.raises(CheckpointError, match=rf"{name}.* '?xxx") as caught:
+        load_model(str(folder))
+    assert len(str(caught.value)) < 1_000
