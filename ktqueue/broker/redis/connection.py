@@ -10,7 +10,15 @@ import random
 from typing import Any
 
 from ktqueue.broker.redis.address import DeploymentKind, RedisEndpoint, read_address
-from ktqueue.broker.redis.node import Node, ReadOnly, RedisSubscriber, ServerLost, SlotMoved, retrieve_error
+from ktqueue.broker.redis.node import (
+    LoginRefused,
+    Node,
+    ReadOnly,
+    RedisSubscriber,
+    ServerLost,
+    SlotMoved,
+    retrieve_error,
+)
 from ktqueue.broker.redis.server_checks import check
 from ktqueue.broker.redis.topology import make_topology
 from ktqueue.core.config import BrokerConfig
@@ -71,6 +79,9 @@ class RedisConnection:
         except ServerLost as error:
             await self._lose(node, entirely=isinstance(error, ReadOnly))
             raise
+        except LoginRefused as error:  # `open` has logged in, so users of the server have changed, perhaps for a moment
+            await self._lose(node)
+            raise ServerLost(f"Redis is away: {error.message}", param=error.param, retry_after=1.0) from error
         raise Unavailable("Redis is away: the nodes of the cluster do not agree", retry_after=1.0)
 
     async def subscriber(self) -> RedisSubscriber:

@@ -51,6 +51,10 @@ class ReadOnly(ServerLost):
     """The server is a replica."""
 
 
+class LoginRefused(ConfigError):
+    """The server refuses the user or the password."""
+
+
 class SlotMoved(Exception):
     """The data is on another node of the cluster. Nothing was executed."""
 
@@ -236,7 +240,7 @@ def _translate(error: Exception, endpoint: RedisEndpoint) -> Exception:
     text = str(error)
     code = text.partition(" ")[0]
     if isinstance(error, AuthenticationError):
-        return ConfigError(f"Redis at {endpoint} refuses the user or the password of broker.url", param="broker.url")
+        return LoginRefused(f"Redis at {endpoint} refuses the user or the password of broker.url", param="broker.url")
     if code == "MOVED":  # MOVED 3999 127.0.0.1:6381; without a host it is the host that answered
         host, _, port = text.split(" ")[2].rpartition(":")
         return SlotMoved(RedisEndpoint(host or endpoint.host, int(port)))

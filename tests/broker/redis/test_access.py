@@ -161,6 +161,18 @@ async def test_the_guides_user_is_sufficient_and_limited_to_its_prefix(
             await Broker.open(replace(config, url=f"redis://{wrong}@127.0.0.1:{server.port}"))
 
 
+async def test_a_password_that_changes_while_a_process_works_is_an_outage(server: Any) -> None:
+    server("ACL", "SETUSER", "ktqueue", *(word.replace("PASSWORD", "secret") for word in allowed()))
+    config = BrokerConfig(url=f"redis://ktqueue:secret@127.0.0.1:{server.port}", connect_timeout=1.0)
+    async with await Broker.open(config) as broker:
+        server("ACL", "SETUSER", "ktqueue", "resetpass", ">other")
+        server("CLIENT", "KILL", "USER", "ktqueue")
+        with pytest.raises(Unavailable, match="refuses the user or the password"):
+            await broker.jobs.depth()
+        server("ACL", "SETUSER", "ktqueue", ">secret")
+        assert await broker.jobs.depth() == []
+
+
 async def test_a_refused_command_is_named_at_the_start(
     server: Any, card: ModelCard, make_request: Callable[..., GenerationRequest]
 ) -> None:
