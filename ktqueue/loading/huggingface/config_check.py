@@ -214,6 +214,7 @@ def check_config(config: Any, source: str) -> None:
     if experts and not (isinstance(chosen, int) and 1 <= chosen <= experts):
         raise _refusal(source, "num_experts_per_tok", f"from 1 to {experts}, the number of experts", chosen)
     _check_window(config, family, source)
+    _check_lists(config, source)
     if family.linear:
         _check_linear(config, source)
     if family.group_score:
@@ -222,6 +223,17 @@ def check_config(config: Any, source: str) -> None:
         _check_growth(config, source)
     if family.indexed:
         _check_indexer(config, source)
+
+
+def _check_lists(config: Any, source: str) -> None:
+    """Check that longrope has a divisor for each pair of columns of a head that it rotates."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        pairs = (int(head_dim * rope.get("partial_rotary_factor", 1.0)) + 1) // 2
+        for name in ("short_factor", "long_factor"):
+            if not isinstance(stated := rope.get(name), list) or len(stated) != pairs:
+                raise _refusal(source, name, f"a list of {pairs} numbers", stated)
 
 
 def heads_by_layer(config: Any) -> list[tuple[int, int]]:

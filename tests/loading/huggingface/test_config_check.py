@@ -354,6 +354,12 @@ def longrope(original: int, *short: float) -> dict[str, Any]:
     return {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
 
 
+def test_longrope_needs_a_divisor_for_each_pair(changed: Callable[..., Path]) -> None:
+    folder = changed("qwen3", rope_parameters=longrope(16, *[1.0] * 15) | {"long_factor": [4.0] * 16})
+    with pytest.raises(CheckpointError, match=r"short_factor must be a list of 16 numbers, got \[1\.0, 1\.0"):
+        load_model(str(folder))
+
+
 def test_longrope_is_served_to_its_full_length(make_model: Callable[..., Path]) -> None:
     for short, original in ((1.0, 16), (4.0, 0)):  # of equal lists, one serves all lengths
         model = load_model(str(make_model("phi3", rope_parameters=longrope(16, *[short] * 8))))
