@@ -206,7 +206,7 @@ def retry(
         for job_id, record in sent:
             results().print(f"{job_id} -> {record.id} {_state(record)}")
         if not sent and not faults:
-            sys.stderr.write("no failed jobs to send again\n")
+            sys.stderr.write(f"no failed jobs {f'with the code {error} ' if error else ''}to send again\n")
     _end(faults)
 
 

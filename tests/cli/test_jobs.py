@@ -203,7 +203,8 @@ def test_failed_jobs_are_submitted_again(ktqueue: Run, stack: Stack) -> None:
     many = json.loads(retry("--error", "engine_failure", "--yes", "--json").stdout)
     assert {record["retry_of"]: record["id"] for record in many} == {"cli-f2": "cli-f2-r2", "cli-f3": "cli-f3-r2"}
     none = retry("--error", "engine_failure")
-    assert (none.returncode, none.stdout, none.stderr) == (0, "", "no failed jobs to send again\n")
+    reason = "no failed jobs with the code engine_failure to send again\n"
+    assert (none.returncode, none.stdout, none.stderr) == (0, "", reason)
     with SyncClient.open(config=config) as client:
         for k in range(1, 4):
             client.cancel(f"cli-f{k}-r2")
