@@ -225,6 +225,8 @@ async def test_a_body_that_is_not_a_json_object_is_refused(
         conforms(response.json(), "ErrorResponse")
         assert response.json()["error"]["param"] == "body"
         assert (await http.post(CHAT, json=BODY)).status_code == 200
+    response = await http.post(CHAT, content=b'["x"]', headers={"content-type": "application/json"})
+    assert response.json()["error"]["message"] == "the body must be a JSON object in UTF-8, got ['x']"
 
 
 async def test_other_content_types_are_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ktqueue.core.codec import CodecError, loads
 from ktqueue.core.errors import RequestTooLarge
+from ktqueue.core.short_repr import short_repr
 from ktqueue.core.units import format_bytes
 from ktqueue.gateway.errors import MalformedBody, UnsupportedMediaType
 
@@ -86,7 +87,6 @@ def decode_object(body: bytes) -> dict[str, Any]:
     except CodecError as error:
         raise MalformedBody(f"the body is {error.message}", param="body", limit=_EXPECTED) from error
     if not isinstance(value, dict):
-        raise MalformedBody(
-            f"the body must be a JSON object, got {type(value).__name__}", param="body", limit=_EXPECTED
-        )
+        shown = short_repr(value)
+        raise MalformedBody(f"the body must be {_EXPECTED}, got {shown}", param="body", limit=_EXPECTED, value=shown)
     return value
