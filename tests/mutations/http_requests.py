@@ -109,6 +109,12 @@ HTTP_REQUESTS: dict[str, Mutation] = {
         "pass",
         (f"{HTTP}::test_http_1_0_clients_get_no_chunks",),
     ),
+    "what follows an offer of HTTP/2 is read as its body": Mutation(
+        "ktqueue/gateway/http/protocol.py",
+        "        self._ignores_input = True\n        raise _StopParsing\n\n    def on_message_begin",
+        "\n    def on_message_begin",
+        (f"{HTTP}::test_an_offer_of_another_protocol_is_declined[10000-chunked]",),
+    ),
     "a preflight needs a key": Mutation(
         "ktqueue/gateway/app.py",
         "[*_cors(config.gateway.cors_origins), _edge(gateway)]",
