@@ -48,21 +48,21 @@ async def outputs(broker: Broker, store: Store, record: BatchRecord) -> tuple[li
 
 
 async def until(broker: Broker, batch_id: str, fits: Callable[[BatchRecord], bool], tenant: str = "default") -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not fits(await broker.batches.get(tenant, batch_id)):  # noqa: ASYNC110 # what it asks of has no event
             await asyncio.sleep(0.01)
 
 
 async def until_clean(store: Store) -> None:
     """Wait until what only the run needed is deleted, which is after the last status."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await store.names("batches/"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def until_released(broker: Broker) -> None:
     """Wait until no batch is owned or waits for an owner."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with redis.Redis.from_url(broker.config.url or "") as client:
             while client.zcard(f"{broker.keys.tag}:batches"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -206,9 +206,10 @@ async def test_a_store_that_hangs_keeps_nothing_else_waiting(tmp_path: Path) -> 
             assert await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 1)
             assert await get(store, "files/a") == [b"x"]
     finally:
-        for name in pipes:
-            os.close(os.open(tmp_path / name, os.O_RDWR | os.O_NONBLOCK))
-        await asyncio.wait(reads)
+        ends = [os.open(tmp_path / name, os.O_RDWR | os.O_NONBLOCK) for name in pipes]
+        await asyncio.wait(reads)  # some may open their pipe only now
+        for end in ends:
+            os.close(end)
 
 
 async def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
