@@ -54,7 +54,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "expert-tiles-*": gpu.expert_tiles,
         },
     ),
-    "drafts": ("Drafted tokens", {"drafts-*": turns_page.drafts}),
+    "drafts": ("Drafted tokens", {"drafts-*": turns_page.drafts, "simulated-drafts": engine.simulated_drafts}),
     "quality": (
         "How near to the model",
         {

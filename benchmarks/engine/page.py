@@ -1,5 +1,5 @@
 """The page of the CPU's engine: sections for the files cpu-*.json, experts-*.json, endurance-*.json and
-simulated-backlog.json."""
+simulated-*.json."""
 
 from statistics import median
 from typing import Any
@@ -159,6 +159,26 @@ def simulated_backlog(result: dict[str, Any]) -> list[str]:
             "arrivals": "{arrivals}", "chats a second": "{rate:g}", "way": "{way}",
             "batch tok/s": "{batch_tokens_per_second:.0f}", "of alone": "{share_of_alone:.0%}",
             "first token p50, p95": both("first_token"), "between tokens p50, p95": both("between_tokens"),
+        },
+        result["figures"],
+    )  # fmt: skip
+
+
+def simulated_drafts(result: dict[str, Any]) -> list[str]:
+    """What drafts of a small model cost and gain, in virtual time."""
+    m = result["machine"]
+    return section(
+        "Drafts of a small model, simulated",
+        "A simulation: the real engine on a virtual clock, with a model and a draft model that compute nothing. Steps "
+        "take what they took on an H200 with all experts of Qwen3-30B-A3B on the GPU, or on its host's CPU. A pass of "
+        "a draft model takes 0.9 ms or more, and reading 2,048 tokens is assumed to take 10 ms. Each row has "
+        f"{result['requests']} requests one after another, of {result['answer_tokens']} tokens. Gain in tokens a "
+        "second: of the first requests after a start, of all, and of the last. Right: the part of such drafts, after "
+        f"right ones. {result.get('note', '')} Commit {m['commit']}, {m['taken']}. `{result['command']}`",
+        {
+            "experts on the": "{experts}", "rows": "{rows}", "prompt": "{prompt_tokens}", "right": "{right:.0%}",
+            "first": "{first_gain:+.1%}", "all": "{gain:+.1%}", "last": "{last_gain:+.1%}", "steps": "{steps}",
+            "right of drafts": "{accepted} of {drafted}",
         },
         result["figures"],
     )  # fmt: skip

@@ -57,6 +57,7 @@ def virtual_time(clock: VirtualClock, loss: Callable[..., BatchLoss]) -> Iterato
     timed: dict[str, Any] = {made.__name__: partial(made, clock=clock.monotonic) for made in (SharedSteps, StepCosts)}
     with (
         patch.multiple("ktqueue.engine.engine", time=clock, BatchLoss=partial(loss, clock=clock.monotonic), **timed),
+        patch("ktqueue.engine.draft_model.time", clock),
         patch("ktqueue.engine.overlap.time", clock),
         patch("ktqueue.engine.prepared_step.time", clock),
         patch("ktqueue.workers.startup.step_probes.time", clock),

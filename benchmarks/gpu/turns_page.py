@@ -32,11 +32,12 @@ def drafts(result: dict[str, Any]) -> list[str]:
 
 def prefill(result: dict[str, Any]) -> list[str]:
     """Prompts that are read alone, by the place of experts and the most tokens of a step."""
+    routing = "that of a trace" if ":routing=" in result["model"] else "uniform"
     return section(
         f"{result['model']}: prompts alone",
         f"The median of {result['prompts']} prompts, to the first token, in the median of {result['turns']} turns. "
         "Bus: what came over it for a prompt, and a second of the whole prompt. CPU: weights of experts that it read. "
-        "Probe: what all its threads read a second. Routing is uniform. "
+        f"Probe: what all its threads read a second. Routing is {routing}. "
         f"{graphics(result)}; {taken(result)}. {result.get('note', '')} `{result['command']}`",
         {
             "experts on the": "{experts}", "tokens": "{tokens}", "most of a step": "{step_tokens}",

@@ -10,8 +10,8 @@ cannot be launched ahead (docs/adr/0058).
 **Loss.** Costs and chances are estimates, and on a machine with other work they may be wrong. So the time that drafts
 really saved or lost is kept as a balance, in steps. It begins at FIRST_BALANCE and grows by ALLOWED_LOSS a step. A step
 gets no more drafts than the balance could pay for if all of them were wrong. The step that follows drafts is not
-launched ahead either, which is part of their loss. Tokens that a draft model has to read first are paid by what drafts
-saved, and else by ALLOWED_LOSS. Otherwise no draft model would begin. Until they are paid, it reads no others.
+launched ahead either, which is part of their loss. Tokens that a draft model has to read first are paid before they are
+read: by what drafts saved, or by ALLOWED_LOSS, which is kept for them while a sequence waits for it.
 """
 
 from collections import deque
@@ -22,6 +22,8 @@ from ktqueue.engine.step_costs import StepCosts
 
 LEAST_GAIN = 1.05  # times the tokens a second without drafts
 FIRST_BALANCE = 1.0  # steps
+FIRST_READING = 2.0  # steps, so that a short prompt is read at once
+MOST_READING = 0.25  # of the time that the rest of an answer takes, to read what comes before it
 MOST_ALLOWED, MOST_SAVED = 4.0, 32.0  # of the balance, by allowed losses alone and by what drafts saved; steps
 ALLOWED_LOSS = 0.01  # steps that drafts may lose for each step
 MOST_SURPRISE = 1.0  # steps that are counted beyond the loss that was foreseen: a step may be slow for another reason
@@ -39,7 +41,8 @@ class DraftCosts:
         self._between: deque[float] = deque(maxlen=KEPT)
         self._before_drafts: deque[float] = deque(maxlen=KEPT)
         self._balance = FIRST_BALANCE
-        self._owed = 0.0  # steps that were spent on reading known tokens, which the allowed loss pays for first
+        self._kept = FIRST_READING  # for reading known tokens; steps. Less than 0 if it took longer
+        self._asked: float | None = None  # steps of the least reading that was refused since the last step
         self._foreseen = 0.0  # steps that the drafts of the last step lose if all are wrong
         self._in_a_row = 0  # steps with drafts
         self._usual = 0.0  # seconds that the last step with drafts would have taken without them
@@ -67,6 +70,23 @@ class DraftCosts:
                 best, best_rate = count, expected / whole
                 self._foreseen = max(0.0, (whole - usual) / usual)
         return best
+
+    def may_read(self, tokens: int, seconds: float, own: float, rest: int, *, decodes: bool) -> bool:
+        """Whether a draft model may read known tokens for `seconds` before a step of `tokens` tokens.
+
+        own: the part of these seconds that is for a sequence, of whose answer `rest` tokens are left at most. If what
+        is kept does not suffice, more is kept.
+        """
+        usual = (self._decode if decodes else self._all).seconds(tokens) + self._seconds_between()
+        if usual <= 0.0:
+            return True
+        if own > MOST_READING * rest * usual / tokens:
+            return False
+        steps = min(MOST_SAVED, seconds / usual)  # more is tried too, but then nothing for long
+        if steps <= self._kept + max(0.0, self._balance - MOST_ALLOWED):
+            return True
+        self._asked = steps if self._asked is None else min(self._asked, steps)
+        return False
 
     def learn(
         self,
@@ -106,19 +126,16 @@ class DraftCosts:
         read = reading / max(self._usual, 1e-9)
         of_savings = min(read, max(0.0, self._balance - MOST_ALLOWED))
         self._balance -= of_savings
-        self._owed = min(MOST_SAVED, self._owed + read - of_savings)
-        paid = min(self._owed, ALLOWED_LOSS)
-        self._owed -= paid
-        self._balance = max(self._balance, min(MOST_ALLOWED, self._balance + ALLOWED_LOSS - paid))
-
-    @property
-    def may_read(self) -> bool:
-        """Whether a draft model may read known tokens: what it read before is paid, or drafts saved enough."""
-        return self._owed <= 0.0 or self._balance > MOST_ALLOWED
+        self._kept -= read - of_savings
+        if self._kept < (self._asked or 0.0):
+            self._kept += ALLOWED_LOSS
+        else:
+            self._balance = max(self._balance, min(MOST_ALLOWED, self._balance + ALLOWED_LOSS))
+        self._asked = None
 
     def begin_again(self) -> None:
         """Forget what drafts lost, and keep the costs. For probes, whose drafts are wrong."""
-        self._balance, self._owed, self._in_a_row = FIRST_BALANCE, 0.0, 0
+        self._balance, self._kept, self._in_a_row = FIRST_BALANCE, FIRST_READING, 0
 
     def _seconds_between(self) -> float:
         return median(self._between) if self._between else 0.0

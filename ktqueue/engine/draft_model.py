@@ -83,6 +83,7 @@ class DraftModel:
         self._rate = FIRST_RATE
         self._learnt = FIRST_DRAFTS  # drafts in the rate
         self._passes = StepCosts(most_tokens), StepCosts(most_tokens)  # first ones, and further ones
+        self._readings = StepCosts(most_tokens)  # passes that read known tokens
         self._making = self._reading = 0.0  # seconds
 
     def pass_seconds(self, rows: int, ahead: int) -> float:
@@ -94,11 +95,23 @@ class DraftModel:
         passes = self._passes[min(1, ahead)]
         return passes.seconds(min(rows, int(passes.points[-1][0])) if passes.points else rows)
 
-    def reads_first(self, sequence: Sequence, ahead: int = 0) -> bool:
-        """Whether many known tokens must be read before drafts of a sequence, once it has `ahead` more tokens: all of a
-        new one, or more than JOINED."""
+    def reading_seconds(self, sequence: Sequence, ahead: int, costs: StepCosts) -> float:
+        """Seconds to read the known tokens that the first pass does not compute, once a sequence has `ahead` more: all
+        of a new one, or more than JOINED. 0 if there are none, or nothing was read before.
+
+        costs: of the engine's steps. Passes of more tokens than any before are said to grow as they do.
+        """
         computed, end = self._progress(sequence).computed, sequence.length + ahead - self.unread
-        return end > 0 and (computed == 0 or end > computed + JOINED)
+        known = self._readings.points
+        if not known or end <= 0 or (computed > 0 and end <= computed + JOINED):
+            return 0.0
+        last, slowest = known[-1]
+        share = min(1.0, slowest / costs.seconds(int(last))) if costs.points else 0.0
+        passes, rest = divmod(end - computed, self._most_tokens)
+        return sum(
+            count * (self._readings.seconds(tokens) if tokens <= last else share * costs.seconds(tokens))
+            for count, tokens in ((passes, self._most_tokens), (min(rest, 1), rest))
+        )
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds since the last call that were spent on drafts, and on reading known tokens before."""
@@ -204,8 +217,10 @@ class DraftModel:
         """Compute the known tokens at the places from `first` to `end`."""
         further = self.unread - 1
         token_ids = sequence.tokens[first + further : end + further].tolist()
+        began = time.monotonic()
         self._runner.execute(self._batch([(sequence, first, token_ids)], is_scored=False))
         self._runner.wait()  # the plan of its attention must not change while it runs
+        self._readings.observe(end - first, time.monotonic() - began)
 
     def _first_pass(self, sequences: Many[Sequence]) -> Logits:
         """Compute the last token of each sequence, and those before it that are not computed yet.

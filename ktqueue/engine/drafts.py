@@ -28,6 +28,7 @@ class Drafts:
     def __init__(self, rows: Rows, costs: StepCosts, most: int, model: DraftModel | None = None) -> None:
         self.drafted = self.accepted = self.probed = 0
         self.costs = DraftCosts(costs)
+        self._step_costs = costs
         self._rows = rows
         self._most = most
         self._model = model
@@ -116,12 +117,17 @@ class Drafts:
         chances: list[tuple[float, Sequence]] = []
         if self._rows.states is not None and plan.tokens != len(plan.rows):
             return {}  # with states, rows continue others only where each has one token
+        decodes, reading = plan.tokens == len(plan.rows), 0.0
         for sequence, count in plan.rows.items():
-            if count != 1 or not _may_have_drafts(sequence, ahead) or not self._may_read(sequence, ahead):
+            if count != 1 or not _may_have_drafts(sequence, ahead):
                 continue
-            most = min(
-                self._most, sequence.request.max_tokens - sequence.generated - ahead - 1
-            )  # one token comes anyway
+            rest = sequence.request.max_tokens - sequence.generated - ahead
+            if self._model is not None and not self.probed:
+                own = self._model.reading_seconds(sequence, ahead, self._step_costs)
+                if own and not self.costs.may_read(plan.tokens, reading + own, own, rest, decodes=decodes):
+                    continue
+                reading += own
+            most = min(self._most, rest - 1)  # one token comes anyway
             if self.probed:
                 chances += [(1.0, sequence)] * min(self.probed, most)
             else:
@@ -132,18 +138,8 @@ class Drafts:
         if self.probed:
             return dict(Counter(wanted))
         making = [] if self._model is None else self._making_seconds(self._model, wanted)
-        decodes = plan.tokens == len(plan.rows)
         best = self.costs.best(plan.tokens, [chance for chance, _ in chances], decodes=decodes, making=making)
         return dict(Counter(wanted[:best]))
-
-    def _may_read(self, sequence: Sequence, ahead: int) -> bool:
-        """Whether what the draft model would have to read first may be read now."""
-        return (
-            self._model is None
-            or self.probed > 0
-            or self.costs.may_read
-            or not self._model.reads_first(sequence, ahead)
-        )
 
     @staticmethod
     def _making_seconds(model: DraftModel, wanted: list[Sequence]) -> list[float]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ktqueue.engine.draft_costs import ALLOWED_LOSS, FIRST_BALANCE, MOST_SAVED, DraftCosts
+from ktqueue.engine.draft_costs import ALLOWED_LOSS, FIRST_BALANCE, FIRST_READING, MOST_SAVED, DraftCosts
 from ktqueue.engine.step_costs import StepCosts
 
 
@@ -106,39 +106,73 @@ def test_what_drafts_saved_may_be_lost_again() -> None:
     assert 8.0 < lost < MOST_SAVED + 1.0
 
 
-def test_reading_is_paid_by_the_allowed_loss() -> None:
-    """The tokens that a draft model reads first delay the next try, but not drafts that save."""
-    tries = []
-    for reading in (0.0, 1.0):
-        costs = learnt({1: 1.0, 2: 1.9})
-        costs.learn(2, 1, 0, 1.9, 0.0, decodes=True, reading=reading)
-        steps = 0
-        while not costs.best(1, [1.0], decodes=True):
-            costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
-            steps += 1
-        tries.append(steps)
-        assert costs.best(1, [1.0], decodes=True) == 1
-    assert tries[0] + 99 <= tries[1] <= tries[0] + 101
-    costs = learnt({1: 1.0, 2: 1.5})
-    costs.learn(2, 1, 1, 1.5, 0.0, decodes=True, reading=5.0)
+def test_reading_is_paid_before_by_the_allowed_loss() -> None:
+    """It is kept for the least reading that was refused, and drafts get it otherwise."""
+    costs = learnt({1: 1.0, 2: 1.9})
+    assert costs.may_read(1, FIRST_READING, 0.0, 1, decodes=True)
+    steps = 0
+    while not costs.may_read(1, FIRST_READING + 3.0, 0.0, 1, decodes=True):
+        assert not costs.may_read(1, FIRST_READING + 1.0, 0.0, 1, decodes=True) or steps >= 99
+        costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
+        steps += 1
+    assert 299 <= steps <= 301
+    costs.learn(2, 1, 0, 1.9, 0.0, decodes=True, reading=FIRST_READING + 3.0)
+    for _ in range(50):
+        assert not costs.may_read(1, 1.0, 0.0, 1, decodes=True)
+        costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
+    assert costs.best(1, [1.0], decodes=True) == 0, "nothing was left for drafts meanwhile"
+    for _ in range(90):
+        costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
     assert costs.best(1, [1.0], decodes=True) == 1
 
 
-def test_nothing_is_read_until_what_was_read_is_paid() -> None:
-    """By the allowed loss, or by what drafts saved."""
-    costs = learnt({1: 1.0, 2: 1.9})
-    assert costs.may_read
-    costs.learn(2, 1, 0, 1.9, 0.0, decodes=True, reading=1.0)
-    steps = 0
-    while not costs.may_read:
+def test_nothing_is_read_for_the_end_of_an_answer() -> None:
+    """A quarter of the rest's time is the most. Four rows share a step of two seconds here."""
+    costs = learnt({1: 1.0, 4: 2.0})
+    assert costs.may_read(4, 1.0, 1.0, 8, decodes=True) and not costs.may_read(4, 1.0, 1.0, 7, decodes=True)
+
+
+def test_reading_that_took_longer_is_paid_later() -> None:
+    costs = learnt({1: 1.0, 2: 1.0})
+    costs.learn(2, 1, 0, 1.0, 0.0, decodes=True, reading=FIRST_READING + 100.0)
+    for _ in range(10_000):
+        assert not costs.may_read(1, 0.1, 0.0, 1, decodes=True)
         costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
-        steps += 1
-    assert 98 <= steps <= 100
+    for _ in range(20):
+        costs.learn(1, 0, 0, 1.0, 0.0, decodes=True)
+        found = costs.may_read(1, 0.1, 0.0, 1, decodes=True)
+    assert found
+
+
+def test_reading_is_paid_by_what_drafts_saved() -> None:
     costs = learnt({1: 1.0, 9: 1.0})
-    costs.learn(9, 8, 8, 1.0, 0.0, decodes=True, reading=3.0)
-    assert costs.may_read
-    costs.learn(9, 8, 0, 1.0, 0.0, decodes=True, reading=8.0)
-    assert not costs.may_read
+    costs.learn(9, 8, 8, 1.0, 0.0, decodes=True)
+    assert costs.may_read(1, FIRST_READING + 4.0, 0.0, 1, decodes=True)
+    assert not costs.may_read(1, 99.0, 0.0, 1, decodes=True)
+    costs.learn(9, 8, 8, 1.0, 0.0, decodes=True, reading=4.0)
+    costs.learn(9, 8, 0, 1.0, 0.0, decodes=True, reading=10.0)
+    assert not costs.may_read(1, FIRST_READING, 0.0, 1, decodes=True)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("right", [0.0, 0.8])
+def test_drafts_and_reading_together_lose_no_more(rows: int, right: float) -> None:
+    """Sequence after sequence of 120 tokens, which a draft model reads for 3 seconds, as far as it may."""
+    noise = random.Random(0)
+    costs = learnt({tokens: 1.0 + 0.4 * (tokens - 1) for tokens in range(1, 40)})
+    lost, drafted, is_read = 0.0, 0, False
+    for step in range(1, 6000):
+        reads = not is_read and costs.may_read(rows, 3.0, 0.0, 1, decodes=True)
+        count = costs.best(rows, [0.9] * rows, decodes=True) if is_read or reads else 0
+        is_read = (is_read or count > 0) and step % 120 > 0
+        accepted = sum(noise.random() < right for _ in range(count))
+        usual = 1.0 + 0.4 * (rows - 1)
+        seconds, reading = usual + 0.4 * count, 3.0 if reads and count else 0.0
+        costs.learn(rows + count, count, accepted, seconds, 0.0, decodes=True, reading=reading)
+        lost += (seconds + reading) / usual - (rows + accepted) / rows
+        drafted += count
+        assert lost <= FIRST_BALANCE + FIRST_READING + ALLOWED_LOSS * step + 1e-9
+    assert drafted > 0
 
 
 def test_one_of_many_steps_has_no_drafts() -> None:

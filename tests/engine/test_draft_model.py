@@ -90,6 +90,7 @@ def test_answers_stay_the_same(
     noise = random.Random(seed)
     monkeypatch.setattr(StepCosts, "seconds", lambda *_: 1.0 if costs == "free" else noise.random())
     monkeypatch.setattr(DraftModel, "pass_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(DraftModel, "reading_seconds", lambda *_: 0.0)
     turns = workload(seed)
     aborted = {name for aborts, _ in turns for name in aborts}
 
@@ -210,16 +211,17 @@ def test_a_sequence_is_drafted_again_after_wrong_drafts(
     assert stats.accepted_tokens < stats.drafted_tokens <= stats.accepted_tokens + 8 and stats.steps < 30
 
 
-def test_no_prompt_is_read_before_the_last_ones_are_paid(
+def test_no_prompt_is_read_before_it_is_paid(
     drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any
 ) -> None:
+    """A reading lasts a step here, once the first has shown it."""
     engine = drafting(make_draft(lambda _: False))
-    engine.drafts.costs._owed = 5.0
-    for name, drafts in (("a", False), ("b", True)):
-        engine.add(name, PROMPT, exactly(40))
+    for longer, kept, drafts in ((6, 0.5, True), (1, 0.5, False), (1, 0.8, True)):
+        engine.drafts.costs._kept, engine.drafts.costs._balance = kept, 1.0
+        before = engine.stats().drafted_tokens
+        engine.add("x", PROMPT * longer, exactly(40))
         run(engine)
-        assert (engine.stats().drafted_tokens > 0) == drafts
-        engine.drafts.costs._owed = 0.0
+        assert (engine.stats().drafted_tokens > before) == drafts
 
 
 def test_known_tokens_are_computed_beside_the_last_one(

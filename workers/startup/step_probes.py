@@ -66,6 +66,8 @@ def probe_drafts(engine: Engine, vocabulary: int, most: int) -> None:
     limit, draw = engine.stats().rows_limit, random.Random(0)
     most = min(most, MOST_DRAFTS)
     left = MOST_SECONDS
+    engine.drafts.probed = 1
+    _run(engine, 1, vocabulary, draw, FULL_PROMPT_TOKENS - OUTPUT_TOKENS)  # a draft model reads as much as possible
     for rows in sorted({min(rows, limit) for rows in DRAFTED_ROWS}):
         began = time.monotonic()
         for engine.drafts.probed in (0, most):
