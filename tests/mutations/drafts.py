@@ -198,4 +198,16 @@ DRAFTS: dict[str, Mutation] = {
         "0",
         (f"{MODEL}::test_known_tokens_are_computed_beside_the_last_one[host]",),
     ),
+    "a draft model reads before it is paid": Mutation(
+        "ktqueue/engine/draft_costs.py",
+        "        if steps <= self._kept + max(0.0, self._balance - MOST_ALLOWED):\n",
+        "        if True:\n",
+        (f"{COSTS}::test_drafts_and_reading_together_lose_no_more[0.0-4]",),
+    ),
+    "a draft model reads for the end of an answer": Mutation(
+        "ktqueue/engine/draft_costs.py",
+        "        if own > MOST_READING * rest * usual / tokens:\n",
+        "        if False:\n",
+        (f"{COSTS}::test_nothing_is_read_for_the_end_of_an_answer",),
+    ),
 }
