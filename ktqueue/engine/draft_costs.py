@@ -124,9 +124,10 @@ class DraftCosts:
         saved = max(-self._foreseen - MOST_SURPRISE, saved / max(self._usual, 1e-9))
         self._balance = min(MOST_SAVED, self._balance + saved)
         read = reading / max(self._usual, 1e-9)
-        of_savings = min(read, max(0.0, self._balance - MOST_ALLOWED))
+        self._kept -= read
+        of_savings = min(max(0.0, -self._kept), max(0.0, self._balance - MOST_ALLOWED))
+        self._kept += of_savings
         self._balance -= of_savings
-        self._kept -= read - of_savings
         if self._kept < (self._asked or 0.0):
             self._kept += ALLOWED_LOSS
         else:

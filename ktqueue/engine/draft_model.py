@@ -102,16 +102,18 @@ class DraftModel:
         costs: of the engine's steps. Passes of more tokens than any before are said to grow as they do.
         """
         computed, end = self._progress(sequence).computed, sequence.length + ahead - self.unread
-        known = self._readings.points
-        if not known or end <= 0 or (computed > 0 and end <= computed + JOINED):
+        if not self._readings.points or end <= 0 or (computed > 0 and end <= computed + JOINED):
             return 0.0
-        last, slowest = known[-1]
-        share = min(1.0, slowest / costs.seconds(int(last))) if costs.points else 0.0
         passes, rest = divmod(end - computed, self._most_tokens)
-        return sum(
-            count * (self._readings.seconds(tokens) if tokens <= last else share * costs.seconds(tokens))
-            for count, tokens in ((passes, self._most_tokens), (min(rest, 1), rest))
-        )
+        whole = passes * self._reading_pass_seconds(self._most_tokens, costs)
+        return whole + (self._reading_pass_seconds(rest, costs) if rest else 0.0)
+
+    def _reading_pass_seconds(self, tokens: int, costs: StepCosts) -> float:
+        """Seconds of one pass that reads so many tokens."""
+        last, seconds = self._readings.points[-1]
+        if tokens <= last or not costs.points:
+            return self._readings.seconds(tokens)
+        return costs.seconds(tokens) * min(1.0, seconds / costs.seconds(int(last)))
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds since the last call that were spent on drafts, and on reading known tokens before."""
@@ -164,11 +166,10 @@ class DraftModel:
 
     def _drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         began = time.monotonic()
-        self._read_known_tokens(list(counts))
-        read = time.monotonic()
+        reading = self._read_known_tokens(list(counts))
         found: dict[Sequence, list[int]] = {sequence: [] for sequence in counts}
         live = list(counts)
-        started, logits = read, self._first_pass(live)
+        started, logits = began + reading, self._first_pass(live)
         for ahead in range(max(counts.values())):
             following = [sequence for sequence in live if counts[sequence] > ahead + 1]
             launched: list[Logits] = []
@@ -188,12 +189,16 @@ class DraftModel:
             progress = self._progress(sequence)
             progress.computed = sequence.length + 1 - self.unread
             progress.ahead = self._kept(token_ids)
-        self._reading += read - began
-        self._making += time.monotonic() - read
+        self._reading += reading
+        self._making += time.monotonic() - began - reading
         return found
 
-    def _read_known_tokens(self, sequences: Many[Sequence]) -> None:
-        """Compute all known tokens but the last ones, which the first pass computes, in passes of limited size."""
+    def _read_known_tokens(self, sequences: Many[Sequence]) -> float:
+        """Compute all known tokens but the last ones, which the first pass computes, in passes of limited size.
+
+        Returns the seconds of those that `reading_seconds` foretells. The others are part of the first pass.
+        """
+        seconds = 0.0
         room = min(self._most_tokens, MOST_OF_A_STEP) - len(sequences)
         for sequence in sequences:
             progress = self._progress(sequence)
@@ -208,10 +213,14 @@ class DraftModel:
             if 0 < progress.computed < end <= progress.computed + min(self.joined, room):
                 room -= end - progress.computed
                 continue
+            is_foretold = progress.computed == 0 or end > progress.computed + JOINED
+            began = time.monotonic()
             while (left := end - progress.computed) > 0:
                 first = progress.computed
                 progress.computed += min(left, self._most_tokens)
                 self._read(sequence, first, progress.computed)
+            seconds += time.monotonic() - began if is_foretold else 0.0
+        return seconds
 
     def _read(self, sequence: Sequence, first: int, end: int) -> None:
         """Compute the known tokens at the places from `first` to `end`."""

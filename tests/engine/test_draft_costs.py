@@ -144,6 +144,16 @@ def test_reading_that_took_longer_is_paid_later() -> None:
     assert found
 
 
+def test_savings_pay_for_reading_that_took_longer() -> None:
+    """So drafts that save begin for other sequences too, however dear the first was."""
+    costs = learnt({1: 1.0, 9: 1.0})
+    costs.learn(2, 1, 0, 1.0, 0.0, decodes=True, reading=FIRST_READING + 100.0)
+    for saved in range(0, 160, 8):
+        assert not costs.may_read(1, 1.0, 0.0, 1, decodes=True) or saved > 100
+        costs.learn(9, 8, 8, 1.0, 0.0, decodes=True)
+    assert costs.may_read(1, 1.0, 0.0, 1, decodes=True)
+
+
 def test_reading_is_paid_by_what_drafts_saved() -> None:
     costs = learnt({1: 1.0, 9: 1.0})
     costs.learn(9, 8, 8, 1.0, 0.0, decodes=True)

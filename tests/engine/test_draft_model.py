@@ -224,6 +224,26 @@ def test_no_prompt_is_read_before_it_is_paid(
         assert (engine.stats().drafted_tokens > before) == drafts
 
 
+def test_few_known_tokens_are_part_of_what_drafts_cost(
+    drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they take a pass of their own. Only what is read before the first draft is paid before."""
+    taken: list[tuple[float, float]] = []
+    take = DraftModel.take_seconds
+
+    def noted(model: DraftModel) -> tuple[float, float]:
+        taken.append(take(model))
+        return taken[-1]
+
+    monkeypatch.setattr(DraftModel, "take_seconds", noted)
+    monkeypatch.setattr(DraftModel, "joined", 0)
+    engine = drafting(make_draft(lambda _: False))
+    engine.add("x", PROMPT, exactly(41))
+    run(engine)
+    readings = [reading for making, reading in taken if making]
+    assert len(readings) > 2 and readings[0] > 0.0 and not any(readings[1:])
+
+
 def test_known_tokens_are_computed_beside_the_last_one(
     drafting: Callable[..., Engine], make_draft: Callable[..., Any], run: Any
 ) -> None:
