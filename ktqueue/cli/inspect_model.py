@@ -52,7 +52,7 @@ def inspect(
     if config.on_gpu:
         here = gpu_memory is None and torch.cuda.is_available()
         decodes, warpgroups = here and multiplies_groups("cuda"), here and has_warpgroups("cuda")
-        plan = plan_before_loading(report, config, _size(gpu_memory), decodes=decodes, warpgroups=warpgroups)
+        plan = plan_before_loading(report, config, _size(gpu_memory, config.device), decodes=decodes, warpgroups=warpgroups)
         host = host_memory_before_loading(report, config)
     if as_json:
         write_json(_plain(report, plan, host))
@@ -64,20 +64,21 @@ def inspect(
         raise CheckpointError(report.refusal)
 
 
-def _size(asked: str | None) -> int:
+def _size(asked: str | None, device: str) -> int:
     """Bytes of the GPU. Raises ConfigError if there is no GPU and no size is given."""
     import torch
 
     if asked is None and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
-    try:
-        return parse_bytes(asked or "")
-    except ValueError as error:
+        return torch.cuda.get_device_properties(device).total_memory
+    if asked is None:
         raise ConfigError(
-            f"--device cuda needs --gpu-memory, a size such as 80GiB, because this machine has no GPU, got {asked!r}",
+            f"--device {device} needs --gpu-memory, a size such as 80GiB, because this machine has no GPU",
             param="--gpu-memory",
-            value=asked,
-        ) from error
+        )
+    try:
+        return parse_bytes(asked)
+    except ValueError as error:
+        raise ConfigError.must_be("--gpu-memory", "a size such as 80GiB", asked) from error
 
 
 def _plain(report: "ModelReport", plan: "MemoryPlan | None", host: dict[str, int]) -> dict[str, Any]:

@@ -283,10 +283,7 @@ def _check_one_device(skeleton: nn.Module, plan: LoadPlan, rules: str, model_dev
             ancestor is not None and operator_class(operators[ancestor]).any_device
         ):
             continue
-        if torch.device(device := plan.device_of(name)) not in (
-            torch.device(model_device),
-            torch.device(f"{model_device}:0"),
-        ):
+        if _with_index(device := plan.device_of(name)) != _with_index(model_device):
             raise RuleError(
                 f"{rules}: {name} ({type(module).__name__}) would be on {device}, the model is on {model_device}: only "
                 "CpuExperts, and operators with any_device, can be on another device than the model",
@@ -294,6 +291,12 @@ def _check_one_device(skeleton: nn.Module, plan: LoadPlan, rules: str, model_dev
                 limit=model_device,
                 value=device,
             )
+
+
+def _with_index(device: str) -> tuple[str, int]:
+    """Type and number of a device: that of `cuda` is 0."""
+    known = torch.device(device)
+    return known.type, known.index or 0
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -121,7 +121,10 @@ def test_inspect_fits_a_terminal_of_80_columns(terminal: OpenTerminal) -> None:
     [
         (["inspect", "nowhere.gguf"], "nowhere.gguf"),
         (["inspect", "--dtype", "int3"], "engine.dtype"),
-        (["inspect", "--device", "cuda", "--gpu-memory", "much"], "--gpu-memory"),
+        (
+            ["inspect", "--device", "cuda", "--gpu-memory", "much"],
+            "--gpu-memory must be a size such as 80GiB, got 'much'",
+        ),
         (["inspect", "--gpu-memory", "80GiB"], "--gpu-memory 80GiB needs --device cuda"),
         (["inspect", "--device", "cuda", "--gpu-memory", "1GiB"], "engine.gpu_memory_utilization"),
         (["inspect", "--kv-cache-dtype", "int3"], "engine.kv_cache_dtype"),

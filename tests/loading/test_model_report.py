@@ -258,5 +258,11 @@ def test_rules_are_refused_as_loading_refuses_them(rules: str, words: str, tiny:
     assert "rules.yaml" in looking
 
 
+@pytest.mark.parametrize("rules", ["default", "modules"])
+def test_a_gpu_may_have_a_number(rules: str, tiny: Path) -> None:
+    report = report_model(str(tiny), rules=rules, device="cuda:1", dtype=torch.bfloat16)
+    assert (report.refusal, set(report.device_bytes)) == (None, {"cpu", "cuda:1"})
+
+
 def test_experts_may_be_elsewhere(tiny: Path) -> None:
     assert report_model(str(tiny), rules="modules", device="cuda", dtype=torch.bfloat16).refusal is None
