@@ -17,9 +17,17 @@ from threading import Lock, Thread
 import llguidance
 from llguidance import gbnf_to_lark as gbnf
 
-from ktqueue.answers.grammar_errors import GrammarFailed, GrammarTooAmbiguous
+from ktqueue.answers.grammar_errors import (
+    COMPILE_STEPS,
+    MAX_STATES,
+    MAX_SYMBOLS,
+    TOKEN_STEPS,
+    GrammarFailed,
+    GrammarRefused,
+    GrammarTooAmbiguous,
+    plain_reason,
+)
 from ktqueue.answers.grammar_memory import FREE_SECONDS, GrammarMemory, Lexer
-from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.vocabulary import Vocabulary
 
 KEPT_GRAMMARS = 32
@@ -27,37 +35,27 @@ KEPT_SECONDS = 2.0  # of CPU time to compile those that are kept: a second leave
 CACHED_TEXTS = 4096  # forced texts, of which a grammar has the same ones again and again
 MAX_CACHED_TEXT = 64  # characters
 MAX_FORCED_TEXT = 1024  # characters that are cut into tokens at once, in a step, for which all rows wait
-MAX_ERROR = 300  # characters of the library's message
-MAX_STATES = 20_000  # of a grammar's lexer, about 2 kB each
 MAX_THREADS = 8
 _LIMIT_REACHED = re.compile(r"[Tt]oo many|; max is")  # the library's words
 
 
 def _limits() -> llguidance.LLParserLimits:
-    """Limits of one grammar. The library's fuel is about 14,000 units for a millisecond."""
+    """Limits of one grammar."""
     return llguidance.LLParserLimits(
-        initial_lexer_fuel=5_000_000,
-        step_lexer_fuel=200_000,
+        initial_lexer_fuel=COMPILE_STEPS,
+        step_lexer_fuel=TOKEN_STEPS,
         step_max_items=50_000,
         max_lexer_states=MAX_STATES,
-        max_grammar_size=200_000,
+        max_grammar_size=MAX_SYMBOLS,
         verbose_errors=False,
     )
-
-
-class GrammarRefused(InvalidRequest):
-    """A grammar is wrong, or it exceeds a limit. The message names the place in the grammar if there is one."""
-
-    def __init__(self, reason: str, param: str = "grammar") -> None:
-        super().__init__(f"{param} cannot be used: {reason}", param=param, limit="a grammar that can be compiled")
-        self.reason = reason
 
 
 def check(grammar: str) -> None:
     """Read a grammar without a vocabulary, which takes a millisecond. Raises GrammarRefused."""
     message = llguidance.LLMatcher.validate_grammar(grammar, limits=_limits())
     if message and not message.startswith("WARNING"):
-        raise GrammarRefused(_short(message))
+        raise GrammarRefused(plain_reason(message))
 
 
 def from_gbnf(text: str) -> str:
@@ -67,7 +65,7 @@ def from_gbnf(text: str) -> str:
     except RecursionError:
         raise GrammarRefused("its groups are nested too deeply") from None
     except Exception as error:  # the library raises several plain types
-        raise GrammarRefused(_short(str(error) or type(error).__name__)) from None
+        raise GrammarRefused(plain_reason(str(error) or type(error).__name__)) from None
 
 
 def is_lark(text: str) -> bool:
@@ -114,9 +112,9 @@ class Matcher:
         self._count(began)
         self._check_memory()
         if not consumed or self._matcher.is_error():
-            reason = _short(self._matcher.get_error()) or "it allows no such token"
-            message = f"the grammar failed at token {token_id}: {reason}"
-            if not _LIMIT_REACHED.search(reason):
+            error = self._matcher.get_error()
+            message = f"the grammar failed at token {token_id}: {plain_reason(error) or 'it allows no such token'}"
+            if not _LIMIT_REACHED.search(error.partition("\n")[0]):
                 raise GrammarFailed(message, param="grammar")
             self._lexer.has_reached_limit = True
             raise GrammarTooAmbiguous(message, param="grammar")
@@ -296,7 +294,7 @@ class GrammarCompiler:
         if not compiled.is_error():
             compiled.compute_bitmask()
         if compiled.is_error():
-            raise GrammarRefused(_short(compiled.get_error()))
+            raise GrammarRefused(plain_reason(compiled.get_error()))
         seconds = time.thread_time() - start
         matcher = Matcher(compiled, Lexer(self._memory, seconds))
         with self._gate:
@@ -386,12 +384,3 @@ class _Bytes:
 
     def special_token_bytes(self, token_id: int) -> bytes:
         return self.token_bytes(token_id) or b"<|end|>"
-
-
-def _short(message: str) -> str:
-    """The essence of the library's message, without the grammar that it quotes."""
-    lines = [line.strip() for line in message.strip().splitlines()] or [""]
-    first = lines[0].removeprefix("ERROR: ").replace("NoExtensionBias", "it allows no text")
-    if first.endswith(":"):  # such as "regex parse error:", where the problem follows the quoted pattern
-        first += "".join(f" {line[7:]}" for line in lines if line.startswith("error: "))
-    return first if len(first) <= MAX_ERROR else first[:MAX_ERROR] + "..."

@@ -18,7 +18,8 @@ from collections import OrderedDict
 from threading import Lock
 from typing import BinaryIO
 
-from ktqueue.answers.grammar import GrammarRefused, byte_compiler, check
+from ktqueue.answers.grammar import byte_compiler, check
+from ktqueue.answers.grammar_errors import GrammarRefused
 from ktqueue.core.codec import dumps, loads
 from ktqueue.core.line_process import (
     MEMORY_BYTES,

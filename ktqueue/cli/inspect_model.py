@@ -52,7 +52,9 @@ def inspect(
     if config.on_gpu:
         here = gpu_memory is None and torch.cuda.is_available()
         decodes, warpgroups = here and multiplies_groups("cuda"), here and has_warpgroups("cuda")
-        plan = plan_before_loading(report, config, _size(gpu_memory, config.device), decodes=decodes, warpgroups=warpgroups)
+        plan = plan_before_loading(
+            report, config, _size(gpu_memory, config.device), decodes=decodes, warpgroups=warpgroups
+        )
         host = host_memory_before_loading(report, config)
     if as_json:
         write_json(_plain(report, plan, host))

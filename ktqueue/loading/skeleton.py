@@ -35,12 +35,14 @@ from ktqueue.operators.rotary import rotary_kinds, rotary_pairs, separate_length
 
 Config = transformers.PretrainedConfig
 _USABLE = f"one that transformers {transformers.__version__} can use"
+_ROPE = ("rope_parameters", "rope_scaling")
 _UNCLEAR = (AttributeError, TypeError, IndexError, ArithmeticError)
 """Errors of config classes that may name no value."""
 
 
 def build_config(values: Mapping[str, Any], source: str) -> Config:
     """Build a transformers config from plain values. Raises CheckpointError for an unknown or unusable one."""
+    values = {key: _longrope(value) if key in _ROPE else value for key, value in values.items()}
     model_type = values.get("model_type")
     check_model_type(values, source)
     if model_type == "mistral" and "layer_types" in values:  # as transformers.AutoConfig does
@@ -77,6 +79,13 @@ def build_config(values: Mapping[str, Any], source: str) -> Config:
     config.output_router_logits = False  # otherwise every forward collects them for a training loss
     config.use_cache = False
     return config
+
+
+def _longrope(rope: Any) -> Any:
+    """Return rotary parameters with the present name of `su`, as the first Phi-3 folders call longrope."""
+    if not isinstance(rope, Mapping):
+        return rope
+    return {key: "longrope" if key in ("rope_type", "type") and value == "su" else value for key, value in rope.items()}
 
 
 def build_skeleton(config: Config, dtype: torch.dtype, source: str) -> nn.Module:

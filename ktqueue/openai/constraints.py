@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ktqueue.answers import grammar
+from ktqueue.answers.grammar_errors import GrammarRefused
 from ktqueue.answers.grammar_process import check_syntax
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
@@ -241,7 +242,7 @@ def _grammar(text: str, param: str, whitespace: str | None) -> str:
     if not grammar.is_lark(text):
         try:
             text = grammar.from_gbnf(text)
-        except grammar.GrammarRefused as refused:
+        except GrammarRefused as refused:
             raise _refused(param, refused) from None
     return check_lark(text, param)
 
@@ -250,13 +251,13 @@ def check_lark(lark: str, param: str) -> str:
     """Return a grammar in Lark as it is. Raises InvalidRequest."""
     try:
         check_syntax(lark)
-    except grammar.GrammarRefused as refused:
+    except GrammarRefused as refused:
         raise _refused(param, refused) from None
     return lark
 
 
-def _refused(param: str, refused: grammar.GrammarRefused) -> InvalidRequest:
-    return grammar.GrammarRefused(refused.reason, param)
+def _refused(param: str, refused: GrammarRefused) -> InvalidRequest:
+    return GrammarRefused(refused.reason, param)
 
 
 def _too_long(param: str, text: str, limit: int) -> InvalidRequest:

@@ -7,10 +7,11 @@ an annotation is refused with its JSON pointer, so no part of a schema is ignore
 import difflib
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ktqueue.answers.grammar import GrammarRefused
+from ktqueue.answers.grammar_errors import TOO_COMPLEX, GrammarRefused
 from ktqueue.answers.grammar_process import check_syntax
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.short_repr import short_repr
@@ -87,7 +88,10 @@ def lark_of_schema(schema: Any, param: str, *, whitespace: str | None = WHITESPA
         raise InvalidRequest(f"{param} must have {limit}, got {len(lark)}", param=param, limit=limit, value=len(lark))
     reason = _reason(prepared)
     if reason:
-        raise _wrong(param, _place(prepared, reason), f"cannot be used: {reason}")
+        pointer, part = _place(prepared, reason)
+        if reason == TOO_COMPLEX and (least := part.get("minLength")):
+            _check_min_length(part, least, param, f"{pointer}/minLength")
+        raise _wrong(param, pointer, f"cannot be used: {reason}")
     return lark
 
 
@@ -134,19 +138,27 @@ def _reason(schema: Any) -> str:
     return ""
 
 
-def _place(schema: Any, reason: str) -> str:
-    """The JSON pointer of the innermost part that is refused for the same reason, as far as it is found quickly."""
+def _check_min_length(schema: Mapping[str, Any], least: int, param: str, place: str) -> None:
+    """Raise InvalidRequest if a smaller `minLength` would do: beside a pattern, a large one takes too much work."""
+    most = bisect_left(range(least), True, key=lambda length: _reason({**schema, "minLength": length}) != "") - 1
+    if most >= 0:
+        message = f"{param}#{place} must be at most {most} beside the pattern or format, got {least}"
+        raise InvalidRequest(message, param=param, limit=most, value=least)
+
+
+def _place(schema: Any, reason: str) -> tuple[str, Any]:
+    """The innermost part that is refused for the same reason, as far as it is found quickly, and its JSON pointer."""
     pointer = ""
     latest = time.monotonic() + SEARCH_SECONDS
     while True:
         for inner, part in _parts(schema):
             if time.monotonic() > latest:
-                return pointer
+                return pointer, schema
             if isinstance(part, dict) and _reason(part) == reason:
                 pointer, schema = pointer + inner, part
                 break
         else:
-            return pointer
+            return pointer, schema
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,6 @@ import pytest
 from ktqueue.answers import grammar as grammar_module
 from ktqueue.answers.grammar import (
     GrammarCompiler,
-    GrammarRefused,
     Matcher,
     _Bytes,
     byte_compiler,
@@ -20,7 +19,7 @@ from ktqueue.answers.grammar import (
     library_tokenizer,
     regex_terminal,
 )
-from ktqueue.answers.grammar_errors import GrammarFailed, GrammarTooAmbiguous
+from ktqueue.answers.grammar_errors import GrammarFailed, GrammarRefused, GrammarTooAmbiguous
 from ktqueue.answers.grammar_memory import GrammarMemory, Lexer
 from ktqueue.answers.grammar_process import GrammarProcesses, check_syntax
 from ktqueue.core.errors import ErrorInfo
@@ -50,6 +49,26 @@ def test_a_grammar_without_texts_is_refused() -> None:
     for grammar in ("start: start", 'start: %json {"$ref": "#"}'):
         with pytest.raises(GrammarRefused, match="it allows no text"):
             byte_compiler().compile(grammar)
+
+
+def test_a_limit_is_named_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    hard = "start: A\nA: /(.*a.{2000})/ & /(.*b.{3000})/ & ~/.*ab.{300}c/"
+    for words, limit in (
+        ("its patterns take more than 5000000 steps", 5_000_000),
+        ("more than 200000 symbols", 200_000),
+    ):
+        with pytest.raises(GrammarRefused, match=f"^grammar cannot be used: .*{words}") as refused:
+            byte_compiler().compile(hard)
+        assert refused.value.limit == limit
+        few = grammar_module.llguidance.LLParserLimits(max_grammar_size=10)
+        monkeypatch.setattr(grammar_module, "_limits", lambda few=few: few)
+        hard = 'start: x{1,3000}\nx: "a" | "b"'
+    monkeypatch.undo()
+    matcher = byte_compiler().compile("start: /(?i)(straße|[à-ÿ]{1,2000}|\\w{1,4000}){1,3000}/")
+    with pytest.raises(GrammarTooAmbiguous, match="its patterns take more than 200000 steps of work for a token"):
+        for byte in b"ab" * 100:
+            matcher.consume(byte)
+            matcher.mask()
 
 
 def test_gbnf_is_translated() -> None:
@@ -150,7 +169,7 @@ def test_an_answer_that_reaches_a_limit_does_not_spoil_the_next() -> None:
         matcher.consume(tokenizer.encode(first.decode(), add_special_tokens=False)[0])
         forced = matcher.forced_tokens()
         assert forced
-        with pytest.raises(GrammarFailed, match="too many states") as reached:
+        with pytest.raises(GrammarFailed, match="more than 20000 states") as reached:
             matcher.consume(forced[0])
         assert reached.value.status == 400
 

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from ktqueue.answers.grammar import byte_compiler
-from ktqueue.answers.grammar_errors import GrammarFailed
+from ktqueue.answers.grammar_errors import TOO_COMPLEX, GrammarFailed
 from ktqueue.core.errors import InvalidRequest
 from ktqueue.openai.json_schema import ANNOTATIONS, HONOURED, closed, lark_of_schema
 
@@ -184,6 +184,22 @@ def test_a_pattern_and_a_date_hold_together() -> None:
 def test_what_cannot_be_used_is_refused_with_the_place(schema: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         lark_of_schema(schema, "p")
+
+
+def test_a_long_minimum_beside_a_pattern_is_refused_with_its_limit() -> None:
+    part = {"type": "string", "pattern": "^([a-z]+ )+$", "minLength": 20_000}
+    schema = {"type": "object", "properties": {"a": part}, "required": ["a"]}
+    with pytest.raises(InvalidRequest, match="p#/properties/a/minLength must be at most") as refused:
+        lark_of_schema(schema, "p")
+    assert refused.value.value == 20_000
+    part["minLength"] = refused.value.limit
+    assert accepts(schema, {"a": "ab " * 100}) and not accepts(schema, {"a": "ab "})
+    part["minLength"] += 1
+    with pytest.raises(InvalidRequest, match="got"):
+        lark_of_schema(schema, "p")
+    patterns = [{"type": "string", "pattern": f"(.*{letter}.{{40}})"} for letter in "abc"]
+    with pytest.raises(InvalidRequest, match=f"^p cannot be used: {TOO_COMPLEX}$"):
+        lark_of_schema({"allOf": patterns}, "p")
 
 
 def test_the_largest_numbers_are_honoured() -> None:

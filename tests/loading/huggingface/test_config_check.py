@@ -360,6 +360,16 @@ def test_longrope_needs_a_divisor_for_each_pair(changed: Callable[..., Path]) ->
         load_model(str(folder))
 
 
+@pytest.mark.parametrize("model_type", ["phi3", "phimoe"])
+def test_su_is_read_as_longrope(model_type: str, changed: Callable[..., Path]) -> None:
+    rope = longrope(16, *[1.0] * 8) | {"short_mscale": 1.0, "long_mscale": 1.0}
+    new = load_model(str(changed(model_type, rope_parameters=rope)))
+    old = load_model(
+        str(changed(model_type, rope_parameters=None, rope_scaling=rope | {"rope_type": "su", "type": "su"}))
+    )
+    assert old.kv_layout(16).original_length == new.kv_layout(16).original_length == 16
+
+
 def test_longrope_is_served_to_its_full_length(make_model: Callable[..., Path]) -> None:
     for short, original in ((1.0, 16), (4.0, 0)):  # of equal lists, one serves all lengths
         model = load_model(str(make_model("phi3", rope_parameters=longrope(16, *[short] * 8))))
