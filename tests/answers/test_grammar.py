@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
+import llguidance
 import pytest
 
 from ktqueue.answers import grammar as grammar_module
@@ -60,7 +61,7 @@ def test_a_limit_is_named_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(GrammarRefused, match=f"^grammar cannot be used: .*{words}") as refused:
             byte_compiler().compile(hard)
         assert refused.value.limit == limit
-        few = grammar_module.llguidance.LLParserLimits(max_grammar_size=10)
+        few = llguidance.LLParserLimits(max_grammar_size=10)
         monkeypatch.setattr(grammar_module, "_limits", lambda few=few: few)
         hard = 'start: x{1,3000}\nx: "a" | "b"'
     monkeypatch.undo()

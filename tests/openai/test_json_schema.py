@@ -187,7 +187,7 @@ def test_what_cannot_be_used_is_refused_with_the_place(schema: Any, reason: str)
 
 
 def test_a_long_minimum_beside_a_pattern_is_refused_with_its_limit() -> None:
-    part = {"type": "string", "pattern": "^([a-z]+ )+$", "minLength": 20_000}
+    part: dict[str, Any] = {"type": "string", "pattern": "^([a-z]+ )+$", "minLength": 20_000}
     schema = {"type": "object", "properties": {"a": part}, "required": ["a"]}
     with pytest.raises(InvalidRequest, match="p#/properties/a/minLength must be at most") as refused:
         lark_of_schema(schema, "p")
