@@ -225,6 +225,12 @@ class ModelMetadata:
         value = self.get(name, 0)
         return 0 if value == 0 and not isinstance(value, bool) else int(self.checked(name, value, int))
 
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """Return a truth value, or `default` if the key is missing."""
+        if not isinstance(value := self.get(name, default), bool):
+            raise self.error(name, f"must be true or false, got {short_repr(value)}")
+        return value
+
     def flags(self, name: str, layers: int) -> list[bool]:
         """Return a list that says something of each of so many layers."""
         listed = self.get(name)

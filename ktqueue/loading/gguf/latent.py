@@ -67,7 +67,7 @@ def latent_config(family: Family, metadata: ModelMetadata, config: Mapping[str, 
         groups, used_groups = (1, 1) if family.layout.two_parts else _DEFAULT_GROUPS.get(experts, (1, 1))
     elif not used_groups:
         raise metadata.error("expert_group_used_count", "is missing")
-    normalised = bool(metadata.get("expert_weights_norm", False))
+    normalised = metadata.flag("expert_weights_norm", False)
     latent_keys = {
         "routed_scaling_factor": config.get("routed_scaling_factor", 1.0),
         "num_key_value_heads": config["num_attention_heads"],

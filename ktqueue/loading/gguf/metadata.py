@@ -92,12 +92,11 @@ def multi_token_layers(metadata: ModelMetadata) -> int:
 
 
 def _field_value(entry: MetadataField, metadata: ModelMetadata) -> int | float | bool:
-    value = metadata.get(entry.key)
     if entry.kind is bool:
-        if not isinstance(value, bool):
-            raise metadata.error(entry.key, f"must be true or false, got {short_repr(value)}")
-        return value
-    return metadata.count(entry.key) if entry.least == 0 else metadata.checked(entry.key, value, entry.kind)
+        return metadata.flag(entry.key)
+    if entry.least == 0:
+        return metadata.count(entry.key)
+    return metadata.checked(entry.key, metadata.get(entry.key), entry.kind)
 
 
 def _rotary_part(family: Family, metadata: ModelMetadata, config: Mapping[str, Any]) -> float:

@@ -22,6 +22,7 @@ LIST_TENSORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rop
 _ROPE_THETA = 10_000.0  # if the file has none (llama.cpp's default)
 _BETAS = {"beta_fast": ("rope.scaling.yarn_beta_fast", 32.0), "beta_slow": ("rope.scaling.yarn_beta_slow", 1.0)}
 _ATTENTION_FACTOR, _ORIGINAL = "rope.scaling.attn_factor", "rope.scaling.original_context_length"
+_FACTOR = "rope.scaling.factor"
 _FACTORS = (_ATTENTION_FACTOR, "rope.scaling.yarn_attn_factor")  # 1 has no effect
 _EXTRAPOLATION = "rope.scaling.yarn_ext_factor"
 # Values of that key that have no effect, by scaling type. -1 lets the reader choose one of the others (llama.cpp).
@@ -55,7 +56,8 @@ def rope_from_metadata(
     parameters_of_lists, which gives the metadata of lists a meaning. `yarn_scale`: see GgufLayout.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", _ROPE_THETA)}
-    scaling_type = metadata.get("rope.scaling.type", "none")
+    is_scaled = metadata.get(_FACTOR, 0) not in (0, 1)
+    scaling_type = metadata.get("rope.scaling.type", "linear" if is_scaled else "none")  # as in llama.cpp
     if scaling_type not in (*_HARMLESS,):  # a tuple: the value may be of an unhashable type
         raise metadata.error(
             "rope.scaling.type", f"{short_repr(scaling_type)} is not supported; known: {', '.join(_HARMLESS)}"
@@ -66,7 +68,7 @@ def rope_from_metadata(
             raise metadata.error(name, f"{short_repr(stated)} is not supported")
     if scaling_type != "none":
         rope["rope_type"] = scaling_type
-        rope["factor"] = metadata.number("rope.scaling.factor")
+        rope["factor"] = metadata.number(_FACTOR)
         if scaling_type == "yarn":
             rope["original_max_position_embeddings"] = metadata.integer(_ORIGINAL)
             rope |= {name: metadata.number(beta, default) for name, (beta, default) in _BETAS.items()}
@@ -103,7 +105,7 @@ def rope_to_metadata(
     metadata: dict[str, Any] = {prefix + "rope.freq_base": rope["rope_theta"]}
     if rope_type in ("linear", "yarn"):
         metadata[prefix + "rope.scaling.type"] = rope_type
-        metadata[prefix + "rope.scaling.factor"] = float(rope["factor"])
+        metadata[prefix + _FACTOR] = float(rope["factor"])
         if rope_type == "yarn":
             original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
             metadata[prefix + _ORIGINAL] = int(original)

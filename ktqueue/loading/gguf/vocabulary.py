@@ -16,6 +16,8 @@ _IDS = {
     "fim_pre": "fim_pre", "fim_suf": "fim_suf", "fim_mid": "fim_mid",
 }  # fmt: skip
 
+_KINDS = {str: "a text", list: "a list", int: "an integer", bool: "true or false"}
+
 WITHOUT_MERGES = "kimi-k2"  # files of this pre-tokenizer may leave the merges out: the ids are ranks
 
 
@@ -68,9 +70,12 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
     """Read the vocabulary from GGUF metadata. Raises CheckpointError that names the missing or invalid key."""
 
     def get(key: str, kind: type, default: Any = None) -> Any:
-        value = metadata.get(f"tokenizer.ggml.{key}", default)
-        if not isinstance(value, kind):
-            raise CheckpointError(f"{source}: metadata key tokenizer.ggml.{key} is missing or not a {kind.__name__}")
+        name = f"tokenizer.ggml.{key}"
+        if (value := metadata.get(name, default)) is None:
+            raise CheckpointError(f"{source}: metadata key {name} is missing", param=name)
+        if type(value) is not kind:
+            problem = f"must be {_KINDS[kind]}, got {short_repr(value)}"
+            raise CheckpointError(f"{source}: metadata key {name} {problem}", param=name)
         return value
 
     def strings(key: str, default: Any = None) -> list[str]:
@@ -97,8 +102,8 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
         raise CheckpointError(f"{source}: tokenizer.ggml.tokens is empty")
     ids = {}
     for key, role in _IDS.items():
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
+        token_id = get(f"{key}_token_id", int, -1)
+        if 0 <= token_id < len(tokens):
             ids[role] = token_id
     templates = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     pre = get("pre", str, "default")
@@ -110,9 +115,9 @@ def from_metadata(metadata: Mapping[str, Any], source: str) -> VocabularyData:
         merges=strings("merges", [] if model == "llama" or pre == WITHOUT_MERGES else None),
         scores=scores,
         ids=ids,
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model != "gpt2")),
-        add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-        add_space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", model != "gemma4")),
+        add_bos=get("add_bos_token", bool, model != "gpt2"),
+        add_eos=get("add_eos_token", bool, False),
+        add_space_prefix=get("add_space_prefix", bool, model != "gemma4"),
         chat_template=joined_templates(*templates),
     )
 

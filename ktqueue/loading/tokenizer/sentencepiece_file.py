@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktqueue.core.errors import CheckpointError
+from ktqueue.core.short_repr import short_repr
 from ktqueue.loading.gguf.vocabulary import TokenKind, VocabularyData
 from ktqueue.loading.mapped_file import map_file
 from ktqueue.loading.tokenizer.added_tokens import AddedToken, check_added_tokens
@@ -91,8 +92,8 @@ def read_sentencepiece(
         kinds=kinds,
         scores=scores,
         ids={role: token_id for role, token_id in ids.items() if 0 <= token_id < len(tokens)},
-        add_bos=bool(settings.get("add_bos_token", str(settings.get("tokenizer_class")) in _ADDS_BOS)),
-        add_eos=bool(settings.get("add_eos_token", False)),
+        add_bos=_flag(folder, settings, "add_bos_token", str(settings.get("tokenizer_class")) in _ADDS_BOS),
+        add_eos=_flag(folder, settings, "add_eos_token", False),
         add_space_prefix=prefix and settings.get("add_prefix_space") is not False,
         byte_fallback=byte_fallback,
         charsmap=charsmap,
@@ -100,6 +101,15 @@ def read_sentencepiece(
         collapse_spaces=is_collapsed,
         prefix_once=settings.get("legacy") is False,
     )
+
+
+def _flag(folder: Path, settings: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = settings.get(key, default)
+    if not isinstance(value, bool | None):
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: {key} must be true or false, got {short_repr(value)}", param=key
+        )
+    return bool(value)
 
 
 def _message(data: bytes) -> _Message:

@@ -204,6 +204,12 @@ def test_a_number_of_groups_needs_the_number_of_used_groups() -> None:
         config_of(metadata)
 
 
+def test_a_text_is_no_truth_value() -> None:
+    metadata = {**metadata_of("deepseek_v2"), "deepseek2.expert_weights_norm": "false"}
+    with pytest.raises(CheckpointError, match=r"deepseek2\.expert_weights_norm must be true or false, got 'false'"):
+        config_of(metadata)
+
+
 @pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor"])
 def test_a_config_with_sigmoid_scores_must_have_certain_keys(key: str) -> None:
     """Without them transformers uses DeepSeek-V3's values, and the GGUF file would have none."""

@@ -83,3 +83,9 @@ def test_attention_factors_of_a_file_are_refused_or_have_no_effect(
     else:
         found = rope_from_metadata(ModelMetadata("x", metadata, "file"), latent=latent)
         assert found == rope_from_metadata(ModelMetadata("x", plain, "file"), latent=latent)
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(4.0, "linear"), (1.0, "default"), (0.0, "default")])
+def test_a_factor_without_a_type_is_linear(factor: float, kind: str) -> None:
+    metadata = ModelMetadata("x", {"x.rope.scaling.factor": factor}, "file")
+    assert rope_from_metadata(metadata, latent=False)["rope_type"] == kind

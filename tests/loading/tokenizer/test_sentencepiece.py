@@ -176,6 +176,13 @@ def test_an_added_token_is_special_if_a_setting_names_it(load: Callable[..., Tok
     assert tokenizer.encode_plain("<call>") == [ids["<call>"]]
 
 
+def test_a_text_is_no_truth_value(load: Callable[..., Tokenizer]) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"add_bos_token must be true or false, got 'false'"
+    ):
+        load({}, add_bos_token="false")
+
+
 def test_a_damaged_map_of_characters_is_refused(load: Callable[..., Tokenizer]) -> None:
     with pytest.raises(CheckpointError, match="the vocabulary is corrupt: index out of bounds"):
         load({3: 2, 35: 1}, {2: struct.pack("<III", 8, 0x7FFFFF00, 0x7FFFFF00) + b"x\0"})

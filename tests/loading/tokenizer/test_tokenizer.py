@@ -361,3 +361,22 @@ def test_a_text_config_that_is_no_object_is_ignored(tiny: Path, tmp_path: Path) 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": [7]}))
     assert load_tokenizer(str(tmp_path)).size == 384
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        *((key, "false", "true or false") for key in ("add_bos_token", "add_eos_token", "add_space_prefix")),
+        ("add_bos_token", 1, "true or false"),
+        ("eos_token_id", "8191", "an integer"),
+        ("padding_token_id", True, "an integer"),
+        ("pre", 7, "a text"),
+        ("tokens", "a b c", "a list"),
+    ],
+)
+def test_metadata_of_another_type_is_refused(key: str, value: object, wanted: str) -> None:
+    metadata = {**read_header(resolve("demo")).metadata, f"tokenizer.ggml.{key}": value}
+    with pytest.raises(
+        CheckpointError, match=f"file: metadata key tokenizer.ggml.{key} must be {wanted}, got {value!r}"
+    ):
+        from_metadata(metadata, "file")
