@@ -177,9 +177,7 @@ def test_an_added_token_is_special_if_a_setting_names_it(load: Callable[..., Tok
 
 
 def test_a_text_is_no_truth_value(load: Callable[..., Tokenizer]) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"add_bos_token must be true or false, got 'false'"
-    ):
+    with pytest.raises(CheckpointError, match=r"add_bos_token must be true or false, got 'false'"):
         load({}, add_bos_token="false")
 
 
