@@ -26,7 +26,7 @@ _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
     ("batch_tokens", "batch_tokens", "Tokens generated for batch jobs."),
-    ("preemptions", "num_preemptions", "Sequences preempted because no page was free."),
+    ("preemptions", "num_preemptions", "Sequences that lost their row or pages to others."),
     ("prefix_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     ("steps", "steps", "Steps of the engine."),
@@ -101,11 +101,11 @@ def tenant_metrics(loads: Iterable[TenantLoad]) -> list[Metric]:
     return [live, queued, size, stored]
 
 
-def worker_metrics(workers: Sequence[WorkerInfo]) -> list[Metric]:
-    """Statistics of live workers. Label `worker`: the incarnation's id."""
+def worker_metrics(workers: Sequence[WorkerInfo], models: Iterable[str]) -> list[Metric]:
+    """Statistics of live workers. Label `worker`: the incarnation's id. `models`: known ones, also without workers."""
     labels = ("model_name", "worker")
     alive = gauge("workers", "Live workers.", ("model_name",))
-    for model in sorted({worker.model for worker in workers}):
+    for model in sorted({*models, *(worker.model for worker in workers)}):
         alive.add_metric((model,), sum(worker.model == model for worker in workers))
     result: list[Metric] = [alive]
     for family, table in ((gauge, _GAUGES), (counter, _COUNTERS)):

@@ -95,7 +95,7 @@ async def metrics(request: Request) -> Response:
             *bound_metrics(bound),
             *batch_metrics(batches),
             *tenant_metrics(loads),
-            *worker_metrics(workers),
+            *worker_metrics(workers, [depth.model for depth in depths]),
         ]
     except KtqueueError:
         up.add_metric((), 0)

@@ -23,7 +23,7 @@ def samples(*workers: WorkerInfo) -> dict[tuple[str, tuple[str, ...]], float]:
     """Samples by name and the values of all labels except the model."""
     return {
         (sample.name, tuple(value for key, value in sample.labels.items() if key != "model_name")): sample.value
-        for metric in worker_metrics(workers)
+        for metric in worker_metrics(workers, ["tale"])
         for sample in metric.samples
     }
 
@@ -46,3 +46,8 @@ def test_worker_metrics_have_only_what_workers_report() -> None:
         ("ktqueue:kv_cache_total_pages", ("b",)): 4,
         ("ktqueue:kv_cache_usage_perc", ("b",)): 0.75,
     }
+
+
+def test_a_model_without_workers_has_none() -> None:
+    """An alarm for too few workers needs the 0: a missing series is not below any number."""
+    assert samples() == {("ktqueue:workers", ()): 0}

@@ -9,6 +9,7 @@ Query parameters: `username`, `password` and `db`, instead of those in the URL; 
 """
 
 import difflib
+import ssl
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -116,7 +117,9 @@ def parse_address(url: str) -> Address:
     try:
         parts = urlsplit(f"x:{rest}")
     except ValueError as error:
-        raise _fault(str(error)) from error
+        raise _fault("[ and ] enclose an IPv6 address; in a password they are %5B and %5D") from error
+    if over_tcp and "@" in rest[2 + len(parts.netloc) :].partition("=")[0]:
+        raise _fault("write special characters of the user and the password as %2F for /, %3F for ?, %23 for #")
     secure = transport == "rediss"
     options = _options(parts.query, kind, secure=secure)
     userinfo, _, hosts = parts.netloc.rpartition("@")
@@ -197,6 +200,7 @@ def _tls(options: dict[str, str]) -> Tls:
     for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
         if name in options and not Path(options[name]).is_file():
             raise _fault(f"{name}: no file {options[name]!r}")
+    _check_files(options)
     verify = checks == "required"
     return Tls(
         ca_certs=options.get("ssl_ca_certs"),
@@ -205,6 +209,23 @@ def _tls(options: dict[str, str]) -> Tls:
         verify=verify,
         check_hostname=verify and hostname == "true",
     )
+
+
+def _check_files(options: dict[str, str]) -> None:
+    """Check what the PEM files hold, since a connection that failed for that would be tried again and again."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authorities, certificate, key = (options.get(name) for name in TLS_PARAMETERS[:3])
+    if authorities:
+        try:
+            context.load_verify_locations(authorities)
+        except ssl.SSLError as error:
+            raise _fault(f"ssl_ca_certs: {authorities!r} has no certificate in PEM ({error.reason})") from error
+    if certificate:
+        try:
+            context.load_cert_chain(certificate, key, password=lambda: "")  # otherwise the terminal is asked
+        except ssl.SSLError as error:
+            problem = f"{certificate!r} and {key!r} are not a certificate and its unencrypted key ({error.reason})"
+            raise _fault(f"ssl_certfile, ssl_keyfile: {problem}") from error
 
 
 def _fault(reason: str) -> ConfigError:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tls_front import Authority
 
 from ktqueue.broker.broker import Broker
 from ktqueue.broker.redis.address import DeploymentKind, Login, RedisEndpoint, parse_address, read_address
@@ -18,8 +19,7 @@ def test_urls_are_parsed(tmp_path: Path) -> None:
     for url in ("unix:///a%20b.sock?password=x&db=2", "unix:/a%20b.sock?password=x&db=2"):
         one = parse_address(url)
         assert (one.endpoints, one.login, one.database) == ((RedisEndpoint("/a b.sock", 0),), Login(None, "x"), 2)
-    authority = tmp_path / "ca.pem"
-    authority.touch()
+    authority = Authority(tmp_path).file
     one = parse_address(f"rediss+sentinel://u:p@[::1]:1,b/tales/4?sentinel_password=z&ssl_ca_certs={authority}")
     assert one.endpoints == (RedisEndpoint("::1", 1), RedisEndpoint("b", 26379))
     assert (one.service, one.database, one.login, one.sentinel_login) == ("tales", 4, Login("u", "p"), Login(None, "z"))
@@ -47,6 +47,10 @@ def test_urls_are_parsed(tmp_path: Path) -> None:
         ("rediss://h?ssl_cert_reqs=maybe", "ssl_cert_reqs"),
         ("rediss://h?ssl_check_hostname=maybe", "ssl_check_hostname"),
         ("unix://", "path of a socket"),
+        ("redis://:my/secret@h", "%2F"),
+        ("redis://:my?secret@h/0", "%3F"),
+        ("redis+sentinel://:my#secret@h,i/tales", "%23"),
+        ("redis://:my[secret]@h", "%5B"),
     ],
 )
 def test_what_is_wrong_is_said(url: Any, told: Any) -> None:
@@ -55,6 +59,19 @@ def test_what_is_wrong_is_said(url: Any, told: Any) -> None:
     assert told in caught.value.message
     assert caught.value.param == "broker.url"
     assert "secret" not in caught.value.message
+
+
+def test_files_without_certificates_are_refused_at_once(tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path).certificate("a")
+    (other := tmp_path / "other").mkdir()
+    _, wrong = Authority(other).certificate("a")
+    parse_address(f"rediss://h?ssl_certfile={certificate}&ssl_keyfile={key}")
+    for parameters, told in (
+        (f"ssl_ca_certs={key}", "ssl_ca_certs: .* has no certificate in PEM"),
+        (f"ssl_certfile={certificate}&ssl_keyfile={wrong}", "are not a certificate and its unencrypted key"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            parse_address(f"rediss://h?{parameters}")
 
 
 def test_a_password_appears_in_no_text() -> None:
