@@ -8,8 +8,8 @@ MODEL = "tests/engine/test_draft_model.py"
 COSTS = "tests/engine/test_draft_costs.py"
 STATES = "tests/engine/test_states.py::test_wrong_drafts_change_no_state"
 SAME = "drafts change no answer"
-ON_DEVICE = f"{TESTS}::test_answers_stay_the_same[device-0-18-free]"
-ANSWERS = f"{TESTS}::test_answers_stay_the_same[host-0-18-free]"
+ON_DEVICE = f"{TESTS}::test_answers_stay_the_same[device-0-18]"
+ANSWERS = f"{TESTS}::test_answers_stay_the_same[host-0-18]"
 
 DRAFTS: dict[str, Mutation] = {
     "a wrong draft is accepted": Mutation(
@@ -73,7 +73,7 @@ DRAFTS: dict[str, Mutation] = {
         "ktqueue/engine/rows.py",
         "        sequence.draft_progress = None\n",
         "",
-        (f"{MODEL}::test_answers_stay_the_same[host-0-18-free]",),
+        (f"{MODEL}::test_answers_stay_the_same[host-0-18]",),
     ),
     "further drafts forget what the layer computed": Mutation(
         "ktqueue/operators/next_token_layer.py",
