@@ -72,29 +72,8 @@ def attend(
     if step.attention is not None:
         _write(layer, key, value, step)
         return step.attention.attend(layer, query.transpose(0, 1), step.kv, options)
-    if query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0:
-        heads, tokens, head_dim = query.shape
-        out = torch.empty(tokens, heads, head_dim)
-        # The kernel needs values as wide as keys. From a latent cache it sums whole keys, and the extra columns are
-        # dropped.
-        native.paged_attention(
-            _dense(query),
-            _dense(key),
-            _dense(key if value is None else value),
-            keys.numpy(),
-            (keys if value is None else values).numpy(),
-            step.query_starts.numpy(),
-            step.context_lengths.numpy(),
-            step.page_table.numpy(),
-            step.slot_mapping.numpy(),
-            out.numpy(),
-            scaling=options.scaling,
-            score_cap=options.cap,
-            sliding_window=options.sliding_window,
-            chunk=options.chunk,
-            sinks=None if options.sinks is None else native.as_array(options.sinks),
-        )
-        return out[..., : values.shape[-1]]
+    if has_kernel(query, keys):
+        return by_kernel(query, key, value, keys, values, step, options)
     _write(layer, key, value, step)
     return reference.paged_attention(
         query,
@@ -110,6 +89,45 @@ def attend(
         chunk=options.chunk,
         scale=step.kv.layout.scale(layer),
     )
+
+
+def has_kernel(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether the compiled kernel computes such a query [heads, tokens, head_dim] with a cache like `keys`."""
+    return query.dtype == keys.dtype == torch.float32 and query.device.type == "cpu" and query.shape[-1] % 8 == 0
+
+
+def by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: StepContext,
+    options: ScoreOptions,
+) -> torch.Tensor:
+    """`attend` by the compiled kernel, with the tensors `keys` and `values` of a layer's cache; see has_kernel."""
+    heads, tokens, head_dim = query.shape
+    out = torch.empty(tokens, heads, head_dim)
+    # The kernel needs values as wide as keys. From a latent cache it sums whole keys, and the extra columns are
+    # dropped.
+    native.paged_attention(
+        _dense(query),
+        _dense(key),
+        _dense(key if value is None else value),
+        keys.numpy(),
+        (keys if value is None else values).numpy(),
+        step.query_starts.numpy(),
+        step.context_lengths.numpy(),
+        step.page_table.contiguous().numpy(),
+        step.slot_mapping.numpy(),
+        out.numpy(),
+        scaling=options.scaling,
+        score_cap=options.cap,
+        sliding_window=options.sliding_window,
+        chunk=options.chunk,
+        sinks=None if options.sinks is None else native.as_array(options.sinks),
+    )
+    return out[..., : values.shape[-1]]
 
 
 def _write(layer: int, key: torch.Tensor, value: torch.Tensor | None, step: StepContext) -> None:

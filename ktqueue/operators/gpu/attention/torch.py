@@ -1,8 +1,11 @@
-"""The torch twin of the attention planners: reference.paged_attention over host arrays. Any device, no CUDA graphs."""
+"""The torch twin of the attention planners: over host arrays, on any device, without CUDA graphs.
+
+It is reference.paged_attention, but float32 on the CPU takes the compiled kernel, as in operators/attention.py.
+"""
 
 import torch
 
-from ktqueue.operators import reference
+from ktqueue.operators import attention, reference
 from ktqueue.operators.gpu.attention.page_lists import check_decode_step, check_prompt_step, prompt_step_fits
 from ktqueue.operators.kv_cache import KVCache
 from ktqueue.operators.step import ScoreOptions, StepContext
@@ -18,10 +21,16 @@ class TorchPlan:
         """See AttentionPlan. query [tokens, heads, head_dim]. Raises ValueError before the first update."""
         if self._host is None:
             raise ValueError("a decode plan needs an update before it attends")
+        query, keys, values = query.transpose(0, 1), kv.keys[layer], kv.values[layer]
+        if attention.has_kernel(query, keys):  # it writes the step's keys and values again
+            slots = self._host.slot_mapping
+            key, value = (cache.flatten(0, 1)[slots].transpose(0, 1) for cache in (keys, values))
+            latent = kv.layout.latent is not None
+            return attention.by_kernel(query, key, None if latent else value, keys, values, self._host, options)
         return reference.paged_attention(
-            query.transpose(0, 1),
-            kv.keys[layer],
-            kv.values[layer],
+            query,
+            keys,
+            values,
             self._host.query_starts,
             self._host.context_lengths,
             self._host.page_table,
@@ -78,7 +87,7 @@ def _copied(host: StepContext) -> StepContext:
         query_starts=host.query_starts.clone(),
         context_lengths=host.context_lengths.clone(),
         page_table=host.page_table.clone(),
-        slot_mapping=host.slot_mapping,
+        slot_mapping=host.slot_mapping.clone(),
         kv=host.kv,
     )
 
