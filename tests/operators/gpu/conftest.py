@@ -22,6 +22,7 @@ from ktqueue.operators.gpu.kernels import decoded_experts
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 from .faster_interpreter import speed_up
+from .ptx import run_instructions
 
 
 @pytest.fixture(scope="session")
@@ -153,6 +154,7 @@ def _interpreter() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         speed_up(patched, interpreter, language)
+        run_instructions(patched, interpreter, language)
         patched.setattr(interpreter, "_convert_float", _rounded)
         patched.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
         functions = {"tl": language, "core": language.core}

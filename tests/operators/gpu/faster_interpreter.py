@@ -15,6 +15,8 @@ def speed_up(patched: pytest.MonkeyPatch, interpreter: Any, language: Any) -> No
     make_block, equal, broadcast = core.block_type.__init__, core.dtype.__eq__, semantic.broadcast_impl_value
     scalar_sizes = core.constexpr(1), core.tuple([])
     checked = core.builtin(len).__code__
+    check_operands = semantic.binary_op_type_checking_impl
+    blocks_of_numbers: dict[Any, Any] = {}
 
     def type_in_numpy(kind: Any) -> Any:
         """Without a table that is made for each call."""
@@ -49,6 +51,25 @@ def speed_up(patched: pytest.MonkeyPatch, interpreter: Any, language: Any) -> No
             return left, right
         return broadcast(self, left, right)
 
+    def equal_operands(self: Any, left: Any, right: Any, *pointers: bool, **checks: Any) -> Any:
+        """Operands of one type and shape stay what they are. A number is made a block once for each type and shape."""
+        tensors = isinstance(left, core.tensor), isinstance(right, core.tensor)
+        if all(tensors) and left.dtype is right.dtype and not left.dtype.is_ptr() and not checks.get("div_or_mod"):
+            alike = getattr(left.type, "shape", None) is getattr(right.type, "shape", None)
+            return (left, right) if alike else broadcast(self, left, right)
+        number, block = (right, left) if tensors[0] else (left, right)
+        if tensors[0] == tensors[1] or type(number) not in (int, float):
+            return check_operands(self, left, right, *pointers, **checks)
+        case = type(number), number, tensors, block.type.name, *pointers, *checks.items()
+        if case not in blocks_of_numbers:
+            both = check_operands(self, left, right, *pointers, **checks)
+            if both[tensors[1]] is not block:
+                return both
+            blocks_of_numbers[case] = both[tensors[0]]
+            blocks_of_numbers[case].handle.data.flags.writeable = False
+        made = blocks_of_numbers[case]
+        return (block, made) if tensors[0] else (made, block)
+
     def add_builtin(target: Any, name: str, member: Any, _: Any, scope: Any) -> None:
         """Without a filter of all arguments for each call, and a check that there is a `_semantic`."""
         function = member.__wrapped__ if member.__code__ is checked else member
@@ -64,3 +85,4 @@ def speed_up(patched: pytest.MonkeyPatch, interpreter: Any, language: Any) -> No
     patched.setattr(core.tensor, "__init__", make_tensor)
     patched.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     patched.setattr(semantic, "broadcast_impl_value", broadcast_if_shapes_differ)
+    patched.setattr(semantic, "binary_op_type_checking_impl", equal_operands)

@@ -8,7 +8,7 @@ offset or a minimum comes from the sum of x's codes (expert_int8.Int8Rows).
 """
 
 from ktqueue.operators.gpu.kernels import formats
-from ktqueue.operators.gpu.kernels.operation import INTERPRETED, tl, triton
+from ktqueue.operators.gpu.kernels.operation import tl, triton
 
 
 @triton.constexpr_function
@@ -38,13 +38,6 @@ def offset(quant):
 @triton.jit
 def _dot(codes, x, total, SIGNED: tl.constexpr):
     """Return total + the four bytes of `codes` times the four signed bytes of `x`, int32."""
-    if INTERPRETED:
-        for i in tl.static_range(4):
-            code = (codes << (24 - 8 * i)) >> 24
-            if not SIGNED:
-                code = code & 255
-            total += code * ((x << (24 - 8 * i)) >> 24)
-        return total
     if SIGNED:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, x, total], dtype=tl.int32, is_pure=True, pack=1
@@ -57,13 +50,6 @@ def _dot(codes, x, total, SIGNED: tl.constexpr):
 @triton.jit
 def permute(low, high, selector):
     """Choose bytes: byte i of the result is number (nibble i of `selector`, 0 .. 7) of those in `low` and `high`."""
-    if INTERPRETED:
-        result = selector & 0
-        for i in tl.static_range(4):
-            index = (selector >> (4 * i)) & 7
-            word = tl.where(index < 4, low, high)
-            result |= ((word >> (8 * (index & 3))) & 255) << (8 * i)
-        return result
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], dtype=tl.int32, is_pure=True, pack=1
     )

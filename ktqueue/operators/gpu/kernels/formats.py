@@ -21,12 +21,10 @@ def number(word, FIRST: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
     if low != FIRST:
         word = word >> 16
     mask: tl.constexpr = ((1 << BITS) - 1) << low
-    if INTERPRETED:
-        bits = (word & mask) | 0x4B000000
-    else:  # written separately, "and" and "or" with constants become two instructions
-        bits = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, 0x4B000000], dtype=tl.int32, is_pure=True, pack=1
-        )
+    # Written separately, "and" and "or" with constants become two instructions.
+    bits = tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [word, mask, 0x4B000000], dtype=tl.int32, is_pure=True, pack=1
+    )
     return tl.fma(bits.to(tl.float32, bitcast=True), 2.0**-low, -(2.0 ** (23 - low)) - OFFSET)
 
 

@@ -6,7 +6,6 @@ from ktqueue.operators.gpu.device import is_gpu
 from ktqueue.operators.gpu.kernels.activation import activated, gated
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm, weighted
 from ktqueue.operators.gpu.kernels.operation import (
-    INTERPRETED,
     check_fits,
     launch_options,
     runs_kernel,
@@ -29,8 +28,6 @@ _PROGRAMS = 512
 @triton.jit
 def _used_from_here(x):
     """Return `x` of 16 bits. The compiler converts no number of it earlier, which would wait for its load."""
-    if INTERPRETED:
-        return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
