@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from benchmarks.command import command_line, integers
 from benchmarks.results import GrowingResult
+from ktqueue.core.errors import CheckpointError
 from ktqueue.loading.synthetic.routing import read_trace
 from ktqueue.operators.gpu.copy_stream import CopyStream
 from ktqueue.operators.gpu.experts.expected_uses import HALF_LIFE_STEPS, ExpectedUses
@@ -25,7 +26,7 @@ from ktqueue.operators.gpu.experts.placement import Placement
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
 
 Numbers = npt.NDArray[np.int64]
-PROMPT_TOKENS = 256  # of a sequence; the others are decoded
+PROMPT_TOKENS = 256  # of a sequence, at most half of it; the others are decoded
 STEPS = {1: 12_000, 4: 4_000, 16: 1_600, 64: 800}
 FIRST_STEPS = 200
 
@@ -96,6 +97,8 @@ class Trace:
     def read(cls, path: Path) -> "Trace":
         """Read a file and divide its sequences by chance. Raises CheckpointError."""
         sequences = [sequence.astype(np.int64) for array in read_trace(path) for sequence in array]
+        if len(sequences) < 2:
+            raise CheckpointError(f"{path}: two sequences are needed, one of them as an earlier run; it has one")
         order = np.random.default_rng(1).permutation(len(sequences))
         half = len(order) // 2
         earlier, measured = ([sequences[i] for i in part] for part in (order[:half], order[half:]))
@@ -118,17 +121,22 @@ class Trace:
             return waiting.pop()
 
         sequences = [next_sequence() for _ in range(rows)]
-        places = [int(draw.integers(PROMPT_TOKENS, len(sequence))) for sequence in sequences]
+        places = [int(draw.integers(_prompt_tokens(sequence), len(sequence))) for sequence in sequences]
         for _ in range(count):
             prompts: list[Numbers] = []
             for row in range(rows):
                 if places[row] == len(sequences[row]):
-                    sequences[row], places[row] = next_sequence(), PROMPT_TOKENS
-                    prompts.append(sequences[row][:PROMPT_TOKENS])
+                    sequences[row] = next_sequence()
+                    places[row] = _prompt_tokens(sequences[row])
+                    prompts.append(sequences[row][: places[row]])
             decoded = np.stack([sequence[place] for sequence, place in zip(sequences, places, strict=True)])
             places = [place + 1 for place in places]
             prompt = np.concatenate(prompts) if prompts else np.zeros((0, *decoded.shape[1:]), np.int64)
             yield _flat(decoded, self.experts), _flat(prompt, self.experts)
+
+
+def _prompt_tokens(sequence: Numbers) -> int:
+    return min(PROMPT_TOKENS, len(sequence) // 2)
 
 
 def _flat(choices: Numbers, experts: int) -> Numbers:
@@ -189,9 +197,15 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("trace", type=Path, help="a .npz file of routing")
     parser.add_argument("--rows", type=integers, default="1,4,16,64", help="sequences that decode at once")
-    parser.add_argument("--room", type=integers, default="16,32,64", help="experts of a layer that GPU memory has")
+    parser.add_argument("--room", type=integers, help="experts of a layer in GPU memory (default: 1/8, 1/4 and 1/2)")
     arguments = parser.parse_args()
-    trace = Trace.read(arguments.trace)
+    try:
+        trace = Trace.read(arguments.trace)
+    except CheckpointError as error:
+        parser.error(error.message)
+    rooms = arguments.room or [trace.experts // part for part in (8, 4, 2)]
+    if max(rooms) > trace.experts:
+        parser.error(f"--room must be at most {trace.experts}, the experts of a layer, got {max(rooms)}")
     result = GrowingResult(
         arguments.results / "placement.json",
         experts=trace.experts,
@@ -201,7 +215,7 @@ def main() -> None:
     )
     begun = time.monotonic()
     for rows in arguments.rows:
-        for room in arguments.room:
+        for room in rooms:
             for policy in POLICIES:
                 share, steps = room / trace.experts, STEPS.get(rows, 1_000)
                 result.values["seconds"] = time.monotonic() - begun

@@ -41,3 +41,9 @@ def test_rows_are_of_different_sequences_and_each_begins_with_a_prompt(trace: Tr
     assert {len(decoded) for decoded, _ in steps} == {3 * LAYERS * CHOSEN}
     prompts = [len(prompt) for _, prompt in steps]
     assert sum(prompts) > 0 and {count % (256 * LAYERS * CHOSEN) for count in prompts} == {0}
+
+
+def test_parts_that_a_worker_records_are_long_enough(trace: Trace) -> None:
+    parts = [[sequence[:128] for sequence in sequences] for sequences in (trace.earlier, trace.measured)]
+    short = Trace(*parts, EXPERTS)
+    assert 0 < simulate(short, "both", rows=2, room=5 / EXPERTS, steps=600)["found"] < 1
