@@ -44,6 +44,6 @@ def test_rows_are_of_different_sequences_and_each_begins_with_a_prompt(trace: Tr
 
 
 def test_parts_that_a_worker_records_are_long_enough(trace: Trace) -> None:
-    parts = [[sequence[:128] for sequence in sequences] for sequences in (trace.earlier, trace.measured)]
-    short = Trace(*parts, EXPERTS)
+    earlier, measured = ([sequence[:128] for sequence in part] for part in (trace.earlier, trace.measured))
+    short = Trace(earlier, measured, EXPERTS)
     assert 0 < simulate(short, "both", rows=2, room=5 / EXPERTS, steps=600)["found"] < 1
