@@ -100,6 +100,8 @@ def examine(config: Config, available: int | None = None) -> Iterator[Finding]:
     yield _packages("arq packages", ARQ_PACKAGES, Level.WARN, "pip install 'ktqueue[arq]'; only the bridge needs them")
     yield _kernels()
     yield _cores()
+    if config.engine.on_gpu:
+        yield _gpu(config.engine.device)
     model, report = _model(config)
     yield _memory(config, report, available)
     yield model
@@ -159,6 +161,23 @@ def _cgroup_quota() -> float | None:
         return None if limit == "max" else int(limit) / int(period)
     except (OSError, ValueError):
         return None
+
+
+def _gpu(device: str) -> Finding:
+    try:
+        import torch
+
+        from ktqueue.workers.startup.device import check_device_is_here, check_device_name
+
+        check_device_name(device)
+        check_device_is_here(device)
+    except ImportError as error:
+        return Finding("gpu", Level.WARN, f"{device}: not examined ({error})", "pip install 'ktqueue[worker]'")
+    except ConfigError as error:
+        return Finding("gpu", Level.FAIL, error.message, "`ktqueue fit` says what runs on the CPU")
+    free, total = torch.cuda.mem_get_info(device)
+    fact = f"{torch.cuda.get_device_name(device)}, {format_bytes(free)} of {format_bytes(total)} free"
+    return Finding("gpu", Level.OK, fact)
 
 
 def _memory(config: Config, report: "ModelReport | None", available: int | None) -> Finding:

@@ -202,6 +202,15 @@ def finding(out: str, name: str) -> dict[str, str]:
     return next(found for found in json.loads(out)["findings"] if found["name"] == name)
 
 
+def test_doctor_names_a_missing_gpu(here: Verb) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    code, out, _ = here("doctor", "--json", "--device", "cuda", "--port", 0)
+    gpu = finding(out, "gpu")
+    assert (code, gpu["level"]) == (1, "fail")
+    assert "engine.device must be cpu on this machine" in gpu["fact"]
+
+
 def test_doctor_counts_the_weights_as_memory(tmp_path: Path) -> None:
     config = Config(broker=BrokerConfig(state_dir=str(tmp_path)), engine=EngineConfig(kv_cache_bytes=16 << 20))
     levels = {}
