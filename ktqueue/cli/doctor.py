@@ -202,8 +202,9 @@ def _model(config: Config) -> tuple[Finding, "ModelReport | None"]:
     name = config.engine.model
     hint = "`ktqueue fit` says more; a model is a .gguf file, a Hugging Face folder, hf:OWNER/NAME[:QUANT] or demo"
     try:
-        from ktqueue.workers.startup.build import report_of
+        from ktqueue.workers.startup.build import check_choices, report_of
 
+        check_choices(config.engine)
         report = report_of(_without_download(config.engine))
     except ImportError as error:
         return Finding("model", Level.WARN, f"{name}: not read ({error})", "pip install 'ktqueue[worker]'"), None

@@ -205,10 +205,11 @@ def finding(out: str, name: str) -> dict[str, str]:
 def test_doctor_names_a_missing_gpu(here: Verb) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    code, out, _ = here("doctor", "--json", "--device", "cuda", "--port", 0)
-    gpu = finding(out, "gpu")
-    assert (code, gpu["level"]) == (1, "fail")
-    assert "engine.device must be cpu on this machine" in gpu["fact"]
+    for device, wanted in (("cuda", "cpu on this machine: "), ("cuda:x", "cpu, cuda or cuda:N, got 'cuda:x'")):
+        code, out, _ = here("doctor", "--json", "--device", device, "--port", 0)
+        gpu = finding(out, "gpu")
+        assert (code, gpu["level"]) == (1, "fail")
+        assert f"engine.device must be {wanted}" in gpu["fact"]
 
 
 def test_doctor_counts_the_weights_as_memory(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Unavailable, SlotMoved, ConfigError or ReplyError.
 
 import asyncio
 import contextlib
+import re
 from typing import Any, cast
 
 import hiredis
@@ -35,6 +36,7 @@ MAX_CONNECTIONS = 16  # per process and server; further calls wait
 
 _LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 _LOST_CODES = frozenset({"MASTERDOWN", "CLUSTERDOWN"})
+_IN_SCRIPT = re.compile(r" script: .*@user_script.*")  # where in a script an error occurred
 _AWAY_CODES = frozenset({"MISCONF", "NOREPLICAS", "BUSY"})
 _MOVING_CODES = frozenset({"ASK", "TRYAGAIN"})
 
@@ -255,7 +257,7 @@ def _translate(error: Exception, endpoint: RedisEndpoint) -> Exception:
     if isinstance(error, _LOST) or code in _LOST_CODES:
         return ServerLost(f"Redis is away: {text or 'no answer in time'}", retry_after=1.0)
     if code in _AWAY_CODES:
-        return Unavailable(f"Redis is away: {text}", retry_after=1.0)
+        return Unavailable(f"Redis is away: {_IN_SCRIPT.sub('', text)}", retry_after=1.0)
     if isinstance(error, NoPermissionError) or "ACL failure in script" in text or "executing the script can't" in text:
         return NotPermitted(text)
     return ReplyError(text)

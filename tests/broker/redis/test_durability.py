@@ -102,3 +102,10 @@ async def test_the_private_server_writes_before_it_answers(
         await submit_one(BrokerConfig(url=url, durability="fsync"), card, make_request)
     finally:
         server.stop()
+
+
+async def test_a_server_without_the_replicas_that_it_needs_is_away(server: Server, config: BrokerConfig) -> None:
+    server("CONFIG", "SET", "min-replicas-to-write", "1")
+    async with await Broker.open(replace(config, operation_timeout=0.5)) as broker:
+        with pytest.raises(Unavailable, match=r"^Redis is away: NOREPLICAS Not enough good replicas to write\.$"):
+            await broker.reaper().reap()
