@@ -51,9 +51,10 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "launches*": gpu.launches,
             "trials*": gpu.trials,
             "prefill-*": turns_page.prefill,
-            "expert-tiles-*": gpu.expert_tiles,
         },
     ),
+    "tiles": ("Kernels of experts on a GPU", {"expert-steps-*": gpu.trials, "expert-tiles-*": gpu.expert_tiles}),
+    "llama": ("Beside llama.cpp on a GPU", {"beside-llama-*": turns_page.beside_llama}),
     "drafts": ("Drafted tokens", {"drafts-*": turns_page.drafts, "simulated-drafts": engine.simulated_drafts}),
     "quality": (
         "How near to the model",

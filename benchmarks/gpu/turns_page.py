@@ -1,9 +1,38 @@
-"""Sections of a GPU's pages for what is measured in turns: drafts-* and prefill-*."""
+"""Sections of a GPU's pages for what is measured in turns: beside-llama-*, drafts-* and prefill-*."""
 
 from typing import Any
 
 from benchmarks.gpu.page import graphics, taken
 from benchmarks.tables import Columns, section, table
+
+
+def beside_llama(result: dict[str, Any]) -> list[str]:
+    """Our engine and llama.cpp's programs."""
+    columns: Columns = {
+        "ktqueue": "{ours:.0f}", "llama.cpp": lambda row: f"{row['llama.cpp']:.0f}", "ratio": "{ratio:.2f}",
+        "every turn of ktqueue": lambda row: _turns(row, "ours"), "of llama.cpp": lambda row: _turns(row, "llama.cpp"),
+    }  # fmt: skip
+    rows = [row for row in result["figures"] if row["part"] == "rows"]
+    prompts = [row for row in result["figures"] if row["part"] == "prompts"]
+    return [
+        *section(
+            f"{result['model']}, experts on the {result['experts']}",
+            f"Tokens a second, medians of {result['turns']} turns. Rows decode {result['output_tokens']} tokens after "
+            f"prompts of {result['prompt_tokens']}; llama-batched-bench decodes random tokens, and samples none. "
+            f"Rules of ktqueue: {result['rules']}. {graphics(result)}; {taken(result)}. {result.get('note', '')} "
+            f"`{result['command']}`",
+            {"rows": "{number}", **columns},
+            rows,
+        ),
+        "",
+        "Prompts that are read alone, the fastest of a turn, by llama-bench with the faster of its batch sizes:",
+        "",
+        *table({"tokens": "{number}", **columns}, prompts),
+    ]
+
+
+def _turns(row: dict[str, Any], engine: str) -> str:
+    return ", ".join(f"{speed:.0f}" for speed in row["every_turn"][engine])
 
 
 def drafts(result: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ktqueue.operators import native
-from ktqueue.operators.gpu.device import launches_dependents
+from ktqueue.operators.gpu.device import launches_dependents, program_bytes
 from ktqueue.operators.gpu.kernels import decoded_experts, expert_int8, expert_matrices, panel_layout
 from ktqueue.operators.gpu.kernels import expert_products as products
 from ktqueue.operators.gpu.kernels.expert_int8 import Int8Rows
@@ -180,13 +180,28 @@ def test_matrices_of_int8_equal_rounded_products(
     """Also where a row's last superblock is short, an expert is absent, and an expert has more pairs than a tile."""
     for quants, hidden, intermediate in (small(quant), ((quant,) * 3, 2048, 768)):
         pool = make_pool(random_weights, quants, EXPERTS, hidden, intermediate)
-        assert expert_matrices.fitting_tiles(pool.record, EXPERTS, matrices, torch.device("cuda")) == matrices
+        memory = program_bytes(pool.offsets.cuda().device)
+        for tile, part, columns in ((matrices.gate_up, quants[0], hidden), (matrices.down, quants[2], intermediate)):
+            assert expert_matrices.fitting_tile(part, EXPERTS, columns, tile, memory) == tile
         offsets = pool.offsets.clone()
         offsets[1] = -1
         for tokens in (1, 13, 90):
             x, (ids, weights) = torch.randn(tokens, hidden).bfloat16(), route(tokens, EXPERTS, SLOTS, tokens)
             ids[-1, 0] = -1
             assert_rounded(pool.pairs(ids, offsets), x, weights, matrices=matrices)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 1.0])
+def test_matrices_of_int8_with_about_as_many_lists_as_programs(
+    share: float, random_weights: Callable[..., Bytes]
+) -> None:
+    """There, programs may have a list of their own, or share one."""
+    matrices = MatrixTiles(MatrixTile(8, warps=8), MatrixTile(8, warps=8))
+    programs = 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    pool = make_pool(random_weights, "Q4_K", EXPERTS, 512, 256)
+    tokens = int(share * programs * matrices.down.pairs / SLOTS) - EXPERTS
+    x, (ids, weights) = torch.randn(tokens, 512).bfloat16(), route(tokens, EXPERTS, SLOTS)
+    assert_rounded(pool.pairs(ids), x, weights, matrices=matrices)
 
 
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"{gate.activation}{gate.weighted_input}")

@@ -1,5 +1,6 @@
 """Makes a function of fixed tensors repeatable: as a CUDA graph, or by calling it again."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
@@ -70,7 +71,8 @@ class GraphCapturer:
         pool, rest = torch.cuda.graph_pool_handle(), iter(functions)
         graphs = []  # their pool must not be freed before the last of them
         for some in (islice(rest, 1), rest):
-            with compiled_side_by_side() as missing:
+            with compiled_side_by_side() as missing, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # where all kernels are missing
                 for function in some:
                     graphs.append(torch.cuda.CUDAGraph())
                     # What is done once in a process, such as loading a library, is allowed in a capture of this kind.

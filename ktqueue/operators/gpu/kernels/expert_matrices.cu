@@ -8,9 +8,9 @@
 
 static_assert(ROWS % 32 == 0);
 constexpr int COUPLES = ROWS / (activation == NONE ? 32 : 16);  // of panels of a warp
-// With RUNS, each program has a run of jobs of all experts. Otherwise program [x, y] has group x of couples of
-// expert y.
-constexpr int GROUPS = RUNS ? (COUPLES + WARPS - 1) / WARPS : 1;  // that a program can have
+// A job is a group of couples of a list. With RUNS, each program has a run of jobs of all experts. Otherwise program
+// [x, y] has group x of all lists of expert y.
+constexpr int GROUPS = RUNS ? (COUPLES + WARPS - 1) / WARPS : 1;  // of a list, that a program can have
 constexpr int HELD = RUNS ? EXPERTS : 1;                          // experts
 constexpr int STAGE_BYTES = 2 * SLOT_BYTES;
 
@@ -57,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ int64 records[HELD];
   __shared__ int starts_of[HELD], counts_of[HELD], ends[HELD];
+  __shared__ int known_pairs[KNOWN_PAIRS], lists_of[(HELD + 31) / 32];
   __shared__ int pair_of[PAIRS], x_rows[PAIRS];
   __shared__ float weight_of[PAIRS];
   __shared__ float largest_of[WARPS][PAIRS], broken_of[WARPS][PAIRS];
@@ -73,12 +74,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
   for (int i = threadIdx.x; i < HELD; i += 32 * WARPS) {
     counts_of[i] = __ldcg(counts + first_expert + i), starts_of[i] = __ldcg(starts + first_expert + i);
     records[i] = offsets[first_expert + i];
+    if (!RUNS) ends[i] = (counts_of[i] + PAIRS - 1) / PAIRS;
   }
+  // Few sorted pairs are loaded beside what says where each list begins, not after it.
+  const bool are_known = RUNS && pairs <= KNOWN_PAIRS;
+  if (are_known)
+    for (int i = threadIdx.x; i < pairs; i += 32 * WARPS) known_pairs[i] = __ldcg(sorted_pairs + i);
   __syncthreads();
-  // Up to PAIRS pairs of an expert are a list. ends: of the lists of an expert, counted over all experts.
-  if (warp == 0) {
-    int before = 0;
-    for (int first = 0; first < HELD; first += 32) {
+  if constexpr (RUNS) {  // ends: of the lists of an expert, counted over all experts
+    for (int first = 32 * warp; first < HELD; first += 32 * WARPS) {
       const int expert = first + lane;
       int end = expert < HELD ? (counts_of[expert] + PAIRS - 1) / PAIRS : 0;
 #pragma unroll
@@ -86,12 +90,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
         const int other = __shfl_up_sync(0xFFFFFFFF, end, distance);
         if (lane >= distance) end += other;
       }
-      end += before;
       if (expert < HELD) ends[expert] = end;
-      before = __shfl_sync(0xFFFFFFFF, end, 31);
+      if (lane == 31) lists_of[first / 32] = end;
     }
+    __syncthreads();
+    for (int expert = 32 + threadIdx.x; expert < HELD; expert += 32 * WARPS) {
+      int before = 0;
+      for (int i = 0; i < expert / 32; i++) before += lists_of[i];
+      ends[expert] += before;
+    }
+    __syncthreads();
   }
-  __syncthreads();
   const auto expert_of = [&](int list) {
     int first = 0, last = HELD - 1;
     while (first < last) {
@@ -104,10 +113,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
     return first;
   };
 
-  // A job is a group of a list. Warps copy the job that follows without a pause.
-  const int jobs = ends[HELD - 1] * GROUPS;
-  const int first_job = RUNS ? int64(blockIdx.x) * jobs / gridDim.x : 0;
-  const int last_job = RUNS ? int64(blockIdx.x + 1) * jobs / gridDim.x : jobs;
+  // Programs have runs of jobs, and warps copy the job that follows without a pause.
+  const int lists = ends[HELD - 1], jobs = lists * GROUPS, programs = gridDim.x;
+  int first_job = RUNS ? int64(blockIdx.x) * jobs / programs : 0;
+  int last_job = RUNS ? int64(blockIdx.x + 1) * jobs / programs : jobs;
+  if (RUNS && lists <= programs && programs < 2 * lists && GROUPS <= (jobs + programs - 1) / programs) {
+    // Some have a list of their own, and two share each of the others. So none has rows of x of two lists, and the
+    // longest run is as long as before.
+    const int list = int64(blockIdx.x) * lists / programs, first = (list * programs + lists - 1) / lists;
+    const int sharing = ((list + 1) * programs + lists - 1) / lists - first, part = blockIdx.x - first;
+    first_job = list * GROUPS + part * GROUPS / sharing, last_job = list * GROUPS + (part + 1) * GROUPS / sharing;
+  }
   const auto couple_of = [&](int job) { return (RUNS ? job % GROUPS : blockIdx.x) * WARPS + warp; };
   constexpr int LAST_BYTES = PANEL_BYTES - (BLOCKS - 1) * SUPERBLOCK_BYTES;
   const uint32_t ring_at_lane = static_cast<uint32_t>(__cvta_generic_to_shared(ring)) + place_of_byte(16 * lane);
@@ -152,29 +168,40 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, PROGRAMS)
     fetch();
   };
 
+  int list = -1, expert = 0, live = 0;
+  const auto learn = [&](int job) {  // the pairs of its list
+    list = job / GROUPS, expert = expert_of(list);
+    const int done = (list - (expert > 0 ? ends[expert - 1] : 0)) * PAIRS;
+    live = min(PAIRS, counts_of[expert] - done);
+    if (threadIdx.x < live) {
+      const int at = starts_of[expert] + done + threadIdx.x;
+      const int pair = are_known ? known_pairs[at] : __ldcg(sorted_pairs + at);
+      pair_of[threadIdx.x] = pair, x_rows[threadIdx.x] = pair / slots;
+      weight_of[threadIdx.x] = WEIGHTED ? __ldcg(pair_weights + pair) : 1.0f;
+    }
+  };
+  if (first_job < last_job) learn(first_job);
+
   if constexpr (activation == NONE) {
-    wait_for_previous();
     const int program = blockIdx.y * gridDim.x + blockIdx.x, programs = gridDim.x * gridDim.y;
-    for (int pair = program; pair < pairs; pair += programs) {  // rows of pairs that nobody computes are zero
-      const int64 wanted = ids[pair];
-      if (wanted < 0 || offsets[wanted] < 0)
+    int64 wanted = program < pairs ? ids[program] : 0;
+    wait_for_previous();
+    for (int pair = program; pair < pairs;) {  // rows of pairs that nobody computes are zero
+      if (wanted < 0 || (RUNS ? records[wanted] : offsets[wanted]) < 0)
         for (int row = threadIdx.x; row < ROWS; row += 32 * WARPS)
           static_cast<float*>(out)[int64(pair) * ROWS + row] = 0.0f;
+      pair += programs;
+      if (pair < pairs) wanted = ids[pair];
     }
   }
 
-  int list = -1, expert = 0, live = 0;
   for (int job = first_job; job < last_job; job++) {
-    if (job / GROUPS != list) {
-      list = job / GROUPS, expert = expert_of(list);
-      const int done = (list - (expert > 0 ? ends[expert - 1] : 0)) * PAIRS;
-      live = min(PAIRS, counts_of[expert] - done);
+    const bool is_next = job / GROUPS != list;
+    if (is_next) {
       __syncthreads();  // all have multiplied by the rows before
-      if (threadIdx.x < live) {
-        const int pair = __ldcg(sorted_pairs + starts_of[expert] + done + threadIdx.x);
-        pair_of[threadIdx.x] = pair, x_rows[threadIdx.x] = pair / slots;
-        weight_of[threadIdx.x] = WEIGHTED ? pair_weights[pair] : 1.0f;
-      }
+      learn(job);
+    }
+    if (is_next || job == first_job) {
       __syncthreads();
       stage_rows(x_codes, x_scales, x_sums, x_rows, live, codes, scales, sums);
       __syncthreads();

@@ -31,8 +31,14 @@ _LINE_BYTES = 128
 """Of all banks of shared memory."""
 _OWN_BYTES = 1 << 10
 """Shared memory that a program takes beside what the kernel declares."""
+_KNOWN_PAIRS = 512
+"""Most pairs of a step whose sorted list is in shared memory of programs with runs."""
 _WARPS = 16
 """That a multiprocessor can hold of the kernel, by registers: 128 of a thread."""
+_ENOUGH_WARPS = 12
+"""Of a multiprocessor. With so many, larger programs gain nothing."""
+_EXPERTS_OF_A_THREAD = 2
+"""Whose pairs a thread of a program with runs may count, before more threads are faster."""
 _FEWEST_WARPS = 8
 """Of a program that has a multiprocessor for itself."""
 _SMALLEST_CAPABILITY = (8, 0)
@@ -40,15 +46,29 @@ _SMALLEST_CAPABILITY = (8, 0)
 
 
 def fitting_tiles(record: ExpertRecord, experts: int, tiles: MatrixTiles, device: torch.device) -> MatrixTiles | None:
-    """`tiles`, as `fitting_tile` changes them. None: the kernel cannot multiply such experts on such a device."""
+    """`tiles`, as `filling_tile` changes them. None: the kernel cannot multiply such experts on such a device."""
     if not is_gpu(device) or record.gate != record.up or {record.gate, record.down} & {*panel_layout.FLOAT_PRODUCTS}:
         return None
     if torch.cuda.get_device_capability(device) < _SMALLEST_CAPABILITY:
         return None
     largest = program_bytes(device)
-    gate_up = fitting_tile(record.gate, experts, record.hidden, tiles.gate_up, largest)
-    down = fitting_tile(record.down, experts, record.intermediate, tiles.down, largest)
+    gate_up = filling_tile(record.gate, experts, record.hidden, tiles.gate_up, largest)
+    down = filling_tile(record.down, experts, record.intermediate, tiles.down, largest)
     return MatrixTiles(gate_up, down) if gate_up and down else None
+
+
+def filling_tile(quant: str, experts: int, columns: int, tile: MatrixTile, shared_bytes: int) -> MatrixTile | None:
+    """`tile` as of `fitting_tile`. That of few pairs has up to twice the warps where a multiprocessor would hold few,
+    and then holds more, or where a thread would count the pairs of many experts."""
+    best = fitting_tile(quant, experts, columns, tile, shared_bytes)
+    if best is None or not best.reads_once or 2 * best.warps > _WARPS:
+        return best
+    wider = fitting_tile(quant, experts, columns, best._replace(warps=2 * best.warps), shared_bytes)
+    if wider is None or wider.warps <= best.warps:
+        return best
+    held, more = (warps_at_once(quant, experts, columns, one) for one in (best, wider))
+    is_faster = held < min(more, _ENOUGH_WARPS) or experts > _EXPERTS_OF_A_THREAD * 32 * best.warps
+    return wider if is_faster else best
 
 
 def fitting_tile(quant: str, experts: int, columns: int, tile: MatrixTile, shared_bytes: int) -> MatrixTile | None:
@@ -74,7 +94,8 @@ def _shared_bytes(quant: str, columns: int, tile: MatrixTile) -> int:
 
 def _own_bytes(experts: int, tile: MatrixTile) -> int:
     """Shared memory for lists of pairs and for what warps tell each other, and for the GPU itself."""
-    return _OWN_BYTES + 20 * experts + tile.pairs * (12 + 12 * tile.warps)
+    known = 4 * (_KNOWN_PAIRS + experts // 32 + 1) if tile.has_runs else 0
+    return _OWN_BYTES + known + 20 * experts + tile.pairs * (12 + 12 * tile.warps)
 
 
 class ProductFacts(NamedTuple):
@@ -112,18 +133,22 @@ def product_constants(facts: ProductFacts) -> dict[str, str | int]:
     }
 
 
+def warps_at_once(quant: str, experts: int, columns: int, tile: MatrixTile) -> int:
+    """The warps of all programs that a multiprocessor can hold, by its registers and shared memory."""
+    programs = _MULTIPROCESSOR_BYTES // (_shared_bytes(quant, columns, tile) + _own_bytes(experts, tile))
+    return tile.warps * max(1, min(programs, _WARPS // tile.warps))
+
+
 def constants(facts: ProductFacts, tile: MatrixTile) -> dict[str, str | int]:
     """The constants of this kernel's source, by name."""
-    programs = _MULTIPROCESSOR_BYTES // (
-        _shared_bytes(facts.quant, facts.columns, tile) + _own_bytes(facts.experts, tile)
-    )
     return product_constants(facts) | {
         "PAIRS": tile.pairs,
         "WARPS": tile.warps,
         "STAGES": tile.stages,
         "RUNS": int(tile.has_runs),
+        "KNOWN_PAIRS": _KNOWN_PAIRS,
         "READ_ONCE": int(tile.reads_once),
-        "PROGRAMS": max(1, min(programs, _WARPS // tile.warps)),
+        "PROGRAMS": warps_at_once(facts.quant, facts.experts, facts.columns, tile) // tile.warps,
     }
 
 

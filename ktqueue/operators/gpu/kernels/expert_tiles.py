@@ -157,8 +157,8 @@ TILES = ExpertTiles(
     dots=DotTiles(2, *_SMALL),
     matrices=(
         (0.75, None),
-        (2, MatrixTiles(MatrixTile(8, warps=8, has_runs=False), MatrixTile(8, warps=4))),
-        (6, MatrixTiles(MatrixTile(8, warps=16), MatrixTile(8, warps=4))),
+        (3.5, MatrixTiles(MatrixTile(8, warps=8, has_runs=False), MatrixTile(8, warps=4))),
+        (6, MatrixTiles(MatrixTile(8, warps=8), MatrixTile(8, warps=4))),
         (12, MatrixTiles(MatrixTile(16, warps=16), MatrixTile(16, warps=12))),
         (22, MatrixTiles(MatrixTile(24, warps=16), MatrixTile(24, warps=12))),
         (48, MatrixTiles(MatrixTile(32, warps=12), MatrixTile(32, warps=8))),

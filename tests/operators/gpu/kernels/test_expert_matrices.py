@@ -49,3 +49,22 @@ def test_tiles_are_smaller_where_shared_memory_is_short() -> None:
     assert expert_matrices.fitting_tile("Q4_K", 128, 4096, tile, memory) == tile._replace(pairs=24, warps=10)
     assert expert_matrices.fitting_tile("Q4_K", 128, 7168, tile, memory) == tile._replace(pairs=16, warps=8)
     assert expert_matrices.fitting_tile("Q4_K", 128, 2048, tile, 48 << 10) is None
+
+
+def test_programs_of_few_pairs_are_larger_where_few_would_fit() -> None:
+    gate_up, down, memory = MatrixTile(8, warps=8, has_runs=False), MatrixTile(8, warps=4), 227 << 10
+    found = [
+        expert_matrices.filling_tile(quant, experts, columns, tile, memory)
+        for quant, experts, columns, tile in (
+            ("Q4_K", 128, 2048, gate_up),  # two programs of eight warps
+            ("Q4_K", 128, 4096, gate_up),
+            ("Q4_K", 256, 7168, gate_up),
+            ("Q6_K", 128, 768, down),
+            ("Q6_K", 512, 512, down),  # four warps would count the pairs of 512 experts
+            ("Q8_0", 64, 1408, down),  # a multiprocessor would hold as many
+        )
+    ]
+    warps = [tile.warps if tile else 0 for tile in found]
+    assert warps == [8, 16, 14, 4, 8, 4]
+    many = MatrixTile(32, warps=8)
+    assert expert_matrices.filling_tile("Q6_K", 128, 768, many, memory) == many
