@@ -80,7 +80,7 @@ def _usage(error: Any) -> ExitCode:
     """Report a wrong command line. typer's error has a context with the command's name."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ktqueue"
-    message = " ".join(error.format_message().split())
+    message = " ".join(error.format_message().split()).replace(": Value error, ", ": ").rstrip(".")  # pydantic's words
     if message:  # empty if the help was shown instead
         sys.stderr.write(f"{command}: {message} (see {command} --help)\n")
     return ExitCode.USAGE

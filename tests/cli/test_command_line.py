@@ -123,6 +123,7 @@ def test_every_verb_has_help_that_fits_80_columns() -> None:
         (["bench", "engine", "--json", "nowhere/x.json"], 2, "nowhere/x.json cannot be written"),
         (["bench", "experts", "--json", "nowhere/x.json"], 2, "nowhere/x.json cannot be written"),
         (["up", "--model", ""], 2, "--model: engine.model must be a text that is not empty"),
+        (("submit", "--class", "bulk", "x"), 2, "submit: Invalid value for '--class': 'bulk' is not one of"),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(ktqueue: Run, words: tuple[str, ...], code: int, says: str) -> None:
