@@ -211,7 +211,10 @@ def first_mark(text: str, marks: Iterable[str]) -> tuple[int, str] | None:
 
 def overlap(text: str, mark: str) -> int:
     """The length of the longest end of `text` that is a beginning of `mark`, but not the whole mark."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+    place = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[:1], place + 1)
+    return len(text) - place if place >= 0 else 0
 
 
 class HeldText:

@@ -4,7 +4,7 @@ A stream has many pieces of each part. Pieces of the same kind that follow each 
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,8 +39,10 @@ class AnswerToolCall:
 AnswerPart = AnswerText | AnswerReasoning | AnswerToolCall
 
 
-def joined(parts: Iterable[AnswerPart]) -> tuple[AnswerPart, ...]:
+def joined(parts: Sequence[AnswerPart]) -> tuple[AnswerPart, ...]:
     """The same parts, with neighbouring pieces of one part joined. It takes time in proportion to the text."""
+    if len(parts) < 2:
+        return tuple(parts)
     return tuple(_join(list(pieces)) for _, pieces in itertools.groupby(parts, _which))
 
 
