@@ -192,17 +192,19 @@ def test_drafts_are_those_of_the_twin(folder: tuple[str, Twin], make_engine: Cal
     assert stats.prefix_hits > 0 or twin.is_qwen  # whose prefixes end at snapshots
 
 
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "qwen3_next"])
+def right(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a layer that knows the next tokens."""
+    return save_folder(request.param, tmp_path_factory.mktemp("right"), is_right=True)[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_next"])
-def test_right_drafts_save_steps(
-    tmp_path: Path, make_engine: Callable[..., Engine], family: str, temperature: float, kind: str
-) -> None:
-    """A layer that knows the next tokens: of three drafts a step all are right, greedy or sampled."""
-    path, _ = save_folder(family, tmp_path, is_right=True)
+def test_right_drafts_save_steps(right: str, make_engine: Callable[..., Engine], temperature: float, kind: str) -> None:
+    """Of three drafts a step all are right, greedy or sampled."""
     answers, steps = [], []
     for speculation in ("off", "mtp"):
-        engine = make_engine(path, kind, speculation, 60)
+        engine = make_engine(right, kind, speculation, 60)
         engine.drafts.probed = 3 if speculation == "mtp" else 0
         for number in range(3):
             sampling = SamplingParams(temperature=temperature, seed=number, max_tokens=25)

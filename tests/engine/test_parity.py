@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(600)
 
 EXACT_RULES = Path(__file__).parents[2] / "rules" / "exact.yaml"  # activations stay float32
 FEW = 24
-GENERATED = 8  # prompts
+GENERATED = 2  # prompts
 NEW_TOKENS = 24
 LONGEST = 700
 PAGE_SIZE = 16
@@ -58,8 +58,8 @@ def float_model(kind: Any, config: Any) -> Any:
 class GreedyAnswers:
     """The tokens that transformers generates for each prompt alone.
 
-    Of the first prompts, which have each length that matters, `generate` gives the tokens. Of the others, the model
-    computes prompt and tokens at once, and must choose each token after those before it, as `generate` would.
+    Of the first prompts, `generate` gives the tokens. Of the others, the model computes prompt and tokens at once, and
+    must choose each token after those before it, as `generate` would.
     """
 
     def __init__(self, model: Any, prompts: list[list[int]], end: list[int] | None) -> None:
