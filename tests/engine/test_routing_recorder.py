@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoder_families import make_model
 from device_engine import on_device
 from endless_vocabulary import NoEnd
 
@@ -19,7 +20,7 @@ from ktqueue.engine.sequence import SequenceStatus
 from ktqueue.loading.load import LoadedModel, load_model
 
 CONFIG = EngineConfig(max_num_seqs=4, max_num_batched_tokens=24, page_size=4, dtype="float32", num_pages=300)
-LAYERS, CHOSEN, SEGMENT = 8, 4, 8
+LAYERS, CHOSEN, SEGMENT = 3, 4, 8
 PROMPTS = {name: [(7 * place + 3 * len(name)) % 90 for place in range(5 * len(name))] for name in ("a", "bb", "cccc")}
 
 
@@ -28,16 +29,24 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing_recorder, "SEGMENT", SEGMENT)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model with experts."""
+    path = tmp_path_factory.mktemp("model")
+    make_model("qwen3_moe", num_hidden_layers=LAYERS, num_experts=16, num_experts_per_tok=CHOSEN).save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture(params=["host", "device", "device with experts"])
-def made(request: pytest.FixtureRequest, by_decoder: str) -> tuple[Engine, LoadedModel]:
-    """An engine of the demo model that records. "device": the operators of a GPU, on tensors of the CPU."""
-    model = load_model("demo", rules=None if request.param == "host" else by_decoder)
+def made(request: pytest.FixtureRequest, folder: str, by_decoder: str) -> tuple[Engine, LoadedModel]:
+    """An engine that records. "device": the operators of a GPU, on tensors of the CPU."""
+    model = load_model(folder, rules=None if request.param == "host" else by_decoder)
     module: Any = model.module
     module.record_choices(CONFIG.step_tokens)
     if request.param == "host":
         engine = Engine(module, NoEnd(model.card_facts.vocab_size), model.kv_layout(4), CONFIG, 300, 250)
     else:
-        memory = 4 << 20 if request.param == "device with experts" else 0
+        memory = 400 << 10 if request.param == "device with experts" else 0
         engine = on_device(model, replace(CONFIG, gpu_expert_memory_bytes=memory))
         assert module.moves_experts == (memory > 0)
     engine.routing = RoutingRecorder(module)
