@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 from benchmarks.results import RESULTS
@@ -21,9 +22,15 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 def add_cpu_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--threads` and `--llama-python`."""
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine")
-    parser.add_argument(
-        "--llama-python", default=os.environ.get("LLAMA_PYTHON"), help="a Python with llama-cpp-python, to compare with"
-    )
+    peer = os.environ.get("LLAMA_PYTHON") or None
+    parser.add_argument("--llama-python", type=program, default=peer, help="one with llama-cpp-python, to compare with")
+
+
+def program(text: str) -> str:
+    """The name or path of a program that can be run. Raises argparse.ArgumentTypeError for any other."""
+    if shutil.which(text) is None:
+        raise argparse.ArgumentTypeError(f"there is no program {text!r}")
+    return text
 
 
 def integers(text: str) -> list[int]:

@@ -6,6 +6,7 @@ from benchmarks.command import add_cpu_arguments, command_line, integers
 from benchmarks.engine import compare
 from benchmarks.queue import system
 from benchmarks.results import write
+from ktqueue.core.errors import KtqueueError
 
 BENCHMARKS = {"cpu": compare.measure, "system": system.measure}
 
@@ -21,11 +22,14 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="decode with sampling too")
     add_cpu_arguments(parser)
     arguments = parser.parse_args()
+    if unknown := [what for what in arguments.what if what not in BENCHMARKS]:
+        parser.error(f"there is no benchmark {unknown[0]!r}")
     for what in arguments.what:
-        if what not in BENCHMARKS:
-            parser.error(f"there is no benchmark {what!r}")
         sys.stderr.write(f"measuring: {what}\n")
-        figures = BENCHMARKS[what](arguments)
+        try:
+            figures = BENCHMARKS[what](arguments)
+        except KtqueueError as error:
+            parser.error(error.message)
         name = f"cpu-{figures['model'].removesuffix('.gguf')}" if what == "cpu" else what
         write(arguments.results / f"{name}.json", figures)
 
