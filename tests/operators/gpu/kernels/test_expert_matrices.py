@@ -34,7 +34,7 @@ def test_every_format_compiles(architecture: str, compiler: ctypes.CDLL) -> None
 
 @pytest.mark.compiled
 def test_every_gate_and_tile_compiles(compiler: ctypes.CDLL) -> None:
-    for pairs in (4, 16):
+    for pairs in (2, 4, 16):
         tiles = TILES.matrix_tiles(pairs, 1)
         assert tiles
         for gate in GATES:
