@@ -326,6 +326,8 @@ def check_choices(config: EngineConfig) -> None:
         raise ConfigError.must_be(
             "engine.kv_cache_dtype", f"auto on device {config.device}", config.kv_cache_dtype, limit="auto"
         )
+    if not config.on_gpu and config.gpu_expert_memory_bytes:
+        log.warning("engine.gpu_expert_memory_bytes has no effect without engine.device cuda")
 
 
 def _check(config: EngineConfig) -> None:

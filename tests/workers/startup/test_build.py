@@ -79,6 +79,12 @@ def test_an_error_names_a_device_on_which_no_engine_runs(device: str, words: str
         assert (caught.value.param, caught.value.value) == ("engine.device", device)
 
 
+def test_memory_of_a_gpu_is_granted_in_vain_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    for device, warnings in (("cuda", 0), ("cpu", 1)):
+        check_choices(EngineConfig(device=device, gpu_expert_memory_bytes=1 << 30))
+        assert caplog.text.count("gpu_expert_memory_bytes has no effect without engine.device cuda") == warnings
+
+
 @pytest.mark.parametrize(
     ("installation", "words"),
     [
