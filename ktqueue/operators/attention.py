@@ -119,7 +119,7 @@ def by_kernel(
         step.query_starts.numpy(),
         step.context_lengths.numpy(),
         step.page_table.contiguous().numpy(),
-        step.slot_mapping.numpy(),
+        step.slot_mapping.contiguous().numpy(),
         out.numpy(),
         scaling=options.scaling,
         score_cap=options.cap,

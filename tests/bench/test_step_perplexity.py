@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_families import make_model
+from tiny_tokenizer import write_tokenizer
 
 from benchmarks.quality import step_perplexity
 from benchmarks.quality.scored_texts import Sums
@@ -32,13 +34,15 @@ def test_sums_of_two_ways_give_the_change_and_its_error() -> None:
 def test_every_shape_of_steps_says_what_the_cpu_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is rounded on CPU tensors. 11 tokens are no multiple of any step."""
     (tmp_path / "rules.yaml").write_text(RULES)
+    make_model("qwen3_moe", vocab_size=400, num_experts=16, num_experts_per_tok=4).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", 400)
 
     def load_exactly(name: str, device: str, dtype: torch.dtype) -> Any:
         return load_model(name, rules=str(tmp_path / "rules.yaml"), dtype=torch.float32)
 
     monkeypatch.setattr(step_perplexity, "load_model", load_exactly)
-    windows = torch.randint(8000, (5, 11), generator=torch.Generator().manual_seed(0))
-    *_, figures = compare("demo", "cpu", windows, shapes_of("1x8,4x1,2x3"), threads=1)
+    windows = torch.randint(400, (5, 11), generator=torch.Generator().manual_seed(0))
+    *_, figures = compare(str(tmp_path / "model"), "cpu", windows, shapes_of("1x8,4x1,2x3"), threads=1)
     found = {(figure["steps"], figure["cache"]): figure for figure in figures}
     for shape in (Shape(1, 8), Shape(4, 1), Shape(2, 3)):
         computed, rounded = found[str(shape), "as computed"], found[str(shape), ROUNDED]
