@@ -19,6 +19,7 @@ from llguidance import gbnf_to_lark as gbnf
 
 from ktqueue.answers.grammar_errors import (
     COMPILE_STEPS,
+    LIMITS,
     MAX_STATES,
     MAX_SYMBOLS,
     TOKEN_STEPS,
@@ -113,11 +114,12 @@ class Matcher:
         self._check_memory()
         if not consumed or self._matcher.is_error():
             error = self._matcher.get_error()
-            message = f"the grammar failed at token {token_id}: {plain_reason(error) or 'it allows no such token'}"
+            reason = plain_reason(error) or "it allows no such token"
             if not _LIMIT_REACHED.search(error.partition("\n")[0]):
-                raise GrammarFailed(message, param="grammar")
+                raise GrammarFailed(f"the grammar failed at the token {token_id}: {reason}", param="grammar")
             self._lexer.has_reached_limit = True
-            raise GrammarTooAmbiguous(message, param="grammar")
+            message = f"the grammar failed in the middle of the answer: {reason}"
+            raise GrammarTooAmbiguous(message, param="grammar", limit=LIMITS.get(reason))
 
     def _count(self, began: float) -> None:
         seconds = time.thread_time() - began

@@ -23,14 +23,14 @@ _BEYOND: tuple[tuple[str, str, int | None], ...] = (
     ("too many states", f"its patterns need more than {MAX_STATES} states: simplify them, or repeat less", MAX_STATES),
     ("grammar size (number of symbols)", f"its rules have more than {MAX_SYMBOLS} symbols", MAX_SYMBOLS),
 )
-_LIMITS = {plain: limit for _, plain, limit in _BEYOND}
+LIMITS = {plain: limit for _, plain, limit in _BEYOND}
 
 
 class GrammarRefused(InvalidRequest):
     """A grammar is wrong, or it exceeds a limit. The message names the place in the grammar if there is one."""
 
     def __init__(self, reason: str, param: str = "grammar") -> None:
-        limit = _LIMITS.get(reason) or "a grammar that can be compiled"
+        limit = LIMITS.get(reason) or "a grammar that can be compiled"
         super().__init__(f"{param} cannot be used: {reason}", param=param, limit=limit)
         self.reason = reason
 

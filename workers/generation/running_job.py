@@ -85,7 +85,10 @@ class RunningJob:
         self.last_output_at = now
         self._completion_tokens += len(output.token_ids)
         if output.error is not None:
-            return [*self.gathered_events(), self.end(JobState.FAILED, output.error, output.usage)]
+            error = output.error
+            if error.param == "grammar":
+                error = replace(error, param=self.request.grammar_field)
+            return [*self.gathered_events(), self.end(JobState.FAILED, error, output.usage)]
         if output.finish_reason is not None:
             self._unfinished_choices.discard(output.index)
         is_end = output.request_done or output.finish_reason is not None

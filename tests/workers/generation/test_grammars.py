@@ -138,3 +138,17 @@ async def test_a_bad_grammar_ends_its_own_job_only(
             assert observed.state is JobState.FAILED
             assert observed.last.error.status == 400 and observed.last.error.param == "grammar"
             assert reason in observed.last.error.message
+
+
+async def test_a_limit_in_the_middle_of_an_answer_is_an_error_of_the_clients_field(
+    broker: Broker, start_worker: Any, finished: Any
+) -> None:
+    hard = "start: /(?i)(straße|[à-ÿ]{1,2000}|\\w{1,4000}){1,3000}/"
+    async with start_worker():
+        sampling = SamplingParams(seed=1, max_tokens=400, ignore_eos=True)
+        request = replace(JSON, sampling=sampling, grammar=hard, grammar_field="guided_regex")
+        error = (await finished((await broker.jobs.submit(request)).id)).last.error
+    assert (error.status, error.param, error.limit) == (400, "guided_regex", 200_000)
+    assert error.message.startswith(
+        "the grammar failed in the middle of the answer: its patterns take more than 200000"
+    )
