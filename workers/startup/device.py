@@ -3,6 +3,7 @@
 torch is imported only to search for a GPU, so that `ktqueue up` refuses an unknown name at once.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +89,14 @@ def check_device_is_here(device: str, installation: CudaInstallation | None = No
     installation = installation or find_cuda()
     if reason := missing_cuda(installation):
         raise _wrong(device, f"cpu on this machine: {reason}", "cpu")
-    count = installation.gpus
-    if int(device.partition(":")[2] or 0) >= count:
-        last = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda or cuda:0"
-        raise _wrong(device, f"{last} on this machine, which has {count} GPU{'s' if count > 1 else ''}", last)
+    count, number = installation.gpus, int(device.partition(":")[2] or 0)
+    if number >= count:
+        raise _wrong(device, f"cuda on this machine, which has {count} GPU{'s' if count > 1 else ''}", "cuda")
+    if number > 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        chosen = visible[number] if number < len(visible) else number
+        wanted = f"cuda: a process uses one GPU, and CUDA_VISIBLE_DEVICES={chosen} makes it this one"
+        raise _wrong(device, wanted, "cuda")
 
 
 def missing_cuda(found: CudaInstallation) -> str | None:

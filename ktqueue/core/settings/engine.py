@@ -72,9 +72,9 @@ class EngineConfig:
     tokenizer: str | None = _flag(None, "Folder of another tokenizer.", shown="the model's", metavar="DIR")
     device: str = _flag(
         "cpu",
-        "cpu, cuda or cuda:N.",
-        details="Modules that no rule places are on this device. Other devices (`xpu`, `npu`, `rocm`, `mps`) are "
-        "refused by name.",
+        "cpu or cuda.",
+        details="Modules that no rule places are on this device. A process uses one GPU, which `CUDA_VISIBLE_DEVICES` "
+        "selects. Other devices (`xpu`, `npu`, `rocm`, `mps`) are refused by name.",
     )
     dtype: Dtype = _flag(
         "auto", "auto, float32, bfloat16 or float16.", details="auto is float32 on a CPU and bfloat16 on a GPU."

@@ -104,7 +104,11 @@ def test_memory_of_a_gpu_is_granted_in_vain_without_one(caplog: pytest.LogCaptur
         (CudaInstallation(torch="2.9", cuda="13.0", has_driver=True), "the NVIDIA driver lists no GPU"),
         (
             CudaInstallation(torch="2.9", cuda="13.0", has_driver=True, gpus=1),
-            "must be cuda or cuda:0 on this machine, which has 1 GPU, got 'cuda:1'",
+            "must be cuda on this machine, which has 1 GPU, got 'cuda:1'",
+        ),
+        (
+            CudaInstallation(torch="2.9", cuda="13.0", has_driver=True, gpus=2),
+            "must be cuda: a process uses one GPU, and CUDA_VISIBLE_DEVICES=1 makes it this one, got 'cuda:1'",
         ),
         (CudaInstallation(torch="2.9", cuda=None, hip="6.4"), "built for ROCm"),
     ],
