@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,6 +107,12 @@ def _shipped_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED_RULES.glob("*.yaml"))}
 
 
+@lru_cache(maxsize=8)  # a load reads its file and its base more than once, and nobody changes the nodes
+def _composed(text: str) -> yaml.Node | None:
+    found: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    return found
+
+
 def _written_out(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Return how many values a node has with all aliases written out. `sizes`: of the nodes that were seen, by id."""
     if id(node) not in sizes:
@@ -189,7 +196,7 @@ class _RuleReader:
         except (OSError, UnicodeDecodeError) as error:
             raise RuleError(f"{self._path}:1: {getattr(error, 'strerror', None) or error}") from error
         try:
-            root = yaml.compose(text, Loader=yaml.SafeLoader)
+            root = _composed(text)
             if root is not None and (size := _written_out(root, {})) > _MOST_VALUES:
                 raise RuleError(f"{self._path}:1: its aliases stand for {size} values; at most {_MOST_VALUES}")
             return root

@@ -43,8 +43,7 @@ def uses_of(module: Any) -> Any:
     return module.expert_uses()
 
 
-@pytest.mark.parametrize("as_file", [False, True])
-@pytest.mark.parametrize("quant", ["q4_k_m", "mxfp4"])
+@pytest.mark.parametrize(("quant", "as_file"), [("q4_k_m", False), ("mxfp4", True)])
 def test_a_sequence_walks_along_the_trace(trace: Path, tmp_path: Path, quant: str, as_file: bool) -> None:
     model = f"synthetic:mid:{quant}:{LAYERS}:routing={trace}"
     if as_file:
