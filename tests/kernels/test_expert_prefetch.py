@@ -7,6 +7,7 @@ reads in the same order (`make sanitize`, driver/prefetch_case.cpp).
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
+import numpy as np
 import pytest
 from kernel_types import MakeWeights, SetPool
 
@@ -40,8 +41,12 @@ def walks(
     layer: native.ExpertLayer, experts: list[int], most_bytes: int = UNLIMITED, stop_after: int = UNLIMITED
 ) -> list[Ranges]:
     """Return what each thread fetches, with adjacent lines joined."""
-    lines = layer.bound.prefetch_lines(experts, most_bytes, stop_after)
-    return [joined([(line, LINE) for line in of_thread]) for of_thread in lines]
+    found: list[Ranges] = []
+    for of_thread in layer.bound.prefetch_lines(experts, most_bytes, stop_after):
+        lines = np.array(of_thread, np.int64)
+        runs = np.split(lines, np.flatnonzero(np.diff(lines) != LINE) + 1)
+        found.append([(int(run[0]), LINE * len(run)) for run in runs if len(run)])
+    return found
 
 
 def joined(ranges: Ranges) -> Ranges:
