@@ -73,7 +73,7 @@ def pytest_configure() -> None:
     """Let Ctrl-C reach the processes under test, also where the tests run in a background that ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)  # several processes run tests, and idle threads of torch spin on the CPUs of the others
+    native.set_threads(1)  # and of torch: several processes run tests, and idle threads spin on the CPUs of the others
     garbage.collect_seldom()
     gc.disable()  # a third of the time of collecting tests is the garbage collector's walk over a million objects
 
@@ -130,8 +130,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def batch_invariant_kernels() -> None:
-    """Compute a token alike in every batch, as a CPU worker does: tests compare runs in different batches."""
+    """Compute a token alike in every batch, as a CPU worker does: tests compare runs in different batches. And on one
+    thread: processes that run tests share the CPUs, so a kernel of several threads waits for one that has no CPU."""
     native.set_batch_invariant(True)
+    native.set_threads(1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

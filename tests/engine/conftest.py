@@ -22,19 +22,12 @@ from ktqueue.engine.engine_parts import EngineParts, make_parts
 from ktqueue.engine.outputs import SequenceOutput
 from ktqueue.engine.scheduler import MAX_PROMPT_ROWS
 from ktqueue.engine.step_costs import StepCosts
-from ktqueue.operators import native
 from ktqueue.operators.gpu.attention.torch import TorchPlanner
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.step import StepContext
 
 VOCAB = 97
 EOS = 96
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_cpus() -> None:
-    """Give torch and the kernels one thread. Processes that run tests share the CPUs, and threads that wait spin."""
-    native.set_threads(1)
 
 
 class ByteVocabulary:

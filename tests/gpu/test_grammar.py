@@ -41,7 +41,8 @@ SCHEMA = {
 
 @pytest.fixture(autouse=True)
 def there(request: pytest.FixtureRequest) -> None:
-    native.set_threads()
+    if torch.cuda.is_available():
+        native.set_threads()
     if "cuda" in request.node.name and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from ktqueue.operators import native
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE
 from ktqueue.operators.gpu.kernels import decoded_experts
@@ -32,12 +31,6 @@ def compiler() -> ctypes.CDLL:
     (parts,), (library,) = folder.glob("libnvrtc-builtins.so.*"), folder.glob("libnvrtc.so.*")
     ctypes.CDLL(str(parts), mode=ctypes.RTLD_GLOBAL)  # the other one does not look beside itself in every release
     return ctypes.CDLL(str(library))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_cpus() -> None:
-    """Give torch and the kernels one thread. Processes that run tests share the CPUs, and threads that wait spin."""
-    native.set_threads(1)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -33,7 +33,7 @@ def greedy(model: Any, device: str, planner: Any = None) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(shared_cpus: None) -> list[list[int]]:
+def expected() -> list[list[int]]:
     return greedy(load_model("demo", rules=str(EXACT)).module, "cpu")
 
 
