@@ -73,7 +73,7 @@ DRAFTS: dict[str, Mutation] = {
         "ktqueue/engine/rows.py",
         "        sequence.draft_progress = None\n",
         "",
-        (f"{MODEL}::test_answers_stay_the_same[host-0-18]",),
+        (f"{MODEL}::test_answers_stay_the_same[host-1-18]",),
     ),
     "further drafts forget what the layer computed": Mutation(
         "ktqueue/operators/next_token_layer.py",
