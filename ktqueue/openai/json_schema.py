@@ -7,7 +7,6 @@ an annotation is refused with its JSON pointer, so no part of a schema is ignore
 import difflib
 import json
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -139,8 +138,19 @@ def _reason(schema: Any) -> str:
 
 
 def _check_min_length(schema: Mapping[str, Any], least: int, param: str, place: str) -> None:
-    """Raise InvalidRequest if a smaller `minLength` would do: beside a pattern, a large one takes too much work."""
-    most = bisect_left(range(least), True, key=lambda length: _reason({**schema, "minLength": length}) != "") - 1
+    """Raise InvalidRequest if a smaller `minLength` would do: beside a pattern, a large one takes too much work.
+
+    Does nothing if the largest that would do is not found quickly.
+    """
+    latest, most, refused = time.monotonic() + SEARCH_SECONDS, -1, int(least)
+    while refused - most > 1:
+        if time.monotonic() > latest:
+            return
+        middle = (most + refused) // 2
+        if _reason({**schema, "minLength": middle}):
+            refused = middle
+        else:
+            most = middle
     if most >= 0:
         message = f"{param}#{place} must be at most {most} beside the pattern or format, got {least}"
         raise InvalidRequest(message, param=param, limit=most, value=least)

@@ -57,9 +57,13 @@ def fitting_tiles(record: ExpertRecord, experts: int, tiles: MatrixTiles, device
     return MatrixTiles(gate_up, down) if gate_up and down else None
 
 
+@cache
 def filling_tile(quant: str, experts: int, columns: int, tile: MatrixTile, shared_bytes: int) -> MatrixTile | None:
-    """`tile` as of `fitting_tile`. That of few pairs has up to twice the warps where a multiprocessor would hold few,
-    and then holds more, or where a thread would count the pairs of many experts."""
+    """`tile` as of `fitting_tile`, or with up to twice the warps.
+
+    They are more for few pairs, where a multiprocessor would hold few warps and then holds more, or where a thread
+    would count the pairs of many experts.
+    """
     best = fitting_tile(quant, experts, columns, tile, shared_bytes)
     if best is None or not best.reads_once or 2 * best.warps > _WARPS:
         return best
