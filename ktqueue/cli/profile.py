@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktqueue.cli.terminal.console import notes, results, table
+from ktqueue.cli.terminal.console import escaped, notes, plain_text, results, table
 from ktqueue.cli.terminal.failures import UsageFault
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def profile(
     requests = request_times(processes)
     if tables:
         for process in processes:
-            if process.steps:
-                _show(process)
+            _show(process)
         if requests:
             _show_requests(requests)
     target = output or folder
@@ -66,27 +65,35 @@ def profile(
 
 def _write(path: Path, content: bytes) -> None:
     """Write a whole file, and say where it is."""
-    path.write_bytes(content)
+    try:
+        path.write_bytes(content)
+    except OSError as error:  # a full disk does not say which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     notes().print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def _show(process: "ProcessProfile") -> None:
-    from ktqueue.profiling.summary import buckets
+    from ktqueue.profiling.summary import buckets, percentile
 
     console = results()
     head = process.head
     facts = [head.get("model"), head.get("cpu"), head.get("gpu")]
-    console.print(f"[bold]{process.title}[/]  {', '.join(str(fact) for fact in facts if fact)}", soft_wrap=True)
+    title, about = (escaped(plain_text(text)) for text in (process.title, ", ".join(str(f) for f in facts if f)))
+    console.print(f"[bold]{title}[/]  {about}", soft_wrap=True)
     if bandwidth := head.get("memory_bandwidth"):
         console.print(f"memory: {bandwidth / 1e9:.1f} GB/s by a probe at the start", style="dim")
-    if process.dropped:
-        console.print(f"{process.dropped} lines were dropped", style="yellow")
-    found = buckets(process)
+    for loss in process.losses:
+        console.print(loss, style="yellow")
+    if process.requests:
+        seconds = sorted(answer["seconds"] for answer in process.requests)
+        middle, p95 = (_ms(percentile(seconds, part)) for part in (0.5, 0.95))
+        console.print(f"{len(seconds):,} HTTP requests; median {middle} ms, p95 {p95} ms", style="dim")
     console.print()
-    _show_buckets(found)
-    console.print()
-    _show_parts("rows", [(bucket.rows, bucket.parts) for bucket in found])
-    console.print()
+    if found := buckets(process):
+        _show_buckets(found)
+        console.print()
+        _show_parts("rows", [(bucket.rows, bucket.parts) for bucket in found])
+        console.print()
 
 
 def _show_requests(requests: "Sequence[RequestTimes]") -> None:

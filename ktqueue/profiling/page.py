@@ -7,6 +7,7 @@ from html import escape
 from itertools import pairwise
 from typing import Final
 
+from ktqueue.core.expert_work import ExpertUses
 from ktqueue.profiling.folder import Line, ProcessProfile
 from ktqueue.profiling.plots import COLOURS, Curve, bars, curves, heat, stacked
 from ktqueue.profiling.records import STEP_PARTS
@@ -41,6 +42,8 @@ def page(processes: Sequence[ProcessProfile], requests: Sequence[RequestTimes]) 
     sections = [_process(process) for process in processes if process.steps]
     if requests:
         sections.append(_requests(requests))
+    if not sections:
+        sections.append("<p>There are no steps and no tokens in this profile.</p>\n")
     title = f"ktqueue profile: {', '.join(sorted({str(p.head['model']) for p in processes if 'model' in p.head}))}"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
@@ -55,8 +58,7 @@ def _process(process: ProcessProfile) -> str:
     facts = [head.get("cpu"), head.get("gpu"), f"threads: {head.get('threads')}", began, f"{len(steps):,} steps"]
     if bandwidth := head.get("memory_bandwidth"):
         facts.append(f"memory {bandwidth / 1e9:.1f} GB/s by a probe at the start")
-    if process.dropped:
-        facts.append(f"{process.dropped:,} lines were dropped")
+    facts += process.losses
     x, groups = _groups(steps)
     plots = [
         curves(
@@ -83,7 +85,7 @@ def _process(process: ProcessProfile) -> str:
     if any(step.get("cpu_bytes") for step in steps):
         plots.append(_bandwidths(x, groups, bandwidth))
     if process.routing:
-        counts = [line["uses"] for line in process.routing]  # [times, layers, experts]
+        counts = _of_one_shape([line["uses"] for line in process.routing])  # [times, layers, experts]
         uses = [[sum(cell) for cell in zip(*layers, strict=True)] for layers in zip(*counts, strict=True)]
         plots.append(heat("How often each expert was chosen", "expert", "layer", uses))
     return (
@@ -156,14 +158,21 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _groups(steps: Sequence[Line]) -> tuple[list[float], list[list[Line]]]:
-    """Equal spans of time, in seconds since the first step, and the steps that begin in each."""
-    begin, end = steps[0]["at"], max(step["at"] for step in steps)
+    """Equal spans of time, in seconds since the first step, and the steps that run in each."""
+    begin, end = min(step["at"] for step in steps), max(step["at"] for step in steps)
     count = max(1, min(MOST_POINTS, len(steps) // STEPS_PER_POINT))
     width = (end - begin) / count or 1.0
     groups: list[list[Line]] = [[] for _ in range(count)]
     for step in steps:
-        groups[min(count - 1, max(0, int((step["at"] - begin) / width)))].append(step)
+        first, last = (int((at - begin) / width) for at in (step["at"], step["at"] + step["seconds"]))
+        for group in groups[min(first, count - 1) : last + 1]:
+            group.append(step)
     return [width * place for place in range(count)], groups
+
+
+def _of_one_shape(counts: Sequence[ExpertUses]) -> list[ExpertUses]:
+    """Those with as many layers and experts as the last."""
+    return [uses for uses in counts if list(map(len, uses)) == list(map(len, counts[-1]))]
 
 
 def _of(steps: Sequence[Line], name: str, part: float) -> float:

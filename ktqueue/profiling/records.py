@@ -30,11 +30,14 @@ _STEP = b"{" + template(
     | dict.fromkeys(("rows", "sampled", "tokens", "prompt_tokens", "pages_used", "pages_free"), "%d")
     | dict.fromkeys(("replayed", "prepared"), "%s")
 )
-_EXPERTS = template(
+_EXPERT_FORMS = (
     {"cpu_runs": "%d", "cpu_experts": "%d", "cpu_bytes": "%d", "cpu_seconds": SECONDS}
     | dict.fromkeys(("bus_bytes", "uses", "gpu_uses", "gpu_experts", "fetched_bytes"), "%d")
     | {"cpu_gb_per_second": "%.3f"}
 )
+EXPERT_FIELDS: Final = tuple(_EXPERT_FORMS)
+"""Fields of steps whose model counts the work of experts."""
+_EXPERTS = template(_EXPERT_FORMS)
 
 
 class StepMoments(NamedTuple):

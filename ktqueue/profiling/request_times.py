@@ -1,12 +1,14 @@
 """The time of each request, part by part, from the files of workers and gateways.
 
 Each part is measured between two events, and the parts follow one another. `inbound` begins when a gateway has read the
-head of the HTTP request, and `outbound` ends when it has sent the answer; without a gateway's profile both are 0.
-`takeover` is the time between two workers, if the first one died.
+head of the HTTP request, and `outbound` ends when it has sent the answer. Without a gateway's profile both are 0, and
+also if lines of tokens are missing, whose time they would hide. `takeover` is the time between two workers, if the
+first one died.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from ktqueue.profiling.folder import Line, ProcessProfile
@@ -55,12 +57,14 @@ def request_times(processes: Iterable[ProcessProfile]) -> list[RequestTimes]:
         if request not in last or lines[-1]["at"] > last[request][-1]["at"]:
             last[request] = lines
     found = [_times(request, lines, answers.get(request)) for request, lines in last.items()]
-    return sorted(found, key=lambda times: times.began)
+    return sorted((times for times in found if times is not None), key=lambda times: times.began)
 
 
-def _times(request: str, lines: Sequence[Line], answer: Line | None) -> RequestTimes:
+def _times(request: str, lines: Sequence[Line], answer: Line | None) -> RequestTimes | None:
     parts = dict.fromkeys(REQUEST_PARTS, 0.0)
     timed = [line for line in lines if "forced" not in line]
+    if not timed:
+        return None
     for place, line in enumerate(timed):
         for name in (*FIRST_PARTS, "between", *STEP_PARTS):
             parts[name] += line.get(name, 0.0)
@@ -71,8 +75,15 @@ def _times(request: str, lines: Sequence[Line], answer: Line | None) -> RequestT
         parts[name] = final[name]
     began: float = timed[0]["arrived" if "arrived" in timed[0] else "at"]
     ended = final["at"] + sum(final[name] for name in LAST_PARTS)
-    if answer is not None:
+    if answer is not None and _has_all(lines):
         parts["inbound"], began = began - answer["at"], answer["at"]
         sent = answer["at"] + answer["seconds"]
         parts["outbound"], ended = sent - ended, sent
     return RequestTimes(request, began, ended, len(lines), parts, [line["at"] for line in lines])
+
+
+def _has_all(lines: Sequence[Line]) -> bool:
+    """Whether no token lacks its line, except those that a worker took to its death."""
+    return "arrived" in lines[0] and all(
+        "arrived" in later or later["position"] == earlier["position"] + 1 for earlier, later in pairwise(lines)
+    )

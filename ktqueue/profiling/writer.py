@@ -5,11 +5,13 @@ what the process is. A full file is followed by another, and the oldest is delet
 come faster than they can be written, they are dropped and counted: a line {"dropped": N} has the total.
 """
 
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -23,6 +25,8 @@ PAUSE_SECONDS = 0.2  # between two visits of the thread; a process that is kille
 RECORDS_AT_ONCE = 8  # between two of which other threads may run
 MOST_HELD = 100_000  # lines that wait to be written
 CLOSE_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class Lines(Protocol):
@@ -46,8 +50,7 @@ class _Files:
 
     def write(self, data: bytes) -> None:
         if self._file is not None and self._size + len(data) > self._config.file_bytes:
-            self._file.close()
-            self._file = None
+            self.close()
         if self._file is None:
             self._begin()
         assert self._file is not None
@@ -69,8 +72,10 @@ class _Files:
             self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """Close the file. Another call does nothing, also if this one raises OSError."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 class RecordWriter:
@@ -97,6 +102,7 @@ class RecordWriter:
         self._stop = threading.Event()
         self._dropped = self._dropped_steps = 0
         self._reported = 0
+        self._failed = False  # the last time, so that a full disk is logged once
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write("process", dumps({"at": self._head["started"]}) + b"\n")
@@ -142,7 +148,8 @@ class RecordWriter:
             self._write_held()
         self._write_held()
         for files in self._files.values():
-            files.close()
+            with suppress(OSError):  # the disk is full, which `_write_held` has said
+                files.close()
 
     def _write_held(self) -> None:
         with self._lock:
@@ -154,11 +161,14 @@ class RecordWriter:
                 self._write(kind, record.lines(wall))
                 if place % RECORDS_AT_ONCE == 0:
                     time.sleep(0)  # lets a thread go on that waits for the interpreter
-            if self.dropped != self._reported:
-                self._reported = self.dropped
-                self._write("process", dumps({"at": time.time(), "dropped": self._reported}) + b"\n")
+            if (dropped := self.dropped) != self._reported:
+                self._write("process", dumps({"at": time.time(), "dropped": dropped}) + b"\n")
             self._flush()
-        except OSError:  # the disk is full: profiles must not end the work
+            self._reported, self._failed = dropped, False
+        except OSError as error:  # the disk is full: profiles must not end the work
+            if not self._failed:
+                log.warning("lines of the profile are dropped: %s: %s", self._folder, error.strerror)
+            self._failed = True
             with self._lock:
                 self._dropped += len(held)
 

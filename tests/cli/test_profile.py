@@ -6,14 +6,17 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from command_line import Run, UpWith
 
 from ktqueue.cli.main import run
+from ktqueue.core.settings.profile import ProfileConfig
 from ktqueue.profiling.folder import read_profile
 from ktqueue.profiling.request_times import request_times
+from ktqueue.profiling.writer import RecordWriter
 
 TINY = ["bench", "engine", "--model", "synthetic:tiny:q4_k_m", "--prompt-tokens", "5", "--output-tokens", "4"]
 
@@ -49,6 +52,36 @@ def test_flags_choose_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_missing_profile_is_an_error_of_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["profile", str(tmp_path / "absent")]) == 2
     assert "absent is not a folder; --profile" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a gateway."""
+
+    def lines(self, wall: float) -> bytes:
+        times = '"at":2e9,"seconds":0.004,"first":0.002'
+        return f'{{{times},"path":"/x","status":200,"request_id":"r","requests":["job"]}}\n'.encode()
+
+
+def test_a_gateways_profile_is_shown_too_and_names_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path)), {"role": "gateway", "model": "m[/b] [red]"})
+    writer.put("requests", Answer())
+    writer.close()
+    assert run(["profile", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "m[/b] [red]" in shown
+    assert "1 HTTP requests; median 4.00 ms" in shown
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path / "profile")), {})
+    writer.put("requests", Answer())
+    writer.close()
+    (tmp_path / "trace.json").symlink_to("/dev/full")
+    assert run(["profile", str(tmp_path / "profile"), "--output", str(tmp_path)]) == 1
+    assert f"{tmp_path / 'trace.json'}: No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--profile", "folder"), ("--threads", "2"), ("--kv-cache-dtype", "fp8")])

@@ -81,6 +81,20 @@ def test_a_takeover_is_the_time_between_two_workers(processes: list[ProcessProfi
     assert one.seconds == pytest.approx(one.ended - one.began, abs=1e-6)
 
 
+def test_missing_tokens_are_not_hidden_by_the_gateways_times(processes: list[ProcessProfile]) -> None:
+    tokens, first = processes[1].tokens, dict(processes[1].tokens[0])
+    assert request_times(processes)[0].parts["inbound"] > 0
+    for missing in (slice(0, 1), slice(1, 2)):
+        kept = [token("job-a", position, 1.028 + position / 100) for position in range(4)]
+        kept[0] |= {key: first[key] for key in ("arrived", *FIRST_PARTS)}
+        del kept[missing]
+        tokens[:] = kept
+        (one,) = request_times(processes)
+        assert (one.parts["inbound"], one.parts["outbound"]) == (0.0, 0.0)
+    tokens[:] = [{"at": DAY, "request": "job-a", "choice": 0, "position": 1, "forced": True}]
+    assert request_times(processes) == []
+
+
 def test_a_trace_has_tracks_with_names_and_balanced_requests(processes: list[ProcessProfile]) -> None:
     events = trace_events(processes)["traceEvents"]
     names = {
@@ -151,6 +165,23 @@ class Balance(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+def test_a_step_is_drawn_while_it_runs(processes: list[ProcessProfile]) -> None:
+    long = [step(number, 0.01 * number) for number in range(15)] + [step(15, 0.2, launch=9.0), step(16, 9.3)]
+    processes[1].steps[:] = long
+    (rows,) = re.findall(r"aria-label=\"Rows\">.*?</svg>", page(processes, []))
+    (path,) = re.findall(r'class="line"[^>]* d="([^"]*)"', rows)
+    assert {words.split()[1] for words in re.findall(r"[\d.]+ [\d.]+", path)} == {"10.0"}  # 2 rows, the axis' end
+
+
+def test_a_page_of_a_gateway_says_that_there_are_no_steps(processes: list[ProcessProfile]) -> None:
+    assert "no steps and no tokens" in page(processes[:1], [])
+
+
+def test_routing_of_another_shape_is_left_out(processes: list[ProcessProfile]) -> None:
+    processes[1].routing.insert(0, {"at": DAY + 1, "steps": 1, "uses": [[9, 9]]})
+    assert page(processes, []).count('class="cell"') == 6
 
 
 def test_a_page_is_complete_in_itself(processes: list[ProcessProfile]) -> None:

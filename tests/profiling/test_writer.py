@@ -1,7 +1,9 @@
 """Files of a profile: their names, rotation, drops, and what a reader makes of torn ones."""
 
 import os
+import resource
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from ktqueue.core.codec import dumps, loads
 from ktqueue.core.errors import ConfigError
 from ktqueue.core.settings.profile import ProfileConfig
 from ktqueue.profiling.folder import ProfileError, read_profile
+from ktqueue.profiling.records import STEP_PARTS
 from ktqueue.profiling.writer import RecordWriter
 
 AT = 2e9  # in the future, so that the time of the process's own lines does not matter
@@ -23,7 +26,9 @@ class Numbered:
     number: int
 
     def lines(self, wall: float) -> bytes:
-        return dumps({"step": self.number, "at": AT + self.number, "rows": 1}) + b"\n"
+        counts = dict.fromkeys(("rows", "tokens", "prompt_tokens", "pages_used"), 1)
+        times = dict.fromkeys(("seconds", *STEP_PARTS), 0.0)
+        return dumps({"step": self.number, "at": AT + self.number, **counts, **times}) + b"\n"
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Blocking:
     def lines(self, wall: float) -> bytes:
         self.reached.set()
         assert self.go_on.wait(60)
-        return b'{"step":0}\n'
+        return Numbered(0).lines(wall)
 
 
 def write(folder: Path, numbers: range, **settings: int) -> None:
@@ -51,7 +56,7 @@ def test_records_come_back_in_order_with_the_facts_of_their_process(tmp_path: Pa
     (process,) = read_profile(tmp_path / "new" / "folder")
     assert [line["step"] for line in process.steps] == list(range(1, 1001))
     assert (process.head["role"], process.head["pid"]) == ("test", os.getpid())
-    assert (process.dropped, process.torn) == (0, 0)
+    assert process.losses == []
 
 
 def test_several_runs_share_a_folder(tmp_path: Path) -> None:
@@ -103,16 +108,65 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     (process,) = read_profile(tmp_path)
     assert [line["step"] for line in process.steps] == [1, 2]
-    assert process.torn == 1
+    assert process.losses == ["lines that were damaged: 1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"at":2000000001,"hello":"world"}',
+        b'["a list"]',
+        b"\x80\x05pickle",
+        Numbered(1).lines(0).strip().replace(b'"rows":1', b'"rows":null'),
+        Numbered(1).lines(0).strip().replace(b'"rows":1', b'"rows":1e300'),
+        Numbered(1).lines(0).strip().replace(b'"at":2000000001.0', b'"at":1e17'),
+        Numbered(1).lines(0).strip() + Numbered(2).lines(0).strip(),
+        Numbered(1).lines(0).strip()[:-1] + b',"cpu_bytes":"many"}',
+    ],
+)
+@pytest.mark.parametrize("last_seconds", [None, 1.5])
+def test_a_damaged_line_is_left_out_and_counted(line: bytes, last_seconds: float | None, tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    (path,) = tmp_path.glob("*.steps.*.jsonl")
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:3], line, lines[3], line, b""]))
+    (process,) = read_profile(tmp_path, last_seconds=last_seconds)
+    assert [step["step"] for step in process.steps] == ([1, 2, 3] if last_seconds is None else [2, 3])
+    assert process.unreadable == 2
+
+
+def test_a_full_disk_costs_lines_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = RecordWriter(ProfileConfig(folder=str(tmp_path), file_bytes=24 << 10), {})
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, most))  # as if the disk were full then
+    try:
+        for begin in (1, 1001, 2001):  # also where the next file should begin
+            before = writer.dropped
+            for number in range(begin, begin + 1000):
+                writer.put("steps", Numbered(number))
+            while writer.dropped == before:
+                time.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+    writer.put("steps", Numbered(9999))
+    writer.close()
+    (process,) = read_profile(tmp_path)
+    assert process.steps[0]["step"] == 1
+    assert process.steps[-1]["step"] == 9999
+    assert process.dropped >= 2000
+    assert [record.getMessage() for record in caplog.records] == [
+        f"lines of the profile are dropped: {tmp_path}: File too large"
+    ]
 
 
 def test_files_of_others_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
-    (tmp_path / "notes.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "notes.jsonl").write_text('{"a": 1, "at": 9e9}\n' * 3)
+    (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "empty.steps.0001.jsonl").write_text("")
     (tmp_path / "torn.steps.0001.jsonl").write_text('{"v":1,"ki')
     (tmp_path / "newer.steps.0001.jsonl").write_text('{"v":2,"kind":"steps"}\n{"step":1}\n')
-    (process,) = read_profile(tmp_path)
+    (process,) = read_profile(tmp_path, last_seconds=60)
     assert len(process.steps) == 3
 
 
