@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import redis
 from installed import installed_bin as install
+from preloaded import preloaded
 from redis_fleet import ClusterFleet, SentinelFleet
 from stored_blocks import block_size
 from xdist.remote import Producer
@@ -198,6 +199,13 @@ def redis_url(redis_server: str, redis_direct: str) -> str:
 def broker_config(redis_url: str) -> BrokerConfig:
     """Settings for an empty server."""
     return BrokerConfig(url=redis_url)
+
+
+@pytest.fixture(scope="session")
+def quick_starts() -> Iterator[None]:
+    """From here on, processes of `ktqueue` that the tests start themselves are forks of one that has its libraries."""
+    with preloaded():
+        yield
 
 
 @pytest.fixture(scope="session")

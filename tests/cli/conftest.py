@@ -10,6 +10,11 @@ import pytest
 from command_line import COMMAND, OpenTerminal, Process, Run, Stack, Start, Terminal, UpWith, environment, serving
 
 
+@pytest.fixture(autouse=True)
+def _quick_starts(quick_starts: None) -> None:
+    """Of all but what `ktqueue up` starts, and what runs on a terminal."""
+
+
 @pytest.fixture(scope="session")
 def start() -> Start:
     """Start one `ktqueue` process with pipes."""

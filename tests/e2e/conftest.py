@@ -119,6 +119,11 @@ class Installation:
         return stream
 
 
+@pytest.fixture(autouse=True)
+def _quick_starts(quick_starts: None) -> None:
+    """Of gateways, fork servers and arq's workers."""
+
+
 StartStack = Callable[..., AbstractAsyncContextManager[Installation]]
 
 
