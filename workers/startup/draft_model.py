@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -11,7 +12,7 @@ from ktqueue.core.vocabulary import Vocabulary
 from ktqueue.engine.draft_model import DraftSource
 from ktqueue.engine.next_token_drafts import NextTokenSource
 from ktqueue.loading.load import LoadedModel, load_model
-from ktqueue.loading.model_path import resolve_model
+from ktqueue.loading.model_path import SYNTHETIC_PREFIX, resolve_model
 from ktqueue.loading.model_report import ABSORBED, ModelReport, ReportRow, report_model
 from ktqueue.loading.next_token_layer import LayerSize, load_next_token_layer, next_token_layer_size
 from ktqueue.loading.tokenizer.tokenizer import load_tokenizer
@@ -77,7 +78,7 @@ def next_token_source(
             "speculation", "mtp", "off or lookup for this model, whose layers differ, have an indexer or longrope"
         )
     try:
-        layer = load_next_token_layer(model, resolve_model(config.model))
+        layer = load_next_token_layer(model, _file_of(config.model))
     except CheckpointError as error:
         raise _no_layer(error) from error
     except torch.OutOfMemoryError as error:
@@ -107,7 +108,7 @@ def report_with_drafts(
     elif config.speculation == "mtp":
         try:
             absorbed = max((row.largest_bytes for row in report.rows if row.name.endswith(ABSORBED)), default=0)
-            size = next_token_layer_size(resolve_model(config.model), report.layers, absorbed)
+            size = next_token_layer_size(_file_of(config.model), report.layers, absorbed)
         except CheckpointError as error:
             raise _no_layer(error) from error
         rows = [*_layer_rows(report, config, size, dtype)]
@@ -150,6 +151,13 @@ def _layer_rows(report: ModelReport, config: EngineConfig, size: LayerSize, dtyp
             device_bytes=loaded,
             largest_bytes=loaded,
         )
+
+
+def _file_of(model: str) -> Path:
+    """The file or folder of a model. Raises CheckpointError."""
+    if model.startswith(SYNTHETIC_PREFIX):
+        raise CheckpointError(f"{model} has random weights, but no layer that predicts further tokens")
+    return resolve_model(model)
 
 
 def _no_layer(error: Exception | str) -> ConfigError:

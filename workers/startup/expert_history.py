@@ -89,7 +89,8 @@ class UsesFile:
         part.replace(self.path)
 
     def _delete_old_files(self) -> None:
-        files = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        files = [path for path in self._folder.glob("*.json") if _DIGEST.fullmatch(path.stem)]  # none of others
+        files.sort(key=lambda path: path.stat().st_mtime)
         for path in files[:-MOST_FILES]:
             path.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import numpy as np
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.errors import CheckpointError, ConfigError
 from ktqueue.engine.engine import Engine
-from ktqueue.engine.routing_recorder import MOST_SEGMENTS, Choices, RecordsChoices, RoutingRecorder
+from ktqueue.engine.routing_recorder import MOST_SEGMENTS, SEGMENT, Choices, RecordsChoices, RoutingRecorder
 from ktqueue.loading.load import LoadedModel
 from ktqueue.loading.synthetic.routing import read_trace
 
@@ -45,10 +45,7 @@ def add_segments(path: Path, segments: Sequence[Choices]) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         found = np.stack(segments)
         if path.exists():
-            (before,) = read_trace(path)
-            if before.shape[1:] != found.shape[1:]:
-                raise CheckpointError(f"{path} has routing of {list(before.shape)}, not of {list(found.shape)}")
-            found = np.concatenate((before, found))
+            found = np.concatenate((_earlier(path, found.shape[2:]), found))
         found = found[:MOST_SEGMENTS]
         small = found.astype(np.uint8 if found.max() < 256 else np.uint16)
         part = path.with_name(f"{path.name}.part")
@@ -60,6 +57,15 @@ def add_segments(path: Path, segments: Sequence[Choices]) -> int:
         os.close(lock)
 
 
+def _earlier(path: Path, wanted: Sequence[int]) -> Choices:
+    """The segments of a file. wanted: layers and chosen of this model. Raises CheckpointError."""
+    arrays = read_trace(path)
+    if len(arrays) != 1 or arrays[0].shape[1:] != (SEGMENT, *wanted):
+        shapes = [list(array.shape) for array in arrays]
+        raise CheckpointError(f"{path} has routing of {shapes}, not of [parts, {SEGMENT}, {wanted[0]}, {wanted[1]}]")
+    return arrays[0]
+
+
 def prepare_routing(config: EngineConfig, model: LoadedModel) -> None:
     """Let a loaded model record its routing, before its device is prepared. Raises ConfigError."""
     path, module = config.routing_file, model.module
@@ -67,13 +73,16 @@ def prepare_routing(config: EngineConfig, model: LoadedModel) -> None:
         return
     if config.drafts:
         raise _refused(path, "with engine.speculation the tokens of a sequence do not follow each other")
-    if not Path(path).absolute().parent.is_dir():
-        raise _refused(path, "its folder does not exist")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise _refused(path, "its folder does not exist or cannot be written")
     if not isinstance(module, RecordsChoices):
         raise _refused(path, f"a {type(module).__name__} cannot say which experts it chose")
     try:
         module.record_choices(config.step_tokens)
-    except ValueError as error:
+        if Path(path).exists():
+            _earlier(Path(path), module.choices(np.zeros(0, np.int64), 0).shape[1:])
+    except (ValueError, CheckpointError) as error:
         raise _refused(path, str(error)) from error
 
 

@@ -104,6 +104,8 @@ def _parse(
 ) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Return config, quantisation and GGUF metadata of the model called `name`."""
     name, routing, file = name.partition(ROUTING)
+    if routing and not file:
+        raise CheckpointError(f"{name}{routing} names no file")
     shape, _, rest = name.removeprefix(SYNTHETIC_PREFIX).partition(":")
     quant, _, count = rest.partition(":")
     quant = quant or MIX

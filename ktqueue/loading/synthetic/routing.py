@@ -10,6 +10,7 @@ the likeliest, so a sequence walks along the trace. Pure.
 """
 
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from ktqueue.loading.quantize import quantize
 from ktqueue.loading.synthetic.shapes import RESIDUAL_GAINS, ROUTER, SyntheticTensor
 from ktqueue.loading.weight_formats import BLOCKS, Bytes
 
+MOST_EXPERTS = 1 << 16
 SEGMENT = 128  # tokens that follow each other in the trace; then comes another sequence
 EMBEDDED = 16.0  # where an activation's other dimensions have a standard deviation of about 1
 NEXT = 4.0  # weight of the logit of the next place; random logits have a standard deviation of 3
@@ -59,7 +61,7 @@ class RoutingTrace:
     def check(self, experts: int, chosen: int, path: Path) -> None:
         """Raise CheckpointError if a model of so many experts, so many of them chosen, cannot follow the trace."""
         most, width = int(self.choices.max()) + 1, self.choices.shape[2]
-        if most > experts or int(self.choices.min()) < 0 or chosen > width:
+        if most > experts or chosen > width:
             raise CheckpointError(
                 f"{path}: a token of it has {width} of {most} experts, but one of the model has {chosen} of {experts}"
             )
@@ -84,14 +86,21 @@ def read_trace(path: Path) -> list[npt.NDArray[Any]]:
     """The arrays of a .npz file: [sequences, tokens, layers, chosen] of whole numbers, a token's experts in order of
     weight. Raises CheckpointError."""
     try:
+        zipfile.ZipFile(path).close()  # numpy takes any other file for a pickle
         with np.load(path, allow_pickle=False) as file:
             arrays = [file[name] for name in file.files]
-    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{path}: this is no .npz file of routing: {error}") from error
     for array in arrays:
-        if array.ndim != 4 or array.dtype.kind not in "iu" or array.shape[2:] != arrays[0].shape[2:]:
+        if not isinstance(array, np.ndarray):  # a member that is no array
+            raise CheckpointError(f"{path}: this is no .npz file of routing: it has other files too")
+        sizes = array.shape[2:]
+        if array.ndim != 4 or array.dtype.kind not in "iu" or 0 in sizes or sizes != arrays[0].shape[2:]:
             wanted = "all arrays of a routing trace are [sequences, tokens, layers, chosen] of whole numbers"
             raise CheckpointError(f"{path}: {wanted}, got {array.dtype} {list(array.shape)}")
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < MOST_EXPERTS:
+            found = f"{array.min()} to {array.max()}"
+            raise CheckpointError(f"{path}: experts have numbers from 0 to {MOST_EXPERTS - 1}, got {found}")
     return arrays
 
 

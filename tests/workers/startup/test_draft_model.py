@@ -30,6 +30,13 @@ def test_settings_that_do_not_fit_are_refused(settings: Any, message: str) -> No
         check_draft_model(EngineConfig(**settings))
 
 
+def test_random_weights_predict_no_further_tokens() -> None:
+    config = EngineConfig(model="synthetic:tiny:q8_0", speculation="mtp", max_num_seqs=1, num_pages=8)
+    for use in (report_of, build):
+        with pytest.raises(ConfigError, match="synthetic:tiny:q8_0 has random weights, but no layer that predicts"):
+            use(config)
+
+
 def test_another_vocabulary_is_refused() -> None:
     config = EngineConfig(speculation="model", draft_model="demo")
     size = load_tokenizer("demo").size

@@ -121,9 +121,11 @@ def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     file(tmp_path).path.write_bytes(b'{"v":1,"uses":[[1,2,3],[4,5]]}' + b" " * 100)
     assert file(tmp_path).read() is None
     monkeypatch.setattr(expert_history, "MOST_FILES", 3)
+    (tmp_path / "of somebody else.json").write_text("{}")
     for number in range(5):
         UsesFile(tmp_path, f"{number}" * 8, SHAPE).add([[1, 2, 3], [4, 5]])
-    assert len(list(tmp_path.glob("*.json"))) == 3
+    assert len(list(tmp_path.glob("*.json"))) == 4
+    assert (tmp_path / "of somebody else.json").exists()
     assert (tmp_path / "44444444.json").exists()
 
 

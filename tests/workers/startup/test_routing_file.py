@@ -63,12 +63,29 @@ def test_workers_add_to_one_file_up_to_its_bound(tmp_path: Path) -> None:
 def test_a_file_of_another_model_stays(tmp_path: Path) -> None:
     path = tmp_path / "r.npz"
     np.savez(path, a=np.zeros((1, SEGMENT, 4, 3), np.uint8))
-    with pytest.raises(CheckpointError, match=r"has routing of \[1, 128, 4, 3\], not of \[2, 128, 2, 3\]"):
+    with pytest.raises(CheckpointError, match=r"has routing of \[\[1, 128, 4, 3\]\], not of \[parts, 128, 2, 3\]"):
+        add_segments(path, segments(2))
+    np.savez(path, a=np.zeros((1, SEGMENT, 2, 3), np.uint8), b=np.zeros((1, SEGMENT, 2, 3), np.uint8))
+    with pytest.raises(CheckpointError, match=r"has routing of \[\[1, 128, 2, 3\], \[1, 128, 2, 3\]\], not"):
         add_segments(path, segments(2))
     path.write_text("no trace")
     with pytest.raises(CheckpointError, match=r"no \.npz file"):
         add_segments(path, segments(2))
     assert path.read_text() == "no trace"
+
+
+def test_a_file_that_cannot_be_added_to_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "r.npz"
+    config = EngineConfig(model="demo", max_num_seqs=1, num_pages=40, routing_file=str(path))
+    np.savez(path, a=np.zeros((1, SEGMENT, 8, 4), np.uint8))
+    build(config)
+    for layers, chosen in ((7, 4), (8, 2)):
+        np.savez(path, a=np.zeros((1, SEGMENT, layers, chosen), np.uint8))
+        with pytest.raises(ConfigError, match=r"has routing of .*, not of \[parts, 128, 8, 4\]"):
+            build(config)
+    path.write_text("no trace")
+    with pytest.raises(ConfigError, match=r"engine.routing_file .*no \.npz file"):
+        build(config)
 
 
 @pytest.mark.parametrize(
