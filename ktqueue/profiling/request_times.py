@@ -62,7 +62,7 @@ def request_times(processes: Iterable[ProcessProfile]) -> list[RequestTimes]:
 
 def _times(request: str, lines: Sequence[Line], answer: Line | None) -> RequestTimes | None:
     parts = dict.fromkeys(REQUEST_PARTS, 0.0)
-    timed = [line for line in lines if "forced" not in line]
+    timed = [line for line in lines if "same_step" not in line]
     if not timed:
         return None
     for place, line in enumerate(timed):

@@ -24,8 +24,8 @@ _TOKEN = template(
 )
 _STEP = template({"step": "%d"} | dict.fromkeys(STEP_PARTS, SECONDS))
 _FIRST = b"," + template({"arrived": SECONDS} | dict.fromkeys(FIRST_PARTS, SECONDS))
-_FORCED = b"{%s}\n" % template(
-    {"at": SECONDS, "request": "%s", "choice": "%d", "position": "%d", "step": "%d", "forced": "true"}
+_SAME_STEP = b"{%s}\n" % template(
+    {"at": SECONDS, "request": "%s", "choice": "%d", "position": "%d", "step": "%d", "same_step": "true"}
 )
 
 
@@ -48,9 +48,10 @@ class _Request:
 
 
 class _Token(NamedTuple):
-    """The tokens that one step gave one choice; all but the first were forced by a grammar.
+    """Tokens that one step gave one choice; all but the first were forced by a grammar.
 
-    received: when the step's caller had the result. before: the end of the last token's step; None: it is the first.
+    received: when the step's caller had the result. before: the end of the step of the token before, the same one if
+    that was a right draft; None: there is none.
     """
 
     step: StepRecord
@@ -79,15 +80,19 @@ class _Published:
             moments = step.moments
             if step is not known:
                 known, parts = step, _STEP % (step.number, *moments.parts())
-            between = 0.0 if before is None else moments.began - before
             name, at = dumps(request_id), moments.ended + wall
+            places = range(position, position + tokens)
+            if before == moments.ended:
+                lines += [_SAME_STEP % (at, name, choice, place, step.number) for place in places]
+                continue
+            between = 0.0 if before is None else moments.began - before
             hand_over, publish = received - moments.ended, self.at - received
             text = _TOKEN % (at, name, choice, position, between, hand_over, publish)
             if before is None:
                 since = request.moments(moments.began)
                 text += _FIRST % (since[0] + wall, *(later - earlier for earlier, later in pairwise(since)))
             lines.append(b"{%s,%s}\n" % (text, parts))
-            lines += [_FORCED % (at, name, choice, position + place, step.number) for place in range(1, tokens)]
+            lines += [_SAME_STEP % (at, name, choice, place, step.number) for place in places[1:]]
         return b"".join(lines)
 
 

@@ -79,7 +79,7 @@ def _tokens(pid: int, process: ProcessProfile, begin: float) -> Iterator[Event]:
     choices: dict[tuple[str, int], list[Line]] = {}
     published = 0.0
     for token in process.tokens:
-        if "forced" not in token:
+        if "same_step" not in token:
             choices.setdefault((token["request"], token["choice"]), []).append(token)
             start = max(published, token["at"] - begin + token["hand_over"])
             end = token["at"] - begin + token["hand_over"] + token["publish"]

@@ -14,12 +14,12 @@ _Numbers = Callable[[Mapping[str, Any]], tuple[float, ...]]
 _NUMBERS: Final[Mapping[str, _Numbers]] = {
     "steps": itemgetter("at", "seconds", *STEP_PARTS, "rows", "tokens", "prompt_tokens", "pages_used"),
     "tokens": itemgetter("at", "choice", "position", "between", *STEP_PARTS, *LAST_PARTS),
-    "forced": itemgetter("at", "choice", "position"),
+    "same_step": itemgetter("at", "choice", "position"),
     "requests": itemgetter("at", "seconds", "first", "status"),
     "routing": itemgetter("at", "steps"),
     "process": itemgetter("at", "at"),
 }
-"""The numbers that each line of a kind has. Tokens that a grammar forced have fewer."""
+"""The numbers that each line of a kind has. Tokens of the same step as the one before have fewer."""
 _MORE: Final[Mapping[str, _Numbers]] = {
     "arrived": itemgetter("arrived", *FIRST_PARTS),
     "dropped": itemgetter("dropped", "dropped"),
@@ -40,7 +40,7 @@ def is_whole_head(head: Mapping[str, Any]) -> bool:
 def is_whole(line: Mapping[str, Any], kind: str) -> bool:
     """Whether a line has all fields of its kind, with numbers and texts where they belong."""
     try:
-        numbers = _NUMBERS["forced" if "forced" in line else kind](line)
+        numbers = _NUMBERS["same_step" if "same_step" in line else kind](line)
         for name, more in _MORE.items():
             if name in line:
                 numbers += more(line)

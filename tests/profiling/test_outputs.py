@@ -91,7 +91,7 @@ def test_missing_tokens_are_not_hidden_by_the_gateways_times(processes: list[Pro
         tokens[:] = kept
         (one,) = request_times(processes)
         assert (one.parts["inbound"], one.parts["outbound"]) == (0.0, 0.0)
-    tokens[:] = [{"at": DAY, "request": "job-a", "choice": 0, "position": 1, "forced": True}]
+    tokens[:] = [{"at": DAY, "request": "job-a", "choice": 0, "position": 1, "same_step": True}]
     assert request_times(processes) == []
 
 
