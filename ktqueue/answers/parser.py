@@ -219,7 +219,8 @@ class AnswerParser(Parser):
 
     def _say_certain(self, markers: Iterable[str], *, final: bool) -> bool:
         """Pass on the buffer, without an end that may be the beginning of a marker."""
-        keep = 0 if final else max((overlap(self._buffer, marker) for marker in markers), default=0)
+        possible = (marker for marker in markers if marker[:1] in self._buffer)  # few, in most text
+        keep = 0 if final else max([overlap(self._buffer, marker) for marker in possible], default=0)
         ready = len(self._buffer) - keep
         self._say(self._buffer[:ready])
         self._buffer = self._buffer[ready:]

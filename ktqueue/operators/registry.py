@@ -5,9 +5,10 @@ An installed package gives its operators short names with the entry points `ktqu
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 from ktqueue.operators.base import Operator
@@ -30,7 +31,7 @@ _GUIDE = "see docs/guides/operators.md"
 
 def operator_names() -> list[str]:
     """Return the short names that `op` of a rule may have: those of ktqueue and of installed packages."""
-    return sorted({*OPERATORS, *(point.name for point in entry_points(group=GROUP))})
+    return sorted({*OPERATORS, *(point.name for point in _entries(tuple(sys.path)))})
 
 
 def operator_class(name: str) -> type[Operator]:
@@ -66,13 +67,19 @@ def check_operator(name: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}.{method} cannot be called{given} as an operator is: {error}; {_GUIDE}") from error
 
 
+@cache  # a search reads the metadata of every package
+def _entries(path: tuple[str, ...]) -> EntryPoints:
+    """The entries of the packages on `sys.path`, which is `path`."""
+    return entry_points(group=GROUP)
+
+
 def _path(operator: type) -> str:
     return f"{operator.__module__}:{operator.__qualname__}"
 
 
 def _path_of_short_name(name: str) -> str:
     """Return the path that an installed package gives a short name. Raises ValueError if none does, or several do."""
-    paths = sorted({point.value for point in entry_points(group=GROUP, name=name)})
+    paths = sorted({point.value for point in _entries(tuple(sys.path)).select(name=name)})
     if not paths:
         raise ValueError(f"{name!r} is not a path such as package.module:Class")
     if len(paths) > 1:

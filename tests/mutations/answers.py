@@ -10,7 +10,7 @@ CUTS = f"{PARSER}::test_parts_do_not_depend_on_how_the_text_is_cut"
 ANSWERS: dict[str, Mutation] = {
     "a marker is missed when a piece of text ends inside it": Mutation(
         "ktqueue/answers/parser.py",
-        "keep = 0 if final else max((overlap(self._buffer, marker) for marker in markers), default=0)",
+        "keep = 0 if final else max([overlap(self._buffer, marker) for marker in possible], default=0)",
         "keep = 0",
         (f"{CUTS}[Kimi-K2]",),
     ),
