@@ -1,6 +1,7 @@
 """Uses of routed experts on a GPU: counted wherever experts are computed, and what moves by them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ktqueue.core.expert_work import ExpertWork, PlacesExperts
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
+from ktqueue.workers.startup.expert_history import ExpertHistory, UsesFile
 
 
 def fed(decoder: GpuDecoder, steps: Any = None) -> dict[str, torch.Tensor]:
@@ -91,6 +93,24 @@ def test_experts_of_earlier_runs_are_on_the_gpu_from_the_first_step(make_decoder
     assert decoder.expert_work().cpu_experts == before  # all of this token's are there
     with pytest.raises(ValueError, match="2 layers"):
         decoder.place_experts(uses[:1])
+
+
+def test_experts_are_where_the_worker_before_used_them(make_decoder: Callable[..., Any], tmp_path: Path) -> None:
+    model = make_model("qwen3_moe", num_hidden_layers=2)
+    memory = record_bytes(make_decoder(model)) // 2
+    one_token = [{"s0": (0, 1)}]
+    computed = []
+    for _ in range(2):
+        decoder = make_decoder(model, expert_memory_bytes=memory)
+        uses = decoder.expert_uses()
+        history = ExpertHistory(UsesFile(tmp_path, "ab" * 32, [len(layer) for layer in uses]), decoder)
+        before = decoder.expert_work().cpu_experts
+        fed(decoder, one_token)
+        computed.append(decoder.expert_work().cpu_experts - before)
+        for _ in range(2 * READ_EVERY_STEPS):
+            fed(decoder, one_token)
+        history.close()
+    assert computed[0] > computed[1] == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
