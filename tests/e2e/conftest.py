@@ -167,7 +167,7 @@ async def stack(request: pytest.FixtureRequest, start_stack: StartStack) -> Inst
     """One worker with eight rows: one installation for all tests of this folder that need no other."""
     if not shared:
         stops = contextlib.AsyncExitStack()
-        shared.append(await stops.enter_async_context(start_stack(engine={"max_num_seqs": 8})))
+        shared.append(await stops.enter_async_context(start_stack(engine={"max_num_seqs": 8, "max_model_len": 2048})))
         loop = asyncio.get_running_loop()
         folder = request.node.getparent(pytest.Directory)
         folder.addfinalizer(lambda: loop.run_until_complete(stops.aclose()))

@@ -164,11 +164,13 @@ def test_tokens_equal_the_cpu_s(
 
 @pytest.mark.parametrize(
     ("device", "speculation", "name", "graphs"),
-    few_on_the_cpu(
-        ("lookup", "demo", True),
-        ("model", "demo", False),
-        *itertools.product(["lookup", "model"], ["experts"], [True, False]),
-    ),
+    [
+        *itertools.product(["cpu"], ["lookup", "model"], ["experts"], [True, False]),
+        *(
+            pytest.param(*case, marks=pytest.mark.gpu)
+            for case in itertools.product(["cuda"], ["lookup", "model"], ["demo", "experts"], [True, False])
+        ),
+    ],
 )
 def test_steps_with_drafts_give_the_cpu_s_tokens(
     device: str,
