@@ -1,6 +1,6 @@
 """`ktqueue profile`: what the steps and tokens of a profile took, as a table, a trace, a flame graph and a page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +36,6 @@ def profile(
     ] = None,
 ) -> None:
     """Show what steps, tokens and requests took: tables, a page of plots, a trace and a flame graph."""
-    from ktqueue.core.codec import dumps
     from ktqueue.profiling import flame as flames
     from ktqueue.profiling import page as pages
     from ktqueue.profiling import trace as traces
@@ -56,17 +55,18 @@ def profile(
     target = output or folder
     target.mkdir(parents=True, exist_ok=True)
     if page:
-        _write(target / PAGE, pages.page(processes, requests).encode())
+        _write(target / PAGE, [pages.page(processes, requests).encode()])
     if trace:
-        _write(target / TRACE, dumps(traces.trace_events(processes)))
+        _write(target / TRACE, traces.trace(processes))
     if flame:
-        _write(target / FLAME, dumps(flames.flame_graph(processes)))
+        _write(target / FLAME, flames.flame_graph(processes))
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a whole file, and say where it is."""
     try:
-        path.write_bytes(content)
+        with path.open("wb") as file:
+            file.writelines(pieces)
     except OSError as error:  # a full disk does not say which file
         raise OSError(error.errno, error.strerror, str(path)) from error
     notes().print(f"wrote {path}", markup=False, soft_wrap=True)

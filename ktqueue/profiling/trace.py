@@ -7,6 +7,7 @@ own. The format: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from ktqueue.core.codec import dumps
 from ktqueue.profiling.folder import Line, ProcessProfile
 from ktqueue.profiling.records import STEP_PARTS
 from ktqueue.profiling.token_log import FIRST_PARTS
@@ -16,16 +17,24 @@ TRACKS: Final = {ENGINE: "engine", DEVICE: "device", PUBLISHER: "publisher"}
 Event = dict[str, Any]
 
 
-def trace_events(processes: Sequence[ProcessProfile]) -> dict[str, Any]:
-    """The document of a trace. Times in microseconds since the first record."""
+def trace(processes: Sequence[ProcessProfile]) -> Iterator[bytes]:
+    """The document of a trace, piece by piece, since it is larger than the profile."""
+    comma = b""
+    yield b'{"displayTimeUnit":"ms","traceEvents":['
+    for event in trace_events(processes):
+        yield comma + dumps(event)
+        comma = b",\n"
+    yield b"]}\n"
+
+
+def trace_events(processes: Sequence[ProcessProfile]) -> Iterator[Event]:
+    """The events of a trace. Times in microseconds since the first record."""
     begin = min((line["at"] for process in processes for line in _lines(process)), default=0.0)
-    events: list[Event] = []
     for number, process in enumerate(processes, 1):
-        events += _names(number, process)
-        events += _steps(number, process, begin)
-        events += _tokens(number, process, begin)
-        events += _answers(number, process, begin)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        yield from _names(number, process)
+        yield from _steps(number, process, begin)
+        yield from _tokens(number, process, begin)
+        yield from _answers(number, process, begin)
 
 
 def _lines(process: ProcessProfile) -> Iterator[Line]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ktqueue.core.codec import loads
 from ktqueue.profiling.flame import flame_graph
 from ktqueue.profiling.folder import ProcessProfile
 from ktqueue.profiling.page import page
@@ -13,7 +14,7 @@ from ktqueue.profiling.plots import ticks
 from ktqueue.profiling.records import STEP_PARTS
 from ktqueue.profiling.request_times import request_times
 from ktqueue.profiling.token_log import FIRST_PARTS
-from ktqueue.profiling.trace import trace_events
+from ktqueue.profiling.trace import trace
 
 DAY = 1_800_000_000.0
 VOID = {"meta", "br"}
@@ -96,7 +97,9 @@ def test_missing_tokens_are_not_hidden_by_the_gateways_times(processes: list[Pro
 
 
 def test_a_trace_has_tracks_with_names_and_balanced_requests(processes: list[ProcessProfile]) -> None:
-    events = trace_events(processes)["traceEvents"]
+    document = loads(b"".join(trace(processes)))
+    assert document["displayTimeUnit"] == "ms"
+    events = document["traceEvents"]
     names = {
         (event["name"], event["args"]["name"]) for event in events if event["ph"] == "M" and "name" in event["args"]
     }
@@ -129,7 +132,7 @@ def test_a_trace_has_tracks_with_names_and_balanced_requests(processes: list[Pro
 
 
 def test_a_flame_graph_has_balanced_events_in_order(processes: list[ProcessProfile]) -> None:
-    document = flame_graph(processes)
+    document = loads(b"".join(flame_graph(processes)))
     frames = [frame["name"] for frame in document["shared"]["frames"]]
     (profile,) = document["profiles"]
     assert profile["name"] == "worker 7: engine"
