@@ -18,7 +18,8 @@ def worker(common: CommonFlags, engine: EngineFlags, profile: ProfileFlags) -> N
     config = settings(common, engine=engine, profile=profile)
     require("worker")
     check_redis(config)
-    from ktqueue.workers.generation.worker_process import leave, run  # seconds: it imports torch
+    from ktqueue.workers.exit_codes import leave
+    from ktqueue.workers.generation.worker_process import run  # seconds: it imports torch
 
     config = with_model(config)
     set_up_logging(config.log)

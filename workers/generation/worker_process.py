@@ -23,7 +23,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
 from ktqueue.core.logs import configure_process
-from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE
+from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE, leave
 from ktqueue.workers.generation.generation_worker import GenerationWorker
 from ktqueue.workers.generation.heartbeat import watch_event_loop
 from ktqueue.workers.startup.build import Built, Progress, build
@@ -88,17 +88,6 @@ async def _serve(config: Config, built: Built) -> int:
         record.close()
     log.info("drained")
     return DRAINED
-
-
-def leave(code: int) -> NoReturn:
-    """End the process now, without finalising the interpreter.
-
-    With torch that takes seconds, and a thread that hangs in a device call would prevent it altogether.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def conclude(work: Callable[[], int]) -> NoReturn:

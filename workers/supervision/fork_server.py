@@ -23,12 +23,9 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from ktqueue.answers.grammar import library_tokenizer
 from ktqueue.broker.redis.state_folder import PRIVATE_FILE
 from ktqueue.core.logs import configure_process
-from ktqueue.workers.exit_codes import BROKEN, DRAINED
-from ktqueue.workers.generation.worker_process import conclude, leave, serve
-from ktqueue.workers.startup.build import build, set_threads
+from ktqueue.workers.exit_codes import BROKEN, DRAINED, leave
 from ktqueue.workers.supervision.process import die_with
 
 
@@ -111,6 +108,10 @@ class ForkServer:
 
 def main() -> NoReturn:
     """Load the model, then serve. Does not return; if loading fails, the exit code is that of a worker."""
+    from ktqueue.answers.grammar import library_tokenizer  # these import torch, which takes seconds
+    from ktqueue.workers.generation.worker_process import conclude, serve
+    from ktqueue.workers.startup.build import build, set_threads
+
     control = socket.socket(fileno=0)
 
     def forks() -> int:
