@@ -12,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, Protocol
 
 from ktqueue.core.codec import dumps
@@ -78,6 +80,24 @@ class _Files:
             file.close()
 
 
+def prepare_folder(config: ProfileConfig) -> None:
+    """Create the folder of profiles, if one is set. Call it before a model is loaded, which may take minutes.
+
+    Raises ConfigError if it cannot be written. A full disk is no error, since profiles must not end the work.
+    """
+    if config.folder is None:
+        return
+    folder = Path(config.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno in (ENOSPC, EDQUOT):
+            return
+        reason = f"profile.folder {config.folder!r} cannot be written: {error.strerror}"
+        raise ConfigError(reason, param="profile.folder", value=config.folder) from error
+
+
 class RecordWriter:
     """Writes records to `config.folder`. `head`: facts of this process, for the first line of each file.
 
@@ -103,16 +123,12 @@ class RecordWriter:
         self._dropped = self._dropped_steps = 0
         self._reported = 0
         self._failed = False  # the last time, so that a full disk is logged once
+        prepare_folder(config)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             self._write("process", dumps({"at": self._head["started"]}) + b"\n")
             self._flush()
         except OSError as error:
-            raise ConfigError(
-                f"profile.folder {config.folder!r} cannot be written: {error.strerror}",
-                param="profile.folder",
-                value=config.folder,
-            ) from error
+            self._warn(error)
         self._thread = threading.Thread(target=self._run, name="profile", daemon=True)
         self._thread.start()
 
@@ -166,11 +182,14 @@ class RecordWriter:
             self._flush()
             self._reported, self._failed = dropped, False
         except OSError as error:  # the disk is full: profiles must not end the work
-            if not self._failed:
-                log.warning("lines of the profile are dropped: %s: %s", self._folder, error.strerror)
-            self._failed = True
+            self._warn(error)
             with self._lock:
                 self._dropped += len(held)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._failed:
+            log.warning("lines of the profile are dropped: %s: %s", self._folder, error.strerror)
+        self._failed = True
 
     def _write(self, kind: str, data: bytes) -> None:
         files = self._files.get(kind)

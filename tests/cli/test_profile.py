@@ -49,6 +49,17 @@ def test_flags_choose_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [path.name for path in elsewhere.iterdir()] == ["trace.json"]
 
 
+@pytest.mark.parametrize("command", [TINY, ["chat", "--local"]])
+def test_a_wrong_folder_is_an_error_before_the_model_is_loaded(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run([*command, "--profile", str(tmp_path / "file")]) == 2
+    error = capsys.readouterr().err
+    assert "profile.folder" in error and "cannot be written: File exists" in error
+    assert "loading" not in error
+
+
 def test_a_missing_profile_is_an_error_of_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["profile", str(tmp_path / "absent")]) == 2
     assert "absent is not a folder; --profile" in capsys.readouterr().err

@@ -135,6 +135,21 @@ def test_a_damaged_line_is_left_out_and_counted(line: bytes, last_seconds: float
     assert process.unreadable == 2
 
 
+def test_a_worker_starts_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise one that is started again would not come back."""
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, most))
+    try:
+        writer = RecordWriter(ProfileConfig(folder=str(tmp_path)), {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+    assert "lines of the profile are dropped" in caplog.text
+    writer.put("steps", Numbered(1))
+    writer.close()
+    (process,) = read_profile(tmp_path)
+    assert len(process.steps) == 1
+
+
 def test_a_full_disk_costs_lines_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = RecordWriter(ProfileConfig(folder=str(tmp_path), file_bytes=24 << 10), {})
     least, most = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -23,6 +23,7 @@ from ktqueue.broker.broker import Broker
 from ktqueue.core.config import Config
 from ktqueue.core.errors import CheckpointError, ConfigError, KtqueueError, RuleError
 from ktqueue.core.logs import configure_process
+from ktqueue.profiling.writer import prepare_folder
 from ktqueue.workers.exit_codes import BROKEN, DRAINED, UNUSABLE, leave
 from ktqueue.workers.generation.generation_worker import GenerationWorker
 from ktqueue.workers.generation.heartbeat import watch_event_loop
@@ -43,6 +44,7 @@ def run(config: Config, progress: Progress | None = None, captured: Progress | N
     A second signal ends the process at once. Call it from the main thread. Raises ConfigError, CheckpointError or
     RuleError if the model cannot be served, and Unavailable if Redis does not answer.
     """
+    prepare_folder(config.profile)
     built = build(config.engine, progress, captured, named_ranges=config.profile.folder is not None)
     garbage.settle()
     return serve(config, built)

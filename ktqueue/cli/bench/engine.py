@@ -67,6 +67,7 @@ def engine(
     from ktqueue.bench.engine import measure_decode, measure_prefill, prompts
     from ktqueue.bench.environment import environment
     from ktqueue.cli.terminal.progress import Bar
+    from ktqueue.profiling.writer import prepare_folder
     from ktqueue.workers.startup.build import build
     from ktqueue.workers.startup.profile import start_profile
     from ktqueue.workers.startup.routing_file import start_routing
@@ -76,6 +77,7 @@ def engine(
     chosen = everything.engine
     config = _sized(chosen, engine, row_counts, lengths, prompt_tokens + output_tokens)
     load_before = os.getloadavg()[0]
+    prepare_folder(everything.profile)
     with Bar("loading", in_bytes=True) as bar:
         built = build(config, bar.update, named_ranges=everything.profile.folder is not None)
     writer = start_profile(everything.profile, built, "bench")

@@ -192,10 +192,12 @@ class LocalTalker:
 def local_talker(config: "Config") -> LocalTalker:
     """Load the model with a progress bar, and make its talker."""
     from ktqueue.cli.terminal.progress import Bar
+    from ktqueue.profiling.writer import prepare_folder
     from ktqueue.workers.startup.build import build
     from ktqueue.workers.startup.profile import start_profile
     from ktqueue.workers.startup.routing_file import start_routing
 
+    prepare_folder(config.profile)
     with Bar("loading", in_bytes=True) as bar:
         built = build(config.engine, bar.update, named_ranges=config.profile.folder is not None)
     routing = start_routing(config.engine, built.model, built.engine)
