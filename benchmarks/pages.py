@@ -53,7 +53,10 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "prefill-*": turns_page.prefill,
         },
     ),
-    "tiles": ("Kernels of experts on a GPU", {"expert-steps-*": gpu.trials, "expert-tiles-*": gpu.expert_tiles}),
+    "tiles": (
+        "Kernels for some rows on a GPU",
+        {"dense-steps-*": gpu.trials, "expert-steps-*": gpu.trials, "expert-tiles-*": gpu.expert_tiles},
+    ),
     "llama": ("Beside llama.cpp on a GPU", {"beside-llama-*": turns_page.beside_llama}),
     "drafts": ("Drafted tokens", {"drafts-*": turns_page.drafts, "simulated-drafts": engine.simulated_drafts}),
     "quality": (

@@ -2,103 +2,45 @@
 // see panel_tensor_cores.py, which compiles this file.
 //
 // A program multiplies panels of 16 rows, one after the other. Each of its warps has some of a panel's superblocks: it
-// copies them to shared memory, some ahead of their use, and decodes slabs to bfloat16 in registers. These are the left
-// operand of `multiply`. Columns are multiplied in any order, and rows may be stored where they belong. So lane 4g + t
-// takes rows 2g and 2g + 1, and of a slab the columns 8t .. 8t + 7, which are 16 bytes of a row of x. The sums of all
+// copies them to shared memory, some ahead of their use, and decodes slabs to bfloat16 in registers. The sums of all
 // warps are added in shared memory, always in the same order.
-//
-// NORMED: rows of x are those before an RMSNorm. They are multiplied by its weights, and sums by what the row's squares
-// say, which each program adds on the way.
 
-#include "bfloat16.cuh"
+#include "panel_parts.cuh"
 
-namespace first {
-#include "superblock.cuh"
-}
-#if HAS_SECOND
-#undef QUANT
-#undef HALVES
-#undef MINIMUMS
-#undef OFFSET
-#undef SUPERBLOCK_BYTES
-#define QUANT SECOND_QUANT
-#define HALVES SECOND_HALVES
-#define MINIMUMS SECOND_MINIMUMS
-#define OFFSET SECOND_OFFSET
-#define SUPERBLOCK_BYTES SECOND_SUPERBLOCK_BYTES
-namespace second {
-#include "superblock.cuh"
-}
-#else
-namespace second = first;
-#endif
-
-static_assert(COLUMNS % 32 == 0);
-constexpr int THREADS = 32 * WARPS;
-constexpr int BLOCKS = (COLUMNS + 255) / 256;
-constexpr int LAST_SLABS = COLUMNS / 32 - 8 * (BLOCKS - 1);
 constexpr int OWN = (BLOCKS + WARPS - 1) / WARPS;  // superblocks of a panel that a warp has
-constexpr int FIRST_PANELS = (FIRST_ROWS + 15) / 16, PANELS = FIRST_PANELS + (SECOND_ROWS + 15) / 16;
-constexpr int TOKENS = 8 * TILES;
-constexpr bool HOLDS_X = OWN == 1 && TILES <= 2;  // in registers, for all panels
-constexpr int TOKEN_STRIDE = 20;                  // floats of 16 rows: so no two lanes write to the same bank
+constexpr bool HOLDS_X = OWN == 1 && TILES <= 2;   // in registers, for all panels
 constexpr int SUM_FLOATS = WARPS * TOKENS * TOKEN_STRIDE;
 constexpr int SUM_BUFFERS = TILES <= 2 ? 2 : 1;
-constexpr int SLOT_BYTES = first::SLOT_BYTES > second::SLOT_BYTES ? first::SLOT_BYTES : second::SLOT_BYTES;
 
-#define PART(name, PREFIX)                                                                                            \
-  struct name##_part {                                                                                                \
-    static constexpr int BYTES = PREFIX##_SUPERBLOCK_BYTES, PANEL = PREFIX##_PANEL_BYTES,                             \
-                         LAST = PANEL - (BLOCKS - 1) * BYTES;                                                         \
-    static __device__ void fetch(uint32_t to, const uint8_t* panel, int block, int lane) {                            \
-      const uint8_t* from = panel + block * BYTES + 16 * lane;                                                        \
-      if (LAST == BYTES || block < BLOCKS - 1)                                                                        \
-        name::copy_block<BYTES>(to, from, lane);                                                                      \
-      else                                                                                                            \
-        name::copy_block<LAST>(to, from, lane);                                                                       \
-    }                                                                                                                 \
-    using Factors = name::Factors;                                                                                    \
-    static __device__ Factors factors(const uint8_t* block, int g, int slabs) {                                       \
-      return name::factors_of(block, g, slabs);                                                                       \
-    }                                                                                                                 \
-    static __device__ void decode(uint32_t left[2][4], const uint8_t* block, const Factors& factors, int slab, int g, \
-                                  int t, int slabs) {                                                                 \
-      name::decode_slab(left, block, factors, slab, g, t, slabs);                                                     \
-    }                                                                                                                 \
-  }
-PART(first, FIRST);
-PART(second, SECOND);
+// Whether scales of a part multiply sums, not codes. Where a warp holds x, both parts must have the same columns of it.
+template <typename Part>
+constexpr bool SCALES_SUMS = Part::HAS_SMALL_CODES && TILES <= 2 && !(HOLDS_X && HAS_SECOND);
+template <typename Part>
+constexpr bool BY_HALVES = SCALES_SUMS<Part> && Part::PARTS == 2;
 
-// Multiply eight numbers by others. Their squares before that are added to `squares`.
-__device__ inline void multiply_each(uint4& numbers, const uint4& by, float& squares) {
-  uint32_t* const words[4] = {&numbers.x, &numbers.y, &numbers.z, &numbers.w};
-  const uint32_t factors[4] = {by.x, by.y, by.z, by.w};
+// Add a slab's product to `sums`: codes times x, times scales.
+template <typename Part>
+__device__ inline void add_scaled(float (&sums)[TILES][4], const uint8_t* here, const typename Part::Factors& factors,
+                                  const uint4 (&x)[TILES], int slab, int slabs, int g, int t) {
+  uint32_t left[2][4];
+  float scale[Part::PARTS][2];
+  Part::codes(left, here, slab, g, t, slabs);
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float low = low_float(*words[i]), high = high_float(*words[i]);
-    squares = __fmaf_rn(low, low, __fmaf_rn(high, high, squares));
-    *words[i] = two_bfloat16(low * low_float(factors[i]), high * high_float(factors[i]));
+  for (int part = 0; part < Part::PARTS; part++) Part::scales(scale[part], here, factors, slab, part, g, slabs);
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    float products[2][4];
+    product(products[0], left[0][0], left[0][1], left[0][2], left[0][3], x[tile].x, x[tile].y);
+    if constexpr (BY_HALVES<Part>)
+      product(products[1], left[1][0], left[1][1], left[1][2], left[1][3], x[tile].z, x[tile].w);
+    else
+      multiply(products[0], left[1][0], left[1][1], left[1][2], left[1][3], x[tile].z, x[tile].w);
+#pragma unroll
+    for (int part = 0; part < Part::PARTS; part++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[tile][i] = __fmaf_rn(scale[part][i / 2], products[part][i], sums[tile][i]);
   }
 }
-
-struct Rows {
-  const uint16_t *x, *norm;  // columns 8t .. 8t + 7, of token g
-  int64 stride;
-  int live;  // tokens from g on
-
-  // Of all tiles. Squares of the numbers are added to `squares`.
-  __device__ void load(uint4 (&to)[TILES], float (&squares)[TILES], int block, int slab) const {
-    const int column = block * 256 + slab * 32;
-    uint4 factors;
-    if constexpr (NORMED) factors = *reinterpret_cast<const uint4*>(norm + column);
-#pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
-      to[tile] = make_uint4(0, 0, 0, 0);
-      if (8 * tile < live) to[tile] = *reinterpret_cast<const uint4*>(x + 8 * tile * stride + column);
-      if constexpr (NORMED) multiply_each(to[tile], factors, squares[tile]);
-    }
-  }
-};
 
 // Add a superblock's product. held: x of the warp's only superblock.
 template <typename Part, int slabs>
@@ -108,7 +50,14 @@ __device__ inline void add_block(float (&sums)[TILES][4], float (&squares)[TILES
 #pragma unroll
   for (int slab = 0; slab < slabs; slab++) {
     uint4 x[TILES];
-    if constexpr (!HOLDS_X) rows.load(x, squares, block, slab);
+    if constexpr (!HOLDS_X) rows.load<BY_HALVES<Part>>(x, squares, block, slab);
+    if constexpr (SCALES_SUMS<Part>) {
+      if constexpr (HOLDS_X)
+        add_scaled<Part>(sums, here, factors, held[slab], slab, slabs, g, t);
+      else
+        add_scaled<Part>(sums, here, factors, x, slab, slabs, g, t);
+      continue;
+    }
     uint32_t left[2][4];
     Part::decode(left, here, factors, slab, g, t, slabs);
 #pragma unroll
@@ -155,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-  const Rows rows = {x + int64(g) * x_stride + 8 * t, norm + 8 * t, x_stride, tokens - g};
+  const Rows rows = {x + int64(g) * x_stride, norm, x_stride, tokens - g, t};
   uint4 held[8][TILES];
   float squares[TILES] = {};
   if constexpr (HOLDS_X) {
 #pragma unroll
     for (int slab = 0; slab < 8; slab++)
-      if (slab < LAST_SLABS || warp < BLOCKS - 1) rows.load(held[slab], squares, warp, slab);
+      if (slab < LAST_SLABS || warp < BLOCKS - 1) rows.load<BY_HALVES<first_part>>(held[slab], squares, warp, slab);
   }
   float sums[TILES][4];
 #pragma unroll 1
@@ -211,17 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
         for (int other = 0; other < WARPS; other++) total += squares_of[other * TOKENS + token];
         sum *= rsqrtf(total / COLUMNS + EPSILON);
       }
-      const int row = is_first ? in_panel : FIRST_ROWS + in_panel;
-      if constexpr (BIASED) sum += bfloat16_as_float(bias[row]);
-      const int64 at = int64(token) * out_stride + row;
-      if constexpr (FLOAT_OUT) {
-        static_cast<float*>(out)[at] = sum;
-      } else {
-        uint16_t* to = static_cast<uint16_t*>(out) + at;
-        uint16_t result = as_bfloat16(sum);
-        if constexpr (ADDS) result = as_bfloat16(bfloat16_as_float(*to) + bfloat16_as_float(result));
-        *to = result;
-      }
+      write_product(sum, out, bias, token, is_first, in_panel, out_stride);
     }
     if constexpr (SUM_BUFFERS == 1) __syncthreads();
   }

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ktqueue.operators.gpu.device import is_gpu, program_bytes
-from ktqueue.operators.gpu.kernels import dots, panel_layout
+from ktqueue.operators.gpu.device import is_gpu, launches_dependents, program_bytes
+from ktqueue.operators.gpu.kernels import dots, panel_clusters, panel_layout
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel
 from ktqueue.operators.gpu.kernels.norm import RmsNorm, add_rms_norm
 from ktqueue.operators.gpu.kernels.operation import check_fits, launch_options
+from ktqueue.operators.gpu.kernels.panel_clusters import ClusterTile
 from ktqueue.operators.gpu.kernels.panel_layout import SLAB, SLABS
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix
 
@@ -55,16 +56,21 @@ class ProductFacts(NamedTuple):
     rows: tuple[int, ...]
     columns: int
     token_tiles: int
-    tile: Tile
+    tile: Tile | ClusterTile
     adds: bool = False
     has_bias: bool = False
     is_float: bool = False
     epsilon: float | None = None
 
 
+def _blocks(columns: int) -> int:
+    """Superblocks of a panel."""
+    return -(-columns // (SLAB * SLABS))
+
+
 def tile_of(columns: int, panels: int, token_tiles: int) -> Tile:
     """The tile for a matrix of so many panels."""
-    blocks = -(-columns // (SLAB * SLABS))
+    blocks = _blocks(columns)
     if token_tiles > 1 and _PROCESSORS < panels <= 3 * _PROCESSORS and blocks >= 4:
         return Tile(4, 3, 4) if token_tiles > 2 else Tile(4, 4, 3)  # all panels at once
     if token_tiles > 2 and panels <= _PROCESSORS and blocks >= 16:
@@ -92,9 +98,7 @@ def constants(facts: ProductFacts) -> dict[str, str | int]:
         "HAS_SECOND": int(len(facts.quants) > 1),
         "COLUMNS": facts.columns,
         "TILES": facts.token_tiles,
-        "WARPS": facts.tile.warps,
-        "STAGES": facts.tile.stages,
-        "PROGRAMS": facts.tile.programs,
+        **{name.upper(): number for name, number in facts.tile._asdict().items()},
         "ADDS": int(facts.adds),
         "BIASED": int(facts.has_bias),
         "FLOAT_OUT": int(facts.is_float),
@@ -106,6 +110,10 @@ def constants(facts: ProductFacts) -> dict[str, str | int]:
 def shared_bytes(facts: ProductFacts) -> int:
     """Shared memory of a program: superblocks of its warps, and the sums of all tokens."""
     slot = max(-(-panel_layout.superblock_bytes(quant) // _LINE_BYTES) * _LINE_BYTES for quant in facts.quants)
+    if isinstance(facts.tile, ClusterTile):
+        tokens = _TILE_TOKENS * facts.token_tiles
+        squares = 0 if facts.epsilon is None else tokens
+        return facts.tile.shared_bytes(_blocks(facts.columns), slot, tokens * _TOKEN_STRIDE, squares)
     floats = _TOKEN_STRIDE * (2 if facts.token_tiles <= 2 else 1) + (0 if facts.epsilon is None else 1)
     return facts.tile.warps * (facts.tile.stages * slot + 4 * _TILE_TOKENS * facts.token_tiles * floats)
 
@@ -113,6 +121,7 @@ def shared_bytes(facts: ProductFacts) -> int:
 def fitting(facts: ProductFacts, most_bytes: int, processor_bytes: int) -> ProductFacts:
     """`facts` with a smaller tile, where a program or a multiprocessor has too little shared memory for theirs:
     most_bytes, processor_bytes."""
+    assert isinstance(facts.tile, Tile)
     warps, stages, programs = facts.tile
     while True:
         for tile in (Tile(warps, few, many) for many in range(programs, 0, -1) for few in range(stages, 1, -1)):
@@ -125,16 +134,21 @@ def fitting(facts: ProductFacts, most_bytes: int, processor_bytes: int) -> Produ
 
 @cache
 def _on_device(facts: ProductFacts, device: torch.device) -> tuple[CudaKernel, int]:
-    """The kernel, and the programs that the device can hold at once."""
+    """The kernel, and its programs: no more than the device can hold at once."""
+    panels = sum(map(panel_layout.panel_count, facts.rows))
+    if isinstance(facts.tile, ClusterTile):
+        return _kernel(facts), facts.tile.grid(panels)
     known: Any = torch.cuda.get_device_properties(device)  # whose type stub lacks one of these
     facts = fitting(facts, program_bytes(device), known.shared_memory_per_multiprocessor)
-    return _kernel(facts), facts.tile.programs * known.multi_processor_count
+    return _kernel(facts), min(panels, facts.tile.programs * known.multi_processor_count)
 
 
 @cache
 def _kernel(facts: ProductFacts) -> CudaKernel:
     options = [f"-D{name}={value}" for name, value in constants(facts).items()]
-    return CudaKernel(SOURCE, options, NAME, 32 * facts.tile.warps, shared_bytes(facts))
+    by_clusters = isinstance(facts.tile, ClusterTile)
+    source, name = (panel_clusters.SOURCE, panel_clusters.NAME) if by_clusters else (SOURCE, NAME)
+    return CudaKernel(source, options, name, 32 * facts.tile.warps, shared_bytes(facts))
 
 
 def fits(x: torch.Tensor) -> bool:
@@ -193,14 +207,17 @@ def _launch(
     tokens, columns = x.shape
     panels = sum(panel_layout.panel_count(part.rows) for part in parts)
     token_tiles = 1 << (-(-tokens // _TILE_TOKENS) - 1).bit_length()
+    tile: Tile | ClusterTile | None = None
+    if launches_dependents(x.device):  # such GPUs have clusters
+        tile = panel_clusters.tile_of(_blocks(columns), panels, tokens)
     facts = ProductFacts(
         tuple(part.quant for part in parts), tuple(part.rows for part in parts), columns, token_tiles,
-        tile_of(columns, panels, token_tiles), adds, bias is not None, out.dtype == torch.float32,
+        tile or tile_of(columns, panels, token_tiles), adds, bias is not None, out.dtype == torch.float32,
         None if norm is None else norm.epsilon,
     )  # fmt: skip
     kernel, programs = _on_device(facts, x.device)
     kernel.launch(
-        (min(panels, programs), 1),
+        (programs, 1),
         [
             parts[0].panels, parts[-1].panels, x, x if norm is None else norm.weight, x if bias is None else bias, out,
             tokens, x.stride(0), out.stride(0),

@@ -36,7 +36,7 @@ MOST_CHOSEN = 16
 _LARGEST_PROGRAM = 227 << 10
 """Shared memory of a program on Hopper."""
 _REQUEST_CLUSTERS = 8
-_MOST_REQUESTED = 28 << 20
+_MOST_REQUESTED = 25 << 20
 """Bytes of experts. An H200 reads as many in 7 us, and its cache holds 50 MiB."""
 
 

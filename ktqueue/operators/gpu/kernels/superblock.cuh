@@ -145,8 +145,8 @@ __device__ inline void decode(const uint8_t* block, int slab, int slabs, int g, 
     return;
   }
   constexpr bool are_pairs = quant == Q2_K || quant == Q3_K || quant == IQ2_S || quant == IQ1_M;
-  const uint2 words = are_pairs ? at<uint2>(block, slab * 128 + t / 2 * 64 + 8 * g)
-                                : at<uint2>(block, slab * 256, t * 64 + 8 * g);
+  const uint2 words =
+      are_pairs ? at<uint2>(block, slab * 128 + t / 2 * 64 + 8 * g) : at<uint2>(block, slab * 256, t * 64 + 8 * g);
   uint2 upper = {};  // Q6_K: the upper two bits of codes
   if constexpr (quant == Q6_K) upper = at<uint2>(block, 256 * slabs + slab * 128 + t / 2 * 64 + 8 * g);
 #pragma unroll
@@ -359,4 +359,40 @@ __device__ inline void decode_slab(uint32_t left[2][4], const uint8_t* block, co
 
 __device__ inline void decode_slab(uint32_t left[2][4], const uint8_t* block, int slab, int g, int t) {
   decode_slab(left, block, factors_of(block, g), slab, g, t);
+}
+
+// Formats without minimums whose codes bfloat16 has exactly. Their scales may multiply sums, not codes. That takes
+// fewer operations, and no weight is rounded.
+constexpr bool HAS_SMALL_CODES = quant == Q4_0 || quant == Q6_K;
+
+// Two bytes below 128, from byte `first` on, as bfloat16 plus 128: they are the lowest bits of the mantissa.
+__device__ inline uint32_t bytes_plus_128(uint32_t word, int first) {
+  return __byte_perm(word, 0x43434343, 0x4140 + 0x0202 * (first / 2));
+}
+
+// left[s][..]: the codes of a slab as the left operand of bfloat16 products (see warpgroups.cuh): of columns
+// 4s .. 4s + 3 of each eight, or by HALVES of column 16s + 4t and the three behind it.
+__device__ inline void small_codes(uint32_t left[2][4], const uint8_t* block, int slab, int g, int t, int slabs = 8) {
+  uint32_t codes[2][2];  // of row 2g + r in codes[s][r]
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    if constexpr (quant == Q6_K) {
+      const uint2 lower = at<uint2>(block, slab * 256, (2 * s + t / 2) * 64 + 8 * g),
+                  upper = at<uint2>(block, 256 * slabs + slab * 128 + s * 64 + 8 * g);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const uint32_t low = r == 0 ? lower.x : lower.y, high = r == 0 ? upper.x : upper.y;
+        codes[s][r] = masked_or(__funnelshift_r(high, high, 2 * t - 4), 0x30303030, (low >> t % 2 * 4) & 0x0F0F0F0F);
+      }
+    } else {
+      const uint2 words = at<uint2>(block, slab * 256, t * 64 + 8 * g);
+      codes[s][0] = (words.x >> 4 * s) & 0x0F0F0F0F, codes[s][1] = (words.y >> 4 * s) & 0x0F0F0F0F;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint32_t sum = bytes_plus_128(codes[i / 4][i % 2], i % 4 / 2 * 2),
+                   minus_offset = quant == Q6_K ? 0xC320C320 : 0xC308C308;  // 128 + 32 or 128 + 8
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(left[i / 4][i % 4]) : "r"(sum), "r"(0x3F803F80), "r"(minus_offset));
+  }
 }

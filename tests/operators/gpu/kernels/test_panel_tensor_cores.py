@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktqueue.operators.gpu.kernels import cuda_kernel, panel_tensor_cores
+from ktqueue.operators.gpu.kernels import cuda_kernel, panel_clusters, panel_tensor_cores
 from ktqueue.operators.gpu.kernels.cuda_kernel import CudaKernel, machine_code
 from ktqueue.operators.gpu.kernels.operation import compiled_side_by_side
 from ktqueue.operators.gpu.kernels.panel_tensor_cores import (
     MOST_TOKENS,
     ProductFacts,
+    Tile,
     constants,
     fitting,
     shared_bytes,
@@ -25,7 +26,8 @@ SHAPES = [(columns, panels) for columns in (96, 512, 2048, 4096, 11008) for pane
 
 def compiled(facts: ProductFacts, architecture: str, compiler: ctypes.CDLL) -> bytes:
     options = [f"-D{name}={value}" for name, value in constants(facts).items()]
-    return machine_code(panel_tensor_cores.SOURCE, options, architecture, compiler)
+    source = panel_tensor_cores.SOURCE if isinstance(facts.tile, Tile) else panel_clusters.SOURCE
+    return machine_code(source, options, architecture, compiler)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,7 @@ def test_every_tile_fits(program: int, processor: int) -> None:
             for quants in (("Q4_K",), ("Q8_0", "Q4_K")):
                 facts = ProductFacts(quants, (16 * panels, 16)[: len(quants)], columns, token_tiles, wanted)
                 tile = fitting(facts, program, processor).tile
+                assert isinstance(tile, Tile)
                 needed = shared_bytes(facts._replace(tile=tile))
                 assert needed <= program
                 assert tile.programs * (needed + 1024) <= processor
@@ -46,6 +49,25 @@ def test_every_tile_fits(program: int, processor: int) -> None:
                 assert 1 <= tile.warps <= -(-columns // 256)
                 if quants == ("Q4_K",) and program == 227 << 10:
                     assert tile == wanted
+
+
+def test_tiles_of_clusters_fit() -> None:
+    """Each superblock of each panel has a warp, which has one or two. The most shared memory that a tile takes fits."""
+    for columns in range(32, 6000, 32):
+        blocks = -(-columns // 256)
+        for panels in (1, 2, 17, 128, 132, 133):
+            for tokens in (4, 5, 16, 17):
+                tile = panel_clusters.tile_of(blocks, panels, tokens)
+                assert (tile is not None) == (8 <= blocks <= 16 and panels <= 132 and 5 <= tokens <= 16)
+                if tile is None:
+                    continue
+                own = -(-blocks // tile.programs)
+                assert tile.early <= -(-own * tile.group // tile.warps) <= 2
+                assert tile.grid(panels) % tile.programs == 0
+                assert panels <= tile.grid(panels) // tile.programs * tile.group < panels + tile.group
+                for quants in ((quant, "Q8_0") for quant in BLOCKS):
+                    facts = ProductFacts(quants, (16 * panels, 16), columns, 2, tile, epsilon=1e-6)
+                    assert shared_bytes(facts) <= 227 << 10
 
 
 def test_cpu_tensors_have_another_way() -> None:
@@ -75,6 +97,23 @@ def test_every_kind_of_result_compiles(architecture: str, compiler: ctypes.CDLL)
                 facts._replace(is_float=True, epsilon=1e-6),
             ):
                 assert b"multiply_panels" in compiled(changed, architecture, compiler)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("quants", [("Q4_K",), ("Q6_K", "Q5_K"), ("Q8_0", "Q4_0")])
+def test_clusters_compile(quants: tuple[str, ...], compiler: ctypes.CDLL) -> None:
+    """With one or two superblocks for a warp, also where the last is not whole, and all kinds of results."""
+    for columns in (2048, 2080 if quants[0] == "Q8_0" else 2816, 4096):
+        tile = panel_clusters.tile_of(-(-columns // 256), 128, 16)
+        assert tile is not None
+        for token_tiles in (1, 2):
+            facts = ProductFacts(quants, (1024, 1024)[: len(quants)], columns, token_tiles, tile)
+            for changed in (
+                facts,
+                facts._replace(adds=True, has_bias=True),
+                facts._replace(is_float=True, epsilon=1e-6),
+            ):
+                assert b"multiply_by_clusters" in compiled(changed, "90", compiler)
 
 
 @pytest.mark.compiled
