@@ -55,7 +55,7 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
     ),
     "tiles": (
         "Kernels for some rows on a GPU",
-        {"dense-steps-*": gpu.trials, "expert-steps-*": gpu.trials, "expert-tiles-*": gpu.expert_tiles},
+        {"matrix-steps-*": gpu.trials, "expert-steps-*": gpu.trials, "expert-tiles-*": gpu.expert_tiles},
     ),
     "llama": ("Beside llama.cpp on a GPU", {"beside-llama-*": turns_page.beside_llama}),
     "drafts": ("Drafted tokens", {"drafts-*": turns_page.drafts, "simulated-drafts": engine.simulated_drafts}),
