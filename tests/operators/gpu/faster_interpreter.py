@@ -16,7 +16,8 @@ def speed_up(patched: pytest.MonkeyPatch, interpreter: Any, language: Any) -> No
     scalar_sizes = core.constexpr(1), core.tuple([])
     checked = core.builtin(len).__code__
     expand, handle_of = semantic.expand_dims, interpreter.TensorHandle
-    check_operands = semantic.binary_op_type_checking_impl
+    check_operands, unwrap = semantic.binary_op_type_checking_impl, core._unwrap_if_constexpr
+    plain = {core.tensor, int, float, bool, str, type(None)}
     blocks_of_numbers: dict[Any, Any] = {}
 
     def type_in_numpy(kind: Any) -> Any:
@@ -93,6 +94,16 @@ def speed_up(patched: pytest.MonkeyPatch, interpreter: Any, language: Any) -> No
         made = blocks_of_numbers[case]
         return (block, made) if tensors[0] else (made, block)
 
+    def unwrap_at_once(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    def make_handle(self: Any, data: Any, dtype: Any) -> None:
+        """Without a check of the size that numpy's operation gave each number."""
+        self.data, self.dtype, self.attr = data, dtype, {}
+
     def add_builtin(target: Any, name: str, member: Any, _: Any, scope: Any) -> None:
         """Without a filter of all arguments for each call, and a check that there is a `_semantic`."""
         function = member.__wrapped__ if member.__code__ is checked else member
@@ -104,6 +115,8 @@ def speed_up(patched: pytest.MonkeyPatch, interpreter: Any, language: Any) -> No
 
     patched.setattr(interpreter, "_get_np_dtype", type_in_numpy)
     patched.setattr(interpreter, "_patch_attr", add_builtin)
+    patched.setattr(handle_of, "__init__", make_handle)
+    patched.setattr(core, "_unwrap_if_constexpr", unwrap_at_once)
     patched.setattr(core.block_type, "__init__", make_block_once)
     patched.setattr(core.tensor, "__init__", make_tensor)
     patched.setattr(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
