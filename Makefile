@@ -125,7 +125,7 @@ test: $(VENV)/dev.stamp ## All tests but the long ones (ARGS="-k journal" for so
 long: $(VENV)/dev.stamp ## The long tests: installations that start, die and start again
 	@$(BIN)/python -m pytest $(PROCESSES) -m long $(ARGS)
 
-compiled: $(VENV)/nvrtc.stamp ## GPU kernels compile for an H200, without a GPU
+compiled: $(VENV)/nvrtc.stamp ## GPU kernels compile for an H200, and some run on the CPU, without a GPU
 	@$(BIN)/python -m pytest --numprocesses 2 --dist load --timeout 600 -m compiled tests/operators/gpu $(ARGS)
 
 installed: $(VENV)/dev.stamp ## Wheels, and every block of README and docs as printed, with ktqueue installed from its wheels

@@ -1,0 +1,1 @@
+"""Kernels in CUDA C++ on a CPU."""

@@ -1,0 +1,238 @@
+// A GPU on one CPU thread: enough of one for kernels in CUDA C++ to compute real results. See emulated.py.
+//
+// Each lane is a context of its own. It runs until it waits for others of its warp, its program or its cluster. The
+// programs of one cluster run at once, one cluster after the other. Copies are done where they begin. So this finds
+// wrong results, not a missing wait.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+using std::max;
+using std::min;
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+namespace emulated {
+
+constexpr uint32_t SHARED_BYTES = 228 << 10;  // of a program
+constexpr int STACK_BYTES = 1 << 17;
+
+struct Group {  // of lanes that wait for each other
+  int members = 0, arrived = 0, turn = 0;
+};
+struct Warp {
+  Group group;
+  uint32_t given[2][32][8];  // by the lanes, in turns: a lane reads those of one turn while others give the next
+};
+struct Lane {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool has_ended = false;
+  int cluster_turn = 0;
+};
+struct Place {
+  int x, y, z;
+};
+
+inline std::vector<uint8_t> shared_memory;  // of all programs of the cluster; addresses are places in it
+inline std::vector<Lane> lanes;
+inline std::vector<Warp> warps;
+inline std::vector<Group> programs;
+inline Group cluster;
+inline ucontext_t scheduler;
+inline int current, threads, first_program;
+inline std::function<void()> run_lane;
+
+inline uint8_t* memory_of_program() { return shared_memory.data() + current / threads * SHARED_BYTES; }
+inline void let_others_run() { swapcontext(&lanes[current].context, &scheduler); }
+inline void arrive(Group& group) {
+  if (++group.arrived == group.members) group.arrived = 0, group.turn++;
+}
+inline void wait_for(const Group& group, int turn) {
+  while (group.turn == turn) let_others_run();
+}
+inline void meet(Group& group) {
+  const int turn = group.turn;
+  arrive(group);
+  wait_for(group, turn);
+}
+// What all lanes of the warp give.
+template <typename... Words>
+inline const uint32_t (&exchange(Words... words))[32][8] {
+  Warp& warp = warps[current / 32];
+  auto& given = warp.given[warp.group.turn % 2];
+  const uint32_t own[] = {words...};
+  std::copy(std::begin(own), std::end(own), given[current % 32]);
+  meet(warp.group);
+  return given;
+}
+
+inline void enter() {
+  run_lane();
+  lanes[current].has_ended = true;
+  let_others_run();
+}
+}  // namespace emulated
+
+inline emulated::Place threadIdx, blockIdx, gridDim;
+
+namespace emulated {
+// Run `grid` programs, of which `together` are a cluster.
+inline void launch(int grid, int together, int threads_of_program, std::function<void()> run) {
+  threads = threads_of_program, run_lane = run, gridDim = {grid, 1, 1};
+  for (first_program = 0; first_program < grid; first_program += together) {
+    const int count = together * threads;
+    shared_memory.assign(size_t(together) * SHARED_BYTES, 0xFF);
+    lanes.assign(count, {});
+    warps.assign(count / 32, {});
+    programs.assign(together, {threads, 0, 0});
+    cluster = {count, 0, 0};
+    for (Warp& warp : warps) warp.group.members = 32;
+    for (Lane& lane : lanes) {
+      lane.stack.resize(STACK_BYTES);
+      getcontext(&lane.context);
+      lane.context.uc_stack = {lane.stack.data(), 0, lane.stack.size()};
+      makecontext(&lane.context, enter, 0);
+    }
+    for (int left = count; left > 0;) {
+      for (current = 0, left = 0; current < count; current++) {
+        if (lanes[current].has_ended) continue;
+        threadIdx = {current % threads, 0, 0}, blockIdx = {first_program + current / threads, 0, 0};
+        swapcontext(&scheduler, &lanes[current].context);
+        left += !lanes[current].has_ended;
+      }
+    }
+  }
+}
+inline float number(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t bits(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  return word;
+}
+inline float low_half(uint32_t both) { return number(both << 16); }
+inline float high_half(uint32_t both) { return number(both & 0xFFFF0000); }
+inline uint32_t rounded(float value) {  // to bfloat16
+  const uint32_t word = bits(value);
+  return std::isnan(value) ? 0x7FFF : (word + 0x7FFF + (word >> 16 & 1)) >> 16;
+}
+inline uint32_t two_rounded(float low, float high) { return rounded(low) | rounded(high) << 16; }
+}  // namespace emulated
+
+// ---- CUDA's functions
+
+inline void __syncthreads() { emulated::meet(emulated::programs[emulated::current / emulated::threads]); }
+inline void __syncwarp() { emulated::meet(emulated::warps[emulated::current / 32].group); }
+inline float __shfl_xor_sync(uint32_t, float value, int distance) {
+  return emulated::number(emulated::exchange(emulated::bits(value))[emulated::current % 32 ^ distance][0]);
+}
+inline float __uint_as_float(uint32_t bits) { return emulated::number(bits); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) result |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t distance) {
+  return uint32_t((uint64_t(high) << 32 | low) >> (distance & 31));
+}
+inline uint32_t __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<const uint8_t*>(pointer) - emulated::shared_memory.data();
+}
+
+// ---- PTX's instructions, by their names with _ for . and ::
+
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
+inline void cp_async_commit_group() {}
+inline void cp_async_wait_group(int) {}
+inline void createpolicy_fractional_L2__evict_first_b64(unsigned long long& policy, float) { policy = 0; }
+inline void cp_async_cg_shared_global(uint32_t to, const uint8_t* from, int bytes) {
+  std::memcpy(emulated::shared_memory.data() + to, from, bytes);
+}
+inline void cp_async_cg_shared_global_L2__cache_hint(uint32_t to, const uint8_t* from, int bytes, unsigned long long) {
+  cp_async_cg_shared_global(to, from, bytes);
+}
+inline void cvt_rn_bf16x2_f32(uint32_t& both, float high, float low) { both = emulated::two_rounded(low, high); }
+inline void cvt_f32_f16(float& value, uint16_t half) {
+  _Float16 number;
+  std::memcpy(&number, &half, 2);
+  value = float(number);
+}
+inline void lop3_b32(uint32_t& result, uint32_t a, uint32_t b, uint32_t c, int table) {
+  result = 0;
+  for (int i = 0; i < 32; i++)
+    result |= uint32_t(table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i;
+}
+inline void fma_rn_bf16x2(uint32_t& result, uint32_t a, uint32_t b, uint32_t c) {
+  using namespace emulated;
+  result =
+      two_rounded(std::fma(low_half(a), low_half(b), low_half(c)), std::fma(high_half(a), high_half(b), high_half(c)));
+}
+// See "Matrix Fragments for mma.m16n8k16" of the PTX ISA.
+inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
+                                                                uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                                                uint32_t b1, float c0, float c1, float c2, float c3) {
+  using namespace emulated;
+  const auto& of = exchange(a0, a1, a2, a3, b0, b1);
+  const int group = current % 32 / 4, lane = current % 4;
+  float* const results[4] = {&d0, &d1, &d2, &d3};
+  const float before[4] = {c0, c1, c2, c3};
+  for (int i = 0; i < 4; i++) {
+    double sum = before[i];
+    for (int k = 0; k < 8; k++) {
+      const uint32_t left = of[4 * group + k % 4][k / 4 * 2 + i / 2],
+                     right = of[4 * (2 * lane + i % 2) + k % 4][4 + k / 4];
+      sum += double(low_half(left)) * low_half(right) + double(high_half(left)) * high_half(right);
+    }
+    *results[i] = float(sum);
+  }
+}
+inline void barrier_cluster_arrive_relaxed_aligned() {
+  emulated::lanes[emulated::current].cluster_turn = emulated::cluster.turn;
+  emulated::arrive(emulated::cluster);
+}
+inline void barrier_cluster_arrive_release_aligned() { barrier_cluster_arrive_relaxed_aligned(); }
+inline void barrier_cluster_wait_acquire_aligned() {
+  emulated::wait_for(emulated::cluster, emulated::lanes[emulated::current].cluster_turn);
+}
+inline void mapa_shared__cluster_u32(uint32_t& there, uint32_t here, int program) {
+  there = here % emulated::SHARED_BYTES + program * emulated::SHARED_BYTES;
+}
+inline void st_shared__cluster_f32(uint32_t to, float value) {
+  std::memcpy(emulated::shared_memory.data() + to, &value, 4);
+}
+inline void st_shared__cluster_v2_f32(uint32_t to, float first, float second) {
+  st_shared__cluster_f32(to, first);
+  st_shared__cluster_f32(to + 4, second);
+}
