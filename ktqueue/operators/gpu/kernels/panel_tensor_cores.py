@@ -1,9 +1,11 @@
 """Some tokens times a matrix in panels, on tensor cores: how panel_tensor_cores.cu is launched.
 
 Weights are decoded to bfloat16 between shared memory and the tensor cores, so no more bytes come from memory than the
-packed ones. panel_matrix.py has the matrix, and the product for fewer tokens. No host sync: it can be captured.
+packed ones. Some formats have codes that bfloat16 has exactly, so their weights need not be rounded. panel_matrix.py
+has the matrix, and the product for fewer tokens; panel_clusters.py the kernel for few panels. No host sync: all can be
+captured.
 
-The kernel is CUDA C++, since Triton cannot say which weights a lane of a warp has. It is compiled at first use.
+The kernels are CUDA C++, since Triton cannot say which weights a lane of a warp has. They are compiled at first use.
 """
 
 from collections.abc import Sequence
@@ -173,7 +175,7 @@ def multiply_some(
     adds: bool = False,
     norm: RmsNorm | None = None,
 ) -> None:
-    """As `multiply_few`, with weights rounded to bfloat16, for x that `fits` takes.
+    """As `multiply_few`, with most weights rounded to bfloat16, for x that `fits` takes.
 
     out: bfloat16, or float32 if it is not `adds`. norm: with weights in bfloat16, x times these is rounded, and sums
     are multiplied by what is left of the norm. Raises ValueError for tensors that do not fit.

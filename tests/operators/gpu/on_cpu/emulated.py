@@ -6,13 +6,16 @@ PTX in the source becomes calls: `asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(a)
 
 import ctypes
 import re
+import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 _STRINGS = r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)'
+_MOST_PROGRAMS = 8  # of a cluster
 _OPERAND = re.compile(r'"[^"]*"\s*\(')
 
 
@@ -62,14 +65,25 @@ def _without_asm(text: str) -> str:
     return text
 
 
+def _arrays_of_programs(declaration: re.Match[str]) -> str:
+    """Variables in shared memory, as one for each program of a cluster."""
+    found = re.findall(r"(\w+)((?:\[[^\]]*\])*)(?:, |$)", declaration[2])
+    return " ".join(
+        f"static {declaration[1]} all_{name}[{_MOST_PROGRAMS}]{size}; auto& {name} = all_{name}[emulated::program()];"
+        for name, size in found
+    )
+
+
 class EmulatedKernel:
     """The function `name` of `source` for the CPU. constants: its macros. What is compiled is left in `folder`."""
 
-    def __init__(
-        self, compiler: str, source: Path, constants: Mapping[str, str | int], name: str, folder: Path
-    ) -> None:
+    def __init__(self, source: Path, constants: Mapping[str, str | int], name: str, folder: Path) -> None:
+        compiler = shutil.which("c++")
+        if compiler is None:
+            pytest.skip("no C++ compiler")
         text = re.sub(r"//.*", "", "\n".join(_with_headers(source, set())))
         text = re.sub(r"extern __shared__[^;]* (\w+)\[\];", r"uint8_t* \1 = emulated::memory_of_program();", text)
+        text = re.sub(r"__shared__ (\w+) ([^;]*);", _arrays_of_programs, text)
         text = _without_asm(text)
         parameters = re.search(rf"\b{name}\((.*?)\)\s*\{{", text, re.DOTALL)
         assert parameters
@@ -77,8 +91,8 @@ class EmulatedKernel:
         program, library = folder / f"{name}.cpp", folder / f"{name}.so"
         program.write_text(
             f'#include "{Path(__file__).with_name("gpu.h")}"\n#define __CUDA_ARCH__ 900\n{text}\n'
-            f'extern "C" void launch(int grid, int together, int threads, {parameters[1]}) {{\n'
-            f"  emulated::launch(grid, together, threads, [=] {{ {name}({names}); }});\n}}\n"
+            f'extern "C" void launch(int columns, int rows, int together, int threads, {parameters[1]}) {{\n'
+            f"  emulated::launch(columns, rows, together, threads, [=] {{ {name}({names}); }});\n}}\n"
         )
         macros = [f"-D{key}={value}" for key, value in constants.items()]
         command = [compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", *macros]
@@ -86,10 +100,12 @@ class EmulatedKernel:
         assert done.returncode == 0, done.stderr[:4000]
         self._launch = ctypes.CDLL(str(library)).launch
 
-    def launch(self, grid: int, together: int, threads: int, *arguments: torch.Tensor | int) -> None:
+    def launch(
+        self, grid: tuple[int, int], arguments: Sequence[torch.Tensor | int], *, threads: int, together: int = 1
+    ) -> None:
         """Run `grid` programs of so many threads, of which `together` are a cluster, until all have ended."""
         given = [
             ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else ctypes.c_int(value)
             for value in arguments
         ]
-        self._launch(grid, together, threads, *given)
+        self._launch(*grid, together, threads, *given)

@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -62,12 +63,14 @@ inline std::vector<uint8_t> shared_memory;  // of all programs of the cluster; a
 inline std::vector<Lane> lanes;
 inline std::vector<Warp> warps;
 inline std::vector<Group> programs;
+inline std::vector<std::array<Group, 16>> named_barriers;  // of each program
 inline Group cluster;
 inline ucontext_t scheduler;
-inline int current, threads, first_program;
+inline int current, threads;
 inline std::function<void()> run_lane;
 
-inline uint8_t* memory_of_program() { return shared_memory.data() + current / threads * SHARED_BYTES; }
+inline int program() { return current / threads; }  // in its cluster
+inline uint8_t* memory_of_program() { return shared_memory.data() + program() * SHARED_BYTES; }
 inline void let_others_run() { swapcontext(&lanes[current].context, &scheduler); }
 inline void arrive(Group& group) {
   if (++group.arrived == group.members) group.arrived = 0, group.turn++;
@@ -101,15 +104,16 @@ inline void enter() {
 inline emulated::Place threadIdx, blockIdx, gridDim;
 
 namespace emulated {
-// Run `grid` programs, of which `together` are a cluster.
-inline void launch(int grid, int together, int threads_of_program, std::function<void()> run) {
-  threads = threads_of_program, run_lane = run, gridDim = {grid, 1, 1};
-  for (first_program = 0; first_program < grid; first_program += together) {
+// Run `columns` times `rows` programs, of which `together` in a row are a cluster.
+inline void launch(int columns, int rows, int together, int threads_of_program, std::function<void()> run) {
+  threads = threads_of_program, run_lane = run, gridDim = {columns, rows, 1};
+  for (int first = 0; first < columns * rows; first += together) {
     const int count = together * threads;
     shared_memory.assign(size_t(together) * SHARED_BYTES, 0xFF);
     lanes.assign(count, {});
     warps.assign(count / 32, {});
     programs.assign(together, {threads, 0, 0});
+    named_barriers.assign(together, {});
     cluster = {count, 0, 0};
     for (Warp& warp : warps) warp.group.members = 32;
     for (Lane& lane : lanes) {
@@ -121,7 +125,8 @@ inline void launch(int grid, int together, int threads_of_program, std::function
     for (int left = count; left > 0;) {
       for (current = 0, left = 0; current < count; current++) {
         if (lanes[current].has_ended) continue;
-        threadIdx = {current % threads, 0, 0}, blockIdx = {first_program + current / threads, 0, 0};
+        const int place = first + program();
+        threadIdx = {current % threads, 0, 0}, blockIdx = {place % columns, place / columns, 0};
         swapcontext(&scheduler, &lanes[current].context);
         left += !lanes[current].has_ended;
       }
@@ -149,12 +154,29 @@ inline uint32_t two_rounded(float low, float high) { return rounded(low) | round
 
 // ---- CUDA's functions
 
-inline void __syncthreads() { emulated::meet(emulated::programs[emulated::current / emulated::threads]); }
+inline void __syncthreads() { emulated::meet(emulated::programs[emulated::program()]); }
 inline void __syncwarp() { emulated::meet(emulated::warps[emulated::current / 32].group); }
 inline float __shfl_xor_sync(uint32_t, float value, int distance) {
   return emulated::number(emulated::exchange(emulated::bits(value))[emulated::current % 32 ^ distance][0]);
 }
+inline int __shfl_xor_sync(uint32_t, int value, int distance) {
+  return emulated::exchange(uint32_t(value))[emulated::current % 32 ^ distance][0];
+}
+inline int __shfl_up_sync(uint32_t, int value, int distance) {
+  const int lane = emulated::current % 32, from = lane < distance ? lane : lane - distance;
+  return emulated::exchange(uint32_t(value))[from][0];
+}
+template <typename T>
+inline T __ldcg(const T* from) {
+  return *from;
+}
 inline float __uint_as_float(uint32_t bits) { return emulated::number(bits); }
+inline uint32_t __float_as_uint(float value) { return emulated::bits(value); }
+inline float __int_as_float(int bits) { return emulated::number(bits); }
+inline int __float2int_rn(float value) { return int(std::nearbyint(value)); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
@@ -217,6 +239,47 @@ inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float
     }
     *results[i] = float(sum);
   }
+}
+// See "Matrix Fragments for mma.m16n8k32" and "for mma.m16n8k8".
+inline void mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0,
+                                                            uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                                            uint32_t b1, int c0, int c1, int c2, int c3) {
+  using namespace emulated;
+  const auto& of = exchange(a0, a1, a2, a3, b0, b1);
+  const int group = current % 32 / 4, lane = current % 4;
+  int* const results[4] = {&d0, &d1, &d2, &d3};
+  const int before[4] = {c0, c1, c2, c3};
+  for (int i = 0; i < 4; i++) {
+    int sum = before[i];
+    for (int k = 0; k < 8; k++) {
+      const uint32_t left = of[4 * group + k % 4][k / 4 * 2 + i / 2],
+                     right = of[4 * (2 * lane + i % 2) + k % 4][4 + k / 4];
+      for (int byte = 0; byte < 32; byte += 8) sum += int8_t(left >> byte) * int8_t(right >> byte);
+    }
+    *results[i] = sum;
+  }
+}
+inline void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
+                                                               uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                                               uint32_t b1, float c0, float c1, float c2, float c3) {
+  using namespace emulated;
+  const auto& of = exchange(a0, a1, a2, a3, b0, b1);
+  const int group = current % 32 / 4, lane = current % 4;
+  float* const results[4] = {&d0, &d1, &d2, &d3};
+  const float before[4] = {c0, c1, c2, c3};
+  const auto kept = [](uint32_t word) { return number(word & 0xFFFFE000); };  // tf32 has 11 significant bits
+  for (int i = 0; i < 4; i++) {
+    double sum = before[i];
+    for (int k = 0; k < 8; k++)
+      sum +=
+          double(kept(of[4 * group + k % 4][k / 4 * 2 + i / 2])) * kept(of[4 * (2 * lane + i % 2) + k % 4][4 + k / 4]);
+    *results[i] = float(sum);
+  }
+}
+inline void bar_sync(int name, int members) {
+  emulated::Group& group = emulated::named_barriers[emulated::program()][name];
+  group.members = members;
+  emulated::meet(group);
 }
 inline void barrier_cluster_arrive_relaxed_aligned() {
   emulated::lanes[emulated::current].cluster_turn = emulated::cluster.turn;
