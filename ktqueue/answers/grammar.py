@@ -338,8 +338,8 @@ class _Tokenizer:
     def __call__(self, text: str | bytes) -> list[int]:
         """Cut text into tokens that spell exactly this text, or the beginning of a text of more than MAX_FORCED_TEXT.
 
-        A tokenizer may add a space at the beginning, or take a part of the text for a special token. Then the text is
-        cut greedily instead.
+        A tokenizer may add a space at the beginning, or take a part of the text for a special token or one that the
+        model does not have. Then the text is cut greedily instead.
         """
         if isinstance(text, bytes):
             text = text.decode()
@@ -351,9 +351,8 @@ class _Tokenizer:
 
     def _cut(self, text: str) -> list[int]:
         ids = self._encode(text)
-        if b"".join(map(self._token_bytes, ids)) == text.encode() or self.greedy is None:
-            return ids
-        return self.greedy(text)
+        spells = max(ids, default=0) < len(self.tokens) and b"".join(map(self._token_bytes, ids)) == text.encode()
+        return ids if spells or self.greedy is None else self.greedy(text)
 
 
 @functools.lru_cache(2)  # with 150,000 tokens it takes 0.3 s, which forks save if it is made before them

@@ -69,6 +69,7 @@ class Admission:
             )
         self._ids("logit_bias", sampling.logit_bias)
         self._ids("allowed_token_ids", sampling.allowed_token_ids)
+        self._ids("stop_token_ids", sampling.stop_token_ids)
         for word in bad_words:
             self._ids("bad_words", word)
         for choice in emitted:

@@ -124,6 +124,11 @@ class PreparedModel:
     refusal: CheckpointError | RuleError | None = None
     packages: tuple[str, ...] = ()
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of embeddings, which all token ids are below. Raises CheckpointError."""
+        return card_facts(self.config, self.checkpoint).vocab_size
+
 
 def experts_per_token(config: Config) -> int:
     """Return the number of experts per token in a routed layer; 0 for a model without experts."""

@@ -9,6 +9,7 @@ INSPECT, FIT, STARTUP = (
     "tests/workers/startup/test_build.py",
 )
 PULL = "tests/cli/test_pull.py"
+LARGER = "tests/workers/generation/test_larger_tokenizer.py"
 FOLDERS = "tests/loading/huggingface/test_quantised_folders.py"
 THEIRS = "tests/loading/injection/test_ktransformers.py"
 CUSTOM = "tests/loading/injection/test_custom_operators.py"
@@ -255,10 +256,20 @@ MODELS: dict[str, Mutation] = {
     ),
     "the tokenizer is checked last": Mutation(
         "workers/startup/build.py",
-        "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model)",
+        "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model, prepared.",
         "        raise prepared.refusal\n    load_prepared(prepared, progress)\n"
-        "    tokenizer = load_tokenizer(config.tokenizer or config.model)",
+        "    tokenizer = load_tokenizer(config.tokenizer or config.model, prepared.",
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
+    ),
+    "a worker serves more tokens than its model has": Mutation(
+        "ktqueue/loading/tokenizer/tokenizer.py",
+        "self.size = min(self.size, embeddings)",
+        "pass",
+        (
+            f"{LARGER}::test_only_the_request_fails",
+            f"{LARGER}::test_what_another_worker_wrote_is_checked",
+            f"{LARGER}::test_it_says_so_at_its_start",
+        ),
     ),
     "inspect ignores the tokenizer": Mutation(
         "ktqueue/loading/model_report.py",

@@ -89,7 +89,8 @@ def build(
     prepared = prepare(config.model, rules=config.rules, device=config.device, dtype=dtype)
     if prepared.refusal is not None:
         raise prepared.refusal
-    tokenizer = load_tokenizer(config.tokenizer or config.model)  # before the weights, which take minutes
+    tokenizer = load_tokenizer(config.tokenizer or config.model, prepared.vocab_size)  # weights would take minutes
+    _warn_of_tokens(tokenizer)
     draft: DraftSource | None = load_draft_model(config, tokenizer, dtype, cache_dtype(config, dtype))
     with ModelFiles(config.model, config.tokenizer) as files:
         try:
@@ -116,6 +117,17 @@ def build(
             cache_scales=model.kv_layout(config.page_size, cache_dtype(config, dtype)).scales,
         )
         return replace(built, card=replace(built.card, digest=files.digest(settings)))
+
+
+def _warn_of_tokens(tokenizer: Tokenizer) -> None:
+    if tokenizer.largest_id >= tokenizer.size:
+        log.warning(
+            "the tokenizer has token ids to %d, but the model only to %d: requests with the others are refused",
+            tokenizer.largest_id,
+            tokenizer.size - 1,
+        )
+    if not tokenizer.eos_token_ids:
+        log.warning("the tokenizer names no token of the model that ends an answer: answers end at their max_tokens")
 
 
 def report_of(config: EngineConfig) -> ModelReport:

@@ -69,7 +69,12 @@ class EngineConfig:
         shown="default",
         metavar="NAME|FILE",
     )
-    tokenizer: str | None = _flag(None, "Folder of another tokenizer.", shown="the model's", metavar="DIR")
+    tokenizer: str | None = _flag(
+        None,
+        "Folder of another tokenizer. Requests with tokens that the model does not have are refused.",
+        shown="the model's",
+        metavar="DIR",
+    )
     device: str = _flag(
         "cpu",
         "cpu or cuda.",

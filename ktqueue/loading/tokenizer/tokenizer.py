@@ -77,7 +77,17 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
         """The ids of special tokens, which plain text never makes, by how they are spelled."""
-        return {self._tokens[i]: i for i, kind in enumerate(self._kinds) if kind == TokenKind.CONTROL}
+        return {self._tokens[i]: i for i, kind in enumerate(self._kinds[: self.size]) if kind == TokenKind.CONTROL}
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id that has a token: `size` or more if the tokenizer has tokens that the model does not have."""
+        return max((i for i, kind in enumerate(self._kinds) if kind != TokenKind.UNUSED), default=-1)
+
+    def limit_size(self, embeddings: int) -> None:
+        """Leave out the ids that a model with so many embeddings does not have."""
+        self.size = min(self.size, embeddings)
+        self.eos_token_ids = frozenset(i for i in self.eos_token_ids if i < embeddings)
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -121,9 +131,10 @@ class Tokenizer:
                 self._check_beginning(text, max_model_len, field)
             special = request.prompt is not None if request.add_special_tokens is None else request.add_special_tokens
             if request.suffix is None or (not request.suffix and self._gap is None):
-                token_ids = self._check_in_vocabulary(self.encode(text, special), field)
+                token_ids = self.encode(text, special)
             else:
                 token_ids = self._around_gap(text, request.suffix, special)
+            self._check_in_vocabulary(token_ids, field)
         whole = len(token_ids)
         if request.truncate_prompt_tokens is not None:
             token_ids = token_ids[-request.truncate_prompt_tokens :]
@@ -144,8 +155,8 @@ class Tokenizer:
                 "suffix needs a model with tokens for filling in the middle, which this model does not have",
                 param="suffix",
             )
-        before = self._check_in_vocabulary(self.encode(prompt, add_special_tokens=False), "prompt")
-        after = self._check_in_vocabulary(self.encode(suffix, add_special_tokens=False), "suffix")
+        before, after = self.encode(prompt, add_special_tokens=False), self.encode(suffix, add_special_tokens=False)
+        self._check_in_vocabulary(after, "suffix")
         return [*self.encode("", add_special_tokens), *self._gap.prompt(before, after)]
 
     def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -170,14 +181,17 @@ class Tokenizer:
             raise InvalidRequest("the model has no chat template: send prompt instead of messages", param="messages")
         return template.render(messages or (), tools, kwargs, **options)
 
-    def _check_in_vocabulary(self, ids: list[int], param: str) -> list[int]:
+    def _check_in_vocabulary(self, ids: list[int], param: str) -> None:
         """Check the ids against `size`: some tokenizers have more tokens than their model."""
-        if ids and max(ids) >= self.size:
-            token = self._tokens[max(ids)]
+        if ids and (largest := max(ids)) >= self.size:
+            token, last = self._tokens[largest], self.size - 1
             raise InvalidRequest(
-                f"{param} contains {token!r}, a token that the model does not have", param=param, value=token
+                f"{param} contains {token!r}, a token that the model does not have: its id is {largest}, but the "
+                f"model's go to {last}",
+                param=param,
+                limit=last,
+                value=token,
             )
-        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to the text; empty for special tokens and for ids without a token."""
@@ -218,11 +232,19 @@ def _check_characters(text: str) -> None:
         raise InvalidRequest("the text contains a lone surrogate, which is not a character", param="prompt") from error
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, embeddings: int | None = None) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder, a .gguf file, `demo` or a synthetic model.
 
-    A folder has a tokenizer.json, tiktoken.model, tokenizer.model or tekken.json. Raises CheckpointError.
+    A folder has a tokenizer.json, tiktoken.model, tokenizer.model or tekken.json. `embeddings`: number of those of the
+    model that is served, which limits `size`. Raises CheckpointError.
     """
+    tokenizer = _load(path)
+    if embeddings is not None:
+        tokenizer.limit_size(embeddings)
+    return tokenizer
+
+
+def _load(path: str) -> Tokenizer:
     if path.startswith(SYNTHETIC_PREFIX):
         return from_data(synthetic_vocabulary(path), path)
     found = resolve(path)
