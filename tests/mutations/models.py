@@ -256,9 +256,8 @@ MODELS: dict[str, Mutation] = {
     ),
     "the tokenizer is checked last": Mutation(
         "workers/startup/build.py",
-        "        raise prepared.refusal\n    tokenizer = load_tokenizer(config.tokenizer or config.model, prepared.",
-        "        raise prepared.refusal\n    load_prepared(prepared, progress)\n"
-        "    tokenizer = load_tokenizer(config.tokenizer or config.model, prepared.",
+        "        raise prepared.refusal\n    tokenizer = load_served_tokenizer(",
+        "        raise prepared.refusal\n    load_prepared(prepared, progress)\n    tokenizer = load_served_tokenizer(",
         (f"{INSPECT}::test_a_folder_without_a_tokenizer_is_refused_before_its_weights",),
     ),
     "a worker serves more tokens than its model has": Mutation(
@@ -270,6 +269,12 @@ MODELS: dict[str, Mutation] = {
             f"{LARGER}::test_what_another_worker_wrote_is_checked",
             f"{LARGER}::test_it_says_so_at_its_start",
         ),
+    ),
+    "only another tokenizer says where answers end": Mutation(
+        "ktqueue/loading/tokenizer/tokenizer.py",
+        "() if other is None else _stated_ends(model)",
+        "()",
+        (f"{LARGER}::test_the_model_says_where_answers_end_whatever_its_tokenizer_says",),
     ),
     "inspect ignores the tokenizer": Mutation(
         "ktqueue/loading/model_report.py",

@@ -29,7 +29,7 @@ from ktqueue.loading.load import LoadedModel, load_prepared, prepare
 from ktqueue.loading.model_path import on_this_machine
 from ktqueue.loading.model_report import ModelReport, report_model
 from ktqueue.loading.sampling_defaults import sampling_defaults
-from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from ktqueue.loading.tokenizer.tokenizer import Tokenizer, load_served_tokenizer
 from ktqueue.operators import native
 from ktqueue.operators.kv_cache import KVLayout
 from ktqueue.operators.named_ranges import name_layers, nvtx_range
@@ -89,7 +89,7 @@ def build(
     prepared = prepare(config.model, rules=config.rules, device=config.device, dtype=dtype)
     if prepared.refusal is not None:
         raise prepared.refusal
-    tokenizer = load_tokenizer(config.tokenizer or config.model, prepared.vocab_size)  # weights would take minutes
+    tokenizer = load_served_tokenizer(config.model, config.tokenizer, prepared.vocab_size)  # weights take minutes
     _warn_of_tokens(tokenizer)
     draft: DraftSource | None = load_draft_model(config, tokenizer, dtype, cache_dtype(config, dtype))
     with ModelFiles(config.model, config.tokenizer) as files:

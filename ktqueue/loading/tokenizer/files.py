@@ -24,7 +24,7 @@ from ktqueue.loading.tokenizer.tiktoken_file import read_tiktoken
 
 _READERS = {TIKTOKEN: read_tiktoken, SENTENCEPIECE: read_sentencepiece, TEKKEN: read_tekken}
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_MAX_TOKENS = 1 << 21
+MAX_TOKENS = 1 << 21
 _SPACE = "\u2581"  # SentencePiece's visible space
 
 
@@ -64,7 +64,7 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
             by_id[entry["id"]] = entry["content"]
             kinds[entry["id"]] = TokenKind.CONTROL if entry["special"] else TokenKind.USER_DEFINED
         size = max(by_id, default=-1) + 1
-        if not 0 < size < _MAX_TOKENS or min(by_id) < 0:
+        if not 0 < size < MAX_TOKENS or min(by_id) < 0:
             raise CheckpointError(f"{path}: token ids must run from 0, got {size} at most")
         tokens = [by_id.get(i, "") for i in range(size)]
         plain = [TokenKind.NORMAL if i in by_id else TokenKind.UNUSED for i in range(size)]
@@ -124,8 +124,8 @@ def plain_vocabulary(folder: Path, vocab_size: int) -> VocabularyData | None:
     Unused ids fill it up to `vocab_size`. Returns None if the folder has a tokenizer.json or no vocabulary. Raises
     CheckpointError.
     """
-    if vocab_size > _MAX_TOKENS:
-        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be at most {_MAX_TOKENS}, got {vocab_size}")
+    if vocab_size > MAX_TOKENS:
+        raise CheckpointError(f"{folder / 'config.json'}: vocab_size must be at most {MAX_TOKENS}, got {vocab_size}")
     name = next((name for name in VOCABULARIES if (folder / name).exists()), VOCABULARIES[0])
     if name == VOCABULARIES[0]:
         return None

@@ -1,7 +1,7 @@
 """The tokenizer of a model, from a Hugging Face folder or a GGUF file alone: text to token ids, token ids to bytes."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from ktqueue.loading.tokenizer.fill_in_middle import GapTokens, gap_tokens
 from ktqueue.loading.tokenizer.template_process import other_template, render_arguments
 
 DEMO_TEMPLATE = Path(__file__).parents[2] / "demo" / "chat_template.jinja"  # has tools, which the model's file has not
+END_ROLES = ("eos", "eot", "eom")
 CHARACTERS_PER_TOKEN = 6  # of the beginning that is checked; plain text has three to five
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -84,10 +85,10 @@ class Tokenizer:
         """The largest id that has a token: `size` or more if the tokenizer has tokens that the model does not have."""
         return max((i for i, kind in enumerate(self._kinds) if kind != TokenKind.UNUSED), default=-1)
 
-    def limit_size(self, embeddings: int) -> None:
-        """Leave out the ids that a model with so many embeddings does not have."""
+    def fit(self, embeddings: int, ends: Collection[int] = ()) -> None:
+        """Leave out the ids that a model with so many embeddings does not have. Its `ends` end a choice, too."""
         self.size = min(self.size, embeddings)
-        self.eos_token_ids = frozenset(i for i in self.eos_token_ids if i < embeddings)
+        self.eos_token_ids = frozenset(i for i in self.eos_token_ids.union(ends) if 0 <= i < self.size)
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -232,19 +233,33 @@ def _check_characters(text: str) -> None:
         raise InvalidRequest("the text contains a lone surrogate, which is not a character", param="prompt") from error
 
 
-def load_tokenizer(path: str, embeddings: int | None = None) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder, a .gguf file, `demo` or a synthetic model.
+def load_served_tokenizer(model: str, other: str | None, embeddings: int) -> Tokenizer:
+    """Load what a worker serves a model with: its own tokenizer, or `other`, which the model's ids limit.
 
-    A folder has a tokenizer.json, tiktoken.model, tokenizer.model or tekken.json. `embeddings`: number of those of the
-    model that is served, which limits `size`. Raises CheckpointError.
+    `embeddings`: number of those of the model. A choice ends also where the model's files say. Raises CheckpointError.
     """
-    tokenizer = _load(path)
-    if embeddings is not None:
-        tokenizer.limit_size(embeddings)
+    tokenizer = load_tokenizer(other or model)
+    tokenizer.fit(embeddings, () if other is None else _stated_ends(model))
     return tokenizer
 
 
-def _load(path: str) -> Tokenizer:
+def _stated_ends(model: str) -> list[int]:
+    """The ids that end a choice, as a model's files say besides those of a tokenizer."""
+    if model.startswith(SYNTHETIC_PREFIX):
+        return []
+    found = resolve(model)
+    if found.is_dir():
+        return files.end_tokens(found, {}, (), files.MAX_TOKENS)
+    metadata = read_parts(found)[0].metadata
+    stated = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in END_ROLES)
+    return [token_id for token_id in stated if isinstance(token_id, int)]
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face folder, a .gguf file, `demo` or a synthetic model.
+
+    A folder has a tokenizer.json, tiktoken.model, tokenizer.model or tekken.json. Raises CheckpointError.
+    """
     if path.startswith(SYNTHETIC_PREFIX):
         return from_data(synthetic_vocabulary(path), path)
     found = resolve(path)
@@ -274,7 +289,7 @@ def from_data(data: VocabularyData, path: str) -> Tokenizer:
         tokens=data.tokens,
         kinds=data.kinds,
         byte_level=data.model == "gpt2",
-        eos_token_ids=frozenset(data.ids[role] for role in ("eos", "eot", "eom") if role in data.ids),
+        eos_token_ids=frozenset(data.ids[role] for role in END_ROLES if role in data.ids),
         template=ChatTemplate(data.chat_template, special, path) if data.chat_template else None,
         gap=gap_tokens(data.tokens, data.ids),
     )

@@ -15,6 +15,7 @@ from ktqueue.core.errors import InvalidRequest
 from ktqueue.core.events import JobState
 from ktqueue.core.request import GenerationRequest, SamplingParams
 from ktqueue.engine.outputs import EmittedChoice
+from ktqueue.loading.tokenizer.tokenizer import load_served_tokenizer, load_tokenizer
 from ktqueue.workers.generation.request_encoder import RequestEncoder
 from ktqueue.workers.startup.build import Built, build
 
@@ -101,10 +102,23 @@ def test_it_says_so_at_its_start(settings: EngineConfig, caplog: pytest.LogCaptu
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_an_end_that_the_model_does_not_have_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_model_says_where_answers_end_whatever_its_tokenizer_says(tmp_path: Path) -> None:
     write_larger_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL}))
-    built = build(EngineConfig(tokenizer=str(tmp_path), num_pages=16, threads=1))
+    tokenizer = load_served_tokenizer("demo", str(tmp_path), SIZE)
+    assert tokenizer.eos_token_ids == load_tokenizer("demo").eos_token_ids == {SIZE - 1}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert load_served_tokenizer(str(model), str(tmp_path), SIZE).eos_token_ids == {7, 9}
+    (model / "generation_config.json").write_text('{"eos_token_id": 8}')
+    assert load_served_tokenizer(str(model), str(tmp_path), SIZE + 1).eos_token_ids == {8, SIZE}
+
+
+def test_an_answer_without_an_end_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_larger_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    built = build(EngineConfig(model="synthetic:tiny", tokenizer=str(tmp_path), num_pages=16, threads=1))
     assert built.tokenizer.eos_token_ids == frozenset()
     assert "names no token of the model that ends an answer" in caplog.text
     built.engine.add("endless", [5], SamplingParams(max_tokens=3, min_tokens=2))
