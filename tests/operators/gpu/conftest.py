@@ -2,6 +2,7 @@
 rounds as a GPU does."""
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import os
@@ -17,7 +18,7 @@ import torch
 
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.dense import DEFAULT_DENSE
-from ktqueue.operators.gpu.kernels import decoded_experts
+from ktqueue.operators.gpu.kernels import decoded_experts, panel_layout
 from ktqueue.operators.gpu.settings import GpuSettings, Trials
 
 from .faster_interpreter import speed_up
@@ -115,6 +116,25 @@ def _rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 def _quiet_numpy() -> Iterator[None]:
     """Let numpy compute NaN without a warning, as a GPU does."""
     with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _decoded_panels() -> Iterator[None]:
+    """Decode equal panels once: twins decode experts again in each step."""
+    decode = panel_layout.dequantize
+
+    @functools.lru_cache(500)
+    def decoded(stored: bytes, shape: torch.Size, quant: str, columns: int) -> torch.Tensor:
+        return decode(torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(shape), quant, columns)
+
+    def decode_once(panels: torch.Tensor, quant: str, columns: int) -> torch.Tensor:
+        if panels.is_cuda or not 0 < panels.numel() < 1 << 17:
+            return decode(panels, quant, columns)
+        return decoded(panels.numpy().tobytes(), panels.shape, quant, columns)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(panel_layout, "dequantize", decode_once)
         yield
 
 

@@ -27,27 +27,43 @@ TILES_OF_INT8 = DotTiles(1, DotTile(16, 32), DotTile(8, 32))
 
 def assert_same(pool: Pool, ids: torch.Tensor, weights: torch.Tensor, gate: GateFacts = native.SILU) -> None:
     """Each launch has the bits of expert_int8's, with a sum of the token's pairs and without it."""
-    pairs, record = pool.pairs(ids), pool.record
-    x = Int8Rows.quantise(torch.randn(len(ids), record.hidden, generator=torch.Generator().manual_seed(1)))
     of_input, of_output = (weights, None) if gate.weighted_input else (None, weights)
-    found = by_kernel(expert_few_pairs.gate_up, pairs, x, gate, of_input)
-    expected = by_kernel(expert_int8.gate_up, pairs, None, x, gate, of_input, tiles=TILES_OF_INT8)
-    computed = ((ids >= 0) & (pool.offsets[ids.clamp(min=0)] >= 0)).flatten()
+    assert_same_down(pool, ids, assert_same_gate_up(pool, ids, gate, of_input), of_output)
+
+
+def assert_same_gate_up(pool: Pool, ids: torch.Tensor, gate: GateFacts, weights: torch.Tensor | None) -> Int8Rows:
+    """Gate and up have the bits of expert_int8's, which are returned."""
+    pairs = pool.pairs(ids)
+    x = Int8Rows.quantise(torch.randn(len(ids), pool.record.hidden, generator=torch.Generator().manual_seed(1)))
+    found = by_kernel(expert_few_pairs.gate_up, pairs, x, gate, weights)
+    expected = by_kernel(expert_int8.gate_up, pairs, None, x, gate, weights, tiles=TILES_OF_INT8)
+    computed = computed_pairs(pool, ids)
     assert computed.any()
     for part in ("codes", "scales", "sums"):
         assert torch.equal(getattr(found, part)[computed], getattr(expected, part)[computed])
-    partials = by_kernel(expert_few_pairs.down, pairs, expected, of_output)
-    assert torch.equal(partials, by_kernel(expert_int8.down, pairs, None, expected, of_output, tiles=TILES_OF_INT8))
-    assert partials.flatten(0, 1)[~computed].eq(0).all()
-    before = torch.randn(len(ids), record.hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
+    return expected
+
+
+def assert_same_down(pool: Pool, ids: torch.Tensor, mid: Int8Rows, weights: torch.Tensor | None) -> None:
+    """Down has the bits of expert_int8's, with a sum of the token's pairs and without it."""
+    pairs, hidden = pool.pairs(ids), pool.record.hidden
+    partials = by_kernel(expert_few_pairs.down, pairs, mid, weights)
+    assert torch.equal(partials, by_kernel(expert_int8.down, pairs, None, mid, weights, tiles=TILES_OF_INT8))
+    assert partials.flatten(0, 1)[~computed_pairs(pool, ids)].eq(0).all()
+    before = torch.randn(len(ids), hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
     ours, theirs = before.clone(), before.clone()
-    counters = torch.zeros(expert_int8.down_counters(len(ids), record.hidden), dtype=torch.int32)
-    by_kernel(expert_few_pairs.down, pairs, expected, of_output, added_to=ours, counters=counters)
+    counters = torch.zeros(expert_int8.down_counters(len(ids), hidden), dtype=torch.int32)
+    by_kernel(expert_few_pairs.down, pairs, mid, weights, added_to=ours, counters=counters)
     added = {"added_to": theirs, "counters": counters}
-    by_kernel(expert_int8.down, pairs, None, expected, of_output, tiles=TILES_OF_INT8, **added)
+    by_kernel(expert_int8.down, pairs, None, mid, weights, tiles=TILES_OF_INT8, **added)
     assert not counters.any()
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours, before)
+
+
+def computed_pairs(pool: Pool, ids: torch.Tensor) -> torch.Tensor:
+    """Whether a pair has an expert that is on the GPU: [tokens * k] bool."""
+    return ((ids >= 0) & (pool.offsets[ids.clamp(min=0)] >= 0)).flatten()
 
 
 def of_int8(kernel: Callable[..., Any], pairs: ExpertPairs, *rest: Any) -> Any:
@@ -62,14 +78,15 @@ def test_each_format(quant: str, random_weights: Callable[..., Bytes]) -> None:
     assert_same(pool, *route(1, 2, 1))
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(2048 + 64, 32), (64, 768 + 64)])
-def test_more_slabs_than_are_requested_at_once(
-    hidden: int, intermediate: int, random_weights: Callable[..., Bytes]
-) -> None:
-    """Some pairs have no expert, or one that is not on the GPU."""
-    pool = make_pool(random_weights, ("Q4_0", "Q8_0", "Q5_1"), 2, hidden, intermediate)
-    pool.offsets[1] = -1
-    assert_same(pool, torch.tensor([[0, 1, -1]]), torch.rand(1, 3))
+def test_more_slabs_than_are_requested_at_once(random_weights: Callable[..., Bytes]) -> None:
+    """Of gate and up, then of down. Some pairs have no expert, or one that is not on the GPU."""
+    ids, weights = torch.tensor([[0, 1, -1]]), torch.rand(1, 3)
+    quants = "Q4_0", "Q8_0", "Q5_1"
+    of_gate_up, of_down = (make_pool(random_weights, quants, 2, *s) for s in ((2048 + 64, 32), (64, 768 + 64)))
+    of_gate_up.offsets[1] = of_down.offsets[1] = -1
+    assert_same_gate_up(of_gate_up, ids, native.SILU, None)
+    mid = Int8Rows.quantise(torch.randn(3, of_down.record.intermediate, generator=torch.Generator().manual_seed(1)))
+    assert_same_down(of_down, ids, mid, weights)
 
 
 def test_several_tokens(random_weights: Callable[..., Bytes]) -> None:
