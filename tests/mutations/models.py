@@ -301,7 +301,7 @@ MODELS: dict[str, Mutation] = {
         "workers/supervision/supervisor.py",
         "host_memory_utilization / self._count",
         "host_memory_utilization",
-        ("tests/workers/supervision/test_supervisor.py::test_a_model_that_cannot_be_loaded_is_reported_at_once",),
+        ("tests/e2e/test_supervisor.py::test_a_model_that_cannot_be_loaded_is_reported_at_once",),
     ),
     "the memory of a cache is written at the start": Mutation(
         "ktqueue/operators/kv_cache.py",
