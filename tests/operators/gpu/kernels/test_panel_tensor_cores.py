@@ -67,7 +67,7 @@ def test_tiles_of_clusters_fit() -> None:
                 assert panels <= tile.grid(panels) // tile.programs * tile.group < panels + tile.group
                 for quants in ((quant, "Q8_0") for quant in BLOCKS):
                     facts = ProductFacts(quants, (16 * panels, 16), columns, 2, tile, epsilon=1e-6)
-                    assert shared_bytes(facts) <= 227 << 10
+                    assert shared_bytes(facts) <= 99 << 10  # of an RTX 5090
 
 
 def test_cpu_tensors_have_another_way() -> None:
