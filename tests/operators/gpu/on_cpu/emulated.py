@@ -9,13 +9,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
 _STRINGS = r'\s*((?:"(?:[^"\\]|\\.)*"\s*)+)'
-_MOST_PROGRAMS = 8  # of a cluster
 _OPERAND = re.compile(r'"[^"]*"\s*\(')
 
 
@@ -65,13 +65,25 @@ def _without_asm(text: str) -> str:
     return text
 
 
-def _arrays_of_programs(declaration: re.Match[str]) -> str:
-    """Variables in shared memory, as one for each program of a cluster."""
-    found = re.findall(r"(\w+)((?:\[[^\]]*\])*)(?:, |$)", declaration[2])
-    return " ".join(
-        f"static {declaration[1]} all_{name}[{_MOST_PROGRAMS}]{size}; auto& {name} = all_{name}[emulated::program()];"
-        for name, size in found
-    )
+class _Launch(ctypes.Structure):
+    """As in gpu.h."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("columns", "rows", "together", "threads"))
+
+
+def _declared(text: str) -> str:
+    """Let variables in shared memory lie where other programs of the cluster can reach them."""
+    numbers = count()
+
+    def places(declaration: re.Match[str]) -> str:
+        found = re.findall(r"(\w+)((?:\[[^\]]*\])*)(?:, |$)", declaration[2])
+        return " ".join(
+            f"using of_{name} = {declaration[1]}{size}; "
+            f"auto& {name} = *reinterpret_cast<of_{name}*>(emulated::declared({next(numbers)}, sizeof(of_{name})));"
+            for name, size in found
+        )
+
+    return re.sub(r"__shared__ (\w+) ([^;]*);", places, text)
 
 
 class EmulatedKernel:
@@ -83,16 +95,15 @@ class EmulatedKernel:
             pytest.skip("no C++ compiler")
         text = re.sub(r"//.*", "", "\n".join(_with_headers(source, set())))
         text = re.sub(r"extern __shared__[^;]* (\w+)\[\];", r"uint8_t* \1 = emulated::memory_of_program();", text)
-        text = re.sub(r"__shared__ (\w+) ([^;]*);", _arrays_of_programs, text)
-        text = _without_asm(text)
+        text = _without_asm(_declared(text))
         parameters = re.search(rf"\b{name}\((.*?)\)\s*\{{", text, re.DOTALL)
         assert parameters
         names = ", ".join(re.findall(r"(\w+)\s*(?:,|$)", parameters[1]))
         program, library = folder / f"{name}.cpp", folder / f"{name}.so"
         program.write_text(
             f'#include "{Path(__file__).with_name("gpu.h")}"\n#define __CUDA_ARCH__ 900\n{text}\n'
-            f'extern "C" void launch(int columns, int rows, int together, int threads, {parameters[1]}) {{\n'
-            f"  emulated::launch(columns, rows, together, threads, [=] {{ {name}({names}); }});\n}}\n"
+            f'extern "C" void launch(emulated::Launch how, {parameters[1]}) {{\n'
+            f"  emulated::launch(how, [=] {{ {name}({names}); }});\n}}\n"
         )
         macros = [f"-D{key}={value}" for key, value in constants.items()]
         command = [compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-fno-strict-aliasing", *macros]
@@ -108,4 +119,4 @@ class EmulatedKernel:
             ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else ctypes.c_int(value)
             for value in arguments
         ]
-        self._launch(*grid, together, threads, *given)
+        self._launch(_Launch(*grid, together, threads), *given)

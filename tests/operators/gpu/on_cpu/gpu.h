@@ -2,13 +2,14 @@
 //
 // Each lane is a context of its own. It runs until it waits for others of its warp, its program or its cluster. The
 // programs of one cluster run at once, one cluster after the other. Copies are done where they begin. So this finds
-// wrong results, not a missing wait.
+// wrong results, not a missing wait. All is static: two libraries in one process must not share it.
 #pragma once
 
 #include <ucontext.h>
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -33,13 +34,17 @@ struct uint4 {
 struct float2 {
   float x, y;
 };
-inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
+struct float4 {
+  float x, y, z, w;
+};
+static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulated {
 
-constexpr uint32_t SHARED_BYTES = 228 << 10;  // of a program
+constexpr uint32_t LAUNCHED_BYTES = 228 << 10, DECLARED_BYTES = 28 << 10;  // of shared memory of a program
+constexpr uint32_t SHARED_BYTES = LAUNCHED_BYTES + DECLARED_BYTES;
 constexpr int STACK_BYTES = 1 << 17;
 
 struct Group {  // of lanes that wait for each other
@@ -56,36 +61,45 @@ struct Lane {
   int cluster_turn = 0;
 };
 struct Place {
-  int x, y, z;
+  unsigned x, y, z;
 };
 
-inline std::vector<uint8_t> shared_memory;  // of all programs of the cluster; addresses are places in it
-inline std::vector<Lane> lanes;
-inline std::vector<Warp> warps;
-inline std::vector<Group> programs;
-inline std::vector<std::array<Group, 16>> named_barriers;  // of each program
-inline Group cluster;
-inline ucontext_t scheduler;
-inline int current, threads;
-inline std::function<void()> run_lane;
+static std::vector<uint8_t> shared_memory;  // of all programs of the cluster; addresses are places in it
+static std::vector<Lane> lanes;
+static std::vector<Warp> warps;
+static std::vector<Group> programs;
+static std::vector<std::array<Group, 16>> named_barriers;  // of each program
+static Group cluster;
+static ucontext_t scheduler;
+static int current, threads;
+static std::function<void()> run_lane;
 
-inline int program() { return current / threads; }  // in its cluster
-inline uint8_t* memory_of_program() { return shared_memory.data() + program() * SHARED_BYTES; }
-inline void let_others_run() { swapcontext(&lanes[current].context, &scheduler); }
-inline void arrive(Group& group) {
+static int program() { return current / threads; }  // in its cluster
+static uint8_t* memory_of_program() { return shared_memory.data() + program() * SHARED_BYTES; }
+// Where a program has the variable that the source declares as number `variable`.
+static uint8_t* declared(size_t variable, size_t bytes) {
+  static std::vector<size_t> places;
+  static size_t used = 0;
+  if (variable >= places.size()) places.resize(variable + 1, DECLARED_BYTES);
+  if (places[variable] == DECLARED_BYTES) places[variable] = used, used += (bytes + 15) / 16 * 16;
+  if (used > DECLARED_BYTES) std::abort();
+  return memory_of_program() + LAUNCHED_BYTES + places[variable];
+}
+static void let_others_run() { swapcontext(&lanes[current].context, &scheduler); }
+static void arrive(Group& group) {
   if (++group.arrived == group.members) group.arrived = 0, group.turn++;
 }
-inline void wait_for(const Group& group, int turn) {
+static void wait_for(const Group& group, int turn) {
   while (group.turn == turn) let_others_run();
 }
-inline void meet(Group& group) {
+static void meet(Group& group) {
   const int turn = group.turn;
   arrive(group);
   wait_for(group, turn);
 }
 // What all lanes of the warp give.
 template <typename... Words>
-inline const uint32_t (&exchange(Words... words))[32][8] {
+static const uint32_t (&exchange(Words... words))[32][8] {
   Warp& warp = warps[current / 32];
   auto& given = warp.given[warp.group.turn % 2];
   const uint32_t own[] = {words...};
@@ -94,20 +108,26 @@ inline const uint32_t (&exchange(Words... words))[32][8] {
   return given;
 }
 
-inline void enter() {
+static void enter() {
   run_lane();
   lanes[current].has_ended = true;
   let_others_run();
 }
 }  // namespace emulated
 
-inline emulated::Place threadIdx, blockIdx, gridDim;
+static emulated::Place threadIdx, blockIdx, gridDim;
 
 namespace emulated {
-// Run `columns` times `rows` programs, of which `together` in a row are a cluster.
-inline void launch(int columns, int rows, int together, int threads_of_program, std::function<void()> run) {
-  threads = threads_of_program, run_lane = run, gridDim = {columns, rows, 1};
-  for (int first = 0; first < columns * rows; first += together) {
+struct Launch {
+  int columns, rows;  // of programs
+  int together;       // programs in a row that are a cluster
+  int threads;        // of a program
+};
+// Run all programs until they have ended.
+static void launch(Launch how, std::function<void()> run) {
+  threads = how.threads, run_lane = run, gridDim = {unsigned(how.columns), unsigned(how.rows), 1};
+  for (int first = 0; first < how.columns * how.rows; first += how.together) {
+    const int together = how.together;
     const int count = together * threads;
     shared_memory.assign(size_t(together) * SHARED_BYTES, 0xFF);
     lanes.assign(count, {});
@@ -126,103 +146,128 @@ inline void launch(int columns, int rows, int together, int threads_of_program, 
       for (current = 0, left = 0; current < count; current++) {
         if (lanes[current].has_ended) continue;
         const int place = first + program();
-        threadIdx = {current % threads, 0, 0}, blockIdx = {place % columns, place / columns, 0};
+        threadIdx = {unsigned(current % threads), 0, 0};
+        blockIdx = {unsigned(place % how.columns), unsigned(place / how.columns), 0};
         swapcontext(&scheduler, &lanes[current].context);
         left += !lanes[current].has_ended;
       }
     }
   }
 }
-inline float number(uint32_t bits) {
+static float number(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
-inline uint32_t bits(float value) {
+static uint32_t bits(float value) {
   uint32_t word;
   std::memcpy(&word, &value, 4);
   return word;
 }
-inline float low_half(uint32_t both) { return number(both << 16); }
-inline float high_half(uint32_t both) { return number(both & 0xFFFF0000); }
-inline uint32_t rounded(float value) {  // to bfloat16
+static float low_half(uint32_t both) { return number(both << 16); }
+static float high_half(uint32_t both) { return number(both & 0xFFFF0000); }
+static uint32_t rounded(float value) {  // to bfloat16
   const uint32_t word = bits(value);
   return std::isnan(value) ? 0x7FFF : (word + 0x7FFF + (word >> 16 & 1)) >> 16;
 }
-inline uint32_t two_rounded(float low, float high) { return rounded(low) | rounded(high) << 16; }
+static uint32_t two_rounded(float low, float high) { return rounded(low) | rounded(high) << 16; }
 }  // namespace emulated
 
 // ---- CUDA's functions
 
-inline void __syncthreads() { emulated::meet(emulated::programs[emulated::program()]); }
-inline void __syncwarp() { emulated::meet(emulated::warps[emulated::current / 32].group); }
-inline float __shfl_xor_sync(uint32_t, float value, int distance) {
+static void __syncthreads() { emulated::meet(emulated::programs[emulated::program()]); }
+static void __syncwarp() { emulated::meet(emulated::warps[emulated::current / 32].group); }
+static float __shfl_xor_sync(uint32_t, float value, int distance) {
   return emulated::number(emulated::exchange(emulated::bits(value))[emulated::current % 32 ^ distance][0]);
 }
-inline int __shfl_xor_sync(uint32_t, int value, int distance) {
+static int __shfl_xor_sync(uint32_t, int value, int distance) {
   return emulated::exchange(uint32_t(value))[emulated::current % 32 ^ distance][0];
 }
-inline int __shfl_up_sync(uint32_t, int value, int distance) {
+static int __shfl_up_sync(uint32_t, int value, int distance) {
   const int lane = emulated::current % 32, from = lane < distance ? lane : lane - distance;
   return emulated::exchange(uint32_t(value))[from][0];
 }
+static uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  const auto& of = emulated::exchange(value);
+  for (const auto& words : of) value = max(value, words[0]);
+  return value;
+}
+static uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  const auto& of = emulated::exchange(value);
+  for (const auto& words : of) value = min(value, words[0]);
+  return value;
+}
+static uint32_t __ballot_sync(uint32_t, bool holds) {
+  const auto& of = emulated::exchange(uint32_t(holds));
+  uint32_t votes = 0;
+  for (int lane = 0; lane < 32; lane++) votes |= of[lane][0] << lane;
+  return votes;
+}
+static bool __any_sync(uint32_t all, bool holds) { return __ballot_sync(all, holds) != 0; }
+static int __popc(uint32_t word) { return std::popcount(word); }
+static void atomicOr(uint32_t* word, uint32_t bits) { *word |= bits; }  // lanes do not run at once
 template <typename T>
-inline T __ldcg(const T* from) {
+static T __ldcg(const T* from) {
   return *from;
 }
-inline float __uint_as_float(uint32_t bits) { return emulated::number(bits); }
-inline uint32_t __float_as_uint(float value) { return emulated::bits(value); }
-inline float __int_as_float(int bits) { return emulated::number(bits); }
-inline int __float2int_rn(float value) { return int(std::nearbyint(value)); }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float x) { return std::exp(x); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+static float __uint_as_float(uint32_t bits) { return emulated::number(bits); }
+static uint32_t __float_as_uint(float value) { return emulated::bits(value); }
+static float __int_as_float(int bits) { return emulated::number(bits); }
+static int __float_as_int(float value) { return int(emulated::bits(value)); }
+static int __float2int_rn(float value) { return int(std::nearbyint(value)); }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fdividef(float a, float b) { return a / b; }
+#define __expf expf  // the C library has another of this name
+static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+#define rsqrtf(x) (1.0f / std::sqrt(x))
+static uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   const uint64_t both = uint64_t(high) << 32 | low;
   uint32_t result = 0;
   for (int i = 0; i < 4; i++) result |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return result;
 }
-inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t distance) {
+static uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t distance) {
   return uint32_t((uint64_t(high) << 32 | low) >> (distance & 31));
 }
-inline uint32_t __cvta_generic_to_shared(const void* pointer) {
+static uint32_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<const uint8_t*>(pointer) - emulated::shared_memory.data();
 }
 
 // ---- PTX's instructions, by their names with _ for . and ::
 
-inline void griddepcontrol_wait() {}
-inline void griddepcontrol_launch_dependents() {}
-inline void cp_async_commit_group() {}
-inline void cp_async_wait_group(int) {}
-inline void createpolicy_fractional_L2__evict_first_b64(unsigned long long& policy, float) { policy = 0; }
-inline void cp_async_cg_shared_global(uint32_t to, const uint8_t* from, int bytes) {
-  std::memcpy(emulated::shared_memory.data() + to, from, bytes);
+static void griddepcontrol_wait() {}
+static void griddepcontrol_launch_dependents() {}
+static void cp_async_commit_group() {}
+static void cp_async_wait_group(int) {}
+static void createpolicy_fractional_L2__evict_first_b64(unsigned long long& policy, float) { policy = 0; }
+static void cp_async_cg_shared_global(uint32_t to, const void* from, int bytes, int given) {  // the rest is zero
+  std::memset(emulated::shared_memory.data() + to, 0, bytes);
+  std::memcpy(emulated::shared_memory.data() + to, from, given);
 }
-inline void cp_async_cg_shared_global_L2__cache_hint(uint32_t to, const uint8_t* from, int bytes, unsigned long long) {
+static void cp_async_cg_shared_global(uint32_t to, const void* from, int bytes) {
+  cp_async_cg_shared_global(to, from, bytes, bytes);
+}
+static void cp_async_cg_shared_global_L2__cache_hint(uint32_t to, const void* from, int bytes, unsigned long long) {
   cp_async_cg_shared_global(to, from, bytes);
 }
-inline void cvt_rn_bf16x2_f32(uint32_t& both, float high, float low) { both = emulated::two_rounded(low, high); }
-inline void cvt_f32_f16(float& value, uint16_t half) {
+static void cvt_rn_bf16x2_f32(uint32_t& both, float high, float low) { both = emulated::two_rounded(low, high); }
+static void cvt_f32_f16(float& value, uint16_t half) {
   _Float16 number;
   std::memcpy(&number, &half, 2);
   value = float(number);
 }
-inline void lop3_b32(uint32_t& result, uint32_t a, uint32_t b, uint32_t c, int table) {
+static void lop3_b32(uint32_t& result, uint32_t a, uint32_t b, uint32_t c, int table) {
   result = 0;
   for (int i = 0; i < 32; i++)
     result |= uint32_t(table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i;
 }
-inline void fma_rn_bf16x2(uint32_t& result, uint32_t a, uint32_t b, uint32_t c) {
+static void fma_rn_bf16x2(uint32_t& result, uint32_t a, uint32_t b, uint32_t c) {
   using namespace emulated;
   result =
       two_rounded(std::fma(low_half(a), low_half(b), low_half(c)), std::fma(high_half(a), high_half(b), high_half(c)));
 }
 // See "Matrix Fragments for mma.m16n8k16" of the PTX ISA.
-inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
+static void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
                                                                 uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                                                 uint32_t b1, float c0, float c1, float c2, float c3) {
   using namespace emulated;
@@ -241,7 +286,7 @@ inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float
   }
 }
 // See "Matrix Fragments for mma.m16n8k32" and "for mma.m16n8k8".
-inline void mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0,
+static void mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0,
                                                             uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                                             uint32_t b1, int c0, int c1, int c2, int c3) {
   using namespace emulated;
@@ -259,7 +304,7 @@ inline void mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, in
     *results[i] = sum;
   }
 }
-inline void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
+static void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
                                                                uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                                                uint32_t b1, float c0, float c1, float c2, float c3) {
   using namespace emulated;
@@ -276,26 +321,31 @@ inline void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float&
     *results[i] = float(sum);
   }
 }
-inline void bar_sync(int name, int members) {
+static void bar_sync(int name, int members) {
   emulated::Group& group = emulated::named_barriers[emulated::program()][name];
   group.members = members;
   emulated::meet(group);
 }
-inline void barrier_cluster_arrive_relaxed_aligned() {
+static void barrier_cluster_arrive_relaxed_aligned() {
   emulated::lanes[emulated::current].cluster_turn = emulated::cluster.turn;
   emulated::arrive(emulated::cluster);
 }
-inline void barrier_cluster_arrive_release_aligned() { barrier_cluster_arrive_relaxed_aligned(); }
-inline void barrier_cluster_wait_acquire_aligned() {
+static void barrier_cluster_arrive_release_aligned() { barrier_cluster_arrive_relaxed_aligned(); }
+static void barrier_cluster_wait_acquire_aligned() {
   emulated::wait_for(emulated::cluster, emulated::lanes[emulated::current].cluster_turn);
 }
-inline void mapa_shared__cluster_u32(uint32_t& there, uint32_t here, int program) {
+static void mapa_shared__cluster_u32(uint32_t& there, uint32_t here, int program) {
   there = here % emulated::SHARED_BYTES + program * emulated::SHARED_BYTES;
 }
-inline void st_shared__cluster_f32(uint32_t to, float value) {
+static void st_shared__cluster_u32(uint32_t to, uint32_t word) {
+  std::memcpy(emulated::shared_memory.data() + to, &word, 4);
+}
+static void cp_async_bulk_prefetch_L2_global(const uint8_t*, int) {}
+static void atom_acq_rel_gpu_global_add_u32(int& before, int* word, int added) { before = *word, *word += added; }
+static void st_shared__cluster_f32(uint32_t to, float value) {
   std::memcpy(emulated::shared_memory.data() + to, &value, 4);
 }
-inline void st_shared__cluster_v2_f32(uint32_t to, float first, float second) {
+static void st_shared__cluster_v2_f32(uint32_t to, float first, float second) {
   st_shared__cluster_f32(to, first);
   st_shared__cluster_f32(to + 4, second);
 }
