@@ -69,7 +69,6 @@ class Admission:
             )
         self._ids("logit_bias", sampling.logit_bias)
         self._ids("allowed_token_ids", sampling.allowed_token_ids)
-        self._ids("stop_token_ids", sampling.stop_token_ids)
         for word in bad_words:
             self._ids("bad_words", word)
         for choice in emitted:
@@ -87,7 +86,8 @@ class Admission:
             serial=self._admitted,
             seed=secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed,
             max_tokens=max_completion if sampling.max_tokens is None else min(max_completion, sampling.max_tokens),
-            end_ids=eos | frozenset(sampling.stop_token_ids),
+            # Clients send the same `stop_token_ids` to any model. What it cannot draw ends nothing.
+            end_ids=frozenset(token for token in (*eos, *sampling.stop_token_ids) if token < self._vocabulary.size),
             owner=owner,
         )
         stops = StopStrings(sampling.stop) if sampling.stop else None
