@@ -154,12 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(PROGRA
 #pragma unroll
     for (int block = 0; block < BLOCKS; block++)
       sum += all_sums[((kept * BLOCKS + block) * TOKENS + token) * TOKEN_STRIDE + i % 16];
-    if constexpr (NORMED) {
-      float total = 0.0f;
-#pragma unroll
-      for (int block = 0; block < BLOCKS; block++) total += squares_of[block * TOKENS + token];
-      sum *= rsqrtf(total / COLUMNS + EPSILON);
-    }
+    if constexpr (NORMED) sum *= norm_scale<BLOCKS>(squares_of, token);
     write_product(sum, out, bias, token, of_first, in_part, out_stride);
   }
 }

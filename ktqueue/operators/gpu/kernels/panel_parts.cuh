@@ -115,6 +115,15 @@ struct Rows {
   }
 };
 
+// What an RMSNorm multiplies a token by. squares_of: sums of some columns each, [PARTS][TOKENS].
+template <int PARTS>
+__device__ inline float norm_scale(const float* squares_of, int token) {
+  float total = 0.0f;
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) total += squares_of[part * TOKENS + token];
+  return rsqrtf(total / COLUMNS + EPSILON);
+}
+
 // Write a product: of a token, and row `in_part` of the first part or the second.
 __device__ inline void write_product(float sum, void* out, const uint16_t* bias, int token, bool is_first, int in_part,
                                      int out_stride) {

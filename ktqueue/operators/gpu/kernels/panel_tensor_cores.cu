@@ -154,12 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
       float sum = 0.0f;
 #pragma unroll
       for (int other = 0; other < WARPS; other++) sum += of_panel[(other * TOKENS + token) * TOKEN_STRIDE + i % 16];
-      if constexpr (NORMED) {
-        float total = 0.0f;
-#pragma unroll
-        for (int other = 0; other < WARPS; other++) total += squares_of[other * TOKENS + token];
-        sum *= rsqrtf(total / COLUMNS + EPSILON);
-      }
+      if constexpr (NORMED) sum *= norm_scale<WARPS>(squares_of, token);
       write_product(sum, out, bias, token, is_first, in_panel, out_stride);
     }
     if constexpr (SUM_BUFFERS == 1) __syncthreads();

@@ -266,60 +266,50 @@ static void fma_rn_bf16x2(uint32_t& result, uint32_t a, uint32_t b, uint32_t c) 
   result =
       two_rounded(std::fma(low_half(a), low_half(b), low_half(c)), std::fma(high_half(a), high_half(b), high_half(c)));
 }
-// See "Matrix Fragments for mma.m16n8k16" of the PTX ISA.
+namespace emulated {
+// What mma of all kinds share: `of` is what each lane gave, four words of the left operand and two of the right one.
+// See "Matrix Fragments for mma.m16n8k16", "for mma.m16n8k32" and "for mma.m16n8k8" of the PTX ISA.
+template <typename Number, typename Product>
+static void add_products(Number* const (&results)[4], const Number (&before)[4], const uint32_t (&of)[32][8],
+                         Product product) {
+  const int group = current % 32 / 4, lane = current % 4;
+  for (int i = 0; i < 4; i++) {
+    auto sum = product(0, 0) + before[i];
+    for (int k = 0; k < 8; k++)
+      sum += product(of[4 * group + k % 4][k / 4 * 2 + i / 2], of[4 * (2 * lane + i % 2) + k % 4][4 + k / 4]);
+    *results[i] = Number(sum);
+  }
+}
+static double product_of_bfloat16(uint32_t left, uint32_t right) {
+  return double(low_half(left)) * low_half(right) + double(high_half(left)) * high_half(right);
+}
+static int product_of_bytes(uint32_t left, uint32_t right) {
+  int sum = 0;
+  for (int byte = 0; byte < 32; byte += 8) sum += int8_t(left >> byte) * int8_t(right >> byte);
+  return sum;
+}
+static double product_of_tf32(uint32_t left, uint32_t right) {  // which has 11 significant bits
+  return double(number(left & 0xFFFFE000)) * number(right & 0xFFFFE000);
+}
+}  // namespace emulated
+
 static void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
                                                                 uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                                                 uint32_t b1, float c0, float c1, float c2, float c3) {
   using namespace emulated;
-  const auto& of = exchange(a0, a1, a2, a3, b0, b1);
-  const int group = current % 32 / 4, lane = current % 4;
-  float* const results[4] = {&d0, &d1, &d2, &d3};
-  const float before[4] = {c0, c1, c2, c3};
-  for (int i = 0; i < 4; i++) {
-    double sum = before[i];
-    for (int k = 0; k < 8; k++) {
-      const uint32_t left = of[4 * group + k % 4][k / 4 * 2 + i / 2],
-                     right = of[4 * (2 * lane + i % 2) + k % 4][4 + k / 4];
-      sum += double(low_half(left)) * low_half(right) + double(high_half(left)) * high_half(right);
-    }
-    *results[i] = float(sum);
-  }
+  add_products({&d0, &d1, &d2, &d3}, {c0, c1, c2, c3}, exchange(a0, a1, a2, a3, b0, b1), product_of_bfloat16);
 }
-// See "Matrix Fragments for mma.m16n8k32" and "for mma.m16n8k8".
 static void mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int& d0, int& d1, int& d2, int& d3, uint32_t a0,
                                                             uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                                             uint32_t b1, int c0, int c1, int c2, int c3) {
   using namespace emulated;
-  const auto& of = exchange(a0, a1, a2, a3, b0, b1);
-  const int group = current % 32 / 4, lane = current % 4;
-  int* const results[4] = {&d0, &d1, &d2, &d3};
-  const int before[4] = {c0, c1, c2, c3};
-  for (int i = 0; i < 4; i++) {
-    int sum = before[i];
-    for (int k = 0; k < 8; k++) {
-      const uint32_t left = of[4 * group + k % 4][k / 4 * 2 + i / 2],
-                     right = of[4 * (2 * lane + i % 2) + k % 4][4 + k / 4];
-      for (int byte = 0; byte < 32; byte += 8) sum += int8_t(left >> byte) * int8_t(right >> byte);
-    }
-    *results[i] = sum;
-  }
+  add_products({&d0, &d1, &d2, &d3}, {c0, c1, c2, c3}, exchange(a0, a1, a2, a3, b0, b1), product_of_bytes);
 }
 static void mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
                                                                uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                                                uint32_t b1, float c0, float c1, float c2, float c3) {
   using namespace emulated;
-  const auto& of = exchange(a0, a1, a2, a3, b0, b1);
-  const int group = current % 32 / 4, lane = current % 4;
-  float* const results[4] = {&d0, &d1, &d2, &d3};
-  const float before[4] = {c0, c1, c2, c3};
-  const auto kept = [](uint32_t word) { return number(word & 0xFFFFE000); };  // tf32 has 11 significant bits
-  for (int i = 0; i < 4; i++) {
-    double sum = before[i];
-    for (int k = 0; k < 8; k++)
-      sum +=
-          double(kept(of[4 * group + k % 4][k / 4 * 2 + i / 2])) * kept(of[4 * (2 * lane + i % 2) + k % 4][4 + k / 4]);
-    *results[i] = float(sum);
-  }
+  add_products({&d0, &d1, &d2, &d3}, {c0, c1, c2, c3}, exchange(a0, a1, a2, a3, b0, b1), product_of_tf32);
 }
 static void bar_sync(int name, int members) {
   emulated::Group& group = emulated::named_barriers[emulated::program()][name];
