@@ -34,6 +34,8 @@ MODULES = (
     "ktqueue.cli.main", "ktqueue.cli.http_client", "ktqueue.gateway.serve", "ktqueue.workers.supervision.supervisor",
     "ktqueue.workers.supervision.fork_server", "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )  # fmt: skip
+SMALL = ("ktqueue.answers.grammar_process", "ktqueue.loading.tokenizer.template_process")
+"""They limit their memory to as much as the foreign packages have, and import few of them."""
 prctl = ctypes.CDLL(None).prctl
 
 
@@ -61,6 +63,7 @@ def preloaded() -> Iterator[None]:
             variables = dict(line.split("=", 1) for line in map(os.fsdecode, given))
         module = [str(word) for word in words[1:] if word != "-P"]
         is_ours = words[0] == sys.executable and module[0] == "-m" and module[1].startswith("ktqueue")
+        is_ours = is_ours and module[1] not in SMALL
         if not is_ours or foreign(variables) != foreign(environment) or set(kept) != {errors}:
             return int(execute(words, *rest))
         order = {
