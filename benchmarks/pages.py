@@ -43,7 +43,10 @@ PAGES: dict[str, tuple[str, dict[str, Section]]] = {  # file: title, sections by
             "endurance-*": engine.endurance,
         },
     ),
-    "placement": ("Experts in GPU memory", {"placement": gpu.placement, "residency*": gpu.residency}),
+    "placement": (
+        "Experts in GPU memory",
+        {"placement": gpu.placement, "least-used": own_section, "residency*": gpu.residency},
+    ),
     "steps": (
         "A step of a GPU",
         {

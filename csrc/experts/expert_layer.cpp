@@ -14,7 +14,8 @@ namespace ktqueue {
 
 namespace {
 
-constexpr size_t kTokensAtOnce = 2048;    // limits the workspace
+constexpr size_t kTokensAtOnce = 2048;    // with all of their experts; limits the workspace
+constexpr size_t kMostAtOnce = 8192;      // tokens of which many have no expert here: each pass reads its experts again
 constexpr size_t kTaskBytes = 64 * 1024;  // of weights in one task, at most
 constexpr size_t kTokensPerPass = 64;     // of one expert; limits the buffers on a task's stack
 constexpr size_t kTileTokens = 256;       // the same for tiles, if few panels leave room for it
@@ -133,7 +134,7 @@ void ExpertLayer::pack() {
 }
 
 void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                          float* out) const {
+                          float* out, bool zeros) const {
     for (size_t pair = 0; pair < tokens * slots; ++pair)
         if (ids[pair] < kNoExpert || ids[pair] >= static_cast<int64_t>(experts()))
             throw std::invalid_argument("expert id must be from 0 to " + std::to_string(experts() - 1) +
@@ -142,9 +143,14 @@ void ExpertLayer::forward(const float* x, const int64_t* ids, const float* weigh
     if (slots > kMaxSlots) throw std::invalid_argument("a token has at most 64 experts, got " + std::to_string(slots));
     static Workspace& space = *new Workspace;  // shared by all layers, since only one runs at a time; never destroyed
     std::lock_guard lock(space.mutex);
-    for (size_t t = 0; t < tokens; t += kTokensAtOnce) {
-        forward_some(x + t * hidden(), ids + t * slots, weights + t * slots, std::min(kTokensAtOnce, tokens - t), slots,
-                     out + t * hidden(), space);
+    for (size_t first = 0, last = 0; first < tokens; first = last) {
+        for (size_t pairs = 0; last < tokens && last < first + kMostAtOnce; ++last) {
+            const int64_t* own = ids + last * slots;
+            pairs += slots - static_cast<size_t>(std::count(own, own + slots, kNoExpert));
+            if (pairs > kTokensAtOnce * slots) break;
+        }
+        forward_some(x + first * hidden(), ids + first * slots, weights + first * slots, last - first, slots,
+                     out + first * hidden(), zeros, space);
     }
 }
 
@@ -243,7 +249,7 @@ ExpertLayer::Jobs ExpertLayer::jobs(const ThreadPool& pool, size_t spans, bool t
 }
 
 void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                               float* out, Workspace& space) const {
+                               float* out, bool zeros, Workspace& space) const {
     sort_by_expert(ids, tokens * slots, space);
     const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
     prepare_rows(x, ids, tokens, slots, space);
@@ -274,7 +280,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
         const auto [span, first, last] = both.down.block(task);
         down(space.spans[span], first, last, space);
     });
-    auto merge_token = [&](size_t t) { merge(weights, t * slots, (t + 1) * slots, out + t * hidden(), space); };
+    auto merge_token = [&](size_t t) { merge(weights, t * slots, (t + 1) * slots, out + t * hidden(), zeros, space); };
     if (tokens < 4) {
         for (size_t t = 0; t < tokens; ++t) merge_token(t);
     } else {
@@ -354,8 +360,9 @@ void ExpertLayer::down(const Span& span, size_t first, size_t last, const Worksp
         for (size_t r = 0; r < std::min(last * kPanelRows, hidden()) - row; ++r) y[t * stride + r] += bias[r];
 }
 
-// out = the weighted sum over pairs first..last-1, which are those of one token.
-void ExpertLayer::merge(const float* weights, size_t first, size_t last, float* out, const Workspace& space) const {
+// out = the weighted sum over pairs first..last-1, which are those of one token. Without `zeros`, an empty one stays.
+void ExpertLayer::merge(const float* weights, size_t first, size_t last, float* out, bool zeros,
+                        const Workspace& space) const {
     const float* terms[kMaxSlots];
     float factors[kMaxSlots];
     size_t count = 0;
@@ -364,7 +371,7 @@ void ExpertLayer::merge(const float* weights, size_t first, size_t last, float* 
         terms[count] = space.partial.data() + space.position[pair] * space.partial_stride;
         factors[count++] = options_.weighted_input ? 1.0f : weights[pair];
     }
-    kernels_.merge({terms, factors, count, out, hidden()});
+    if (count || zeros) kernels_.merge({terms, factors, count, out, hidden()});
 }
 
 }  // namespace ktqueue

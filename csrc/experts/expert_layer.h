@@ -37,11 +37,12 @@ class ExpertLayer {
                 const KernelTable& kernels);
 
     // x, out: [tokens, hidden]; ids, weights: [tokens, slots]. An id of -1 means no expert: the slot adds nothing, and
-    // a token with only such slots gets zeros. Throws std::invalid_argument, before anything is written, if an id is
-    // not in -1..experts-1 or there are more than 64 slots. A token's result does not depend on the number of threads.
-    // It depends on the other tokens only by whether an expert has enough rows for tiles (see kernels/kernel_table.h).
-    void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots,
-                 float* out) const;
+    // a token with only such slots gets zeros, or without `zeros` keeps its row of `out`. Throws std::invalid_argument,
+    // before anything is written, if an id is not in -1..experts-1 or there are more than 64 slots. A token's result
+    // does not depend on the number of threads. It depends on the other tokens only by whether an expert has enough
+    // rows for tiles (see kernels/kernel_table.h).
+    void forward(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
+                 bool zeros = true) const;
 
     // Fetches into the caches the weights that forward() would read first for few tokens that use `experts` (rising).
     // Each thread fetches what it would read itself, at most `most_bytes`, until `stop()` returns true; all threads
@@ -73,7 +74,7 @@ class ExpertLayer {
 
     void pack();
     void forward_some(const float* x, const int64_t* ids, const float* weights, size_t tokens, size_t slots, float* out,
-                      Workspace& space) const;
+                      bool zeros, Workspace& space) const;
     Jobs jobs(const ThreadPool& pool, size_t spans, bool tiles) const;
     template <class Fetch>
     void walk(ThreadPool& pool, std::span<const size_t> experts, size_t most_bytes, const std::function<bool()>& stop,
@@ -82,7 +83,7 @@ class ExpertLayer {
     void prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots, Workspace& space) const;
     void gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const;
     void down(const Span& span, size_t first, size_t last, const Workspace& space) const;
-    void merge(const float* weights, size_t first, size_t last, float* out, const Workspace& space) const;
+    void merge(const float* weights, size_t first, size_t last, float* out, bool zeros, const Workspace& space) const;
 
     ExpertMatrices gate_, up_, down_;
     ExpertOptions options_;

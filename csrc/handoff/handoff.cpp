@@ -129,7 +129,7 @@ void Handoff::State::run_layer(const ExpertLayer* layer, uint32_t word) {
     const auto* weights = reinterpret_cast<const float*>(input + 8 * pairs);
     const auto* x = reinterpret_cast<const float*>(input + shape.x_offset(tokens));
     const Clock::time_point begin = Clock::now();
-    layer->forward(x, ids, weights, tokens, shape.experts_per_token, out);
+    layer->forward(x, ids, weights, tokens, shape.experts_per_token, out, !(word & kSomeRows));
     count((word & kLayerMask) - size_t{1}, *layer, ids, pairs, Clock::now() - begin);
 }
 

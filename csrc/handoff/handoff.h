@@ -3,7 +3,7 @@
 //
 // A *task* is one layer run on up to max_tokens tokens. There is memory for one task at a time: the input, the output,
 // and two words on cache lines of their own. A task is named by a number that is never 0:
-//   word = tokens << 11 | predicts << 10 | (layer + 1)
+//   word = tokens << 12 | some_rows << 11 | predicts << 10 | (layer + 1)
 // The input of a task of t tokens with k experts each:
 //   [t, k] int64 expert ids (-1: none), [t, k] float32 weights, padding to 64 bytes, [t, hidden] float32 activations,
 //   padding to 64 bytes, [t, k] int64 ids that the next layer will probably get
@@ -32,6 +32,9 @@
 // For a task that *predicts*, G also writes between G3 and G4 which experts the next layer will probably use. After C4
 // the service fetches their weights into the caches until the next request arrives (handoff/prediction.h). C may read
 // these ids while G still writes them. Then it fetches the wrong experts, or none, and results are the same.
+//
+// In a task of *some rows*, tokens without an expert keep their rows of the output, since G does not read them. For
+// others C writes zeros.
 //
 // When a layer throws, the rows of the task become NaN, the message is kept for the next take_error(), and C4 happens
 // as usual, so the GPU never waits for a failed task. When a task, or the fetch after it, does not end in time, a
@@ -81,9 +84,9 @@ struct HandoffStatistics {
 
 class Handoff {
   public:
-    static constexpr unsigned kLayerBits = 10, kTokensAt = kLayerBits + 1;
+    static constexpr unsigned kLayerBits = 10, kTokensAt = kLayerBits + 2;
     static constexpr size_t kMaxLayers = (1u << kLayerBits) - 1;
-    static constexpr uint32_t kPredicts = 1u << kLayerBits;
+    static constexpr uint32_t kPredicts = 1u << kLayerBits, kSomeRows = kPredicts << 1;
 
     // `serve`: a thread answers the request word; otherwise only run() and host functions work. Sets both words to 0.
     // Throws std::invalid_argument.

@@ -47,17 +47,18 @@ class CountsExperts(Protocol):
 
 @runtime_checkable
 class PlacesExperts(CountsExperts, Protocol):
-    """A model that keeps some of its experts in GPU memory."""
+    """A model that may keep some of its experts in GPU memory."""
 
     @property
-    def moves_experts(self) -> bool:
-        """Whether some experts are in GPU memory and others are not. Then all uses are counted."""
+    def depends_on_uses(self) -> bool:
+        """Whether experts move to GPU memory, or long steps copy them there: those that are used most."""
 
     def count_each_step(self) -> None:
         """Count each step from now on, which costs a copy. Counts are those of the step, or of the one before."""
 
     def place_experts(self, uses: ExpertUses) -> None:
-        """Put the experts with most `uses` into GPU memory, and count uses from now on. Call it between two steps.
+        """Let the experts with most `uses` be in GPU memory, or copied first, and count uses from now on. Call it
+        between two steps.
 
         Raises ValueError if the model has other layers or experts.
         """

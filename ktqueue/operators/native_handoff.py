@@ -16,13 +16,14 @@ from ktqueue.operators.native import ExpertLayer
 LINE = 128
 """Bytes between two words: processors fetch cache lines in pairs."""
 _PREDICTS = 1 << 10
-_TOKENS_AT = 11
+_SOME_ROWS = 1 << 11
+_TOKENS_AT = 12
 
 
-def request_word(layer: int, tokens: int, *, predicts: bool = False) -> int:
+def request_word(layer: int, tokens: int, *, predicts: bool = False, all_rows: bool = True) -> int:
     """Return the number, never 0, that names a task. predicts: after the request the GPU writes which experts the next
-    layer will probably use."""
-    return tokens << _TOKENS_AT | predicts * _PREDICTS | layer + 1
+    layer will probably use. all_rows: tokens without an expert get rows of 0; otherwise these are not written."""
+    return tokens << _TOKENS_AT | (not all_rows) * _SOME_ROWS | predicts * _PREDICTS | layer + 1
 
 
 class HandoffMemory(NamedTuple):

@@ -47,8 +47,9 @@ def made(request: pytest.FixtureRequest, folder: str, by_decoder: str) -> tuple[
         engine = Engine(module, NoEnd(model.card_facts.vocab_size), model.kv_layout(4), CONFIG, 300, 250)
     else:
         memory = 400 << 10 if request.param == "device with experts" else 0
-        engine = on_device(model, replace(CONFIG, gpu_expert_memory_bytes=memory))
-        assert module.moves_experts == (memory > 0)
+        config = replace(CONFIG, gpu_expert_memory_bytes=memory, expert_streaming="on" if memory else "off")
+        engine = on_device(model, config)
+        assert module.depends_on_uses == (memory > 0)
     engine.routing = RoutingRecorder(module)
     return engine, model
 
@@ -81,7 +82,7 @@ def test_a_sequence_has_its_routing_whatever_runs_beside_it(made: tuple[Engine, 
 def test_each_use_is_recorded_once(made: tuple[Engine, LoadedModel]) -> None:
     engine, model = made
     module: Any = model.module
-    if getattr(module, "moves_experts", False):
+    if getattr(module, "depends_on_uses", False):
         return  # its counts are some steps old
     before = np.array(module.expert_uses())
     PROMPTS["one"] = [5]  # so that all tokens are scored; the last one that is generated is not computed

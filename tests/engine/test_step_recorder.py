@@ -89,7 +89,7 @@ def test_work_of_experts_is_that_of_each_step(
 class PlacingModel(CountingModel):
     """Has some experts in GPU memory, whose counts are of single steps if they are asked for."""
 
-    moves_experts = True
+    depends_on_uses = True
     counts_each_step = False
 
     def expert_work(self) -> ExpertWork:

@@ -134,6 +134,19 @@ def test_a_task_may_have_no_expert_on_the_cpu(gpu: Gpu, layers: list[native.Expe
     assert gpu.service.statistics.experts_used == 0
 
 
+def test_rows_without_an_expert_may_stay_as_they_are(
+    gpu: Gpu, layers: list[native.ExpertLayer], run_layer: RunLayer
+) -> None:
+    number = gpu.service.add_layer(layers[0])
+    x, ids, weights = inputs(3)
+    ids[1] = -1
+    gpu.memory.out.fill_(7.0)
+    expected = run_layer(layers[0], x, ids, weights)
+    assert expected[1].eq(0).all()
+    expected[1] = 7.0
+    assert torch.equal(gpu.run(number, x, ids, weights, all_rows=False), expected)
+
+
 def test_a_napping_thread_serves_requests(layers: list[native.ExpertLayer], run_layer: RunLayer) -> None:
     gpu = Gpu(idle_seconds=0.0)
     number = gpu.service.add_layer(layers[0])
@@ -182,8 +195,8 @@ def test_sizes_that_do_not_fit_are_refused(layers: list[native.ExpertLayer], mak
     for hidden, experts_per_token in ((0, K), (HIDDEN, 0)):
         with pytest.raises(ValueError, match="hidden and experts_per_token must be positive"):
             HandoffService(hidden, experts_per_token, MOST, gpu.memory, serve=False)
-    for tokens in (0, 1 << 21):
-        with pytest.raises(ValueError, match=f"max_tokens must be from 1 to 2097151, got {tokens}"):
+    for tokens in (0, 1 << 20):
+        with pytest.raises(ValueError, match=f"max_tokens must be from 1 to 1048575, got {tokens}"):
             HandoffService(HIDDEN, K, tokens, gpu.memory, serve=False)
     with pytest.raises(ValueError, match="times must be positive"):
         HandoffService(HIDDEN, K, MOST, gpu.memory, serve=False, stuck_seconds=0)

@@ -127,7 +127,7 @@ class ExpertHistory:
         # Without any the first experts stay. Uses of steps that only warmed up the worker are forgotten.
         model.place_experts(earlier or file.zeros())
         if earlier is not None:
-            log.info("the experts that were used most before are in GPU memory (%s)", file.path)
+            log.info("experts are placed by their uses before this start (%s)", file.path)
         self._saved = model.expert_uses()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="experts", daemon=True)
@@ -159,11 +159,11 @@ class ExpertHistory:
 
 
 def start_expert_history(config: EngineConfig, built: Built) -> ExpertHistory | None:
-    """Begin with the experts that earlier workers of the model used most; None if the model moves none."""
+    """Begin with the experts that earlier workers of the model used most; None if nothing depends on that."""
     model, digest = built.model.module, built.card.digest
     if config.expert_uses_dir == OFF or not _DIGEST.fullmatch(digest):
         return None
-    if not isinstance(model, PlacesExperts) or not model.moves_experts:
+    if not isinstance(model, PlacesExperts) or not model.depends_on_uses:
         return None
     uses = model.expert_uses()
     assert uses is not None

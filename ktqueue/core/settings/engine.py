@@ -217,8 +217,8 @@ class EngineConfig:
     expert_uses_dir: str | None = setting(
         None,
         "Folder of files that say how often experts of each model were used, or off.",
-        details="A worker with experts in GPU memory adds its uses every ten minutes, and begins with the experts that "
-        "were used most before. Workers may share the folder.",
+        details="A worker on a GPU adds its uses every ten minutes. The next one has the experts that were used most "
+        "in GPU memory, and copies them first for long prompts. Workers may share the folder.",
         shown="`ktqueue/experts` in `$XDG_CACHE_HOME` or `~/.cache`",
     )
     routing_file: str | None = _flag(

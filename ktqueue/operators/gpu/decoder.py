@@ -222,14 +222,13 @@ class GpuDecoder(Operator):
         return self._experts.work() if self._experts else ExpertWork()
 
     def expert_uses(self) -> ExpertUses | None:
-        """See CountsExperts. They are known if the CPU has some of the experts, and complete if the GPU has some too.
-        Otherwise those that the GPU computes in steps that copy experts are missing."""
+        """See CountsExperts. They are known if the CPU has some of the experts."""
         return self._experts.uses() if self._experts else None
 
     @property
-    def moves_experts(self) -> bool:
+    def depends_on_uses(self) -> bool:
         """See PlacesExperts."""
-        return self._experts is not None and self._experts.moves
+        return self._experts is not None and self._experts.depends_on_uses
 
     def count_each_step(self) -> None:
         """See PlacesExperts."""

@@ -297,7 +297,7 @@ class DecoderLayer:
         assert self._routed is not None
         buffers = experts.cpu_buffers(self._routed, len(residual))
         ordered = experts.ordered_rows(self._routed, residual)
-        copy = None if buffers is None else buffers.x
+        copy = experts.input_copy(buffers)
         x = projected.add_to(residual, self._norm, self._epsilon, copy=copy, ordered=ordered)
         shared: SharedExpert | None = None
         if self._shared:

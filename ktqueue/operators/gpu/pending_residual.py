@@ -12,7 +12,7 @@ class PendingResidual(NamedTuple):
 
     added, shared: [tokens, hidden], shared_gate: [tokens, 1] and partials: [tokens, slots, hidden], of any float type.
     experts_norm: of the sum of `added` and `partials`; norm: of the sum of all, which then is what is added;
-    None: there is none. scale: factor of the residual after the addition.
+    None: there is none. scale: factor of the residual after the addition. added_rows: see add_rms_norm.
     """
 
     added: torch.Tensor | None = None
@@ -22,6 +22,7 @@ class PendingResidual(NamedTuple):
     norm: torch.Tensor | None = None
     experts_norm: torch.Tensor | None = None
     scale: float = 1.0
+    added_rows: torch.Tensor | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -33,9 +34,10 @@ class PendingResidual(NamedTuple):
     ) -> torch.Tensor:
         """Add the results to the residual [tokens, hidden] in place. Returns the RMSNorm of the sum, also in `copies`:
         see add_rms_norm."""
-        parts: dict[str, Any] = {name: getattr(self, name) for name in ("added", "partials", "shared", "shared_gate")}
+        of_experts = "added", "added_rows", "partials"
+        parts: dict[str, Any] = {name: getattr(self, name) for name in (*of_experts, "shared", "shared_gate")}
         if self.experts_norm is not None:
-            experts = {name: parts.pop(name) for name in ("added", "partials")}
+            experts = {name: parts.pop(name) for name in of_experts}
             parts["added"] = add_rms_norm(torch.zeros_like(residual), self.experts_norm, epsilon, **experts)
         if self.norm is not None:
             parts = {"added": add_rms_norm(torch.zeros_like(residual), self.norm, epsilon, **parts)}

@@ -12,6 +12,7 @@ from ktqueue.core.expert_work import ExpertWork, PlacesExperts
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.gpu.experts.placement import READ_EVERY_STEPS
+from ktqueue.operators.gpu.experts.use_order import LEAST_TOKENS
 from ktqueue.workers.startup.expert_history import ExpertHistory, UsesFile
 
 
@@ -80,7 +81,7 @@ def test_experts_of_earlier_runs_are_on_the_gpu_from_the_first_step(make_decoder
     plain = make_decoder(model)
     decoder = make_decoder(model, expert_memory_bytes=record_bytes(plain) // 2)
     counts: PlacesExperts = decoder
-    assert counts.moves_experts and not plain.moves_experts
+    assert counts.depends_on_uses and not plain.depends_on_uses
     one_token = [{"s0": (0, 1)}]
     expected = fed(plain, one_token)
     for _ in range(2 * READ_EVERY_STEPS):
@@ -93,6 +94,27 @@ def test_experts_of_earlier_runs_are_on_the_gpu_from_the_first_step(make_decoder
     assert decoder.expert_work().cpu_experts == before  # all of this token's are there
     with pytest.raises(ValueError, match="2 layers"):
         decoder.place_experts(uses[:1])
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_long_steps_copy_the_experts_that_are_used_most(known: bool, make_decoder: Callable[..., Any]) -> None:
+    """They learn which ones, and begin with those of the worker before. Answers stay the same."""
+    model = make_model("qwen3_moe", num_hidden_layers=2)
+    options = {"expert_streaming": "on", "streamed_share": 0.5, "streaming_tokens": 2}
+    decoder, long_step = make_decoder(model, **options), [{"s2": (0, 32)}]
+    expected = fed(make_decoder(model), long_step)
+    if known:
+        uses = make_decoder(model)
+        fed(uses, long_step)
+        decoder.place_experts([[LEAST_TOKENS * count for count in layer] for layer in uses.expert_uses()])
+    on_cpu = []
+    for _ in range(2 + (0 if known else LEAST_TOKENS // 32 + 2)):
+        before = sum(map(sum, decoder._experts.handoff.uses))
+        torch.testing.assert_close(fed(decoder, long_step), expected, atol=1e-4, rtol=1e-4)
+        on_cpu.append(sum(map(sum, decoder._experts.handoff.uses)) - before)
+    assert on_cpu[-1] < sum(map(sum, decoder.expert_uses())) / len(on_cpu) / 2
+    assert known == (on_cpu[0] == on_cpu[-1])
+    assert decoder.depends_on_uses
 
 
 def test_experts_are_where_the_worker_before_used_them(make_decoder: Callable[..., Any], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SHAPE = [3, 2]
 class Experts:
     """Counts uses, and notes what is placed."""
 
-    moves_experts = True
+    depends_on_uses = True
 
     def __init__(self) -> None:
         self.uses = [[7, 7, 7], [2**32 - 1, 7]]  # of steps that warm up
@@ -165,7 +165,7 @@ def test_the_folder_is_that_of_the_settings_or_the_users_cache(tmp_path: Path, m
 def test_some_models_have_no_history(tmp_path: Path) -> None:
     config = EngineConfig(expert_uses_dir=str(tmp_path))
     on_cpu, counting = Experts(), object()
-    on_cpu.moves_experts = False
+    on_cpu.depends_on_uses = False
     assert start_expert_history(EngineConfig(expert_uses_dir="off"), built(Experts())) is None
     assert [start_expert_history(config, built(model)) for model in (on_cpu, counting)] == [None, None]
     assert start_expert_history(config, built(Experts(), "")) is None

@@ -92,7 +92,7 @@ class ExpertMemory:
         for layer in layers if pinned else ():
             pinned &= copies.pin(piece for expert in range(layer.experts) for piece in layer.packed.ranges(expert))
         self._pool = ExpertPool(layers, slots, AREAS * area_bytes(layers, slots) if streams else 0, copies)
-        self._placement = Placement(layers, self._pool, copies) if on_gpu and on_cpu else None
+        self._placement = Placement(layers, self._pool, copies) if on_cpu and (on_gpu or streams) else None
         self._resident = ResidentExperts(self._pool, layers, self._placement)
         self._beside = SideStream(device) if trials.shared_beside_experts else None
         self._counters = torch.zeros(down_counters(FEW_ROWS, hidden), dtype=torch.int32, device=device)
@@ -118,10 +118,12 @@ class ExpertMemory:
         self._predicts = (
             settings.expert_prefetch and self.handoff is not None and self.handoff.method != "host_functions"
         )
-        if streams and self.handoff is not None:
+        if streams and self.handoff is not None and self._placement is not None:
+            order = self._placement.order
             costs = measure_costs(layers, self._pool, copies, settings.max_tokens)
+            costs.left = order.left
             self._streaming = StreamingSteps(
-                Streamer(layers, self._pool, copies),
+                Streamer(layers, self._pool, copies, order),
                 costs,
                 StreamingChoice(costs, len(layers), shares=_streaming_shares(settings)),
                 self.handoff,
@@ -185,7 +187,7 @@ class ExpertMemory:
             "expert_fetched_share_one": shares.one_token,
             "expert_fetched_share_several": shares.several_tokens,
         }
-        if placement is not None and placement.hit_rate is not None:
+        if placement is not None and any(self._pool.slots) and placement.hit_rate is not None:
             known["expert_hit_rate"] = placement.hit_rate
         if placement is not None and placement.observe is not None:
             known |= {
@@ -227,8 +229,8 @@ class ExpertMemory:
         return None if self.handoff is None else self.handoff.uses[self._first :][: len(self._layers)]
 
     @property
-    def moves(self) -> bool:
-        """Whether experts move in and out of GPU memory."""
+    def depends_on_uses(self) -> bool:
+        """See PlacesExperts."""
         return self._placement is not None
 
     def place(self, uses: ExpertUses) -> None:
@@ -310,10 +312,9 @@ class ExpertMemory:
             self.handoff.check()
         if self._is_overlapped:  # its tables must stay as they are
             return
-        if self._streaming is not None:
-            self._streaming.after_step()
+        is_long = self._streaming is not None and self._streaming.after_step()
         if self._placement is not None:
-            self._placement.after_step()
+            self._placement.after_step(is_long=is_long)
 
     def close(self) -> None:
         """Stop the thread of the CPU's experts, unless it is shared, and unpin their memory."""

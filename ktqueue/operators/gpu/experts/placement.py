@@ -1,7 +1,7 @@
 """Placement: which experts are in GPU memory. It moves those in that will probably be used most.
 
 Nothing waits for it. Uses are counted on the device, and a copy of the counts is read some steps later. While an expert
-is being copied to the GPU, the CPU still computes it.
+is being copied to the GPU, the CPU still computes it. Without slots, it only counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from ktqueue.operators.gpu.copy_stream import CopyStream, Mark
 from ktqueue.operators.gpu.experts.expected_uses import ExpectedUses, Uses
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
 from ktqueue.operators.gpu.experts.step import RoutedLayer
+from ktqueue.operators.gpu.experts.use_order import UseOrder
 
 READ_EVERY_STEPS = 16
 RATE_HALF_LIFE = 128  # steps after which a use counts half in the hit rate
@@ -34,7 +35,7 @@ class Placement:
 
     counts: [layers, experts] int32 on the device; each step adds its uses. known_counts: the same on the host, some
     steps old; both wrap around. moves: number of experts moved in so far. expected: says which experts are worth a
-    slot.
+    slot. order: learns the uses, too.
     uses, uses_on_gpu: of all steps that are known, and those whose expert was in GPU memory. observe: called with the
     uses [layers, experts] of each reading of the counts, and with the number of its steps.
     max_moved_bytes: moved beside a step, since it is slower while the copies read memory. One expert always may.
@@ -56,7 +57,9 @@ class Placement:
         self.counts = torch.zeros(pool.host.shape, dtype=torch.int32, device=copies.device)
         self._read_counts = copies.host_buffer(pool.host.shape, torch.int32)
         self.known_counts = np.zeros(pool.host.shape, np.int32)
-        self.expected = expected or ExpectedUses([layer.experts_per_token for layer in layers], pool.host.shape[1])
+        per_token = [layer.experts_per_token for layer in layers]
+        self.expected = expected or ExpectedUses(per_token, pool.host.shape[1])
+        self.order = UseOrder([layer.experts for layer in layers], per_token, pool.is_absent())
         self._reading: Mark | None = None
         self._planned: list[_Move] = []  # the most useful last
         self._moving: list[tuple[_Move, int]] = []  # with the offset that the expert is copied to
@@ -105,9 +108,14 @@ class Placement:
         self._unlearned[:] = 0
         self._hits = self._uses = 0.0
         self.expected.start(uses)
+        self.order.start(uses)
+        self.order.improve(self._pool.is_absent())
 
-    def after_step(self) -> None:
-        """Publish experts that have arrived, read the counts, and start new copies. Call it between two steps."""
+    def after_step(self, *, is_long: bool = False) -> None:
+        """Publish experts that have arrived, read the counts, and start new copies. Call it between two steps.
+
+        is_long: the step before had many tokens, so its uses are read at once.
+        """
         self._steps += 1
         has_arrived = self._moved is not None and self._moved.passed()
         if has_arrived:
@@ -115,7 +123,7 @@ class Placement:
         if self._reading is not None and self._reading.passed():
             self._reading = None
             self._count()
-        if self._reading is None and self._steps % self._read_every == 0:
+        if self._reading is None and (is_long or self._steps % self._read_every == 0):
             self._read_counts.copy_(self.counts, non_blocking=True)
             self._reading = self._copies.mark_step()
         started = [] if self._moving else self._make_room()
@@ -157,12 +165,13 @@ class Placement:
         self._uses = self._uses * decay + float(uses.sum())
         if self.observe is not None:
             self.observe(uses, steps)
+        self.order.learn(uses)
         self._unlearned += uses
         if self._steps - self._steps_learned >= READ_EVERY_STEPS:
             self.expected.learn(self._unlearned, self._steps - self._steps_learned)
             self._unlearned[:] = 0
             self._steps_learned = self._steps
-            self._planned = self._plan()
+            self._planned = self._plan() if any(self._pool.slots) else []
 
     def _plan(self) -> list[_Move]:
         """The moves that are worth it, the most useful last."""

@@ -57,6 +57,11 @@ class ExpertPool:
         copies.finish()
         self.offsets = torch.from_numpy(self.host).to(copies.device, copy=True)
 
+    def is_absent(self) -> npt.NDArray[np.bool_]:
+        """Which experts have no slot, [layers, experts]."""
+        found: npt.NDArray[np.bool_] = self.host == ABSENT
+        return found
+
     @property
     def bytes(self) -> int:
         """Bytes of device memory."""

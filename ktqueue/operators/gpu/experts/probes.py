@@ -55,10 +55,11 @@ def measure_costs(
     absent_bytes = sum(count * each.record.bytes for each, count in absent) / len(layers)
     return StreamingCosts(
         cpu_fixed=fixed * absent_share,
-        cpu_token=per_token * absent_share,
+        cpu_token=per_token,
         copy=absent_bytes / bytes_per_second,
         row=4 * layer.record.hidden / bytes_per_second,
         alone=min(1.0, without_copies / with_copies[1]),
+        experts_per_token=layer.experts_per_token,
     )
 
 
@@ -129,7 +130,7 @@ def _capture(
         for index, scores in enumerate(logits):
             buffers = experts.cpu_buffers(index, len(residual))
             ordered = experts.ordered_rows(index, residual)
-            x = add_rms_norm(residual, norm, 1e-6, copy=None if buffers is None else buffers.x, ordered=ordered)
+            x = add_rms_norm(residual, norm, 1e-6, copy=experts.input_copy(buffers), ordered=ordered)
             experts.run(index, x, scores, None, buffers=buffers, ordered=ordered)
 
     run()  # compiles

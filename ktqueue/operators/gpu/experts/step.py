@@ -20,6 +20,7 @@ from ktqueue.operators.gpu.kernels.norm import RmsNorm
 from ktqueue.operators.gpu.kernels.panel_layout import ExpertRecord
 from ktqueue.operators.gpu.kernels.router import PLAIN, Routing, Scoring, route
 from ktqueue.operators.gpu.kernels.some_rows_router import MOST_CHOSEN, ExpertRequests, has_some_rows, some_rows_route
+from ktqueue.operators.gpu.kernels.take_rows import send_rows
 from ktqueue.operators.gpu.pending_residual import PendingResidual
 from ktqueue.operators.gpu.side_stream import SideStream
 
@@ -66,10 +67,12 @@ class ExpertLocations:
 class ExpertResidency:
     """Where the experts are during one kind of step. Layers are numbered among those with routed experts.
 
-    Subclasses override what they need. memory: uint8, which the offsets refer to.
+    Subclasses override what they need. memory: uint8, which the offsets refer to. sends_rows_late: the CPU is sent only
+    the tokens whose experts it computes, once the router has chosen; otherwise all, which is sooner.
     """
 
     memory: torch.Tensor
+    sends_rows_late = False
 
     def locations(self, layer: int) -> ExpertLocations:
         """Where the experts of a layer are."""
@@ -146,13 +149,15 @@ class StepExperts:
         self._warpgroups = warpgroups
 
     def cpu_buffers(self, index: int, tokens: int) -> HandoffBuffers | None:
-        """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts.
-
-        The kernel that computes the layer's input x [tokens, hidden] must also write it to these buffers.
-        """
+        """The memory of the CPU's half of layer `index`; None: the CPU has none of its experts."""
         if self._handoff is None or not self._residency.locations(index).on_cpu:
             return None
         return self._handoff.buffers(tokens)
+
+    def input_copy(self, buffers: HandoffBuffers | None) -> torch.Tensor | None:
+        """Where the kernel that computes a layer's input x [tokens, hidden] must also write it; None: nowhere, since
+        `run` sends what the CPU needs. buffers: of `cpu_buffers`."""
+        return None if buffers is None or self._residency.sends_rows_late else buffers.x
 
     def ordered_rows(self, index: int, residual: torch.Tensor) -> torch.Tensor | None:
         """Memory for the input of layer `index`, like the residual [tokens, hidden], in the order of warpgroups; None:
@@ -184,7 +189,7 @@ class StepExperts:
     ) -> PendingResidual:
         """x [tokens, hidden] and the router's logits [tokens, experts] -> the output of the experts of layer `index`.
 
-        `live_tokens`: see StepContext. `buffers`, `ordered`: from `cpu_buffers` and `ordered_rows`, with x in them.
+        `live_tokens`: see StepContext. `buffers`, `ordered`: from `cpu_buffers` and `ordered_rows`. The latter has x.
         `shared` is computed on the GPU while the CPU works. `next_logits`: given if the next layer has routed experts
         too. The CPU's result is not copied: `added` is the memory that the CPU writes to.
         """
@@ -197,10 +202,13 @@ class StepExperts:
         if self._choices is not None:
             self._choices[index, : len(x)].copy_(routing.ids)
         predicts = self._predicts and next_logits is not None
-        if on_cpu is not None:
-            on_cpu.request(self._first + index, len(x), predicts=predicts)
+        sent: torch.Tensor | None = None  # which rows of x
+        if on_cpu is not None and buffers is not None:
+            if self._residency.sends_rows_late:
+                sent = send_rows(x, routing.ids, self._residency.locations(index).gate_up, buffers.x)
+            on_cpu.request(self._first + index, len(x), predicts=predicts, all_rows=sent is None)
         partials = self._compute_on_gpu(index, x, routing, rows, ordered=ordered)
-        shared_output = (None, None) if shared is None else shared(x)
+        shared_output, shared_gate = (None, None) if shared is None else shared(x)
         if on_cpu is not None and buffers is not None:
             if predicts and next_logits is not None:
                 # What the CPU would compute of the next layer, if its router's logits were these.
@@ -209,7 +217,8 @@ class StepExperts:
                 self._route(index + 1, next_logits(x), live_tokens, counts=None, for_cpu=for_cpu)
             on_cpu.wait(self._first + index, len(x))
         self._residency.layer_done(index)
-        return PendingResidual(None if buffers is None else buffers.result, partials, *shared_output)
+        result = None if buffers is None else buffers.result
+        return PendingResidual(result, partials, shared_output, shared_gate, added_rows=sent)
 
     def adds_to(self, index: int, residual: torch.Tensor, norm: torch.Tensor, router: torch.Tensor) -> bool:
         """Whether `add_to` can compute layer `index` for a residual [tokens, hidden]: few rows, all experts on the GPU.

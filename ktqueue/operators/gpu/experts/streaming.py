@@ -1,8 +1,8 @@
 """Streaming: during long steps, experts that are not in GPU memory are copied there layer by layer.
 
 The GPU memory for this has two areas. While the experts of one layer are in use, those of the next layer arrive in the
-other area. The CPU computes the experts that are not copied, at the same time. The tables used here are separate from
-the pool's, so steps that do not stream see no difference.
+other area. The CPU computes the experts that are not copied, at the same time: those that are used least. The tables
+used here are separate from the pool's, so steps that do not stream see no difference.
 """
 
 import time
@@ -19,6 +19,7 @@ from ktqueue.operators.gpu.copy_stream import Copy, CopyStream, Mark
 from ktqueue.operators.gpu.experts.pool import ABSENT, ExpertPool
 from ktqueue.operators.gpu.experts.step import ExpertLocations, ExpertResidency, RoutedLayer
 from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice, StreamingCosts
+from ktqueue.operators.gpu.experts.use_order import UseOrder
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 
 AREAS = 2
@@ -35,12 +36,12 @@ def area_bytes(layers: Sequence[RoutedLayer], slots: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """What is streamed, for one version of the pool.
+    """What is streamed, for one version of the pool and one of the order of uses.
 
     For each layer: the number of experts, whether some of the others must be computed by the CPU, and the copies.
     """
 
-    version: int
+    versions: tuple[int, int]
     counts: tuple[int, ...]
     on_cpu: list[bool]
     copies: list[list[Copy]]
@@ -49,20 +50,23 @@ class StreamPlan:
 class Streamer(ExpertResidency):
     """Streams experts of `layers`, in one step at a time, and says where the experts are in that step.
 
-    `pool` holds their slots and AREAS * `area_bytes` of staging memory.
+    `pool` holds their slots and AREAS * `area_bytes` of staging memory. order: which experts are copied first.
     """
 
-    def __init__(self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream) -> None:
+    sends_rows_late = True
+
+    def __init__(self, layers: Sequence[RoutedLayer], pool: ExpertPool, copies: CopyStream, order: UseOrder) -> None:
         self.memory = pool.memory
         self._layers = layers
         self._pool = pool
+        self.order = order
         self._copies = copies
         self._area = area_bytes(layers, pool.slots)
         experts = pool.host.shape[1]
         # [layers, 2, experts]: gate_up and down are apart, so that one copy brings the parts of several experts.
         self._tables = torch.full((len(layers), 2, experts), ABSENT, dtype=torch.int64, device=copies.device)
         self._copy_lists: list[dict[bytes, list[Copy]]] = [{} for _ in layers]  # by the experts' numbers
-        self._plan = StreamPlan(-1, (), [], [])
+        self._plan = StreamPlan((-1, -1), (), [], [])
         self._freed: list[Mark | None] = [None] * AREAS  # after it nothing reads the area
         self.bytes_streamed = 0
 
@@ -76,7 +80,7 @@ class Streamer(ExpertResidency):
             round(share * (layer.experts - slots)) if index < layers else 0
             for index, (layer, slots) in enumerate(zip(self._layers, self._pool.slots, strict=True))
         )
-        if (self._plan.version, self._plan.counts) != (self._pool.version, counts):
+        if (self._plan.versions, self._plan.counts) != (self._versions(), counts):
             self._plan = self._make_plan(counts)
         self._copies.wait_for(self._copies.mark_step())  # earlier short steps may have fetched experts to the areas
         self._resident = resident
@@ -125,6 +129,10 @@ class Streamer(ExpertResidency):
         """Whether the CPU computes experts of a layer whose other experts are streamed."""
         return any(self._plan.on_cpu)
 
+    def improve_order(self) -> None:
+        """Let the next step that streams copy the experts that were used most."""
+        self.order.improve(self._pool.is_absent())
+
     def seconds(self) -> tuple[float, float] | None:
         """Mean seconds for a layer: of its copies, and of the GPU between the experts of the layer before and its own;
         0: not known. None if the step is not finished."""
@@ -146,14 +154,14 @@ class Streamer(ExpertResidency):
         self._copy_spans.append((begun, self._arriving[layer]))
 
     def _make_plan(self, counts: tuple[int, ...]) -> StreamPlan:
-        """Choose the absent experts with the lowest numbers, lay them out in the areas and fill the tables."""
+        """Choose the absent experts that are used most, lay them out in the areas and fill the tables."""
         tables = np.stack([self._pool.host, self._pool.host], axis=1)
+        is_absent = self._pool.is_absent()
         copies: list[list[Copy]] = []
         on_cpu: list[bool] = []
         for index, (layer, count) in enumerate(zip(self._layers, counts, strict=True)):
-            absent = np.flatnonzero(self._pool.host[index, : layer.experts] == ABSENT)
-            chosen = absent[:count]
-            on_cpu.append(count < len(absent))
+            chosen = self.order.first(index, count, is_absent)
+            on_cpu.append(count < int(is_absent[index, : layer.experts].sum()))
             start = self._pool.staging_start + index % AREAS * self._area
             record, order = layer.record, np.arange(len(chosen))
             down_start = start + len(chosen) * record.down_start
@@ -162,7 +170,10 @@ class Streamer(ExpertResidency):
             tables[index, 1, chosen] = down_start + order * (record.bytes - record.down_start) - record.down_start
             copies.append(self._copy_list(index, chosen, start, down_start))
         self._tables.copy_(self._copies.staged(torch.from_numpy(tables)), non_blocking=True)
-        return StreamPlan(self._pool.version, counts, on_cpu, copies)
+        return StreamPlan(self._versions(), counts, on_cpu, copies)
+
+    def _versions(self) -> tuple[int, int]:
+        return self._pool.version, self.order.version
 
     def _copy_list(self, index: int, experts: Numbers, gate_up: int, down: int) -> list[Copy]:
         """Copies of the experts' gate_up parts to offset `gate_up` and of their down parts to `down`, back to back."""
@@ -233,6 +244,7 @@ class StreamingSteps:
         self._clock = clock
         self._current: _LongStep | None = None
         self._has_finished_one = False
+        self._order_version = streamer.order.version
         self.steps = 0
 
     @property
@@ -246,6 +258,11 @@ class StreamingSteps:
 
     def begin(self, resident: ExpertResidency, tokens: int, scored: int) -> ExpertResidency:
         """Where a long step finds its experts: `resident`, or a stream. `scored`: tokens of the last layer."""
+        order = self._streamer.order
+        if order.version != self._order_version:
+            self._order_version = order.version
+            self._choice.forget_splits()
+        self._costs.left = order.left
         share = self._choice.share(tokens)
         streamed = self._streamer.begin(resident, share, last_too=self.is_long(scored)) if share > 0 else None
         self.steps += streamed is not None
@@ -262,25 +279,27 @@ class StreamingSteps:
         assert not streamed.needs_cpu, "an expert is neither in a slot nor streamed"
         return streamed
 
-    def after_step(self) -> None:
-        """Learn from the step that the device has just finished, if it was a long one.
+    def after_step(self) -> bool:
+        """Learn from the step that the device has just finished, if it was a long one. Returns whether it was.
 
         The first one is ignored: it compiles kernels, and a worker runs it on equal tokens, which use few experts.
         """
         step, self._current = self._current, None
         if step is None:
-            return
+            return False
         seconds = self._clock() - step.begun
         parts = (0.0, 0.0) if step.streamed is None else step.streamed.seconds()
         if parts is None:  # an exception ended the step early
-            return
+            return True
         if not self._has_finished_one:
             self._has_finished_one = True
-            return
+            return True
+        self._streamer.improve_order()
         self._choice.learn(step.tokens, step.share, seconds)
         layers = self._layers if step.streamed is None else step.streamed.layers
         cpu = (self._handoff.statistics.busy_seconds - step.cpu_busy) / max(1, layers)
         self._costs.learn(step.tokens, step.share, cpu=cpu, copy=parts[0], gpu=parts[1])
+        return True
 
 
 def _mean(spans: list[tuple[Mark, Mark]]) -> float:

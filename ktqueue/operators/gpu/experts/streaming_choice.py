@@ -9,7 +9,8 @@ lowest estimate wins. So a share is tried only while it promises more than all k
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-LEVELS = 16
+from ktqueue.operators.gpu.experts.use_order import LEVELS
+
 SHARES = tuple(level / LEVELS for level in range(LEVELS + 1))
 SOME_SHARES = SHARES[1:]  # with these every step streams something
 CAUTION = 1.15  # factor on the predicted time of an untried split: CPU and copies slow each other down
@@ -25,16 +26,16 @@ class StreamingCosts:
     """Predicts the time of a step that streams a share of the experts on this machine.
 
     All times are seconds for one layer with routed experts. `copy` copies all experts that are not on the GPU, and
-    `cpu` computes them. `gpu` is the GPU's time before the experts: the CPU waits for it, copies do not. Streaming all
-    experts takes max(gpu, copy). Streaming none takes
+    `cpu` computes those that are not copied. `gpu` is the GPU's time before the experts: the CPU waits for it, copies
+    do not. Streaming all experts takes max(gpu, copy). Streaming none takes
         gpu + FIXED_SECONDS + 2 * rows + alone * cpu
     For a share in between, the CPU and the copies read the same memory at the same time:
-        max(rows + share * copy, gpu + FIXED_SECONDS + 2 * rows + (1 - share) * cpu)
-    where `rows` moves all tokens to the CPU, or its results back, over the bus that also carries the experts.
+        max(rows + share * copy, gpu + FIXED_SECONDS + 2 * rows + cpu)
+    where `rows` moves the tokens that the CPU needs to it, or its results back, over the bus that also carries experts.
 
-    cpu_fixed, cpu_token: `cpu` is cpu_fixed + cpu_token * tokens while copies run. alone: the fraction of it that the
-    CPU needs without copies. row: `rows` is row * tokens. gpu_token: `gpu` is gpu_token * tokens; 0 before the first
-    step.
+    cpu_fixed, cpu_token: while copies run, `cpu` is cpu_fixed for reading all absent experts, and cpu_token for all
+    experts of a token. alone: the fraction of it that the CPU needs without copies. row: `rows` for a token.
+    gpu_token: `gpu` is gpu_token * tokens; 0 before the first step. left: see UseOrder.
     """
 
     cpu_fixed: float
@@ -43,38 +44,50 @@ class StreamingCosts:
     row: float = 0.0
     alone: float = 1.0
     gpu_token: float = 0.0
+    experts_per_token: int = 8
+    left: tuple[float, ...] = tuple(1 - share for share in SHARES)
 
-    def cpu(self, tokens: int) -> float:
-        """The CPU's time for all absent experts."""
-        return self.cpu_fixed + self.cpu_token * tokens
+    def uses(self, share: float) -> float:
+        """The part of all uses that is left for the CPU, from 0 to 1."""
+        level = min(LEVELS - 1, int(share * LEVELS))
+        return self.left[level] + (share * LEVELS - level) * (self.left[level + 1] - self.left[level])
+
+    def cpu(self, tokens: int, share: float) -> float:
+        """The CPU's time."""
+        return self.cpu_fixed * (1 - share) + self.cpu_token * tokens * self.uses(share)
 
     def gpu(self, tokens: int) -> float:
         """The GPU's time before the experts."""
         return self.gpu_token * tokens
 
+    def rows(self, tokens: int, share: float) -> float:
+        """The time of the rows in one direction: with a share of 0 all of them, else those of tokens for the CPU."""
+        needed = 1 - (1 - self.uses(share)) ** self.experts_per_token if share > 0 else 1.0
+        return self.row * tokens * needed
+
     def seconds(self, tokens: int, share: float) -> float:
         """The time of a layer that streams `share` of its absent experts, from 0 to 1."""
-        gpu, rows = self.gpu(tokens), self.row * tokens
+        gpu, rows = self.gpu(tokens), self.rows(tokens, share)
         if share == 1:
             return max(gpu, self.copy)
         before = gpu + FIXED_SECONDS + 2 * rows
         if share == 0:
-            return before + self.alone * self.cpu(tokens)
-        return max(rows + share * self.copy, before + (1 - share) * self.cpu(tokens))
+            return before + self.alone * self.cpu(tokens, share)
+        return max(rows + share * self.copy, before + self.cpu(tokens, share))
 
     def learn(self, tokens: int, share: float, *, cpu: float, copy: float, gpu: float) -> None:
         """Learn from a step that streamed `share`. cpu, copy, gpu: measured seconds per layer, 0: not known. The GPU's
         time contains the rows that come and go."""
         if share < 1 and cpu > 0:
-            expected = (1 - share) * self.cpu(tokens) * (self.alone if share == 0 else 1)
+            expected = self.cpu(tokens, share) * (self.alone if share == 0 else 1)
             factor = _limited(cpu / expected) ** NEWEST_WEIGHT if expected > 0 else 1.0
             self.cpu_fixed *= factor
             self.cpu_token *= factor
         if share > 0 and copy > 0 and self.copy > 0:
             self.copy *= _limited(copy / (share * self.copy)) ** NEWEST_WEIGHT
         if gpu > 0:
-            without_rows = max(0.0, gpu - (2 * self.row * tokens if share < 1 else 0))
-            credible = min(without_rows, max(2 * self.gpu(tokens), self.cpu(tokens)))
+            without_rows = max(0.0, gpu - (2 * self.rows(tokens, share) if share < 1 else 0))
+            credible = min(without_rows, max(2 * self.gpu(tokens), self.cpu(tokens, 0)))
             self.gpu_token += NEWEST_WEIGHT * (credible / tokens - self.gpu_token)
 
 
@@ -126,6 +139,11 @@ class StreamingChoice:
             if history.steps - tried.last_step >= RETRY_STEPS and estimates[share] <= RETRY_RATIO * estimates[best]
         ]
         return min(to_retry, key=lambda share: history.tried[share].last_step) if to_retry else best
+
+    def forget_splits(self) -> None:
+        """Forget the steps that streamed a part: the experts that the CPU has of it are others now."""
+        for history in self._histories.values():
+            history.tried = {share: tried for share, tried in history.tried.items() if share in (0, 1)}
 
     def learn(self, tokens: int, share: float, seconds: float) -> None:
         """Learn from the time of a whole step that streamed `share`."""

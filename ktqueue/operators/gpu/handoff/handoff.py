@@ -134,15 +134,16 @@ class Handoff:
             predicted=memory[predicted : predicted + 8 * pairs].view(torch.int64).view(ids_shape),
         )
 
-    def request(self, layer: int, tokens: int, *, predicts: bool = False) -> None:
+    def request(self, layer: int, tokens: int, *, predicts: bool = False, all_rows: bool = True) -> None:
         """Enqueue the request for a task whose input is in `buffers`.
 
-        predicts: kernels enqueued between here and `wait` fill in `predicted`. Raises RuntimeError if the last task was
+        predicts: kernels enqueued between here and `wait` fill in `predicted`. all_rows: rows of the result for which
+        the CPU computes no expert are 0; otherwise they keep what they have. Raises RuntimeError if the last task was
         not waited for.
         """
         if self._pending is not None:
             raise RuntimeError("the last task was not waited for")
-        word = request_word(layer, tokens, predicts=predicts)
+        word = request_word(layer, tokens, predicts=predicts, all_rows=all_rows)
         self._signals.request(word)
         self._pending = _Pending(layer, tokens, word, self._is_capturing())
 

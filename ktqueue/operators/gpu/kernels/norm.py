@@ -70,6 +70,7 @@ def _add_rms_norm(
     residual,
     weight,
     added,
+    added_rows,
     partials,
     shared,
     shared_gate,
@@ -96,10 +97,13 @@ def _add_rms_norm(
     wait_for_previous(WAITS)
     x = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
     if added is not None:
+        is_added = inside
+        if added_rows is not None:
+            is_added = inside & (tl.load(added_rows + token) > 0)
         if FROM_HOST:
-            x += tl.load(added + element, mask=inside, other=0.0, volatile=True).to(tl.float32)
+            x += tl.load(added + element, mask=is_added, other=0.0, volatile=True).to(tl.float32)
         else:
-            x += tl.load(added + element, mask=inside, other=0.0).to(tl.float32)
+            x += tl.load(added + element, mask=is_added, other=0.0).to(tl.float32)
     if partials is not None:
         total = tl.zeros([BLOCK], tl.float32)
         for slot in tl.static_range(SLOTS):  # unrolled: all loads start before the first result is needed
@@ -141,6 +145,7 @@ def add_rms_norm(
     epsilon: float,
     *,
     added: torch.Tensor | None = None,
+    added_rows: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
@@ -157,7 +162,7 @@ def add_rms_norm(
     gets the norm with its columns as of `in_order`. The sum is float32 and rounded once; then it is multiplied by
     `scale` and rounded again (Gemma 4), unless that is 1. The norm is that of the rounded sum: rounded, then multiplied
     by the weight (transformers' LlamaRMSNorm and its copies). A LayerNorm is rounded once. `added` and `copy` may be in
-    pinned host memory. All must be contiguous.
+    pinned host memory. added_rows [tokens] int32: rows of `added` with 0 are not read. All must be contiguous.
     Raises ValueError for shapes that do not fit.
     """
     shape = residual.shape
@@ -167,6 +172,7 @@ def add_rms_norm(
     fits &= ordered is None or (ordered.dtype == residual.dtype and shape[1] % 32 == 0)
     fits &= ordered is None or residual.itemsize == 2 or not runs_kernel(residual)
     fits &= partials is None or partials.shape[::2] == shape
+    fits &= added_rows is None or (added_rows.shape == shape[:1] and added_rows.dtype == torch.int32)
     fits &= shared_gate is None or (shared is not None and shared_gate.numel() == shape[0])
     check_fits(fits, "add_rms_norm", residual=residual, weight=weight, added=added, partials=partials, copy=copy)
     if runs_kernel(residual):
@@ -175,7 +181,7 @@ def add_rms_norm(
         block = triton.next_power_of_2(hidden)
         if tokens:
             _add_rms_norm[(tokens,)](
-                residual, weight, added, partials, shared, shared_gate, normed, copy,
+                residual, weight, added, added_rows, partials, shared, shared_gate, normed, copy,
                 None if ordered is None else ordered.view(torch.int32), epsilon, scale,
                 FROM_HOST=added is not None and not is_gpu(added.device),
                 SLOTS=0 if partials is None else partials.shape[1],
@@ -189,7 +195,7 @@ def add_rms_norm(
         return normed
     total = residual.float()
     if added is not None:
-        total = total + added.float()
+        total = total + (added if added_rows is None else torch.where(added_rows[:, None] > 0, added, 0)).float()
     if partials is not None:
         total = total + partials.float().sum(1)
     if shared is not None:

@@ -1,4 +1,4 @@
-"""Rows of a table, such as the embeddings of tokens."""
+"""Some rows of a matrix: those of a table, such as the embeddings of tokens, and those that the CPU needs."""
 
 import torch
 
@@ -34,3 +34,45 @@ def take_rows(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None =
         table, ids, out, table.stride(0), COLUMNS=columns, BLOCK=block, **launch_options()
     )
     return out
+
+
+@triton.jit
+def _send_rows_kernel(
+    x, ids, offsets, out, sent,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK columns of a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, CHOSEN_BLOCK)
+    wait_for_previous(WAITS)
+    expert = tl.load(ids + token * CHOSEN + slot, mask=slot < CHOSEN, other=-1)
+    is_absent = tl.load(offsets + expert, mask=expert >= 0, other=0) < 0
+    is_sent = tl.max(is_absent.to(tl.int32), axis=0)
+    if tl.program_id(1) == 0:
+        tl.store(sent + token, is_sent)
+    inside = (column < COLUMNS) & (is_sent > 0)
+    row = tl.load(x + token * COLUMNS + column, mask=inside)
+    tl.store(out + token * COLUMNS + column, row.to(out.dtype.element_ty), mask=inside)
+
+
+def send_rows(x: torch.Tensor, ids: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Copy rows of x [tokens, columns] of any float type to `out`, of that shape and another float type: those of
+    tokens that chose an expert whose offset is negative. `out` may be pinned host memory.
+
+    ids: [tokens, experts_per_token] int64, -1: none. offsets: [experts] int64. Both matrices are dense. Returns which
+    rows were copied, [tokens] int32, 0 or 1.
+    """
+    if not runs_kernel(x):
+        is_sent = ((ids >= 0) & (offsets[ids] < 0)).any(1)
+        out[is_sent] = x[is_sent].to(out.dtype)
+        return is_sent.to(torch.int32)
+    (tokens, chosen), columns = ids.shape, x.shape[1]
+    sent = torch.empty(tokens, dtype=torch.int32, device=x.device)
+    block = min(_COLUMNS, triton.next_power_of_2(columns))
+    if tokens:
+        _send_rows_kernel[(tokens, triton.cdiv(columns, block))](
+            x, ids, offsets, out, sent, COLUMNS=columns, BLOCK=block, CHOSEN=chosen,
+            CHOSEN_BLOCK=triton.next_power_of_2(chosen), **launch_options(),
+        )  # fmt: skip
+    return sent

@@ -1,11 +1,12 @@
 """StreamingSteps: which steps stream, which share, and what is learned from them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ktqueue.operators.gpu.experts.streaming import StreamingSteps
-from ktqueue.operators.gpu.experts.streaming_choice import StreamingChoice, StreamingCosts
+from ktqueue.operators.gpu.experts.streaming_choice import SHARES, StreamingChoice, StreamingCosts
 
 RESIDENT: Any = object()
 
@@ -27,6 +28,8 @@ class Parts:
 
     def __init__(self) -> None:
         self.asked: list[tuple[float, bool]] = []
+        self.order = SimpleNamespace(version=0, left=tuple(1 - share for share in SHARES))
+        self.improved = 0
         self.seconds: tuple[float, float] | None = (0.01, 0.002)
         self.now = 5.0
         self.costs = StreamingCosts(cpu_fixed=0.0, cpu_token=1e-5, copy=0.01)
@@ -44,6 +47,9 @@ class Parts:
         assert resident is RESIDENT
         self.asked.append((share, last_too))
         return Step(self.seconds)
+
+    def improve_order(self) -> None:
+        self.improved += 1
 
     @property
     def statistics(self) -> "Parts":
@@ -102,3 +108,16 @@ def test_costs_learn_from_steps_that_stream_nothing(parts: Parts, steps: Streami
         parts.now += 0.005
         steps.after_step()
     assert before < parts.costs.cpu_token < 2 * before
+
+
+def test_another_order_of_uses_changes_the_costs_and_forgets_splits(parts: Parts, steps: StreamingSteps) -> None:
+    for _ in range(30):
+        steps.begin(RESIDENT, 1000, 1)
+        parts.now += 0.05 if parts.asked[-1][0] == 1 else 9.0  # a split is slow
+        assert steps.after_step()
+    assert not steps.after_step()  # of no step
+    assert parts.improved == 29 and parts.asked[-1][0] == 1.0
+    parts.order.version, parts.order.left = 1, tuple((1 - share) ** 3 for share in SHARES)
+    steps.begin(RESIDENT, 1000, 1)
+    assert parts.costs.left == parts.order.left
+    assert 0 < parts.asked[-1][0] < 1

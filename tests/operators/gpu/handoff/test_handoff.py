@@ -263,5 +263,6 @@ def test_the_memory_holds_the_largest_task(hidden: int, k: int, max_tokens: int)
 
 
 def test_a_request_word_names_layer_and_tokens() -> None:
-    assert request_word(47, 1) == 1 << 11 | 48
-    assert request_word(0, 1, predicts=True) == 1 << 11 | 1 << 10 | 1
+    assert request_word(47, 1) == 1 << 12 | 48
+    assert request_word(0, 1, predicts=True) == 1 << 12 | 1 << 10 | 1
+    assert request_word(0, 1, all_rows=False) == 1 << 12 | 1 << 11 | 1

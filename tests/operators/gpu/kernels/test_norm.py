@@ -77,11 +77,14 @@ def test_the_kernel_equals_its_twin(tokens: int, hidden: int, slots: int, dtype:
         "scale": 0.7,
     }
     rounded = {**everything, "partials": torch.randn(tokens, slots, hidden).bfloat16()}
-    for options, weight in itertools.product((nothing, everything, rounded), (pair[0], pair, pair[0].float())):
+    some = {**everything, "added_rows": torch.arange(tokens, dtype=torch.int32) % 2}
+    some["added"] = torch.where(some["added_rows"][:, None] > 0, some["added"], torch.nan)  # old rows, perhaps
+    for options, weight in itertools.product((nothing, everything, rounded, some), (pair[0], pair, pair[0].float())):
         ours, twin = clones({"residual": residual, **options}), clones({"residual": residual, **options})
         normed = by_kernel(add_rms_norm, weight=weight, epsilon=1e-6, **ours)
         assert_same(normed, add_rms_norm(weight=weight, epsilon=1e-6, **twin))
         assert_same(ours["residual"], twin["residual"])
+        assert not normed.isnan().any()
         if options["copy"] is not None:
             assert_same(ours["copy"], normed.float())
 
