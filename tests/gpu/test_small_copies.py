@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ktqueue.operators.gpu.kernels.copy_words import MOST_BYTES, copy_words
-from ktqueue.operators.gpu.kernels.take_rows import take_rows
+from ktqueue.operators.gpu.kernels.take_rows import send_rows, take_rows
 from ktqueue.operators.gpu.staging import FixedStaging, ResultFetcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -45,3 +45,15 @@ def test_rows_are_those_of_the_table(columns: int) -> None:
     table = torch.randn(1000, columns, device="cuda").bfloat16()
     ids = torch.randint(0, 1000, (37,), device="cuda")
     assert torch.equal(take_rows(table, ids), table[ids])
+
+
+@pytest.mark.parametrize("columns", [1, 2048, 7168])
+def test_rows_with_an_absent_expert_reach_the_host(columns: int) -> None:
+    x = torch.randn(37, columns, device="cuda").bfloat16()
+    offsets = torch.where(torch.arange(64, device="cuda") % 9 == 0, -1, 7)
+    ids = torch.randint(-1, 64, (37, 8), device="cuda")
+    out = torch.full((37, columns), 7.0).pin_memory()
+    sent = send_rows(x, ids, offsets, out)
+    torch.cuda.synchronize()
+    assert sent.tolist() == ((ids >= 0) & (ids % 9 == 0)).any(1).int().tolist()
+    assert torch.equal(out, torch.where(sent[:, None] > 0, x.float(), 7.0).cpu())

@@ -37,6 +37,7 @@ from ktqueue.operators.gpu.kernels.panel_layout import FLOAT_PRODUCTS, ExpertRec
 from ktqueue.operators.gpu.kernels.panel_matrix import PanelMatrix, multiply_few
 from ktqueue.operators.gpu.kernels.rope import qk_norm_rope_append
 from ktqueue.operators.gpu.kernels.router import PLAIN, Scoring, route
+from ktqueue.operators.gpu.kernels.take_rows import send_rows
 from ktqueue.operators.latent_shape import LatentShape
 from ktqueue.operators.linear_attention import LinearAttentionShape
 from ktqueue.operators.native import QUANTS, SILU, GateFacts
@@ -81,16 +82,12 @@ def compiling() -> Iterator[list[str]]:
 def between_matrices() -> None:
     """Every kernel between matrix products, for shapes and types that models have."""
     for dtype, hidden, slots in ((torch.bfloat16, 2048, 8), (torch.float32, 2880, 4)):
-        rows = torch.zeros(2, hidden, dtype=dtype)
-        nothing = dict.fromkeys(("added", "partials", "shared", "shared_gate", "copy"))
-        everything = {
-            "added": rows.float(),
-            "partials": torch.zeros(2, slots, hidden),
-            "shared": rows,
-            "shared_gate": rows[:, :1].contiguous(),
-            "copy": rows.float(),
-        }
-        for options in (nothing, everything, {**everything, "shared_gate": None, "scale": 0.5}):
+        rows, ids = torch.zeros(2, hidden, dtype=dtype), torch.zeros(2, slots, dtype=torch.int64)
+        wide, nothing = rows.float(), dict[str, Any]()
+        everything = {"added": wide, "partials": torch.zeros(2, slots, hidden), "shared": rows, "copy": wide}
+        gated_shared = {**everything, "shared_gate": rows[:, :1].contiguous()}
+        sent = send_rows(rows, ids, ids[0], wide)
+        for options in (nothing, gated_shared, {**everything, "scale": 0.5, "added_rows": sent}):
             add_rms_norm(rows, rows[0], 1e-6, **options)
         add_rms_norm(rows, rows[0], 1e-6, added=rows, ordered=rows if dtype == torch.bfloat16 else None)
     for activation in ("silu", "gelu", "gelu_tanh"):

@@ -53,6 +53,7 @@ def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
         "_qk_norm_rope_append",
         "_route",
         "_route_and_quantise",
+        "_send_rows_kernel",
     }
     linear = {"_prepare", "_delta_rule", "_gated_norm"}
     assert set(compiled_for_h200("between matrices", tmp_path)) == names | linear | {"_add_rms_norm+volatile"}
