@@ -73,7 +73,7 @@ def test_kernels_of_short_steps_can_wait_for_the_one_before(tmp_path: Path) -> N
         "_experts_kernel",
     }
     latents = {"_latent_inputs", "_latent_split", "_latent_join", "_decode_split", "_decode_join"}
-    between = {"_add_rms_norm", "_qk_norm_rope_append", "_route", "_route_and_quantise"}
+    between = {"_add_rms_norm", "_qk_norm_rope_append", "_route", "_route_and_quantise", "_send_rows_kernel"}
     assert waiting == between | {"_divide_kernel", "_fetch_kernel"} | matrices | latents
     usual = {"_gated", "_prepare", "_delta_rule", "_gated_norm", "_decode_kernel"}
     usual |= {"_prefill_tile", "_expanded_tile", "_expand_keys", "_index_scores"}
