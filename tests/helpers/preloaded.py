@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+ADOPTED_SECONDS = 30.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 OURS = (
     "KTQUEUE_", "PYTEST_", "PYTHONPATH", "OMP_NUM_THREADS", "COLUMNS",
@@ -53,6 +55,7 @@ def preloaded() -> Iterator[None]:
         environment = {**foreign(dict(os.environ)), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         server = subprocess.Popen([sys.executable, "-P", __file__], stdin=theirs.fileno(), env=environment)
     execute: Any = subprocess._fork_exec  # type: ignore[attr-defined]
+    gate = threading.Lock()  # threads start processes, too
 
     def start(words: list[Any], *rest: Any) -> int:
         """Start a process. `rest`: what CPython's subprocess passes on. Returns the process id."""
@@ -77,12 +80,13 @@ def preloaded() -> Iterator[None]:
             "dies": prepare is not None,  # with its parent: nothing else is ever prepared
         }
         files = [number if file < 0 else file for number, file in enumerate((stdin, stdout, stderr))]
-        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # it becomes the parent of the server's orphans
-        try:
-            socket.send_fds(ours, [json.dumps(order).encode()], files)
-            return int(ours.recv(32))
-        finally:
-            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        with gate:
+            prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # it becomes the parent of the server's orphans
+            try:
+                socket.send_fds(ours, [json.dumps(order).encode()], files)
+                return int(ours.recv(32))
+            finally:
+                prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     with ours, mock.patch("subprocess._fork_exec", start):
         yield
@@ -115,7 +119,10 @@ def serve(control: socket.socket) -> dict[str, Any]:
 
 def become(order: dict[str, Any]) -> None:
     """Do for this process what an exec and the start of Python would have done."""
+    end = time.monotonic() + ADOPTED_SECONDS
     while os.getppid() != order["parent"]:
+        if time.monotonic() > end:
+            sys.exit("the process that started this one is gone")
         time.sleep(0.001)
     if order["dies"]:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
