@@ -130,7 +130,7 @@ class Streamer(ExpertResidency):
         return any(self._plan.on_cpu)
 
     def improve_order(self) -> None:
-        """Let the next step that streams copy the experts that were used most."""
+        """Let the next step copy the experts that were used most."""
         self.order.improve(self._pool.is_absent())
 
     def seconds(self) -> tuple[float, float] | None:
@@ -259,6 +259,8 @@ class StreamingSteps:
     def begin(self, resident: ExpertResidency, tokens: int, scored: int) -> ExpertResidency:
         """Where a long step finds its experts: `resident`, or a stream. `scored`: tokens of the last layer."""
         order = self._streamer.order
+        if self._has_finished_one:
+            self._streamer.improve_order()
         if order.version != self._order_version:
             self._order_version = order.version
             self._choice.forget_splits()
@@ -294,7 +296,6 @@ class StreamingSteps:
         if not self._has_finished_one:
             self._has_finished_one = True
             return True
-        self._streamer.improve_order()
         self._choice.learn(step.tokens, step.share, seconds)
         layers = self._layers if step.streamed is None else step.streamed.layers
         cpu = (self._handoff.statistics.busy_seconds - step.cpu_busy) / max(1, layers)

@@ -120,7 +120,7 @@ class StreamingChoice:
 
     def __init__(self, costs: StreamingCosts, layers: int, *, shares: Sequence[float] = SHARES) -> None:
         self._costs = costs
-        self._initial_costs = replace(costs)  # `costs` learn, but old measurements must stay comparable
+        self._initial_costs = replace(costs)  # `costs` learn, but old measurements must stay comparable; see `share`
         self._layers = layers
         self._shares = tuple(shares)
         self._histories: dict[int, _LengthHistory] = {}
@@ -128,6 +128,7 @@ class StreamingChoice:
     def share(self, tokens: int) -> float:
         """The share for a step of `tokens` tokens, from 0 (nothing is streamed) to 1."""
         history = self._history(tokens)
+        self._initial_costs.left = self._costs.left  # measured times change with the part that the CPU has
         shares = self._shares
         if len(history.tried) >= MAX_TRIED_SHARES:
             shares = tuple(share for share in shares if share == 1 or share in history.tried)

@@ -116,7 +116,7 @@ def test_another_order_of_uses_changes_the_costs_and_forgets_splits(parts: Parts
         parts.now += 0.05 if parts.asked[-1][0] == 1 else 9.0  # a split is slow
         assert steps.after_step()
     assert not steps.after_step()  # of no step
-    assert parts.improved == 29 and parts.asked[-1][0] == 1.0
+    assert parts.improved == 29 and parts.asked[-1][0] == 1.0  # the first step is not learned from
     parts.order.version, parts.order.left = 1, tuple((1 - share) ** 3 for share in SHARES)
     steps.begin(RESIDENT, 1000, 1)
     assert parts.costs.left == parts.order.left

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ktqueue.operators.gpu.experts.streaming_choice import (
@@ -17,6 +18,7 @@ from ktqueue.operators.gpu.experts.streaming_choice import (
     StreamingCosts,
     fit_line,
 )
+from ktqueue.operators.gpu.experts.use_order import UseOrder
 
 LAYERS = 48
 Machine = Callable[[int, float], float]
@@ -159,6 +161,33 @@ def test_splits_that_were_slow_are_tried_again_once_others_are_on_the_cpu() -> N
     known.left = TRAINED
     choice.forget_splits()
     assert run(choice, _as(known), 2048, 40)[-1] < 0.9
+
+
+@pytest.mark.parametrize("tokens", [512, 2048, 8192])
+def test_a_text_of_another_kind_soon_costs_no_more_than_copying_everything(tokens: int) -> None:
+    """The order of uses follows it slowly, and the choice within two steps. Each kind uses other experts."""
+    random, absent = np.random.default_rng(tokens), np.ones((4, 128), bool)
+    frequency = np.diff(np.linspace(0, 1, 129) ** 3)
+    kinds = [np.stack([frequency[random.permutation(128)] for _ in absent]) for _ in range(2)]
+    order, known, real = UseOrder([128] * 4, [8] * 4, absent), costs(), costs()
+    order.start(1e6 * kinds[0])
+    choice, version, relative = StreamingChoice(known, LAYERS), 0, []
+    for text in (*20 * kinds[:1], *20 * kinds[1:]):
+        order.improve(absent)
+        if order.version != version:
+            version = order.version
+            choice.forget_splits()
+        known.left = order.left
+        share = choice.share(tokens)
+        copied = (
+            [text[layer, order.first(layer, 8 * level, absent)].sum() for layer in range(4)] for level in range(17)
+        )
+        real.left = tuple(1 - np.mean(parts) for parts in copied)
+        choice.learn(tokens, share, LAYERS * real.seconds(tokens, share))
+        relative.append(real.seconds(tokens, share) / real.seconds(tokens, 1))
+        order.learn((8 * tokens * text).astype(np.int32))
+    assert max(relative[5:20]) < 1
+    assert sum(each > 1.05 for each in relative[20:]) <= 2
 
 
 def slow_machine_costs(**changes: Any) -> StreamingCosts:

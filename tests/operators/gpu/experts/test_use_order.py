@@ -1,9 +1,13 @@
 """UseOrder: the experts that are used most come first, and it says which part of the uses is left."""
 
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ktqueue.operators.gpu.experts.use_order import HALF_LIFE_TOKENS, LEAST_TOKENS, LEVELS, UseOrder
+from ktqueue.operators.gpu.experts.use_order import HALF_LIFE_TOKENS, LEAST_TOKENS, LEVELS, RECENT_TOKENS, UseOrder
 
 EXPERTS = 32
 
@@ -85,3 +89,41 @@ def test_uses_of_earlier_runs_count_no_more_than_recent_ones(absent: np.ndarray)
     for _ in range(3):
         learn(order, uses(HALF_LIFE_TOKENS, 20), absent)
     assert order.first(0, 4, absent).tolist() == [20, 21, 22, 23]
+
+
+def test_what_is_left_follows_the_present_text_before_the_order_does(absent: np.ndarray) -> None:
+    order = order_of(absent)
+    learn(order, uses(HALF_LIFE_TOKENS, 9), absent)
+    before = order.left[LEVELS // 2]
+    learn(order, uses(2 * RECENT_TOKENS, 20), absent)
+    assert order.version == 1
+    assert order.left[LEVELS // 2] > 1.5 * before
+    for _ in range(8):
+        learn(order, uses(RECENT_TOKENS, 9), absent)
+    assert order.left[LEVELS // 2] == pytest.approx(before, rel=0.05)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_what_is_left_is_what_the_first_ones_leave(data: st.DataObject) -> None:
+    """Also for layers that differ, for uses of one expert or of none, and for as many as a file may have."""
+    experts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    most = max(experts)
+    places = np.array([np.arange(most) < count for count in experts])
+    random = np.random.default_rng(data.draw(st.integers(0, 1 << 20)))
+    absent = (random.random(places.shape) < data.draw(st.sampled_from([0.0, 0.5, 1.0]))) | ~places
+    found = (random.random(places.shape) ** 8 * data.draw(st.sampled_from([0, 3, 1 << 13, 1 << 27]))).round() * places
+    order = UseOrder(experts, [1] * len(experts), absent)
+    if data.draw(st.booleans()):
+        order.start(found)
+        order.improve(absent)
+    else:
+        learn(order, found, absent)
+    assert all(1.000001 >= more >= less >= 0 for more, less in itertools.pairwise(order.left))
+    for level, left in enumerate(order.left):
+        parts = []
+        for layer, row in enumerate(np.where(found.sum(1, keepdims=True) > 0, found, places)):
+            on_cpu = absent[layer] & places[layer]
+            on_cpu[order.first(layer, round(level / LEVELS * on_cpu.sum()), absent)] = False
+            parts.append((row * on_cpu).sum() / row.sum())
+        assert left == pytest.approx(np.mean(parts))
