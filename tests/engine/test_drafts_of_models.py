@@ -34,7 +34,7 @@ def test_kernels_compute_drafts_alike(
     )
     size = model.card_facts.vocab_size
     noise = random.Random(1)
-    prompts = [4 * [noise.randrange(96) for _ in range(noise.randint(2, 30))] for _ in range(8)]
+    prompts = [4 * [noise.randrange(96) for _ in range(noise.randint(2, 30))] for _ in range(6)]
     answers, stats = [], []
     for speculation in ("off", "lookup"):
         config = EngineConfig(

@@ -146,8 +146,7 @@ def test_choices_resume_at_the_next_token(make_engine: Callable[..., Engine], al
     assert found["a", 0] == alone[emitted:] and found["a", 1] == other["a", 1]
 
 
-@pytest.mark.parametrize("pages", [200, 24])
-@pytest.mark.parametrize("candidates", [26, 1024])
+@pytest.mark.parametrize(("candidates", "pages"), [(26, 24), (1024, 200)])
 def test_steps_that_are_launched_ahead_change_no_state(
     make_engine: Callable[..., Engine],
     loaded: LoadedModel,
@@ -190,8 +189,7 @@ def without_drafts(loaded: LoadedModel) -> dict[int, dict[tuple[str, int], list[
     return {}
 
 
-@pytest.mark.parametrize(("rows", "fails"), [(8, False), (8, True), (1, False)])
-@pytest.mark.parametrize("pages", [200, 24])
+@pytest.mark.parametrize(("pages", "rows", "fails"), [(24, 8, False), (200, 8, True), (200, 1, False)])
 def test_wrong_drafts_change_no_state(
     make_engine: Callable[..., Engine],
     without_drafts: dict[int, dict[tuple[str, int], list[int]]],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_engine import on_device
+from device_engine import few_on_the_cpu, on_device
 from endless_vocabulary import NoEnd
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -31,15 +31,6 @@ from ktqueue.workers.startup.gpu_memory import planner_of
 RULES = Path(__file__).parents[2] / "rules"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NEW_TOKENS = 20
-
-
-def few_on_the_cpu(*cases: tuple[Any, ...]) -> list[Any]:
-    """Cases of a test: `cases` on tensors of the CPU, and all combinations of their values on a GPU."""
-    kinds = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
-    on_gpu = [pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in itertools.product(*kinds)]
-    return [("cpu", *case) for case in cases] + on_gpu
-
-
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.3, "eos_token_id": None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_engine import on_device
+from device_engine import few_on_the_cpu, on_device
 
 from ktqueue.core.config import EngineConfig
 from ktqueue.core.request import JobClass, SamplingParams
@@ -323,9 +323,8 @@ def test_a_request_can_be_aborted_while_its_step_is_computed(device: str, make_e
     assert engine.stats().overlapped_steps > 5
 
 
-@pytest.mark.parametrize("begun", [1, 4])  # overlapped steps before that which fails
-@pytest.mark.parametrize("part", [0, 1, 3])  # the part that fails: the first when a step begins, others later
-@pytest.mark.parametrize("device", DEVICES)
+# part: the one that fails, the first when a step begins, others later. begun: overlapped steps until then.
+@pytest.mark.parametrize(("device", "part", "begun"), few_on_the_cpu((0, 4), (1, 1), (3, 4)))
 def test_steps_share_again_once_memory_runs_out(
     device: str, part: int, begun: int, make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

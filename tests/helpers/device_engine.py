@@ -1,7 +1,10 @@
 """The engine of a GPU on any device: on the CPU its operators run as their twins, and no memory is measured."""
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from endless_vocabulary import NoEnd
 
 from ktqueue.core.config import EngineConfig
@@ -37,3 +40,10 @@ def on_device(model: LoadedModel, config: EngineConfig, draft: DraftSource | Non
     settled = replace(config, cuda_graphs=graphs)
     sizes = gpu.plan.pages, 512
     return Engine(model.module, vocabulary, layout, settled, *sizes, planner=gpu.planner, draft=draft)
+
+
+def few_on_the_cpu(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases of a test: `cases` on tensors of the CPU, and all combinations of their values on a GPU."""
+    kinds = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
+    on_gpu = [pytest.param("cuda", *case, marks=pytest.mark.gpu) for case in itertools.product(*kinds)]
+    return [("cpu", *case) for case in cases] + on_gpu

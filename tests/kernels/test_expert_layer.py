@@ -45,7 +45,7 @@ def test_the_layer_equals_float64(
 ) -> None:
     packed = make_weights(quant, 5, 512, 256)
     layer = native.ExpertLayer(packed, activations=kept, isa=isa)
-    for tokens in (1, 2, 3, 4, 7, 8, 33, *([16, 128] if isa != "scalar" else [])):  # the scalar kernel is slow
+    for tokens in (1, 3, 8, 24) if isa == "scalar" else (1, 2, 3, 4, 7, 8, 16, 24, 128):  # the scalar kernel is slow
         x, (ids, weights) = activations(tokens, 512, tokens), route(tokens, 5, 3, tokens)
         assert_close(run_layer(layer, x, ids, weights), x, ids, weights, packed, exact, isa, kept, known)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import FAMILIES, PAGE, SEQUENCES, VOCAB, Cache, answers, feed, make_model, tolerance
-from latent_families import LATENT_FAMILIES
+from decoder_families import PAGE, SEQUENCES, VOCAB, Cache, answers, feed, make_model, tolerance
+from few_families import EVERY, FEW, features
 from own_weights import OwnWeights
 from transformers import AttentionInterface
 
@@ -34,10 +34,19 @@ def make_decoder(given_weights: type[OwnWeights]) -> MakeDecoder:
     return make
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
-def test_logits_equal_those_of_transformers(family: str, make_decoder: MakeDecoder) -> None:
+@pytest.fixture(scope="module")
+def few() -> set[tuple[str, Any]]:
+    """The features of the few families that all tests run."""
+    return {feature for family in FEW for feature in features(facts_of(make_model(family)))}
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_logits_equal_those_of_transformers(family: str, make_decoder: MakeDecoder, few: set[tuple[str, Any]]) -> None:
+    """The few families that other tests are content with have each feature of this one."""
     model = make_model(family)
-    expected, found = answers(model), feed(make_decoder(model))
+    decoder = make_decoder(model)
+    assert {*features(decoder.facts)} <= few
+    expected, found = answers(model), feed(decoder)
     for name, logits in expected.items():
         assert logits.std() > 0.1  # otherwise equality would prove little
         assert (found[name] - logits).abs().max() < tolerance(family) * logits.abs().max()

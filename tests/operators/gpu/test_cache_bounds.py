@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_families import FAMILIES, SEQUENCES, Cache, feed, make_model, make_planner_for, token_error
-from latent_families import LATENT_FAMILIES
+from decoder_families import SEQUENCES, Cache, feed, make_model, make_planner_for, token_error
+from few_families import EVERY, FEW, on_each_device
 
 from ktqueue.operators.gpu.cache_bounds import CacheBound, cache_scales
 from ktqueue.operators.gpu.decoder import GpuDecoder
 from ktqueue.operators.kv_cache import CacheScale
 
 FLOAT8 = torch.float8_e4m3fn
-EVERY = [*FAMILIES, *LATENT_FAMILIES]
 
 
 def filled(decoder: GpuDecoder, sequences: dict[str, list[int]], **others: Any) -> Cache:
@@ -68,7 +67,7 @@ def test_keys_that_yarn_makes_longer_have_larger_bounds(make_decoder: Callable[.
     assert make_decoder(model).cache_bounds()[0].key == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize(("family", "device"), on_each_device(FEW, EVERY))
 def test_scales_are_undone_when_keys_and_values_are_read(family: str, make_decoder: Callable[..., GpuDecoder]) -> None:
     """Powers of two change no rounding, as long as numbers neither saturate nor are tiny."""
     decoder = make_decoder(make_model(family))

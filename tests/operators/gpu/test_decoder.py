@@ -1,12 +1,12 @@
 """GpuDecoder compared with the transformers model that it replaces, on CPU tensors and on a GPU."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from decoder_families import (
-    FAMILIES,
     SEQUENCES,
     VOCAB,
     Cache,
@@ -17,7 +17,7 @@ from decoder_families import (
     token_error,
     tolerance,
 )
-from latent_families import LATENT_FAMILIES
+from few_families import EVERY, on_each_device
 
 from ktqueue.operators.decoder import CpuDecoder
 from ktqueue.operators.gpu import pending_residual
@@ -46,6 +46,14 @@ HALF_PRECISION = (
     "deepseek_v2 with groups",
     "deepseek_v3",
 )
+FLOAT16 = ("qwen2_moe", "gpt_oss", "gemma4 with experts", "qwen3_next", "deepseek_v3")
+"""Those of them with sinks, norms in float32, states, latents, and neither."""
+PLACES = (("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32"), ("deepseek_v3", "Q8_0"), ("llama4", "Q8_0"))
+SHARES, STREAMED = (0.0, 0.5, 1.0), (None, 0.5, 1.0)
+FEW_PLACES = [
+    *((*PLACES[0], share, streamed) for share in SHARES for streamed in STREAMED if share < 1.0 or streamed == 0.5),
+    *((*place, *shares) for place in PLACES[1:] for shares in ((0.0, 1.0), (0.5, 0.5), (1.0, None))),
+]
 ALONE = [{name: (0, len(ids))} for name, ids in SEQUENCES.items()]
 
 
@@ -62,14 +70,19 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - logits).abs().max() < tolerance * logits.abs().max()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *LATENT_FAMILIES])
+@pytest.mark.parametrize("family", EVERY)
 def test_logits_equal_those_of_transformers(family: str, make_decoder: Callable[..., Any]) -> None:
     model = make_model(family)
     assert_close(fed(make_decoder(model, expert_streaming="auto")), answers(model), tolerance(family))
 
 
-@pytest.mark.parametrize("family", HALF_PRECISION)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("family", "dtype", "device"),
+    on_each_device(
+        [*((family, torch.bfloat16) for family in HALF_PRECISION), *((family, torch.float16) for family in FLOAT16)],
+        itertools.product(HALF_PRECISION, (torch.bfloat16, torch.float16)),
+    ),
+)
 def test_half_precision_is_as_exact_as_in_transformers(
     family: str, dtype: torch.dtype, make_decoder: Callable[..., Any]
 ) -> None:
@@ -113,11 +126,9 @@ def record_bytes(decoder: GpuDecoder) -> int:
     return int(decoder.statistics()["expert_bytes"])
 
 
-@pytest.mark.parametrize("streamed", [None, 0.5, 1.0])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
-    ("family", "quant"),
-    [("qwen3_moe", "Q8_0"), ("qwen2_moe with dense layers", "F32"), ("deepseek_v3", "Q8_0"), ("llama4", "Q8_0")],
+    ("family", "quant", "share", "streamed", "device"),
+    on_each_device(FEW_PLACES, ((*place, *rest) for place in PLACES for rest in itertools.product(SHARES, STREAMED))),
 )
 def test_experts_in_gpu_memory_change_nothing(
     family: str,

@@ -1,5 +1,6 @@
 """Captured steps with prompts of GpuDecoder compute what eager ones do, for all models that have such steps."""
 
+import itertools
 from collections.abc import Callable
 from statistics import median
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decoder_families import FAMILIES, SEQUENCES, VOCAB, Cache, make_model, make_planner_for
+from few_families import FEW, on_each_device
 from latent_families import LATENT_FAMILIES
 
 from ktqueue.engine.batch import Batch
@@ -30,6 +32,8 @@ STEPS = [  # chunks of a prompt beside decode rows: (first, last) of each sequen
 ]
 CAPTURED = [family for family, (kind, _) in FAMILIES.items() if not kind.startswith(("qwen3_next", "qwen3_5"))]
 CAPTURED += [family for family, (_, sizes) in LATENT_FAMILIES.items() if "index_topk" not in sizes]
+FLOAT8 = {"dtype": torch.float8_e4m3fn}
+QUANTISED = ("qwen3_moe", "gpt_oss", "gemma4 with experts", "llama4", "deepseek_v2")
 
 
 def planner_of_captured(layout: KVLayout, facts: DecoderFacts, device: str) -> AttentionPlanner:
@@ -80,16 +84,22 @@ def errors(decoder: GpuDecoder, device: str, **others: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", CAPTURED)
+@pytest.mark.parametrize(
+    ("family", "device"), on_each_device([family for family in FEW if family in CAPTURED], CAPTURED)
+)
 def test_replayed_prompts_equal_eager_ones(family: str, make_decoder: Callable[..., Any], device: str) -> None:
     decoder = make_decoder(make_model(family), expert_memory_bytes=ALL)
     assert decoder.most_captured_tokens == 128
     assert max(errors(decoder, device)) < 2e-5
 
 
-@pytest.mark.parametrize("others", [{}, {"dtype": torch.float8_e4m3fn}], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("dense", ["dequantised", "quantised"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4 with experts", "llama4", "deepseek_v2"])
+@pytest.mark.parametrize(
+    ("family", "dense", "others", "device"),
+    on_each_device(
+        [(family, *rest) for family in QUANTISED for rest in (("dequantised", {}), ("quantised", FLOAT8))],
+        itertools.product(QUANTISED, ("dequantised", "quantised"), ({}, FLOAT8)),
+    ),
+)
 def test_captured_prompts_are_right_with_quantised_weights(
     family: str, dense: str, others: dict[str, Any], make_decoder: Callable[..., Any], device: str
 ) -> None:

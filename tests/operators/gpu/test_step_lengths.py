@@ -1,6 +1,7 @@
 """Kernels of GpuDecoder that depend on the length of a step: fewer and earlier launches if it is short, decoded experts
 or warpgroups if it is long."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,13 @@ from ktqueue.operators.gpu.kernels.operation import launch_options
 
 from .test_decoder import assert_close, fed, record_bytes
 
+PLACES = [  # shares of the experts in slots, and of the others that are streamed: one family has them all
+    *(("qwen3_moe", *shares) for shares in ((0.0, 0.5), (0.0, 1.0), (0.5, 0.5), (0.5, 1.0), (1.0, 0.5))),
+    *itertools.product(["qwen2_moe with dense layers", "deepseek_v3", "llama4", "gpt_oss"], [0.5], [0.5]),
+]
 
-@pytest.mark.parametrize("streamed", [0.5, 1.0])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe with dense layers", "deepseek_v3", "llama4", "gpt_oss"])
+
+@pytest.mark.parametrize(("family", "share", "streamed"), PLACES)
 def test_decoded_experts_change_nothing(
     family: str, share: float, streamed: float, make_decoder: Callable[..., Any], decoded_pairs: list[int]
 ) -> None:
@@ -46,9 +50,7 @@ def test_decoded_experts_change_nothing(
     assert sum(decoder.device_bytes().values()) > sum(plain.device_bytes().values())
 
 
-@pytest.mark.parametrize("streamed", [0.5, 1.0])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe with dense layers", "deepseek_v3", "llama4", "gpt_oss"])
+@pytest.mark.parametrize(("family", "share", "streamed"), PLACES)
 def test_warpgroups_change_nothing(
     family: str, share: float, streamed: float, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,8 +134,7 @@ def test_gate_and_up_may_be_joined_in_their_product(
     assert len(matrices) == len(decoder.facts.layers)
 
 
-@pytest.mark.parametrize("dense", ["dequantised", "quantised"])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "dense"), [(1, "quantised"), (2, "dequantised")])
 def test_a_layer_of_few_rows_takes_eight_launches(
     rows: int, dense: str, make_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

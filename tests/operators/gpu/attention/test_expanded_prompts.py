@@ -52,7 +52,7 @@ def captured(plan: Any) -> CapturedExpansion:
     [
         (3, (16, 16, 16), 16, torch.float32, torch.float32),
         (2, (24, 8, 40), 8, torch.float32, torch.float32),
-        (4, (32, 16, 32), 16, torch.bfloat16, torch.bfloat16),
+        (2, (32, 16, 32), 16, torch.bfloat16, torch.bfloat16),
         (2, (32, 16, 32), 64, torch.bfloat16, torch.float8_e4m3fn),
     ],
 )

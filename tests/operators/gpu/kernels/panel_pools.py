@@ -18,6 +18,7 @@ WEIGHTED = native.GateFacts("silu", weighted_input=True)
 CLAMPED, LIMITED = native.GateFacts("swiglu_clamped", 1.702, 1.5), native.GateFacts("silu_limited", limit=0.8)
 GATES = [*(native.GateFacts(name) for name in ACTIVATIONS), CLAMPED, LIMITED, WEIGHTED]
 """All ways to join gate and up that experts have."""
+FLOATS = ("F32", "F16", "BF16")
 
 
 class Pool(NamedTuple):
@@ -75,6 +76,6 @@ def route(tokens: int, experts: int, slots: int, seed: int = 0) -> tuple[torch.T
 
 def small(quant: str) -> tuple[tuple[str, str, str], int, int]:
     """Formats, hidden and intermediate of small experts. Gate and up are `quant`; sizes are as odd as it allows."""
-    if quant in ("F32", "F16", "BF16"):
+    if quant in FLOATS:
         return (quant,) * 3, 45, 33
     return (quant, quant, "Q4_0"), 256 + max(32, BLOCKS[quant][0]), 32

@@ -15,7 +15,7 @@ from ktqueue.operators.native import GateFacts
 from ktqueue.operators.packed import Bytes
 
 from ..interpreted import by_kernel, by_twin, compiled_for_h200
-from .panel_pools import GATES, Pool, make_pool, route, small
+from .panel_pools import FLOATS, GATES, Pool, make_pool, route, small
 
 BOUND = 2e-6
 """Relative error of float32 sums in another order."""
@@ -57,7 +57,7 @@ def test_every_format_is_decoded_exactly(quant: str, random_weights: Callable[..
     pool = make_pool(random_weights, quants, 3, hidden, intermediate)
     pairs = pool.pairs(torch.tensor([[2], [0]]))
     rows = decoded_experts.sort_rows(pairs)
-    for formats in (quants[:2], quants[2:]):
+    for formats in (quants[:2], quants[2:])[: 1 + (quant in ("Q4_0", *FLOATS))]:  # down has Q4_0 in the others
         twin, kernel = (
             run(decoded_experts.decode, pairs, rows, memory_for(pool), formats) for run in (by_twin, by_kernel)
         )
