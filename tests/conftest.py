@@ -32,6 +32,7 @@ from redis_fleet import ClusterFleet, SentinelFleet
 from stored_blocks import block_size
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling, Scheduling
+from xdist.workermanage import WorkerController
 
 from ktqueue.broker.keys import Keys
 from ktqueue.broker.redis.private_server import PrivateServer
@@ -42,6 +43,7 @@ from ktqueue.operators import native
 TESTS = Path(__file__).parent
 WAITING = ("broker", "gateway", "workers")  # folders of tests that wait for other processes most of their time
 TOGETHER = ("cli", "e2e")  # folders whose files share a running installation, so that one process must run them
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # how many tests, by the reason
 LONG = 20_000  # milliseconds that a server of a fleet may be silent: these tests want no failover
 
 # Offsets of the halfs in a block, and their size for weights of about 0.1. All other bytes may be anything.
@@ -79,14 +81,30 @@ def pytest_configure() -> None:
     gc.disable()  # a third of the time of collecting tests is the garbage collector's walk over a million objects
 
 
+def lack(item: pytest.Item) -> str:
+    """Why a test cannot run on this machine, if its marks say so; else empty."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return "there is no CUDA device"
+    mark = item.get_closest_marker("skip")
+    return str(mark.kwargs["reason"]) if mark else ""
+
+
+@pytest.hookimpl(trylast=True)  # after `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests if `--without-long` asks for that, and mix files that wait with files that compute.
 
+    Tests whose marks say that they cannot run are left out too: a quarter of all, and to skip one takes 9 ms of CPU.
     The folders of TOGETHER come first, since each is the work of one process.
     """
     if config.getoption("--without-long"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        lacks = [lack(item) for item in items]
+        left_out: Counter[str] = Counter(filter(None, lacks))
+        config.stash[LEFT_OUT] = left_out
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left_out"] = dict(left_out)
+        runs = [not reason and not item.get_closest_marker("long") for item, reason in zip(items, lacks, strict=True)]
+        config.hook.pytest_deselected(items=[item for item, run in zip(items, runs, strict=True) if not run])
+        items[:] = [item for item, run in zip(items, runs, strict=True) if run]
     places: dict[Path, float] = {}
     files = list(dict.fromkeys(item.path for item in items))
     waiting = [path for path in files if any((TESTS / folder) in path.parents for folder in WAITING)]
@@ -116,6 +134,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return FilesAndFolders(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """Keep what a process has left out: all of them leave out the same."""
+    if hasattr(node, "workeroutput"):
+        node.config.stash[LEFT_OUT] = Counter(node.workeroutput.get("left_out", {}))
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage again from here on, but not among what the imports and the collection made.
 
@@ -138,9 +163,10 @@ def batch_invariant_kernels() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was skipped: a line for each reason, with how many tests it kept from running."""
+    """Say what was skipped or left out: a line for each reason, with how many tests it kept from running."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    reasons.update(terminalreporter.config.stash.get(LEFT_OUT, None) or {})
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"skipped {count}: {reason}")
 
@@ -148,7 +174,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What the tests run on: `make fleet` runs those of the broker on each. Which tests run: `make test`."""
     parser.addoption("--redis", choices=("private", "sentinel", "cluster"), default="private", help="kind of server")
-    parser.addoption("--without-long", action="store_true", help="leave out the tests with the marker `long`")
+    parser.addoption("--without-long", action="store_true", help="leave out tests that are long or cannot run")
 
 
 @pytest.fixture(scope="session")

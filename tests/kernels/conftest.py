@@ -83,11 +83,14 @@ def run_layer() -> RunLayer:
     return run
 
 
-@pytest.fixture(params=native.ISAS)
+@pytest.fixture(
+    params=[
+        pytest.param(isa, marks=[] if isa in native.isas() else pytest.mark.skip(reason=f"this CPU has no {isa}"))
+        for isa in native.ISAS
+    ]
+)
 def isa(request: pytest.FixtureRequest) -> str:
     """Each instruction set in turn. Skips those that this CPU lacks."""
-    if request.param not in native.isas():
-        pytest.skip(f"this CPU has no {request.param}")
     return str(request.param)
 
 

@@ -49,13 +49,13 @@ DRAFTS: dict[str, Mutation] = {
         "ktqueue/engine/token_masks.py",
         "known[sequence] + ahead for",
         "known[sequence] for",
-        (f"{TESTS}::test_answers_with_a_grammar_stay_the_same[400-1.0-host]",),
+        (f"{TESTS}::test_answers_with_a_grammar_stay_the_same[host-1.0-24]",),
     ),
     "a forced token is chosen again": Mutation(
         "ktqueue/engine/drafts.py",
         "        return sequence.remaining == 0\n",
         "        return True\n",
-        (f"{TESTS}::test_answers_with_a_grammar_stay_the_same[400-1.0-host]",),
+        (f"{TESTS}::test_answers_with_a_grammar_stay_the_same[host-1.0-24]",),
     ),
     "a draft model draws with the noise of the last token": Mutation(
         "ktqueue/engine/draft_model.py",
@@ -154,19 +154,19 @@ DRAFTS: dict[str, Mutation] = {
         "ktqueue/engine/states.py",
         "sequence.draft_states.pop(0)",
         "sequence.draft_states.pop()",
-        (f"{STATES}[host-200-8-False]", f"{STATES}[device-200-8-False]"),
+        (f"{STATES}[host-24-8-False]", f"{STATES}[device-24-8-False]"),
     ),
     "a draft reads the state before the last token": Mutation(
         "ktqueue/engine/batch.py",
         "sources += targets[len(sources) - 1 : -1] if more_rows else []",
         "sources += sources[-1:] * more_rows",
-        (f"{STATES}[device-200-8-False]",),
+        (f"{STATES}[device-24-8-False]",),
     ),
     "slots of wrong drafts stay in use": Mutation(
         "ktqueue/engine/states.py",
         "            self._slots.release(slot)\n        sequence.draft_states = []\n",
         "            pass\n        sequence.draft_states = []\n",
-        (f"{STATES}[host-200-8-False]",),
+        (f"{STATES}[host-24-8-False]",),
     ),
     "probes tell how often drafts are right": Mutation(
         "ktqueue/engine/drafts.py",

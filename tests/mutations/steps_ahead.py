@@ -16,7 +16,7 @@ STEPS_AHEAD: dict[str, Mutation] = {
         NEXT_STEP,
         "may_repeat=not are_final",
         "may_repeat=False",
-        (f"{STATES}::test_steps_that_are_launched_ahead_change_no_state[device-26-200]",),
+        (f"{STATES}::test_steps_that_are_launched_ahead_change_no_state[device-26-24]",),
     ),
     "rows get the tokens of others": Mutation(
         NEXT_STEP,
