@@ -16,7 +16,7 @@ class ExpertWork(NamedTuple):
     packed weights; cpu_seconds: of wall time. bus_bytes: weights that were streamed to the GPU. uses: choices of
     experts by tokens; gpu_uses: of experts in GPU memory. gpu_experts: different ones of these of each layer and step,
     summed; fetched_bytes: weights that kernels fetched in short steps. These two need `count_each_step`, and all four a
-    model that moves experts.
+    model that depends on uses (see PlacesExperts).
     """
 
     cpu_runs: int = 0

@@ -37,7 +37,7 @@ _COUNTERS = (
     ("drafted_tokens", "spec_decode_num_draft_tokens", "Tokens that steps verified ahead."),
     ("accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were right."),
     ("out_of_memory", "out_of_memory", "Steps made smaller because the device ran out of memory."),
-    ("expert_uses", "expert_uses", "Choices of experts by tokens, if some experts are in GPU memory."),
+    ("expert_uses", "expert_uses", "Choices of experts by tokens, if a GPU has some of the experts or copies them."),
     ("expert_uses_on_gpu", "expert_uses_on_gpu", "Choices of experts that were in GPU memory."),
     ("expert_moves", "expert_moves", "Experts that replaced others in GPU memory."),
     ("expert_streamed_bytes", "expert_streamed_bytes", "Bytes of experts that long steps copied to the GPU."),

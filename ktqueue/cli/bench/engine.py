@@ -139,7 +139,7 @@ def _sized(
 def _show(decoded: "list[Decode]", filled: "list[Prefill]") -> None:
     console = results()
     heads = ["rows", "prompt", "tok/s", "ms a step", "fastest", "host", "first token"]
-    with_experts = any(row.experts.get("uses") for row in decoded)  # some are in GPU memory
+    with_experts = any(row.experts.get("uses") for row in decoded)  # a GPU has or copies some
     heads += ["found", "GPU experts", "MB fetched"] if with_experts else []
     listing = table(heads, right=heads)
     for row in decoded:

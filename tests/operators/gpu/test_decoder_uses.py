@@ -115,6 +115,9 @@ def test_long_steps_copy_the_experts_that_are_used_most(known: bool, make_decode
     assert on_cpu[-1] < sum(map(sum, decoder.expert_uses())) / len(on_cpu) / 2
     assert known == (on_cpu[0] == on_cpu[-1])
     assert decoder.depends_on_uses
+    found = decoder.statistics()
+    assert found["expert_uses"] == sum(map(sum, decoder.expert_uses())) > found["expert_uses_on_gpu"] == 0
+    assert "expert_hit_rate" not in found
 
 
 def test_experts_are_where_the_worker_before_used_them(make_decoder: Callable[..., Any], tmp_path: Path) -> None:

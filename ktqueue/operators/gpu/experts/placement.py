@@ -152,7 +152,7 @@ class Placement:
         self._moving, self._moved = [], None
 
     def _count(self) -> None:
-        """Count the uses that have been read, and learn from those of READ_EVERY_STEPS steps or more."""
+        """Count the uses that have been read. What is worth a slot is learned from READ_EVERY_STEPS steps or more."""
         counts = self._read_counts.numpy()
         uses = counts - self.known_counts  # int32 wraps around, and so do the counts
         self.known_counts = counts.copy()
@@ -166,12 +166,14 @@ class Placement:
         if self.observe is not None:
             self.observe(uses, steps)
         self.order.learn(uses)
+        if not any(self._pool.slots):
+            return
         self._unlearned += uses
         if self._steps - self._steps_learned >= READ_EVERY_STEPS:
             self.expected.learn(self._unlearned, self._steps - self._steps_learned)
             self._unlearned[:] = 0
             self._steps_learned = self._steps
-            self._planned = self._plan() if any(self._pool.slots) else []
+            self._planned = self._plan()
 
     def _plan(self) -> list[_Move]:
         """The moves that are worth it, the most useful last."""
