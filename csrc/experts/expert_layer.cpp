@@ -168,8 +168,8 @@ void ExpertLayer::sort_by_expert(const int64_t* ids, size_t pairs, Workspace& sp
         space.position[pair] = ids[pair] == kNoExpert ? kSkipped : space.starts[static_cast<size_t>(ids[pair])]++;
 }
 
-// Prepares rows for gate and up: one per token, shared by its slots; for tiles one per pair, adjacent.
-void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots,
+// Prepares rows for gate and up: one per token, shared by its slots; for tiles one per pair that has an expert, adjacent.
+void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots, size_t pairs,
                                Workspace& space) const {
     struct Rows {
         RowForm form;
@@ -194,8 +194,8 @@ void ExpertLayer::prepare_rows(const float* x, const int64_t* ids, size_t tokens
     for (size_t tiled : {0, 1})
         for (size_t side : {0, 1})
             if (all[tiled][side].wanted)
-                space.rows[tiled][side].grow(tokens * (tiled ? slots : 1) * all[tiled][side].bytes);
-    for (auto& pointers : space.x) pointers.grow(tokens * slots);
+                space.rows[tiled][side].grow((tiled ? pairs : tokens) * all[tiled][side].bytes);
+    for (auto& pointers : space.x) pointers.grow(pairs);
     auto prepare = [&](size_t t) {
         const float* row = x + t * hidden();
         const uint8_t* made[2] = {};  // prepared rows for tiles of this token
@@ -252,7 +252,7 @@ void ExpertLayer::forward_some(const float* x, const int64_t* ids, const float* 
                                float* out, bool zeros, Workspace& space) const {
     sort_by_expert(ids, tokens * slots, space);
     const size_t pairs = space.spans.empty() ? 0 : space.spans.back().end;  // that have an expert
-    prepare_rows(x, ids, tokens, slots, space);
+    prepare_rows(x, ids, tokens, slots, pairs, space);
     space.partial_stride = round_up(hidden(), kPanelRows) + kPanelRows;  // pairs that have an expert
     space.activated_bytes = 0;  // an expert with many rows has another form of activations than one with few
     for (const Span& span : space.spans)

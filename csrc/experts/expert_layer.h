@@ -80,7 +80,8 @@ class ExpertLayer {
     void walk(ThreadPool& pool, std::span<const size_t> experts, size_t most_bytes, const std::function<bool()>& stop,
               const Fetch& fetch) const;
     void sort_by_expert(const int64_t* ids, size_t pairs, Workspace& space) const;
-    void prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots, Workspace& space) const;
+    void prepare_rows(const float* x, const int64_t* ids, size_t tokens, size_t slots, size_t pairs,
+                      Workspace& space) const;
     void gate_up(const Span& span, size_t first, size_t last, const Workspace& space) const;
     void down(const Span& span, size_t first, size_t last, const Workspace& space) const;
     void merge(const float* weights, size_t first, size_t last, float* out, bool zeros, const Workspace& space) const;
