@@ -93,7 +93,7 @@ def lack(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests if `--without-long` asks for that, and mix files that wait with files that compute.
 
-    Tests whose marks say that they cannot run are left out too: a quarter of all, and to skip one takes 9 ms of CPU.
+    Tests whose marks say that they cannot run are left out too: a quarter of all, and to skip one takes milliseconds.
     The folders of TOGETHER come first, since each is the work of one process.
     """
     if config.getoption("--without-long"):

@@ -76,7 +76,7 @@ def test_random_answers_have_the_same_parts_however_they_are_cut(family: str) ->
     own += [form.inner, form.quote, "f{a:", "}"]
     if style is not None:
         own += [style.start, style.middle, style.end, style.parameter, style.parameter_middle, style.parameter_end]
-    for number in range(300):
+    for number in range(150):
         fragments = draw.choices([*filter(None, own), *FRAGMENTS], k=draw.randint(1, 12))
         text = "".join(fragments)
         reasoning = "harmony" if family == "harmony" else draw.choice(["", *REASONING][:6])

@@ -73,7 +73,7 @@ def reference_draw(weights: Any, noise: Any) -> Any:
 @pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 12.0])
 def test_results_equal_the_reference(vocab: Any, scale: Any) -> None:
     noise = np.random.default_rng(vocab + int(10 * scale))
-    for _ in range(8):
+    for _ in range(8 if vocab < 1000 else 4):
         count = 24
         logits = (noise.normal(size=(count, vocab)) * scale).astype(np.float32)
         if scale == 3.0:

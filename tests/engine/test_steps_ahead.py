@@ -42,7 +42,7 @@ def greedily(count: int, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("pages", [400, 18])
-@pytest.mark.parametrize("seed", [0, 1, 3, 4])  # with graphs; a prefix cache with even ones
+@pytest.mark.parametrize("seed", [0, 3])  # with graphs; a prefix cache with even ones
 def test_answers_stay_the_same(
     make_crowded: Any,
     gather_outputs: Any,

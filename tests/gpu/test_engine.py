@@ -31,6 +31,7 @@ from ktqueue.workers.startup.gpu_memory import planner_of
 RULES = Path(__file__).parents[2] / "rules"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NEW_TOKENS = 20
+COUNTS = {} if torch.cuda.is_available() else {"demo": 8}  # requests, else 16: this model is slow on a CPU
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.3, "eos_token_id": None,
@@ -114,7 +115,7 @@ def answers(models: dict[str, str]) -> Callable[[str], list[list[int]]]:
             config = settings_for("cpu")
             vocabulary = NoEnd(model.card_facts.vocab_size)
             engine = Engine(model.module, vocabulary, model.kv_layout(16), config, 200, 512)
-            known[name] = serve(engine, requests(vocabulary.size, 16))
+            known[name] = serve(engine, requests(vocabulary.size, COUNTS.get(name, 16)))
         return known[name]
 
     return of
@@ -146,7 +147,7 @@ def test_tokens_equal_the_cpu_s(
         rules = str(tmp_path / "rules.yaml")
     model = load_model(models[name], rules=rules, device=device)
     engine = on_device(model, settings_for(device, cuda_graphs=graphs))
-    found = serve(engine, requests(model.card_facts.vocab_size, 16))
+    found = serve(engine, requests(model.card_facts.vocab_size, COUNTS.get(name, 16)))
     engine.close()
     assert found == answers(name)
     waits = device == "cuda" and path == "modules" and name != "dense"  # CpuExperts: no graphs
@@ -179,7 +180,7 @@ def test_steps_with_drafts_give_the_cpu_s_tokens(
     source = DraftSource(second.module, layout, 512, planner_of(second, layout, config))
     engine = on_device(model, config, source if speculation == "model" else None)
     engine.drafts.probed = 5
-    found = serve(engine, requests(model.card_facts.vocab_size, 16))
+    found = serve(engine, requests(model.card_facts.vocab_size, COUNTS.get(name, 16)))
     engine.close()
     assert found == answers(name)
     stats = engine.stats()

@@ -224,7 +224,7 @@ def test_a_loss_is_held_against_steps_beside_which_nothing_ran(
 @pytest.mark.parametrize("device", DEVICES)
 def test_experts_move_between_overlapped_steps(device: str, make_engine: Any, alone: Any) -> None:
     """Half of the experts are in GPU memory. Those that move are on their way when a step begins."""
-    asked = asked_for(90, 30, tokens=40)
+    asked = asked_for(66, 30, tokens=32)
     engine = make_engine(device, gpu_expert_memory_bytes=400_000)
     assert run(engine, asked, 1) == alone(device, asked)
     assert engine.stats().overlapped_steps > 5

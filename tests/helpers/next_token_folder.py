@@ -52,10 +52,10 @@ class Twin:
 
     def chain(self, tokens: list[int], count: int) -> list[int]:
         """The `count` likeliest drafts after `tokens`, computed once: engines of several kinds ask for the same."""
-        key = (count, *tokens)
-        if key not in self._chains:
-            self._chains[key] = self._compute_chain(tokens, count)
-        return self._chains[key]
+        known = self._chains.get(tuple(tokens), [])
+        if len(known) < count:
+            known = self._chains[tuple(tokens)] = self._compute_chain(tokens, count)
+        return known[:count]
 
     @torch.no_grad()
     def _compute_chain(self, tokens: list[int], count: int) -> list[int]:

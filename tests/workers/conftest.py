@@ -5,7 +5,8 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ class Model:
 
     loaded: LoadedModel
     tokenizer: Tokenizer
+    _undisturbed: dict[str, list[tuple[list[int], str]]] = field(default_factory=dict)
 
     def engine(
         self,
@@ -73,7 +75,12 @@ class Model:
         )
 
     def undisturbed(self, request: GenerationRequest) -> list[tuple[list[int], str]]:
-        """Token ids and text of each choice, from an engine without other requests."""
+        """Token ids and text of each choice, from an engine without other requests; computed once for all tests."""
+        if repr(request) not in self._undisturbed:
+            self._undisturbed[repr(request)] = self._compute(request)
+        return deepcopy(self._undisturbed[repr(request)])
+
+    def _compute(self, request: GenerationRequest) -> list[tuple[list[int], str]]:
         engine = self.engine()
         encoded = self.encode(request)
         engine.add("one", encoded.token_ids, request.sampling, matcher=encoded.matcher)

@@ -48,7 +48,7 @@ def check(text: str) -> None:
 async def test_answers_are_valid_and_equal_those_of_an_engine_alone(
     model: Any, broker: Broker, start_worker: Any, finished: Any
 ) -> None:
-    requests = [replace(JSON, sampling=replace(JSON.sampling, seed=seed)) for seed in range(4)]
+    requests = [replace(JSON, sampling=replace(JSON.sampling, seed=seed)) for seed in (5, 6)]
     async with start_worker():
         jobs = [await broker.jobs.submit(request) for request in requests]
         for request, job in zip(requests, jobs, strict=True):

@@ -74,7 +74,8 @@ def test_a_prompt_plan_follows_its_updates(
             return captured(plan).values(1, query, up, kv, SCORES)
 
     assert not values().any()
-    for chunks, contexts in STEPS:
+    is_first = page_size == 16 and dtype == torch.float32
+    for chunks, contexts in STEPS if by_twin or is_first else STEPS[::2]:  # which mix follows is alike in all formats
         step, live = make_step(kv, chunks, contexts), sum(chunks)
         query[-1] = 0.5 if live == len(query) else torch.nan
         assert plan.holds(step)
