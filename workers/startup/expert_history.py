@@ -161,13 +161,15 @@ class ExpertHistory:
 def start_expert_history(config: EngineConfig, built: Built) -> ExpertHistory | None:
     """Begin with the experts that earlier workers of the model used most; None if nothing depends on that."""
     model, digest = built.model.module, built.card.digest
-    if config.expert_uses_dir == OFF or not _DIGEST.fullmatch(digest):
-        return None
     if not isinstance(model, PlacesExperts) or not model.depends_on_uses:
         return None
     uses = model.expert_uses()
     assert uses is not None
-    return ExpertHistory(UsesFile(_folder(config), digest, [len(layer) for layer in uses]), model)
+    file = UsesFile(_folder(config), digest, [len(layer) for layer in uses])
+    if config.expert_uses_dir == OFF or not _DIGEST.fullmatch(digest):
+        model.place_experts(file.zeros())  # as in ExpertHistory
+        return None
+    return ExpertHistory(file, model)
 
 
 def _folder(config: EngineConfig) -> Path:

@@ -166,7 +166,9 @@ def test_some_models_have_no_history(tmp_path: Path) -> None:
     config = EngineConfig(expert_uses_dir=str(tmp_path))
     on_cpu, counting = Experts(), object()
     on_cpu.depends_on_uses = False
-    assert start_expert_history(EngineConfig(expert_uses_dir="off"), built(Experts())) is None
     assert [start_expert_history(config, built(model)) for model in (on_cpu, counting)] == [None, None]
-    assert start_expert_history(config, built(Experts(), "")) is None
-    assert start_expert_history(config, built(Experts(), "../../etc/x")) is None
+    for setting, digest in (("off", DIGEST), (str(tmp_path), ""), (str(tmp_path), "../../etc/x")):
+        model = Experts()
+        assert start_expert_history(EngineConfig(expert_uses_dir=setting), built(model, digest)) is None
+        assert model.placed == [[0, 0, 0], [0, 0]]  # steps that warmed up are forgotten
+    assert not [*tmp_path.iterdir()]

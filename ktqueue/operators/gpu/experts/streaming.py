@@ -23,7 +23,7 @@ from ktqueue.operators.gpu.experts.use_order import UseOrder
 from ktqueue.operators.gpu.handoff.handoff import Handoff
 
 AREAS = 2
-MAX_COPY_LISTS = 32  # that are remembered for each layer: preparing one takes half a millisecond
+MAX_COPY_LISTS = 12  # that are remembered for each layer: preparing one takes half a millisecond, and it has 0.1 MB
 Numbers = npt.NDArray[np.int64]
 
 
@@ -178,11 +178,13 @@ class Streamer(ExpertResidency):
     def _copy_list(self, index: int, experts: Numbers, gate_up: int, down: int) -> list[Copy]:
         """Copies of the experts' gate_up parts to offset `gate_up` and of their down parts to `down`, back to back."""
         known, key = self._copy_lists[index], experts.tobytes()
-        if key not in known:
-            if len(known) >= MAX_COPY_LISTS:
-                known.pop(next(iter(known)))
-            known[key] = self._make_copies(self._layers[index], experts.tolist(), gate_up, down)
-        return known[key]
+        copies = known.pop(key, None)
+        if copies is None:
+            copies = self._make_copies(self._layers[index], experts.tolist(), gate_up, down)
+        if len(known) >= MAX_COPY_LISTS:
+            known.pop(next(iter(known)))  # the one that was not used for longest
+        known[key] = copies
+        return copies
 
     def _make_copies(self, layer: RoutedLayer, experts: list[int], gate_up: int, down: int) -> list[Copy]:
         gate_up_pieces: list[tuple[int, int, int]] = []  # (address, offset, bytes)
