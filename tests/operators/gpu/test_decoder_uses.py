@@ -172,3 +172,24 @@ def test_each_expert_of_a_step_is_counted_where_it_is(
     assert (work.cpu_experts > 0) == (share < 1)
     assert decoder.statistics()["expert_moves"] == 0
     assert decoder.statistics()["expert_fetched_bytes"] >= work.fetched_bytes
+
+
+def test_a_long_step_that_copies_nothing_fetches_nothing(make_decoder: Callable[..., Any]) -> None:
+    decoder = make_decoder(
+        make_model("qwen3_moe", num_hidden_layers=2),
+        expert_streaming="auto",
+        streamed_share=0.0,
+        streaming_tokens=3,
+        fetched_shares=(1.0, 1.0),
+    )
+    decoder.count_each_step()
+    fetched = []
+    for tokens in (3, 2, 2):
+        before = decoder.expert_work()
+        for _ in range(4):
+            fed(decoder, [{"s2": (0, tokens)}])
+        work = decoder.expert_work().since(before)
+        assert (work.cpu_experts > 0) == (tokens == 3)
+        fetched.append(work.fetched_bytes)
+    assert fetched[0] == 0 < fetched[1]
+    assert 4 * fetched[1] == 3 * fetched[2]  # counts are read one step later

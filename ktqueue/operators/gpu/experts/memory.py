@@ -97,7 +97,7 @@ class ExpertMemory:
         self._beside = SideStream(device) if trials.shared_beside_experts else None
         self._counters = torch.zeros(down_counters(FEW_ROWS, hidden), dtype=torch.int32, device=device)
         self._warpgroups = prepare_warpgroups(layers, self._pool.memory, dtype, settings.max_tokens, trials)
-        self._counts = StepCounts(layers, self._pool, self._streamed_steps, self._fetched_experts)
+        self._counts = StepCounts(layers, self._pool, self._fetched_experts)
         others = [layer for index, layer in enumerate(layers) if index not in self._warpgroups]
         self._decoded = DecodedExperts.prepare(
             others, self._pool.memory, dtype, settings.max_tokens, least_tokens=settings.decode_experts_from
@@ -214,9 +214,6 @@ class ExpertMemory:
         if self._placement is not None:
             self._placement.read_each_step()
             self._placement.observe = self._counts.observe
-
-    def _streamed_steps(self) -> int:
-        return 0 if self._streaming is None else self._streaming.steps
 
     def _fetched_experts(self, layer: int, tokens: int, absent: int) -> int:
         return 0 if self._fetched is None else self._fetched.fetched(layer, tokens, absent)

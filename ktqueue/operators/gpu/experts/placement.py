@@ -37,7 +37,7 @@ class Placement:
     steps old; both wrap around. moves: number of experts moved in so far. expected: says which experts are worth a
     slot. order: learns the uses, too.
     uses, uses_on_gpu: of all steps that are known, and those whose expert was in GPU memory. observe: called with the
-    uses [layers, experts] of each reading of the counts, and with the number of its steps.
+    uses [layers, experts] of each reading of the counts, the number of its steps, and whether one of them was long.
     max_moved_bytes: moved beside a step, since it is slower while the copies read memory. One expert always may.
     """
 
@@ -61,6 +61,7 @@ class Placement:
         self.expected = expected or ExpectedUses(per_token, pool.host.shape[1])
         self.order = UseOrder([layer.experts for layer in layers], per_token, pool.is_absent())
         self._reading: Mark | None = None
+        self._long_read = self._long_since = False  # whether a step was long: of the reading, and after it
         self._planned: list[_Move] = []  # the most useful last
         self._moving: list[tuple[_Move, int]] = []  # with the offset that the expert is copied to
         self._moved: Mark | None = None  # after the copies of `_moving`
@@ -68,7 +69,7 @@ class Placement:
         self._read_every = READ_EVERY_STEPS
         self._unlearned = np.zeros(pool.host.shape, np.int32)
         self.uses = self.uses_on_gpu = 0
-        self.observe: Callable[[npt.NDArray[np.int32], int], None] | None = None
+        self.observe: Callable[[npt.NDArray[np.int32], int, bool], None] | None = None
         self._hits = self._uses = 0.0
         self.moves = 0
 
@@ -89,6 +90,7 @@ class Placement:
         self._copies.finish()
         self._copies.wait_for(self._copies.mark_step())
         self._reading = self._moved = None
+        self._long_since = False
         self._planned, self._moving = [], []
         for index, (layer, slots) in enumerate(zip(self._layers, self._pool.slots, strict=True)):
             table = self._pool.host[index, : layer.experts]
@@ -117,6 +119,7 @@ class Placement:
         is_long: the step before had many tokens, so its uses are read at once.
         """
         self._steps += 1
+        self._long_since |= is_long
         has_arrived = self._moved is not None and self._moved.passed()
         if has_arrived:
             self._end_moves()
@@ -126,6 +129,7 @@ class Placement:
         if self._reading is None and (is_long or self._steps % self._read_every == 0):
             self._read_counts.copy_(self.counts, non_blocking=True)
             self._reading = self._copies.mark_step()
+            self._long_read, self._long_since = self._long_since, False
         started = [] if self._moving else self._make_room()
         if has_arrived or started:
             self._pool.publish()
@@ -164,7 +168,7 @@ class Placement:
         self._hits = self._hits * decay + found
         self._uses = self._uses * decay + float(uses.sum())
         if self.observe is not None:
-            self.observe(uses, steps)
+            self.observe(uses, steps, self._long_read)
         self.order.learn(uses)
         if not any(self._pool.slots):
             return

@@ -13,28 +13,23 @@ Fetched = Callable[[int, int, int], int]
 
 
 class StepCounts:
-    """Counts steps whose uses `observe` is given one by one. `fetched`: of a step that does not stream.
+    """Counts steps whose uses `observe` is given one by one. `fetched`: of a short step. Long ones fetch nothing.
 
     gpu_experts: different experts of each step and layer that had a slot, summed. fetched_bytes: weights that kernels
     fetched. Each reading of uses is compared with the slots of that moment, and counts as one step.
     """
 
-    def __init__(
-        self, layers: list[RoutedLayer], pool: ExpertPool, streamed_steps: Callable[[], int], fetched: Fetched
-    ) -> None:
+    def __init__(self, layers: list[RoutedLayer], pool: ExpertPool, fetched: Fetched) -> None:
         self._layers = layers
         self._pool = pool
-        self._streamed_steps = streamed_steps
         self._fetched = fetched
-        self._streamed = 0
         self.gpu_experts = self.fetched_bytes = 0
 
-    def observe(self, uses: npt.NDArray[np.int32], steps: int) -> None:
-        """Count the uses [layers, experts] of a reading."""
+    def observe(self, uses: npt.NDArray[np.int32], steps: int, is_long: bool) -> None:
+        """Count the uses [layers, experts] of a reading. is_long: one of the steps was."""
         used, present = uses > 0, self._pool.host != ABSENT
         self.gpu_experts += int((used & present).sum())
-        before, self._streamed = self._streamed, self._streamed_steps()
-        if before != self._streamed:
+        if is_long:
             return
         absent = (used & ~present).sum(1)
         tokens = uses.sum(1) // np.array([layer.experts_per_token for layer in self._layers])

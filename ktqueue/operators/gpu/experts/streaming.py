@@ -245,7 +245,7 @@ class StreamingSteps:
         self._least_tokens = least_tokens
         self._clock = clock
         self._current: _LongStep | None = None
-        self._has_finished_one = False
+        self._has_finished_one = self._streamed_all = False
         self._order_version = streamer.order.version
         self.steps = 0
 
@@ -279,18 +279,21 @@ class StreamingSteps:
 
         No expert may be on its way to a slot."""
         self.steps += 1
+        self._streamed_all = True
         streamed = self._streamer.begin(resident, 1.0, last_too=True)
         assert not streamed.needs_cpu, "an expert is neither in a slot nor streamed"
         return streamed
 
     def after_step(self) -> bool:
-        """Learn from the step that the device has just finished, if it was a long one. Returns whether it was.
+        """Learn from the step that the device has just finished, if it was a long one. Returns whether it was, or one
+        of `begin_all` since the last call.
 
         The first one is ignored: it compiles kernels, and a worker runs it on equal tokens, which use few experts.
         """
         step, self._current = self._current, None
+        streamed_all, self._streamed_all = self._streamed_all, False
         if step is None:
-            return False
+            return streamed_all
         seconds = self._clock() - step.begun
         parts = (0.0, 0.0) if step.streamed is None else step.streamed.seconds()
         if parts is None:  # an exception ended the step early
