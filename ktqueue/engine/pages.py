@@ -16,6 +16,7 @@ module knows nothing of sequences, requests or tensors; the function `copy` move
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,13 +115,14 @@ class Pages:
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent. For tests: it looks at all pages."""
-        free, idle = set(self._free), set(self._idle)
-        used = {page for page in range(self.total) if self._users[page] > 0}
-        assert len(free) == len(self._free), "a page is free twice"
-        assert not free & idle and not free & used and not idle & used, "a page is in two states"
-        assert len(free) + len(idle) + len(used) == self.total, "a page is lost"
+        free, every = set(self._free), range(self.total)
+        used, registered = set(compress(every, self._users)), set(compress(every, self._digest_of))
         assert min(self._users, default=0) >= 0, "a page was released too often"
-        assert all(self._digest_of[page] is None for page in free), "a free page has a digest"
-        registered = {page: digest for page, digest in enumerate(self._digest_of) if digest is not None}
-        assert {digest: page for page, digest in registered.items()} == self._page_of, "digests and pages disagree"
-        assert idle <= registered.keys(), "an idle page has no digest"
+        assert len(free) == len(self._free), "a page is free twice"
+        idle = self._idle.keys()
+        assert free.isdisjoint(idle) and free.isdisjoint(used) and used.isdisjoint(idle), "a page is in two states"
+        assert len(free) + len(idle) + len(used) == self.total, "a page is lost"
+        assert free.isdisjoint(registered), "a free page has a digest"
+        assert {self._digest_of[page]: page for page in registered} == self._page_of, "digests and pages disagree"
+        assert len(registered) == len(self._page_of), "two pages have the same digest"
+        assert idle <= registered, "an idle page has no digest"

@@ -211,7 +211,7 @@ def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
     engine = make_engine(
         model,
         vocabulary,
-        num_pages=4000,
+        num_pages=800,
         max_num_seqs=25,
         max_num_batched_tokens=128,
         interactive_step_ms=20,
@@ -220,7 +220,7 @@ def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
     )
     started(engine, learnt(most=128, upto=128))
     for i in range(24):
-        long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         engine.add(f"b{i}", [i, 1], long, job_class=BATCH)
     engine.step()
     assert model.steps[-1][0] == 24, "without interactive requests all rows run"
@@ -256,7 +256,7 @@ def test_an_interactive_request_decodes_as_if_alone_while_a_batch_goes_on(
 def test_an_engine_says_what_keeps_batch_sequences_from_more_rows(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], run: Any, reason: str, settings: dict[str, Any]
 ) -> None:
-    defaults = {"num_pages": 4000, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    defaults = {"num_pages": 800, "max_num_seqs": 64, "max_num_batched_tokens": 128}
     engine = make_engine(model, vocabulary, **(defaults | settings))
     started(engine, learnt(lambda tokens: 0.01 * max(4, tokens), most=128, upto=128))
     assert engine.stats().rows_held_by == ""
@@ -283,7 +283,7 @@ def test_batch_prompts_wait_for_each_other_where_a_full_step_is_faster(
     model: Any, vocabulary: Any, make_engine: Callable[..., Engine], greedy: Any, cost: Any, fewer: bool
 ) -> None:
     """16 rows end one after the other, and the next prompts of 16 tokens take their places two by two."""
-    engine = make_engine(model, vocabulary, num_pages=4000, max_num_seqs=16, max_num_batched_tokens=256)
+    engine = make_engine(model, vocabulary, num_pages=800, max_num_seqs=16, max_num_batched_tokens=256)
     started(engine, learnt(cost, most=256, upto=256))
     results: dict[str, list[int]] = {}
     for i in range(60):
