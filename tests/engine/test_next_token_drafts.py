@@ -33,13 +33,15 @@ FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe without norms", "qwen3_next", "
 
 def kinds_of(families: list[str]) -> list[Any]:
     """Each family with each kind of engine. On the CPU, one family also has its experts in the memory of the device:
-    which memory that is does not depend on the family."""
+    which memory that is does not depend on the family. Two families differ from another only in what the layer lacks
+    or how it is stored, which the engine of the host sees."""
     kinds = ("host", "cpu", "cpu all", "cuda", "cuda all")
     return [
         pytest.param(family, kind, marks=[pytest.mark.gpu] if kind.startswith("cuda") else [])
         for family in families
         for kind in kinds
         if kind != "cpu all" or family == families[0]
+        if kind != "cpu" or family not in ("glm4_moe without norms", "qwen3_5_moe")
     ]
 
 
