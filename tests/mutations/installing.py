@@ -37,7 +37,7 @@ INSTALLING: dict[str, Mutation] = {
         "ktqueue/cli/up.py",
         '    require("gateway", "worker", *(["arq"]',
         '    print("gateway", "worker", *(["arq"]',
-        (f"{CLIENT}::test_commands_that_need_an_extra_name_it_and_start_nothing[up-gateway,worker]",),
+        (f"{CLIENT}::test_commands_that_need_an_extra_name_it_and_start_nothing[up-gateway,worker,arq]",),
     ),
     "a code block of the guides does not run": Mutation(
         "docs/guides/watching.md",
